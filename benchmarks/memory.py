@@ -67,7 +67,8 @@ class StubComputing:
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
         self.gpu_memory: dict[str, int] = {}
-        self.facts = Facts("cpu", "float32", "float32", 1, True, 256, 64, 0, 1, False, "", "")
+        types = ["float32"] * 3
+        self.facts = Facts("cpu", *types, 1, True, 256, 64, 0, 1, False, "", "")
         self.core = build_loop(
             config,
             Starter(tokenizer, checkpoint.eos_ids, config.seed),

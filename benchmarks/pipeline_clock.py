@@ -24,7 +24,7 @@ from fminfer.core.messages import Step, StepResult, TokenLogprobs
 from fminfer.engine import step_shape
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
-from fminfer.engine.intake import Intake, Limits
+from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.engine.loop import EngineLoop
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.start import Starter
@@ -225,7 +225,7 @@ def run_engine(pipeline: SimulatedPipeline, engine: Engine, workload: Workload) 
             kv_capacity=engine.kv_tokens,
         )
         started = time.perf_counter()
-        lines = LineIntake(Intake(tokenizer, Limits(MAX_CONTEXT, 256, 0)))
+        lines = LineIntake(Intake(tokenizer, RequestLimits(MAX_CONTEXT, 256, 0)))
         runner = LineRunner(loop, lines, RecordForm("simulated", 0), joins_equal=False)
         errors = [record.error for record in runner.run(workload.lines()) if record.error]
         loop_s = time.perf_counter() - started

@@ -62,6 +62,14 @@ OWN_LATE = {
     ("compute", "fminfer.compute.layers.triton_layers"): "the same",
     ("compute", "fminfer.compute.sampling.triton_draws"): "the same",
 }
+# What is decided of a run, and the packages that may name it. Others read it of the `RunPlan`.
+CHOICES = ["choose_device", "choose_dtype", "choose_kv_dtype", "choose_formats", "choose_packer"]
+CHOICES += ["own_device", "held_dtype", "split_model"]
+DECISIONS = {
+    **{name: {"plan"} for name in CHOICES},
+    "split_layers": {"core", "plan", "models"},  # layer_count refuses a split before torch comes
+    "step_sizes": {"core", "plan", "cli"},  # --help shows its defaults
+}
 
 PACKAGE = Path(__file__).parent.parent / "fminfer"
 
@@ -176,6 +184,20 @@ def test_every_late_import_of_the_list_is_one() -> None:
         for by, each in OWN_LATE
         if not any(by == a and f"{used}.".startswith(f"{each}.") for a, used in late)
     ]
+
+
+def test_a_run_is_decided_in_plan_only() -> None:
+    """Device, dtypes and split were chosen in 4 to 7 places each, by rules that could differ."""
+    wrong, num_found = [], 0
+    for name, tree in MODULES.items():
+        for node in ast.walk(tree):
+            used = {getattr(node, word, None) for word in ("id", "attr", "name")}
+            for decision in used & DECISIONS.keys():
+                num_found += 1
+                if package_of(name) not in DECISIONS[decision]:
+                    wrong.append(f"{name}: {decision}")
+    assert num_found > 20, "the test looks at nothing"
+    assert not wrong, "\n".join(wrong)
 
 
 def test_types_are_imported_like_everything_else() -> None:

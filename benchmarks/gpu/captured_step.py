@@ -30,7 +30,7 @@ def make_cache(part: LoadedPart, rows: int, tokens: int) -> KvCache:
         [layer.attention for layer in part.network.own],
         num_blocks=rows * -(-tokens // BLOCK),
         block_size=BLOCK,
-        dtype=part.kv_dtype,
+        dtype=part.plan.kv_dtype,
         device=part.device,
         kernel=part.attention,
     )
@@ -102,7 +102,7 @@ def time_step(
     graph().zero_()
     is_equal = torch.equal(graph(), right)
     graph_s = median_s(graph, device, turns)
-    read = weights + rows * tokens * part.kv_bytes_per_token
+    read = weights + rows * tokens * part.plan.own.takes.kv_token
     figures: Figures = {"eager ms": 1000 * eager_s, "graph ms": 1000 * graph_s}
     figures |= {"host ms": 1000 * host_s, "GB/s": read / graph_s / 1e9}
     figures |= results.share_of(path, read / graph_s, "copy")

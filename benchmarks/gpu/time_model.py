@@ -28,9 +28,8 @@ from fminfer.core.messages import StepTrace
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint
 from fminfer.models.layer_source import open_weights
-from fminfer.plan.footprint import measure_footprints
 from fminfer.plan.opening import open_model
-from fminfer.runtime.build.loading import LoadedPart, load_part
+from fminfer.runtime.build.loading import LoadedPart, load_part, plan_run
 from fminfer.runtime.build.one_pipeline import OnePipeline
 from fminfer.text.tokenizer import Tokenizer
 
@@ -177,7 +176,7 @@ class Bench:
 
         def load() -> LoadedPart:
             config = EngineConfig(**self.options())
-            return load_part(config, open_model(config))
+            return load_part(plan_run(config, open_model(config)))
 
         part: LoadedPart = self.held.take(f"part {self.name}", load)
         return part
@@ -314,12 +313,10 @@ def time_captured(bench: Bench, rows: int, tokens: int) -> Figures:
 
 def compare_memory(bench: Bench) -> Figures:
     """Put the peak of all runs beside what `fminfer check` foresees."""
-    config = EngineConfig(**bench.options())
     engine = bench.engine()
-    where = (engine.device, engine.dtype)
-    (print_,) = measure_footprints(config, open_model(config), 1, *where)
-    kv_bytes = engine.stats.num_kv_tokens * print_.kv_token
-    figures: Figures = {"forecast GiB": (print_.weights + print_.work + kv_bytes) / 2**30}
+    takes = engine.pipeline.plan.own.takes
+    kv_bytes = engine.stats.num_kv_tokens * takes.kv_token
+    figures: Figures = {"forecast GiB": (takes.weights + takes.work + kv_bytes) / 2**30}
     if bench.setting.device == "cpu":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return figures | {"process GiB": peak / 2**30}

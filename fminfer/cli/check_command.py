@@ -75,12 +75,14 @@ def check(
     refuse_other_models(config, inputs)
     import_transformers()
     from fminfer.estimate.checking import Check  # imports torch
-    from fminfer.plan.forecast import Layout
+    from fminfer.plan.machine_facts import Machine
 
-    layout = Layout(ranks.size or 1, data_group_size, device_bytes)
+    machine = Machine(
+        num_stages=ranks.size or 1, num_pipelines=data_group_size, device_bytes=device_bytes
+    )
     with tempfile.TemporaryFile() as spool:
         errors = _Errors(inputs, spool, None if is_all or is_json else MAX_TOLD, is_json)
-        report = Check(config, layout, has_weights=not no_weights).run(
+        report = Check(config, machine, has_weights=not no_weights).run(
             inputs, errors.add, is_quiet=is_json
         )
         if is_json:
@@ -88,7 +90,7 @@ def check(
         else:
             errors.tell_rest()
             click.echo(report.to_text())
-    if report.forecast.shortage:
+    if report.plan.shortage:
         sys.exit(EXIT_FAILED)
     sys.exit(EXIT_SOME_ERRORS if report.counts.num_wrong else 0)
 

@@ -9,23 +9,21 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Hashable, Iterable, Iterator
 from functools import cached_property, partial
-from typing import Literal
 
 import torch
 
 from fminfer.compute.attention.attention_trial import AttentionAsked, attention_trial
 from fminfer.compute.attention.kernel_attention import attention_candidate
 from fminfer.compute.attention.paged_attention import AttentionBody
-from fminfer.compute.kernels.kernel_build import KernelBuild, may_have_library, start_build
+from fminfer.compute.kernels.kernel_build import KernelBuild, start_build
 from fminfer.compute.layers.bodies import PartKernels, Parts, parts_candidate, parts_trial
 from fminfer.compute.layers.expert_kernel import expert_candidate
 from fminfer.compute.layers.experts import Mix, Mixture
 from fminfer.compute.layers.plain import Function
-from fminfer.compute.linear.packed_linear import library_products, mkl_takes, onednn_takes
+from fminfer.compute.linear.packed_linear import library_products
 from fminfer.compute.linear.product_kernel import (
     PackedProduct,
     head_candidate,
-    kernel_takes,
     product_candidate,
 )
 from fminfer.compute.linear.products import Linear
@@ -33,13 +31,11 @@ from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR, draw_candidate, ra
 from fminfer.compute.sampling.sampler import Drawer, Ranker, draw, rank
 from fminfer.compute.spec import Attention, Moe
 from fminfer.compute.trial import Asked, Body, Candidate, Pair, Trial, compare, reason_of
-from fminfer.compute.weights import Format, Weight
+from fminfer.compute.weights import Weight
 from fminfer.core.config import Kernels
 from fminfer.core.errors import UsageError
 from fminfer.machine.device import is_fast_in_bfloat16, start_openmp_threads
 from fminfer.machine.out_of_memory import is_out_of_memory
-
-ProductForm = Literal["kernel", "mkl", "onednn", "plain"]
 
 
 def find_library(
@@ -58,33 +54,6 @@ def find_library(
     if library is None and kernels == "require":
         raise UsageError(f"--kernels require: {build.error}. Use --kernels auto")
     return library
-
-
-def foresee_library(kernels: Kernels, device: torch.device) -> bool:
-    """Tell whether a run will have the CPU's kernels, as far as is known without waiting."""
-    return kernels != "off" and device.type == "cpu" and may_have_library()
-
-
-def keeps_bfloat16(dtype: torch.dtype, *, has_library: bool) -> bool:
-    """Tell whether weights that are stored in bfloat16 stay so while `dtype` is computed."""
-    return has_library and dtype == torch.float32
-
-
-def product_form(
-    held: Format, dtype: torch.dtype, device: torch.device, *, has_library: bool
-) -> ProductForm:
-    """Tell how weights of a format are held for products of a dtype: plan and loading ask this.
-
-    Those of odd shapes are plain, and those of which a trial fails.
-    """
-    if device.type != "cpu":
-        return "plain"
-    if has_library and kernel_takes(held, dtype):
-        return "kernel"
-    if mkl_takes(held, dtype):
-        return "mkl"
-    is_fast = is_fast_in_bfloat16(device)
-    return "onednn" if onednn_takes(held, dtype, is_fast=is_fast) else "plain"
 
 
 def open_registry(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> Registry:

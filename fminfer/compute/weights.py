@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 
@@ -14,6 +14,10 @@ Tensors = tuple[torch.Tensor, ...]
 # (`kv_up` of a latent); router and choice: small ones that decide between experts.
 Matrix = Literal["product", "moved", "head", "embedding", "router"]
 Use = Matrix | Literal["choice", "norm", "norm_bias", "bias", "other"]
+USES: tuple[Use, ...] = (
+    *get_args(Matrix),
+    *("choice", "norm", "norm_bias", "bias", "other"),
+)
 
 
 @dataclass(slots=True, frozen=True)

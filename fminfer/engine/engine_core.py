@@ -15,8 +15,9 @@ class Facts:
     """One pipeline, as its first rank sees it."""
 
     device: str  # such as cpu or cuda:0
-    dtype: str  # type of weights and hidden states, such as float32
+    dtype: str  # type of hidden states, such as float32
     kv_dtype: str  # type of the KV cache
+    weight_dtype: str  # in which most weights are held
     num_threads: int  # computing threads in each process
     is_alone: bool  # the pipeline has no other process
     max_rows: int  # most sequences that run at once

@@ -21,8 +21,6 @@ from fminfer.core.quantities import counted
 from fminfer.estimate.cost_model import CostModel, Sample, StepWork, fit
 from fminfer.estimate.cost_store import find_costs_path, keep_costs
 from fminfer.machine.user_cache import why_no_cache
-from fminfer.plan.footprint import held_dtype
-from fminfer.plan.opening import open_model
 from fminfer.runtime.engine_api import Engine
 
 MIN_ROUNDS, MAX_ROUNDS = 2, 50
@@ -94,12 +92,7 @@ def calibrate(config: EngineConfig, on_progress: ShowProgress) -> Calibration:
     """
     engine = Engine(config)
     try:
-        checkpoint = open_model(config)
-        path = find_costs_path(
-            *(config, checkpoint, engine.device, engine.dtype),
-            has_kernel=engine.facts.has_kernel,
-            held_in=held_dtype(config, checkpoint, engine.device, engine.dtype),
-        )
+        path = find_costs_path(engine.pipeline.plan, has_kernel=engine.facts.has_kernel)
         if path is None:
             raise UsageError(f"the costs cannot be kept: {why_no_cache()}")
         measurement = _Measurement(engine, on_progress)

@@ -7,7 +7,7 @@ from typing import Any
 
 from fminfer.core.quantities import counted, show_bytes, show_dtypes, show_seconds
 from fminfer.estimate.line_checks import LineCounts
-from fminfer.plan.forecast import Forecast
+from fminfer.plan.run_plan import RunPlan, name_of
 
 MAX_SHOWN = 1000  # characters of the first prompt
 
@@ -39,41 +39,42 @@ class Work:
 class CheckReport:
     """What a check found."""
 
-    model: str
-    dtype: str
-    kv_dtype: str  # of the KV cache
-    weight_dtype: str  # in which most weights are held
-    device: str
-    context_length: int
+    plan: RunPlan
     inputs: list[str]
     counts: LineCounts
     warnings: dict[str, int]
     first: FirstPrompt | None
-    forecast: Forecast
     work: Work
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the errors of single lines."""
         counts = asdict(self.counts)
         counts["reserved_tokens"] = self.counts.reserved_tokens
-        forecast = self.forecast
-        used = forecast.used_kv_tokens(self.work.num_kv_tokens)
+        plan = self.plan
+        used = plan.used_kv_tokens(self.work.num_kv_tokens)
+        processes = [
+            {"rank": rank.rank, "num_layers": rank.part.num_layers}
+            | asdict(rank.takes)
+            | {"total": rank.takes.total(used)}
+            for rank in plan.ranks
+        ]
         memory = {
-            "processes": [asdict(f) | {"total": f.total(used)} for f in forecast.footprints],
-            "num_pipelines": forecast.layout.num_pipelines,
-            "room": forecast.room_bytes,
-            "is_shared": forecast.shares_memory,
-            "kv_tokens": forecast.num_kv_tokens,
-            "shortage": forecast.shortage,
+            "processes": processes,
+            "num_pipelines": plan.machine.num_pipelines,
+            "room": plan.room_bytes,
+            "is_shared": plan.shares_memory,
+            "kv_tokens": plan.num_kv_tokens,
+            "shortage": plan.shortage,
         }
-        found = {
-            name: getattr(self, name)
-            for name in (
-                *("model", "dtype", "kv_dtype", "weight_dtype", "device"),
-                *("context_length", "inputs", "warnings"),
-            )
-        }
-        return found | {
+        return {
+            "model": plan.checkpoint.name,
+            "dtype": name_of(plan.dtype),
+            "kv_dtype": name_of(plan.kv_dtype),
+            "weight_dtype": plan.held_in,
+            "device": plan.device.type,
+            "context_length": plan.checkpoint.context_length,
+            "inputs": self.inputs,
+            "warnings": self.warnings,
             "counts": counts,
             "first_prompt": None if self.first is None else asdict(self.first),
             "memory": memory,
@@ -82,18 +83,18 @@ class CheckReport:
 
     def to_text(self) -> str:
         """Return the report for people."""
-        counts = self.counts
+        counts, plan = self.counts, self.plan
         codes = ", ".join(f"{count} {code}" for code, count in counts.errors_by_code.items())
         wrong = f", {counts.num_wrong:,} wrong ({codes})" if codes else ""
         equal = f"; {counts.num_equal:,} have the answer of an equal one" * bool(counts.num_equal)
-        of_cache = f", KV cache {self.kv_dtype}" * (self.kv_dtype != self.dtype)
+        types = show_dtypes(name_of(plan.dtype), plan.held_in)
+        types += f", KV cache {name_of(plan.kv_dtype)}" * (plan.kv_dtype != plan.dtype)
         lines = [
-            f"model     {self.model} ({show_dtypes(self.dtype, self.weight_dtype)}{of_cache} on "
-            f"{self.device})",
+            f"model     {plan.checkpoint.name} ({types} on {plan.device.type})",
             f"lines     {counts.num_right:,} right{wrong}{equal}",
             f"tokens    {counts.prompt_tokens:,} prompt + at most {counts.max_drawn_tokens:,} "
             f"generated = {counts.reserved_tokens:,} reserved; longest row "
-            f"{counts.longest_row:,} of {self.context_length:,}",
+            f"{counts.longest_row:,} of {plan.checkpoint.context_length:,}",
             *self._prefix_lines(),
             *self._step_lines(),
             *self._memory_lines(),
@@ -120,7 +121,7 @@ class CheckReport:
 
     def _step_lines(self) -> list[str]:
         work = self.work
-        if not self.counts.num_right or self.forecast.shortage:
+        if not self.counts.num_right or self.plan.shortage:
             return []
         return [
             f"steps     {counted(work.num_steps, 'micro-batch', 'micro-batches')} at most, up to "
@@ -129,44 +130,44 @@ class CheckReport:
 
     def _memory_lines(self) -> list[str]:
         """Return a table of what each process takes, and how much KV cache fits."""
-        forecast = self.forecast
-        used = forecast.used_kv_tokens(self.work.num_kv_tokens)
+        used = self.plan.used_kv_tokens(self.work.num_kv_tokens)
         rows: list[tuple[str, ...]] = [
             ("rank", "layers", "libraries", "weights", "work", "KV cache", "together")
         ]
-        for each in forecast.footprints:
-            sizes = (each.libraries, each.weights, each.work, used * each.kv_token)
-            shown = map(show_bytes, (*sizes, each.total(used)))
-            rows.append((str(each.rank), str(each.num_layers), *shown))
+        for rank in self.plan.ranks:
+            takes = rank.takes
+            sizes = (takes.libraries, takes.weights, takes.work, used * takes.kv_token)
+            shown = map(show_bytes, (*sizes, takes.total(used)))
+            rows.append((str(rank.rank), str(rank.part.num_layers), *shown))
         lines = ["".join(f"{cell:>11}" for cell in row).removeprefix(" " * 5) for row in rows]
         lines = [f"{'memory' * (i == 0):<10}{line}" for i, line in enumerate(lines)]
         return [*lines, *self._room_lines()]
 
     def _room_lines(self) -> list[str]:
-        forecast, layout = self.forecast, self.forecast.layout
-        used = forecast.used_kv_tokens(self.work.num_kv_tokens)
-        total = layout.num_pipelines * sum(each.total(used) for each in forecast.footprints)
-        num_ranks = layout.num_pipelines * len(forecast.footprints)
+        plan, num_pipelines = self.plan, self.plan.machine.num_pipelines
+        used = plan.used_kv_tokens(self.work.num_kv_tokens)
+        total = num_pipelines * sum(rank.takes.total(used) for rank in plan.ranks)
+        num_ranks = num_pipelines * len(plan.ranks)
         ranks = f"{num_ranks} ranks"
-        if layout.num_pipelines > 1:
-            ranks += f", {layout.num_pipelines} pipelines of {len(forecast.footprints)}"
-        if forecast.shares_memory:
-            found = f"{show_bytes(forecast.room_bytes)} of memory are free here"
+        if num_pipelines > 1:
+            ranks += f", {num_pipelines} pipelines of {len(plan.ranks)}"
+        if plan.shares_memory:
+            found = f"{show_bytes(plan.room_bytes)} of memory are free here"
             found += f"; all {ranks} take {show_bytes(total)}" * (num_ranks > 1)
         else:
-            found = f"{show_bytes(forecast.room_bytes)} for each of {ranks}"
-        if forecast.shortage:
-            return [f"room      {found}", f"KV cache  none fits: {forecast.shortage}"]
-        each = "" if layout.num_pipelines == 1 else " of each pipeline"
+            found = f"{show_bytes(plan.room_bytes)} for each of {ranks}"
+        if plan.shortage:
+            return [f"room      {found}", f"KV cache  none fits: {plan.shortage}"]
+        each = "" if num_pipelines == 1 else " of each pipeline"
         return [
             f"room      {found}",
-            f"KV cache  {forecast.num_kv_tokens:,} tokens{each}, of which these lines use at most "
+            f"KV cache  {plan.num_kv_tokens:,} tokens{each}, of which these lines use at most "
             f"{self.work.num_kv_tokens:,}",
         ]
 
     def _time_lines(self) -> list[str]:
         work = self.work
-        if not self.counts.num_right or self.forecast.shortage:
+        if not self.counts.num_right or self.plan.shortage:
             return []
         if work.seconds is None:
             return [f"time      not predicted: {work.why_not}"]

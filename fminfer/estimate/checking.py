@@ -27,13 +27,12 @@ from fminfer.estimate.cost_store import find_costs_path, load_costs
 from fminfer.estimate.line_checks import LineChecker
 from fminfer.estimate.simulation import PretendPipeline, simulate
 from fminfer.files.line_reader import count_rows, read_lines
-from fminfer.machine.device import choose_kv_dtype
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.known_sizes import folder_of
 from fminfer.models.weight_headers import check_tensors
-from fminfer.plan.forecast import Layout, make_forecast, name_of
-from fminfer.plan.kv_size import most_kv_tokens
+from fminfer.plan.machine_facts import Machine, find_machine
 from fminfer.plan.opening import open_model
+from fminfer.plan.planning import make_plan
 from fminfer.runtime.build.assembly import build_loop, find_limits, load_tokenizer
 from fminfer.runtime.lines.line_intake import LineIntake
 from fminfer.runtime.lines.runner import LOOKAHEAD, WINDOW
@@ -44,26 +43,24 @@ class Check:
     """A model, opened as far as its config and tokenizer, and what a run of it would allow.
 
     Args:
-        layout: the processes of the run, and their memory.
+        machine: over how many processes it will be spread, and whether devices are planned.
         has_weights: otherwise a folder needs no weights.
 
     Raises:
         FminferError: the model does not run, or not so.
     """
 
-    def __init__(self, config: EngineConfig, layout: Layout, *, has_weights: bool = True) -> None:
+    def __init__(self, config: EngineConfig, machine: Machine, *, has_weights: bool = True) -> None:
         self._config = config
         self._checkpoint: Checkpoint = open_model(config, has_weights=False)
         if folder_of(config.model) is not None:  # else the hub still has them
             check_tensors(self._checkpoint, has_weights=has_weights)
         self._tokenizer: Tokenizer = load_tokenizer(config, self._checkpoint)
         self._limits: RequestLimits = find_limits(config, self._checkpoint, self._tokenizer)
-        self._forecast = forecast = make_forecast(config, self._checkpoint, layout)
-        self._sizes = config.step_sizes(forecast.device.type, layout.num_stages)
-        # Without room no line is judged by it: the forecast says what is wrong.
-        most = most_kv_tokens(config, self._checkpoint, forecast.device)
-        num_tokens = forecast.num_kv_tokens or most
-        self._num_blocks = num_tokens // config.block_size
+        machine = find_machine(config, replace(machine, local_size=machine.num_stages))
+        self._plan = plan = make_plan(config, self._checkpoint, machine)
+        # Without room no line is judged by it: the plan says what is wrong.
+        self._num_blocks = (plan.num_kv_tokens or plan.most_kv_tokens) // config.block_size
         kv_size = KvSize(self._num_blocks, config.block_size)
         self._limits = replace(self._limits, kv_size=kv_size)
 
@@ -91,20 +88,12 @@ class Check:
             lines, "check", total, unit=" lines", disable=is_quiet or None, leave=False
         ):
             checker.add(line)
-        dtype = self._forecast.dtype
-        kv_dtype = choose_kv_dtype(config.kv_dtype, dtype)
         return CheckReport(
-            self._checkpoint.name,
-            name_of(self._forecast.dtype),
-            name_of(kv_dtype),
-            name_of(self._forecast.held_in),
-            self._forecast.device.type,
-            self._checkpoint.context_length,
+            self._plan,
             [*map(str, inputs)],
             checker.counts,
             intake.warnings.to_dict(),
             self._show_first(checker, inputs),
-            self._forecast,
             self._predict(checker, LOOKAHEAD if total is None else WINDOW),
         )
 
@@ -116,9 +105,9 @@ class Check:
             ),
             PretendPipeline(self._config.block_size),
             AnswerForm(self._tokenizer, self._config.token_format),
-            sizes=self._sizes,
+            sizes=self._plan.sizes,
             num_blocks=self._num_blocks,
-            num_stages=self._forecast.layout.num_stages,
+            num_stages=self._plan.machine.num_stages,
         )
 
     def _show_first(self, checker: LineChecker, inputs: Sequence[Path]) -> FirstPrompt | None:
@@ -136,9 +125,9 @@ class Check:
             replace(self._config, is_only_run=is_whole),  # a part says nothing of the file's end
             self._tokenizer,
             self._limits,
-            sizes=self._sizes,
+            sizes=self._plan.sizes,
             num_blocks=self._num_blocks,
-            num_stages=self._forecast.layout.num_stages,
+            num_stages=self._plan.machine.num_stages,
             read_ahead=read_ahead,
         )
         scale = 1.0
@@ -164,20 +153,16 @@ class Check:
 
     def _find_costs(self) -> tuple[CostModel | None, str]:
         """Return what steps cost here, or why that is not known."""
-        layout = self._forecast.layout
-        if layout.device_bytes is not None:
+        machine = self._plan.machine
+        if machine.device_bytes is not None:
             return None, "steps are timed on the machine that runs them"
-        if layout.num_stages * layout.num_pipelines > 1:
+        if machine.num_stages * machine.num_pipelines > 1:
             return None, "that of several processes cannot be yet"
-        kernels, device = self._config.kernels, self._forecast.device
+        kernels, device = self._config.kernels, self._plan.device
         has_kernel = find_library(kernels, device) is not None
         if device.type != "cpu":  # as a run will find it, but that a GPU refuses the kernel
             has_kernel = kernels != "off"
-        path = find_costs_path(
-            *(self._config, self._checkpoint, device, self._forecast.dtype),
-            has_kernel=has_kernel,
-            held_in=self._forecast.held_in,
-        )
+        path = find_costs_path(self._plan, has_kernel=has_kernel)
         costs = None if path is None else load_costs(path)
         return costs, "" if costs is not None else _how_to_calibrate(self._config)
 

@@ -14,44 +14,30 @@ from pathlib import Path
 
 import torch
 
-from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.core.version import __version__
 from fminfer.estimate.cost_model import COSTS, CostModel
 from fminfer.machine import processor
-from fminfer.machine.device import choose_kv_dtype
 from fminfer.machine.threads import choose_num_threads
 from fminfer.machine.user_cache import cache_folder
-from fminfer.models.checkpoint import Checkpoint
+from fminfer.plan.run_plan import RunPlan
 
 # Of a config, what says where it comes from, not what is computed.
 NOT_SHAPE = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
 
 
-def find_costs_path(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    has_kernel: bool,
-    held_in: torch.dtype | None = None,
-) -> Path | None:
-    """Return where costs are kept, for exactly this work; None: there is no cache folder.
-
-    Args:
-        held_in: the dtype of most weights in memory; None: that of the arithmetic.
-    """
+def find_costs_path(plan: RunPlan, *, has_kernel: bool) -> Path | None:
+    """Return where costs are kept, for exactly this work; None: there is no cache folder."""
     folder = cache_folder()
     if folder is None:
         return None
     shape = {
         name: value
-        for name, value in checkpoint.config.to_dict().items()
+        for name, value in plan.checkpoint.config.to_dict().items()
         if name not in NOT_SHAPE and not name.endswith("token_id")
     }
-    on_gpu = device.type == "cuda"
-    machine = torch.cuda.get_device_name(device) if on_gpu else processor.describe()
+    on_gpu, config = plan.device.type == "cuda", plan.config
+    machine = torch.cuda.get_device_name(plan.device) if on_gpu else processor.describe()
     parts = [
         *(
             __version__,
@@ -61,7 +47,7 @@ def find_costs_path(
             str(choose_num_threads(config.threads, torch.get_num_threads(), 1)),
         ),
         *(json.dumps(shape, sort_keys=True, default=str), str(config.max_layers)),
-        *(str(dtype), str(held_in or dtype), str(choose_kv_dtype(config.kv_dtype, dtype))),
+        *(str(plan.dtype), f"torch.{plan.held_in}", str(plan.kv_dtype)),
         str(has_kernel),
     ]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]

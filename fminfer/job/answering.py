@@ -30,8 +30,8 @@ from fminfer.job.shared_folder import share_files
 from fminfer.machine.processor import chosen_name
 from fminfer.machine.stopper import AGAIN, Stopper
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.fingerprint import KV_DTYPE, fingerprint_of
-from fminfer.plan.forecast import name_held_dtype
+from fminfer.plan.planning import plan_ahead
+from fminfer.plan.run_plan import name_of
 from fminfer.runtime.build.assembly import line_counting
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.lines.line_intake import FILLS
@@ -96,7 +96,8 @@ def _answer_prompt(
         request = _make_request(run, prompt, engine)
         engine.tell_warnings(lambda text: None if FILLS.kind in text else tell(text))
         tell(_describe_asking(request, engine, is_raw=run.job.is_raw))
-        with _keeping_answers(run, engine, fingerprint_of(run.config, checkpoint)):
+        foreseen = plan_ahead(run.config, checkpoint, run.role.spread.num_stages)
+        with _keeping_answers(run, engine, foreseen.fingerprint()):
             (record,) = engine.run([request])
     finally:
         engine.close()
@@ -156,13 +157,14 @@ def _answer_files(
 ) -> JobSummary:
     job = run.job
     _tell_left_out(job, plan)
-    fingerprint = fingerprint_of(run.config, checkpoint)
+    foreseen = plan_ahead(run.config, checkpoint, run.role.spread.num_stages)
+    fingerprint = foreseen.fingerprint()
     count_lines = line_counting(run.config, checkpoint)
     facts = RunFacts(settings=name_settings(run.config))
     files, is_done = _open(job, plan, fingerprint, checkpoint.name, count_lines, facts)
-    summary = JobSummary(checkpoint.name, fingerprint["the dtype"], plan.inputs, plan.outputs)
-    summary.kv_dtype, summary.limit = fingerprint.get(KV_DTYPE, summary.dtype), job.limit
-    summary.weight_dtype = name_held_dtype(run.config, checkpoint)
+    summary = JobSummary(checkpoint.name, name_of(foreseen.dtype), plan.inputs, plan.outputs)
+    summary.kv_dtype, summary.weight_dtype = name_of(foreseen.kv_dtype), foreseen.held_in
+    summary.limit = job.limit
     if is_done and not is_awaited:
         summary = run_job(None, files, summary, is_quiet=job.is_quiet)
     else:
@@ -229,7 +231,7 @@ def _answer_rows(
         files.abandon(error)
         raise
     summary.device, summary.start_to_ready_s = str(engine.device), run.elapsed_s()
-    summary.weight_dtype = name_held_dtype(run.config, checkpoint)  # now the build has ended
+    summary.weight_dtype = engine.facts.weight_dtype  # the kernels' build may have failed
     summary.why_slower, summary.num_threads = engine.facts.why_slower, engine.facts.num_threads
     summary.cpu_limit = chosen_name()
     facts.place = {

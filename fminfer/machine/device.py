@@ -1,116 +1,19 @@
-"""Where a model runs, in which dtype, and how much KV cache fits beside it."""
+"""What a device is and has, and how a thread uses it."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
-from dataclasses import replace
 
 import torch
 
-from fminfer.core.config import DType, EngineConfig
-from fminfer.core.errors import UsageError
 from fminfer.machine.host_memory import free_host_bytes
 from fminfer.machine.processor import VARIABLE, chosen_name, has_unit, hides_unit
 from fminfer.machine.threads import BINDS_THREADS
 
 LEAST_SHARE = 1 << 15  # numbers: as many threads fill an array as it has of them
 BFLOAT16_UNITS = ("avx512_bf16", "amx_bf16")
-
-
-def choose_device(name: str, cuda_ids: tuple[int, ...] = (), local_rank: int = 0) -> torch.device:
-    """Return the device of a name; `auto` is this rank's GPU, or the CPU where there is none.
-
-    `cuda` is this rank's GPU as well, and an error where there is none.
-
-    Args:
-        cuda_ids: the GPUs to use; none: all that torch sees.
-        local_rank: which of this machine's ranks asks; they take the GPUs in turn.
-
-    Raises:
-        UsageError: no such device here.
-    """
-    if cuda_ids and name not in ("auto", "cuda"):
-        raise UsageError(f"--device {name} and --cuda-id contradict each other; give one of them")
-    if name == "auto" and not torch.cuda.is_available():
-        return torch.device("cpu")
-    if name in ("auto", "cuda") and torch.cuda.is_available():
-        ids = cuda_ids or tuple(range(torch.cuda.device_count()))
-        name = f"cuda:{ids[local_rank % len(ids)]}"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UsageError(f"device {name!r} is unknown; give auto, cpu or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(
-            f"device {name!r} is not one that fminfer runs on; give auto, cpu or cuda:N"
-        )
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(
-            f"device {name} is not here; torch sees {torch.cuda.device_count()} GPUs. "
-            "Use --device cpu or auto"
-        )
-    return device
-
-
-def own_device(config: EngineConfig, local_rank: int = 0, local_size: int = 1) -> torch.device:
-    """Return the device of one rank. The ranks of all engines on a machine take its GPUs in turn.
-
-    Args:
-        config: its `engine_number` counts the engines of this machine.
-        local_rank, local_size: the rank, of so many that its engine has on this machine.
-
-    Raises:
-        UsageError: no such device here.
-    """
-    turn = config.engine_number * local_size + local_rank
-    return choose_device(config.device, config.cuda_ids, turn)
-
-
-def count_engines_on(device: torch.device, config: EngineConfig, local_size: int = 1) -> int:
-    """Return how many engines of this machine share a device's memory.
-
-    Args:
-        local_size: ranks that each of them has on this machine.
-    """
-    if device.type == "cpu":
-        return config.num_engines
-    engines = [replace(config, engine_number=number) for number in range(config.num_engines)]
-    return sum(
-        any(own_device(engine, rank, local_size) == device for rank in range(local_size))
-        for engine in engines
-    )
-
-
-def choose_dtype(
-    name: DType, checkpoint_dtype: torch.dtype | None, device: torch.device
-) -> torch.dtype:
-    """Return the dtype of the arithmetic, of a name.
-
-    `auto` is bfloat16 where the machine is fast in it; otherwise the checkpoint's own, but float32
-    on a CPU without bfloat16 units, on which 16-bit types are both slower and coarser. GPUs are as
-    fast in float16, so that a checkpoint of float16 stays as it is.
-    """
-    if name != "auto":
-        return _dtype_of(name)
-    if device.type == "cuda" and checkpoint_dtype == torch.float16:
-        return torch.float16
-    if is_fast_in_bfloat16(device):
-        return torch.bfloat16
-    own = checkpoint_dtype or torch.float32
-    return torch.float32 if device.type == "cpu" else own
-
-
-def choose_kv_dtype(name: DType, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the KV cache of a name; `auto` is that of hidden states."""
-    return dtype if name == "auto" else _dtype_of(name)
-
-
-def _dtype_of(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def is_fast_in_bfloat16(device: torch.device) -> bool:
@@ -182,6 +85,11 @@ def free_bytes(device: torch.device) -> int:
         free: int = torch.cuda.mem_get_info(device)[0]
         return free
     return free_host_bytes()
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most memory that torch has taken of a GPU so far; 0 for a CPU."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
 
 
 def memory_name(device: torch.device, host: str) -> str:

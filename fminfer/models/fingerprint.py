@@ -9,10 +9,11 @@ import hashlib
 import json
 from pathlib import Path
 
+import torch
+
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import CheckpointError, UsageError
 from fminfer.core.version import DRAWING, __version__
-from fminfer.machine.device import choose_dtype, choose_kv_dtype, own_device
 from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.models.stored.weight_file import read_weight_file
 from fminfer.models.stored.weight_folder import weight_files
@@ -26,7 +27,6 @@ TOKENIZER_FILES = (
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
 FURTHER_TEMPLATES = "additional_chat_templates/*.jinja"  # such as one for requests with tools
-KV_DTYPE = "--kv-dtype"  # named if it is another than that of hidden states
 SETTINGS = (
     *("seed", "on_too_long", "max_logprobs", "token_format", "skip_tokenizer_init"),
     *("strict", "check_model"),
@@ -45,13 +45,16 @@ NOT_OF_ANSWERS = frozenset(
 )
 
 
-def fingerprint_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, str]:
+def fingerprint_of(
+    config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> dict[str, str]:
     """Return what an answer depends on beside its line, each under the name that people know.
 
     How the work is done is not in it: ranks, budget, chunks and attention may change.
+
+    Args:
+        dtype, kv_dtype: of hidden states and of the KV cache, as they are planned.
     """
-    device = own_device(config)
-    dtype = choose_dtype(config.dtype, checkpoint.config.dtype, device)
     found = {
         "fminfer's version": __version__,
         DRAWING: "Gumbel-max",
@@ -61,9 +64,8 @@ def fingerprint_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, st
         "--max-layers": str(config.max_layers),
         "--model-name": checkpoint.name,  # it stands in records
     }
-    kv_dtype = choose_kv_dtype(config.kv_dtype, dtype)
     if kv_dtype != dtype:
-        found[KV_DTYPE] = str(kv_dtype).removeprefix("torch.")
+        found["--kv-dtype"] = str(kv_dtype).removeprefix("torch.")
     if config.max_model_len is not None:
         found["--max-model-len"] = str(config.max_model_len)
     if config.request_args:

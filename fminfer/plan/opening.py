@@ -1,4 +1,4 @@
-"""Finds the model of a run, and which layers each stage has."""
+"""Finds the model of a run."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from dataclasses import replace
 
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
-from fminfer.core.partition import Part, split_layers
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint, open_random
-from fminfer.models.tensor_specs import head_cost
 
 
 def open_model(config: EngineConfig, *, has_weights: bool = True) -> Checkpoint:
@@ -41,25 +39,6 @@ def open_model(config: EngineConfig, *, has_weights: bool = True) -> Checkpoint:
             f"{checkpoint.context_length} tokens; give a smaller one, or leave the flag out"
         )
     return replace(checkpoint, max_model_len=config.max_model_len)
-
-
-def split_model(config: EngineConfig, checkpoint: Checkpoint, num_stages: int) -> list[Part]:
-    """Return each stage's layers.
-
-    Raises:
-        UsageError: a split that cannot be.
-    """
-    cost = 0.0
-    if num_stages > 1 and config.num_layers is None and config.stage_layers is None:
-        cost = head_cost(checkpoint.model)
-    return split_layers(
-        checkpoint.config.num_hidden_layers,
-        num_stages,
-        head_cost=cost,
-        each=config.num_layers,
-        most=config.max_layers,
-        counts=config.stage_layers,
-    )
 
 
 def _check_model_type(name: str | None, of_config: str) -> None:

@@ -11,7 +11,7 @@ from fminfer.core.messages import StepTrace
 from fminfer.engine.engine_core import EngineCore, Facts
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.pipeline.group import Group
-from fminfer.plan.forecast import Layout, require_room_for_all
+from fminfer.runtime.build.loading import require_room_for_all
 from fminfer.runtime.build.one_pipeline import OnePipeline
 from fminfer.runtime.launch.leading import start_own_ranks
 from fminfer.runtime.launch.processes import Processes
@@ -85,7 +85,7 @@ def _load_pipeline(
 def _start_team(config: EngineConfig, checkpoint: Checkpoint) -> Team:
     """Start several pipelines, in somebody's program."""
     spread = Spread(config.num_stages, config.data_group_size)
-    require_room_for_all(config, checkpoint, Layout(spread.num_stages, spread.num_pipelines))
+    require_room_for_all(config, checkpoint, spread)
     names = pipeline_names(spread.num_pipelines)
     members = Processes(names, num_ranks=spread.num_stages - 1, has_line=True)
     try:

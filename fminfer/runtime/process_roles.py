@@ -15,11 +15,11 @@ import transformers
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.fingerprint import fingerprint_of
 from fminfer.pipeline.group import Group
 from fminfer.pipeline.meeting import End
 from fminfer.pipeline.ranks import RankFacts
 from fminfer.plan.opening import open_model
+from fminfer.plan.planning import plan_ahead
 from fminfer.runtime.bars import LoadingBar
 from fminfer.runtime.build.one_pipeline import serve_rank
 from fminfer.runtime.engine_api import Engine
@@ -81,7 +81,9 @@ def _be_one_of_several(
     spread = process.role.spread
     apart = Apart(facts, spread, prepare=prepare, end=process.end)
     checkpoint = prepare.checkpoint.with_weights()
-    config = apart.part(process.config, fingerprint_of(process.config, checkpoint))
+    config = apart.part(
+        process.config, plan_ahead(process.config, checkpoint, spread.num_stages).fingerprint()
+    )
     if apart.rank == 0:
 
         def make_engine(checkpoint: Checkpoint, loading: LoadingBar) -> Engine:

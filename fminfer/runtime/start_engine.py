@@ -11,8 +11,8 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import printable
 from fminfer.machine.user_cache import why_no_cache
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.plan.forecast import Layout, require_room_for_all
 from fminfer.runtime.bars import LoadingBar, write_beside_bar
+from fminfer.runtime.build.loading import require_room_for_all
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.launch.leading import lead_ranks
 from fminfer.runtime.launch.processes import ProcessContext
@@ -28,9 +28,7 @@ def own_engine(run: ProcessContext) -> MakeEngine:
 
     def make(checkpoint: Checkpoint, loading: LoadingBar) -> Engine:
         if spread.num_pipelines > 1:
-            require_room_for_all(
-                config, checkpoint, Layout(spread.num_stages, spread.num_pipelines)
-            )
+            require_room_for_all(config, checkpoint, spread)
             return engine_of_several(
                 config,
                 checkpoint,

@@ -17,8 +17,7 @@ from fminfer.core.errors import FminferError, UsageError
 from fminfer.core.quantities import counted, show_dtypes
 from fminfer.machine.stopper import Stopper
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.fingerprint import fingerprint_of
-from fminfer.plan.forecast import name_held_dtype
+from fminfer.plan.planning import plan_ahead
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.launch.processes import ProcessContext
 from fminfer.runtime.process_roles import Opening, lead_or_join
@@ -68,7 +67,7 @@ def _serve(run: ServeContext, checkpoint: Checkpoint, make_engine: MakeEngine) -
     engine = start_engine(run, lambda bar: make_engine(checkpoint, bar))
     try:
         if not run.is_quiet:
-            types = show_dtypes(engine.facts.dtype, name_held_dtype(run.config, checkpoint))
+            types = show_dtypes(engine.facts.dtype, engine.facts.weight_dtype)
             place = f"{types} on {engine.device}, {counted(engine.facts.num_threads, 'thread')}"
             kernels = "compiled kernels" if engine.facts.has_kernel else "plain torch"
             click.echo(f"Ready after {run.elapsed_s():.1f} s: {place}, {kernels}.", err=True)
@@ -85,7 +84,7 @@ def _open_cache(run: ServeContext, checkpoint: Checkpoint) -> ResultCache | None
     if settings.cache_place is None and not settings.cache_size:
         return None  # a fingerprint reads of every tensor
     return open_result_cache(
-        fingerprint_of(run.config, checkpoint),
+        plan_ahead(run.config, checkpoint, run.role.spread.num_stages).fingerprint(),
         *(settings.cache_place, tell),
         size=settings.cache_size,
         list_size=settings.cache_list_size,
@@ -107,7 +106,9 @@ def _open_state(run: ServeContext, checkpoint: Checkpoint) -> ServerState | None
     folder = StateFolder(path)
     if folder.was_narrowed and not run.is_quiet:
         click.echo(f"--state {path} could be read by others; now only you can.", err=True)
-    return ServerState(folder, fingerprint_of(run.config, checkpoint))
+    return ServerState(
+        folder, plan_ahead(run.config, checkpoint, run.role.spread.num_stages).fingerprint()
+    )
 
 
 def open_socket(settings: ServerSettings) -> socket.socket:

@@ -202,7 +202,7 @@ def test_a_step_that_is_captured_neither_waits_nor_brings_anything(
         how.heads, *how.cache_shape[1:], dtype=torch.float32, device=device
     )
     part: Any = SimpleNamespace(network=network, attention=kernel, head=None)
-    part.kv_dtype, part.device = torch.float32, device
+    part.plan, part.device = SimpleNamespace(kv_dtype=torch.float32), device
     with torch.inference_mode():
         step = captured_step.make_step(part, captured_step.make_cache(part, 4, 40), 4, 40)
         with Noting() as noting:

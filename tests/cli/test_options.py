@@ -17,9 +17,9 @@ from fminfer.cli.foreign_names import COMMANDS, FLAGS
 from fminfer.cli.options.option_groups import HELP, IN_ORDER, GroupedCommand, GroupedOption
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
-from fminfer.models.fingerprint import fingerprint_of
 from fminfer.pipeline.ranks import RankConfig
 from fminfer.plan.opening import open_model
+from fminfer.plan.planning import plan_ahead
 from fminfer.runtime.engine_options import make_config
 from fminfer.server.settings import ServerSettings
 
@@ -153,7 +153,7 @@ def test_a_journal_does_not_record_the_kernels() -> None:
     found = []
     for kernels in ("auto", "off"):
         config = make_config(None, kernels=kernels)  # type: ignore[arg-type]
-        found.append(fingerprint_of(config, open_model(config)))
+        found.append(plan_ahead(config, open_model(config)).fingerprint())
     assert found[0] == found[1]
     assert not [name for name in found[0] if "kernels" in name or "attention" in name]
 

@@ -23,7 +23,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.layer import MoeOf
-from fminfer.plan.footprint import measure_footprints
+from fminfer.plan.planning import plan_ahead
 from tests.conftest import built_library, make_model
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
@@ -239,7 +239,5 @@ def test_a_forecast_counts_no_holes_for_them(tmp_path: Path) -> None:
         config = EngineConfig(
             model=str(tmp_path), dtype="float32", device="cpu", kernels=kernels, budget=1024
         )
-        cpu = torch.device("cpu")
-        (found,) = measure_footprints(config, checkpoint, 1, cpu, torch.float32)
-        weights[kernels] = found.weights
+        weights[kernels] = plan_ahead(config, checkpoint).own.takes.weights
     assert weights["off"] - weights["require"] == (3 * 4 * 2) << 20

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 import fminfer
 from fminfer.cli.app import main
+from fminfer.compute.weights import Dense
 from fminfer.core.config import EngineConfig
 from fminfer.core.messages import SamplingRows, ScoringRows, Step, StepRow
 from fminfer.estimate import calibration
@@ -27,7 +29,9 @@ from fminfer.estimate.cost_model import COSTS, SPREAD_COSTS, CostModel, StepWork
 from fminfer.estimate.cost_store import find_costs_path, keep_costs, load_costs
 from fminfer.files.line_reader import read_lines
 from fminfer.models.known_sizes import DEMO_MODEL
+from fminfer.plan.expected_bytes import HOLE_BYTES
 from fminfer.plan.opening import open_model
+from fminfer.plan.planning import plan_ahead
 from fminfer.runtime.lines.runner import WINDOW
 from fminfer.text.tokenizer import Tokenizer
 from tests.conftest import num_examples
@@ -272,14 +276,9 @@ def test_layers_are_spread_over_processes(tmp_path: Path) -> None:
 
 
 def test_the_weights_are_those_of_an_engine() -> None:
-    from fminfer.machine.device import choose_device, choose_dtype
-    from fminfer.plan.footprint import HOLE_BYTES, measure_footprints
-
-    config = EngineConfig(random_init="llama-160m", dtype="float16")  # not packed: no holes
-    device = choose_device("cpu")
-    dtype = choose_dtype("float16", None, device)
-    (found,) = measure_footprints(config, open_model(config), 1, device, dtype)
-    assert found.weights == 162_417_408 * 2 and dtype not in HOLE_BYTES
+    config = EngineConfig(random_init="llama-160m", dtype="float16", device="cpu")
+    plan = plan_ahead(config, open_model(config))
+    assert plan.own.takes.weights == 162_417_408 * 2 and plan.dtype not in HOLE_BYTES, "no holes"
 
 
 @settings(deadline=None, max_examples=num_examples(20))
@@ -334,11 +333,7 @@ def test_calibrated_costs_are_used_for_that_work_only(
 def test_time_is_the_sum_of_the_steps_costs(tmp_path: Path) -> None:
     """One row of 4 tokens that draws 3: a step of 4 tokens, and two of 1 that see 5 and 6 keys."""
     config = EngineConfig(**OPTIONS)
-    from fminfer.machine.device import choose_device, choose_dtype
-
-    device = choose_device("cpu")
-    dtype = choose_dtype("float32", None, device)
-    path = find_costs_path(config, open_model(config), device, dtype, has_kernel=False)
+    path = find_costs_path(plan_ahead(config, open_model(config)), has_kernel=False)
     assert path is not None and load_costs(path) is None
     costs = CostModel((1.0, 10.0, 0.0, 100.0, 0.5, 1e3, 0.0, 0.0, 1e4, 1e6, 1e7, 1e8), 0.5)
     keep_costs(path, costs, "demo")
@@ -350,11 +345,8 @@ def test_time_is_the_sum_of_the_steps_costs(tmp_path: Path) -> None:
 
 def test_time_is_an_estimate_with_the_error_that_was_measured(tmp_path: Path) -> None:
     """ "At most 21.5 s" was promised of a run that took 27.6: a sum of fitted steps is no bound."""
-    from fminfer.machine.device import choose_device
-
     config = EngineConfig(**OPTIONS)
-    device = choose_device("cpu")
-    path = find_costs_path(config, open_model(config), device, torch.float32, has_kernel=False)
+    path = find_costs_path(plan_ahead(config, open_model(config)), has_kernel=False)
     assert path is not None
     source = write(tmp_path / "a.jsonl", [{"prompt": [1, 2, 3, 4], "max_tokens": 10}])
     told = "if every row draws all of its max_tokens; loading is not counted"
@@ -375,25 +367,23 @@ def test_time_is_an_estimate_with_the_error_that_was_measured(tmp_path: Path) ->
 
 def test_costs_are_those_of_so_many_threads() -> None:
     """`bench --calibrate --threads 1` kept costs where `check --threads 1` did not look."""
-    from fminfer.machine.device import choose_device
-
-    device, paths = choose_device("cpu"), []
+    paths = []
     for threads in (1, 2):
         config = EngineConfig(**OPTIONS, threads=threads)
-        checkpoint = open_model(config)
-        paths.append(find_costs_path(config, checkpoint, device, torch.float32, has_kernel=False))
+        paths.append(find_costs_path(plan_ahead(config, open_model(config)), has_kernel=False))
     assert None not in paths and paths[0] != paths[1]
 
 
 def test_costs_are_those_of_the_types_of_weights_and_cache() -> None:
     """Half the bytes are read in half the time."""
-    device, paths = torch.device("cpu"), set()
+    paths = set()
     kv_dtypes: list[Any] = ["float32", "bfloat16"]
     for kv_dtype in kv_dtypes:
         config = EngineConfig(**OPTIONS, kv_dtype=kv_dtype)
-        where = (config, open_model(config), device, torch.float32)
+        plan = plan_ahead(config, open_model(config))
         for held_in in (torch.float32, torch.bfloat16):
-            paths.add(find_costs_path(*where, has_kernel=True, held_in=held_in))
+            held = replace(plan, formats={**plan.formats, "product": Dense(held_in)})
+            paths.add(find_costs_path(held, has_kernel=True))
     assert None not in paths and len(paths) == 4
 
 

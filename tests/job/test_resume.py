@@ -36,7 +36,7 @@ from fminfer.machine.stopper import (
     signals_to_hear,
 )
 from fminfer.models.checkpoint import open_checkpoint
-from fminfer.models.fingerprint import fingerprint_of
+from fminfer.plan.planning import plan_ahead
 from tests.conftest import run_files
 from tests.faults.torture import (
     NUM_ROWS,
@@ -298,7 +298,7 @@ def test_weights_that_changed_are_another_model(
 
     def digest() -> str:
         save_file(tensors, file, metadata={"format": "pt"})
-        return fingerprint_of(config, open_checkpoint(str(tmp_path)))["the model"]
+        return plan_ahead(config, open_checkpoint(str(tmp_path))).fingerprint()["the model"]
 
     found = {digest()}
     for name in list(tensors)[::3]:

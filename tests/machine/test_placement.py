@@ -18,57 +18,80 @@ import fminfer
 from fminfer.core.config import EngineConfig, StepSizes
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part
-from fminfer.machine.device import (
-    choose_device,
-    choose_dtype,
-    count_engines_on,
-    is_fast_in_bfloat16,
-    own_device,
-    use_device,
-)
+from fminfer.machine.device import is_fast_in_bfloat16, use_device
 from fminfer.models.checkpoint import open_random
 from fminfer.pipeline import ring
 from fminfer.pipeline.group import _choose_interface
 from fminfer.pipeline.transport import HiddenForm
-from fminfer.plan.forecast import Layout, make_forecast
-from fminfer.plan.step_memory import GPU_RESERVE, auto_budget, step_bytes
+from fminfer.plan.expected_bytes import GPU_RESERVE
+from fminfer.plan.machine_facts import Machine, choose_device, count_sharers, find_machine
+from fminfer.plan.planning import make_plan
+from fminfer.plan.shortage import auto_budget
 from fminfer.runtime.build.loading import connect_neighbours
 from fminfer.runtime.build.one_pipeline import _build_pipeline, build_stage, count_blocks
 
 
-def test_ranks_take_the_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+def device_of(
+    name: str, cuda_ids: tuple[int, ...] = (), rank: int = 0, **facts: Any
+) -> torch.device:
+    """Return the device of a rank of eight on one machine."""
+    machine = Machine(**{"num_gpus": 4, "local_size": 8, "num_stages": 8} | facts)
+    return choose_device(EngineConfig(device=name, cuda_ids=cuda_ids), machine, rank)
+
+
+def test_ranks_take_the_gpus_in_turn() -> None:
     for name in ("auto", "cuda"):
-        assert [choose_device(name, (), rank).index for rank in range(5)] == [0, 1, 2, 3, 0]
-        assert [choose_device(name, (2, 1), rank).index for rank in range(3)] == [2, 1, 2]
-    assert choose_device("cuda:3", (), 1) == torch.device("cuda:3")
-    assert choose_device("cpu") == torch.device("cpu")
+        assert [device_of(name, rank=rank).index for rank in range(5)] == [0, 1, 2, 3, 0]
+        assert [device_of(name, (2, 1), rank).index for rank in range(3)] == [2, 1, 2]
+    assert device_of("cuda:3", rank=1) == torch.device("cuda:3")
+    assert device_of("cpu") == torch.device("cpu")
     with pytest.raises(UsageError, match="contradict each other"):
-        choose_device("cuda:3", (1, 2))
+        device_of("cuda:3", (1, 2))
     with pytest.raises(UsageError, match="torch sees 4 GPUs"):
-        choose_device("auto", (4,))
+        device_of("auto", (4,))
 
 
-def test_engines_of_a_machine_take_gpus_in_turn_and_share_those_they_have_to(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_on_another_machine_take_its_gpus_in_turn() -> None:
+    """As they would here: rank 6 is the third of the second machine with four ranks."""
+    facts = {"num_stages": 8, "local_size": 4}
+    machine = Machine(num_gpus=4, rank=6, local_rank=2, **facts)
+    devices = [choose_device(EngineConfig(), machine, rank) for rank in range(8)]
+    assert [device.index for device in devices] == [0, 1, 2, 3] * 2
+
+
+def test_a_planned_gpu_has_no_number_and_need_not_be_here() -> None:
+    """`check --device-memory 80G --device what` planned for a GPU, and said nothing."""
+    facts = {"num_gpus": 0, "device_bytes": 1 << 30}
+    for name in ("auto", "cuda", "cuda:5"):
+        assert device_of(name, **facts) == torch.device("cuda")
+    assert device_of("cpu", **facts) == torch.device("cpu")
+    with pytest.raises(UsageError, match="'what' is unknown"):
+        device_of("what", **facts)
+
+
+def test_engines_of_a_machine_take_gpus_in_turn_and_share_those_they_have_to() -> None:
     """The forecast asked GPU 0 for every engine, and each took an eighth of its own card."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     for num_engines, local_size, shares in ((4, 1, 1), (2, 2, 1), (8, 1, 2), (4, 2, 2), (2, 4, 2)):
         config = EngineConfig(num_engines=num_engines)
         found = []
         for number in range(num_engines):
             engine = replace(config, engine_number=number)
-            devices = [own_device(engine, rank, local_size) for rank in range(local_size)]
-            found += [device.index for device in devices]
-            assert {count_engines_on(each, engine, local_size) for each in devices} == {shares}
+            for rank in range(local_size):
+                machine = Machine(
+                    num_gpus=4,
+                    num_stages=local_size,
+                    local_size=local_size,
+                    rank=rank,
+                    local_rank=rank,
+                )
+                found.append(choose_device(engine, machine, rank).index)
+                assert count_sharers(engine, machine) == shares
         assert found == [turn % 4 for turn in range(num_engines * local_size)]
     shared = EngineConfig(num_engines=3, device="cuda:1")
-    assert own_device(replace(shared, engine_number=2)) == torch.device("cuda:1")
-    assert count_engines_on(torch.device("cuda:1"), shared) == 3
-    assert count_engines_on(torch.device("cpu"), EngineConfig(num_engines=3)) == 3
+    machine = Machine(num_gpus=4)
+    assert choose_device(replace(shared, engine_number=2), machine, 0) == torch.device("cuda:1")
+    assert count_sharers(shared, machine) == 3
+    assert count_sharers(EngineConfig(num_engines=3), Machine()) == 3
 
 
 def test_each_engine_looks_at_its_own_card(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,36 +105,39 @@ def test_each_engine_looks_at_its_own_card(monkeypatch: pytest.MonkeyPatch) -> N
         asked.append(device)
         return 10 << 30
 
-    for module in ("forecast", "one_pipeline"):
-        monkeypatch.setattr(f"fminfer.worker.{module}.free_bytes", free)
+    for module in ("plan.machine_facts", "runtime.build.one_pipeline"):
+        monkeypatch.setattr(f"fminfer.{module}.free_bytes", free)
     monkeypatch.setattr("fminfer.runtime.build.one_pipeline.memory_name", lambda *given: "a card")
     checkpoint = open_random("llama-160m")
     config = EngineConfig(num_engines=8, engine_number=5)
-    found = make_forecast(config, checkpoint, Layout())
+    found = make_plan(config, checkpoint, find_machine(config))
     assert found.device == torch.device("cuda:5") and not found.shortage
-    loaded: Any = SimpleNamespace(
-        device=found.device,
-        checkpoint=checkpoint,
-        kv_bytes_per_token=found.footprints[0].kv_token,
-        step_bytes=lambda config: found.footprints[0].work,
-    )
     alone = EngineConfig(device="cuda:5")
-    assert count_blocks(config, loaded) == count_blocks(alone, loaded)
+    assert count_blocks(found) == count_blocks(make_plan(alone, checkpoint, find_machine(alone)))
     assert {*asked} == {torch.device("cuda:5")}
 
 
 def test_checkpoints_of_float16_stay_so_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """They were rounded to bfloat16, which has three bits less and is no faster."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert all(is_fast_in_bfloat16(torch.device(name)) for name in ("cuda:0", "cuda"))
+    checkpoint, options = open_random("llama-160m"), {}
+
+    def dtype_of(stored: torch.dtype | None, **facts: Any) -> torch.dtype:
+        checkpoint.config.dtype = stored
+        machine = Machine(num_gpus=1, is_fast_in_bfloat16=True, **facts)
+        return make_plan(EngineConfig(**options), checkpoint, machine).dtype
+
     for stored, chosen in (
         (torch.float16, torch.float16),
         (torch.bfloat16, torch.bfloat16),
         (torch.float32, torch.bfloat16),
         (None, torch.bfloat16),
     ):
-        assert choose_dtype("auto", stored, torch.device("cuda", 0)) == chosen
-        assert choose_dtype("auto", stored, torch.device("cuda")) == chosen, "one that is planned"
-    assert choose_dtype("bfloat16", torch.float16, torch.device("cuda", 0)) == torch.bfloat16
+        assert dtype_of(stored) == chosen
+        assert dtype_of(stored, device_bytes=1 << 40) == chosen, "one that is planned"
+    options["dtype"] = "bfloat16"
+    assert dtype_of(torch.float16) == torch.bfloat16
 
 
 def test_the_thread_of_steps_works_on_its_own_card(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,16 +191,15 @@ def test_a_gpu_compiles_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -
             "fminfer.runtime.build.one_pipeline._build_stage", lambda *given, stage=stage: stage
         )
         loaded: Any = SimpleNamespace(device=torch.device(kind))
-        assert build_stage(EngineConfig(), loaded, 9) is stage
+        assert build_stage(loaded, 9) is stage
     assert warmed == ["cuda"]
 
 
-def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert choose_device("auto", (3,)) == torch.device("cpu"), "which is told, see running.py"
+def test_without_a_gpu() -> None:
+    found = device_of("auto", (3,), num_gpus=0)
+    assert found == torch.device("cpu"), "which is told, see run_engine.py"
     with pytest.raises(UsageError, match="is not here"):
-        choose_device("cuda")
+        device_of("cuda", num_gpus=0)
 
 
 def test_steps_are_as_large_as_suits_the_device() -> None:
@@ -207,11 +232,10 @@ def test_a_gpus_memory_is_for_the_cache_but_for_a_steps_work() -> None:
 
 
 def test_the_work_of_draws_on_a_gpu_is_counted() -> None:
-    part, model = Part(0, 1, 0, 12), open_random("llama-160m").model
-    sizes = {
-        kind: step_bytes(EngineConfig(), model, torch.bfloat16, torch.device(kind), part)
-        for kind in ("cpu", "cuda")
-    }
+    checkpoint, sizes = open_random("llama-160m"), {}
+    for kind in ("cpu", "cuda"):
+        config = EngineConfig(dtype="bfloat16", device=kind)
+        sizes[kind] = make_plan(config, checkpoint, Machine(device_bytes=80 << 30)).own.takes.work
     assert 2.5e9 < sizes["cuda"] < 3.5e9
     assert sizes["cpu"] < 0.2e9
 

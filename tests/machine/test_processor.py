@@ -12,10 +12,13 @@ import torch
 
 from fminfer.compute.kernels import kernel_build
 from fminfer.compute.kernels.kernel_build import find_compiler
+from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.machine import processor
-from fminfer.machine.device import choose_dtype, is_fast_in_bfloat16, why_slow
+from fminfer.machine.device import is_fast_in_bfloat16, why_slow
 from fminfer.machine.processor import LEVELS, cap_libraries, compiler_flags, has_unit
+from fminfer.models.checkpoint import open_checkpoint
+from fminfer.plan.planning import plan_ahead
 
 CPU = torch.device("cpu")
 GREATEST = (
@@ -46,7 +49,8 @@ def test_a_greater_processor_hides_its_units(
     monkeypatch.setenv("FMINFER_CPU", name)
     assert has_unit("avx512_bf16") == has_pairs and has_unit("amx_bf16") == has_tiles
     assert is_fast_in_bfloat16(CPU) == has_pairs
-    assert choose_dtype("auto", None, CPU) == (torch.bfloat16 if has_pairs else torch.float32)
+    dtype = plan_ahead(EngineConfig(device="cpu"), open_checkpoint(None)).dtype
+    assert dtype == (torch.bfloat16 if has_pairs else torch.float32)
     assert bool(why_slow(torch.bfloat16, CPU)) != has_pairs
     assert not why_slow(torch.float32, CPU) and "float16" in why_slow(torch.float16, CPU)
 

@@ -17,11 +17,11 @@ import fminfer
 from fminfer.cli.app import main
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import CheckpointError, UsageError
-from fminfer.models.fingerprint import fingerprint_of
 from fminfer.models.hub import fetch_weights
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.models.weight_headers import check_tensors
 from fminfer.plan.opening import open_model
+from fminfer.plan.planning import plan_ahead
 from fminfer.text.tokenizer import Tokenizer
 from tests.models.test_elsewhere import Hub
 
@@ -69,13 +69,17 @@ def test_an_adapter_alone_names_its_model_and_the_remedy(tmp_path: Path) -> None
 def test_a_model_with_an_adapter_is_answered_without_it_only_if_a_flag_says_so(model: Path) -> None:
     """The adapter was left out in silence, so that the base model answered in its place."""
     plain = answer(model)
-    before = fingerprint_of(EngineConfig(str(model)), open_model(EngineConfig(str(model))))
+    before = plan_ahead(
+        EngineConfig(str(model)), open_model(EngineConfig(str(model)))
+    ).fingerprint()
     add_adapter(model)
     said = refusal(model)
     assert "a model and beside it a LORA adapter" in said and "--without-adapter" in said
     assert answer(model, without_adapter=True) == plain
     config = EngineConfig(str(model), without_adapter=True)
-    assert fingerprint_of(config, open_model(config)) == before, "answers do not depend on the flag"
+    assert plan_ahead(config, open_model(config)).fingerprint() == before, (
+        "answers do not depend on the flag"
+    )
     tensors = load_file(model / "model.safetensors")
     (model / "model.safetensors").rename(model / "part.safetensors")
     check_tensors(open_model(config))  # the adapter's tensors are none of the model's

@@ -19,12 +19,12 @@ from fminfer.cli.app import main
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import CheckpointError, UsageError
 from fminfer.core.partition import Part
-from fminfer.models.fingerprint import fingerprint_of
 from fminfer.models.known_sizes import ALIASES, SIZES, size_fields
 from fminfer.models.layer_count import check_split
 from fminfer.models.tensor_specs import part_specs
 from fminfer.models.weight_headers import check_tensors
 from fminfer.plan.opening import open_model
+from fminfer.plan.planning import plan_ahead
 from tests.conftest import save_byte_tokenizer
 
 ROW: dict[str, Any] = {"prompt": "north", "max_tokens": 5, "temperature": 0, "logprobs": 1}
@@ -94,7 +94,7 @@ def test_another_config_or_tokenizer_is_another_run(
 
     def fingerprint(**options: Any) -> dict[str, str]:
         run = EngineConfig(model=weights, dtype="float32", **options)
-        return fingerprint_of(run, open_model(run))
+        return plan_ahead(run, open_model(run)).fingerprint()
 
     first = fingerprint(model_config=config, tokenizer=tokenizer)
     assert fingerprint(model_config=f"{config}/config.json", tokenizer=tokenizer) == first

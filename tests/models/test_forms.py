@@ -19,12 +19,13 @@ from fminfer.compute.weights import Dense
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part, parts_of
 from fminfer.models.checkpoint import open_checkpoint
-from fminfer.models.fingerprint import digest_files, fingerprint_of, name_differences
+from fminfer.models.fingerprint import digest_files, name_differences
 from fminfer.models.layer_source import LayerSource, open_weights
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.stored.weight_folder import find_weight_files, weight_files
 from fminfer.models.weight_headers import check_tensors, stored_formats
 from fminfer.plan.opening import open_model
+from fminfer.plan.planning import plan_ahead
 from tests.conftest import make_model, save_byte_tokenizer, some_families
 from tests.forked import run_forked
 from tests.forms import FORMS, TOPS, Files, save
@@ -225,7 +226,7 @@ def test_one_value_makes_other_weights(form: str, tmp_path: Path) -> None:
     assert digests == equal and name_differences(digests, others).count(",") == 0
     assert name_differences(digests, others) in digests
     config = EngineConfig(model=str(pair[0]))
-    print_of = [fingerprint_of(config, open_checkpoint(str(folder))) for folder in pair]
+    print_of = [plan_ahead(config, open_checkpoint(str(folder))).fingerprint() for folder in pair]
     assert print_of[0]["the model"] != print_of[1]["the model"]
     assert open_model(config).folder == pair[0]
 

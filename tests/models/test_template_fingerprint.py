@@ -9,8 +9,8 @@ import pytest
 
 from fminfer.core.config import EngineConfig
 from fminfer.models.checkpoint import open_checkpoint
-from fminfer.models.fingerprint import fingerprint_of
 from fminfer.models.known_sizes import DEMO_MODEL
+from fminfer.plan.planning import plan_ahead
 
 
 @pytest.mark.parametrize(
@@ -26,5 +26,7 @@ def test_another_template_is_another_run(tmp_path: Path, name: str) -> None:
     for text in ("one", "two"):
         (folder / name).write_text(text)
         config = EngineConfig(model=str(folder))
-        found.append(fingerprint_of(config, open_checkpoint(str(folder)))["the tokenizer"])
+        found.append(
+            plan_ahead(config, open_checkpoint(str(folder))).fingerprint()["the tokenizer"]
+        )
     assert found[0] != found[1]

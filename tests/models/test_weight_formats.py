@@ -25,7 +25,7 @@ from fminfer.models.checkpoint import open_checkpoint, open_random
 from fminfer.models.formats import FORMATS, Shape, held_format
 from fminfer.models.layer_source import LayerSource, open_weights
 from fminfer.models.weight_headers import check_tensors, find_stored, open_files, stored_formats
-from fminfer.plan.footprint import measure_footprints
+from fminfer.plan.planning import plan_ahead
 from tests.conftest import make_model, save_byte_tokenizer
 from tests.models.test_transformer import MAX_ERROR, error_of, logits_of, one_stage
 
@@ -143,7 +143,7 @@ def test_they_are_held_as_they_are_stored(name: str, tmp_path: Path, int8: RowsO
     assert num_bytes == source.num_bytes
     checkpoint, config = open_checkpoint(str(folder)), EngineConfig(model=str(folder), budget=512)
     assert stored_formats(checkpoint) == (int8,)
-    (foreseen,) = measure_footprints(config, checkpoint, 1, CPU, torch.float32)
+    foreseen = plan_ahead(config, checkpoint).own.takes
     assert foreseen.weights >= num_bytes >= foreseen.held_weights
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
@@ -19,18 +18,22 @@ from fminfer.cli.app import main
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.spec import Mlp
 from fminfer.core.config import EngineConfig
-from fminfer.core.errors import UsageError
+from fminfer.core.errors import PipelineError, UsageError
 from fminfer.machine import control_groups, host_memory
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint
 from fminfer.pipeline.group import Group
-from fminfer.plan import footprint, forecast
-from fminfer.plan.footprint import RUN_BYTES, measure_footprints
-from fminfer.plan.forecast import Layout, make_forecast, require_room, require_room_for_all
+from fminfer.plan import machine_facts
+from fminfer.plan.expected_bytes import RUN_BYTES
+from fminfer.plan.machine_facts import Machine
 from fminfer.plan.opening import open_model
-from fminfer.plan.step_memory import auto_budget
+from fminfer.plan.planning import make_plan, plan_ahead
+from fminfer.plan.run_plan import ExpectedBytes
+from fminfer.plan.shortage import auto_budget, find_rank_shortage, find_room
+from fminfer.runtime.build import loading
+from fminfer.runtime.build.loading import agree, plan_run, require_room_for_all
+from fminfer.runtime.launch.role import Spread
 from tests.conftest import make_model
 
-CPU = torch.device("cpu")
 SMALL = EngineConfig(random_init="llama-160m", dtype="float32", kernels="off", device="cpu")
 GIB = 1 << 30
 
@@ -63,8 +66,12 @@ def halves(llama_checkpoint: tuple[Path, Any], tmp_path: Path) -> Checkpoint:
 
 def let_be_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int, swap: int = 0) -> None:
     """Have so much memory for a run, beside what this process has."""
-    monkeypatch.setattr(forecast, "free_bytes", lambda _: num_bytes)
-    monkeypatch.setattr(forecast, "free_swap_bytes", lambda: swap)
+    monkeypatch.setattr(machine_facts, "free_bytes", lambda _: num_bytes)
+    monkeypatch.setattr(machine_facts, "free_swap_bytes", lambda: swap)
+
+
+def takes_of(config: EngineConfig, checkpoint: Checkpoint) -> ExpectedBytes:
+    return plan_ahead(config, checkpoint).own.takes
 
 
 def check(*arguments: object) -> Result:
@@ -126,15 +133,15 @@ def test_a_run_refuses_with_the_figures_before_it_reads_weights(
 
 
 def test_what_fits_is_not_refused(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    (found,) = measure_footprints(SMALL, checkpoint, 1, CPU, torch.float32)
+    found = takes_of(SMALL, checkpoint)
     least = 162_417_408 * 4 + 32 * found.kv_token + RUN_BYTES + (1 << 20)  # our own grows a bit
     let_be_free(monkeypatch, least)
-    assert require_room(SMALL, checkpoint) == ""
+    assert plan_run(SMALL, checkpoint).why_slow == ""
     let_be_free(monkeypatch, least // 2, swap=least)  # it goes on in swap
-    assert require_room(SMALL, checkpoint) == ""
+    assert plan_run(SMALL, checkpoint).why_slow == ""
     let_be_free(monkeypatch, least - (40 << 20))
     with pytest.raises(UsageError):
-        require_room(SMALL, checkpoint)
+        plan_run(SMALL, checkpoint)
 
 
 def joined_bytes(checkpoint: Checkpoint) -> int:
@@ -147,9 +154,9 @@ def joined_bytes(checkpoint: Checkpoint) -> int:
 
 def test_the_tables_of_positions_are_foreseen(checkpoint: Checkpoint) -> None:
     """Of a context of a million tokens they take 0.5 GB, and nothing counted them."""
-    (found,) = measure_footprints(SMALL, checkpoint, 1, torch.device("cuda"), torch.float32)
-    long = replace(checkpoint, max_model_len=100_000)
-    (longer,) = measure_footprints(SMALL, long, 1, torch.device("cuda"), torch.float32)
+    config, machine = replace(SMALL, device="cuda"), Machine(device_bytes=80 * GIB)
+    found = make_plan(config, checkpoint, machine).own.takes
+    longer = make_plan(config, replace(checkpoint, max_model_len=100_000), machine).own.takes
     more = 100_000 - checkpoint.context_length
     assert longer.libraries - found.libraries == 2 * 4 * 32 * more
 
@@ -160,15 +167,15 @@ def test_a_packed_head_is_held_once(tmp_path: Path) -> None:
     make_model("gpt2").save_pretrained(tmp_path)
     config = EngineConfig(model=str(tmp_path), dtype="float32", device="cpu")
     found = open_checkpoint(str(tmp_path))
-    (tied,) = measure_footprints(config, found, 1, CPU, torch.float32)
+    tied = takes_of(config, found)
     untied = replace(found, config=copy.copy(found.config))
     untied.config.tie_word_embeddings = False
-    (other,) = measure_footprints(config, untied, 1, CPU, torch.float32)
+    other = takes_of(config, untied)
     head = 4 * found.model.vocab_size * found.model.embed_size
     assert other.held_weights == tied.held_weights > 0
     assert other.mapped - tied.mapped == other.weights - tied.weights == head
     off = replace(config, kernels="off")
-    (plain,) = measure_footprints(off, found, 1, CPU, torch.float32)
+    plain = takes_of(off, found)
     assert plain.mapped - tied.mapped >= head
 
 
@@ -179,16 +186,15 @@ def test_mapped_files_can_be_dropped(halves: Checkpoint, monkeypatch: pytest.Mon
     and of gate and up are joined, which makes copies: they counted as mapped.
     """
     config = EngineConfig(model=halves.name, dtype="float16", device="cpu")
-    (found,) = measure_footprints(config, halves, 1, CPU, torch.float16)
+    found = takes_of(config, halves)
     assert found.held_weights == joined_bytes(halves) < found.weights
-    own = "own_bytes"  # of this process, which has run other tests: it may be above 1 GiB
-    monkeypatch.setattr(forecast, own, lambda: 0)
-    monkeypatch.setattr(footprint, own, lambda: 0)
+    # This process has run other tests: it may be above 1 GiB.
+    monkeypatch.setattr(machine_facts, "own_bytes", lambda: 0)
     let_be_free(monkeypatch, found.weights - 1, swap=GIB)
     assert found.reads_files
-    assert "read from the disk again at each step" in require_room(config, halves)
+    assert "read from the disk again at each step" in plan_run(config, halves).why_slow
     let_be_free(monkeypatch, found.weights, swap=GIB)
-    assert require_room(config, halves) == ""
+    assert plan_run(config, halves).why_slow == ""
 
 
 def test_what_latent_attention_moves_is_held(tmp_path: Path) -> None:
@@ -196,7 +202,7 @@ def test_what_latent_attention_moves_is_held(tmp_path: Path) -> None:
     make_model("youtu").half().save_pretrained(tmp_path)
     found = open_checkpoint(str(tmp_path))
     config = EngineConfig(model=found.name, dtype="float16", device="cpu")
-    (of_run,) = measure_footprints(config, found, 1, CPU, torch.float16)
+    of_run = takes_of(config, found)
     layer, hidden = found.model.layers[0], found.model.hidden_size
     how, mlp = layer.attention, cast("Mlp", layer.mlp)
     assert how.latent is not None
@@ -211,13 +217,12 @@ def test_mapped_files_leave_room_for_the_cache(
     """`check` called lines out_of_memory that a run answers: it measures what is free once it has
     loaded, and the system counts mapped files as free."""
     config = EngineConfig(model=halves.name, dtype="float16", device="cpu")
-    monkeypatch.setattr(forecast, "own_bytes", lambda: 0)
-    monkeypatch.setattr(footprint, "own_bytes", lambda: 0)
-    (found,) = measure_footprints(config, halves, 1, CPU, torch.float16)
+    monkeypatch.setattr(machine_facts, "own_bytes", lambda: 0)
+    found = takes_of(config, halves)
     assert found.mapped == found.weights - joined_bytes(halves) > 0
     free = found.weights - (1 << 10) + RUN_BYTES
     let_be_free(monkeypatch, free)
-    num_tokens = make_forecast(config, halves, Layout()).num_kv_tokens
+    num_tokens = plan_ahead(config, halves).num_kv_tokens
     left = free - found.libraries - found.held_weights
     of_run = auto_budget(found.kv_token, 1 << 30, left, found.work, "cpu")
     assert num_tokens == -(-of_run // 32) * 32 > 32
@@ -246,34 +251,95 @@ def test_ranks_of_one_machine_share_its_memory(
 ) -> None:
     group = FakeGroup(0)
     let_be_free(monkeypatch, GIB)
-    require_room(SMALL, checkpoint, cast(Group, group))
-    need = group.told[0]["need"]
+    plan_run(SMALL, checkpoint, cast(Group, group))
+    need = group.told[0]["least"]
     assert 100e6 < need < 162_417_408 * 4
     let_be_free(monkeypatch, 2 * need)
-    assert require_room(SMALL, checkpoint, cast(Group, group)) == ""
+    assert plan_run(SMALL, checkpoint, cast(Group, group)).why_slow == ""
     let_be_free(monkeypatch, 2 * need - 1)
     with pytest.raises(UsageError, match="ranks 0, 1 together would take"):
-        require_room(SMALL, checkpoint, cast(Group, group))
+        plan_run(SMALL, checkpoint, cast(Group, group))
     let_be_free(monkeypatch, 1)
     slept: list[float] = []
     monkeypatch.setattr("time.sleep", slept.append)
     with pytest.raises(UsageError):
-        require_room(SMALL, checkpoint, cast(Group, FakeGroup(1)))
-    assert slept == [forecast.END_S], "rank 0 speaks for all"
+        plan_run(SMALL, checkpoint, cast(Group, FakeGroup(1)))
+    assert slept == [loading.END_S], "rank 0 speaks for all"
 
 
 def test_pipelines_of_one_machine_share_its_memory(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pipeline alone would fit: two of them were started and met the system's killer."""
-    one = make_forecast(SMALL, checkpoint, Layout())
-    each = one.footprints[0].held_weights + one.footprints[0].libraries
+    one = takes_of(SMALL, checkpoint)
+    each = one.held_weights + one.libraries
     let_be_free(monkeypatch, 2 * each)  # and what this process has
-    require_room_for_all(SMALL, checkpoint, Layout(1, 2))
+    require_room_for_all(SMALL, checkpoint, Spread(1, 2))
     let_be_free(monkeypatch, int(1.2 * each))
-    require_room_for_all(SMALL, checkpoint, Layout(1, 1))
+    require_room_for_all(SMALL, checkpoint, Spread(1, 1))
     with pytest.raises(UsageError, match="2 pipelines of it would take"):
-        require_room_for_all(SMALL, checkpoint, Layout(1, 2))
+        require_room_for_all(SMALL, checkpoint, Spread(1, 2))
+
+
+def gpu_refusal(checkpoint: Checkpoint, budget: int | None, **facts: Any) -> str:
+    """Return the shortage of a run on a GPU with 8 GiB free: of this machine, or planned."""
+    config = replace(SMALL, device="cuda", budget=budget)
+    return make_plan(config, checkpoint, Machine(num_gpus=1, **{"free": 8 * GIB} | facts)).shortage
+
+
+@pytest.mark.parametrize("facts", [{}, {"device_bytes": 8 * GIB}])
+def test_a_budget_beyond_a_gpus_memory_is_named(checkpoint: Checkpoint, facts: Any) -> None:
+    """The refusal named --world-size and "plan with more memory" only, and too small a size."""
+    said = gpu_refusal(checkpoint, 1_000_000, **facts)
+    found = re.search(r"Use a smaller --budget: without the flag it is ([\d,]+) tokens; or ", said)
+    assert found is not None, said
+    fits = int(found[1].replace(",", ""))
+    assert 10_000 < fits < 1_000_000 and not gpu_refusal(checkpoint, fits - 32, **facts)
+    ranks = re.search(r"spread it over more: --world-size (\d+) or above; or ", said)
+    assert ranks is not None and int(ranks[1]) > 20, "the cache of so many tokens takes 73 GB"
+    end = "plan with more memory for each" if facts else "use GPUs with more memory"
+    assert said.endswith(end)
+
+
+def test_a_budget_is_no_remedy_where_the_weights_do_not_fit(checkpoint: Checkpoint) -> None:
+    assert "--budget" not in gpu_refusal(checkpoint, 1_000_000, device_bytes=GIB // 2)
+    assert "--budget" not in gpu_refusal(checkpoint, None, free=GIB // 2)
+
+
+def test_ranks_beside_each_other_on_a_gpu_name_a_budget_that_is_given(
+    checkpoint: Checkpoint,
+) -> None:
+    """ "A smaller --budget" was the remedy without any, where weights alone do not fit."""
+    for budget, is_named in ((None, False), (1_000_000, True)):
+        config = replace(SMALL, device="cuda", budget=budget)
+        plan = make_plan(config, checkpoint, Machine(num_gpus=1, free=GIB // 4, num_stages=2))
+        rooms = [find_room(plan, rank, "a card", GIB // 4) for rank in plan.ranks]
+        said = find_rank_shortage(plan, rooms)
+        assert "ranks 0, 1 together would take" in said and "a GPU with more memory" in said
+        assert ("a smaller --budget" in said) == is_named
+
+
+def test_the_same_facts_give_the_same_plan(checkpoint: Checkpoint) -> None:
+    """A plan looks at nothing but its arguments: it is made again from facts that are found out."""
+    machine = Machine(free=8 * GIB, has_library=True, num_stages=2, local_size=2)
+    plan = make_plan(replace(SMALL, kernels="auto"), checkpoint, machine)
+    again = make_plan(plan.config, checkpoint, machine)
+    assert again == plan and plan.packed_by == "kernels"
+    assert [rank.shard for rank in plan.ranks] == [(0, 1)] * 2
+    less = make_plan(plan.config, checkpoint, replace(machine, free=4 * GIB, has_library=False))
+    assert 0 < less.num_kv_tokens < plan.num_kv_tokens and less.packed_by == ""
+    assert "does not fit" in make_plan(plan.config, checkpoint, replace(machine, free=1)).shortage
+
+
+def test_ranks_name_the_first_field_in_which_they_differ(checkpoint: Checkpoint) -> None:
+    mine, other = (replace(SMALL, seed=seed, max_rows=seed) for seed in (5, 6))
+    machine = Machine(free=8 * GIB, num_stages=2, rank=1)
+    theirs, plan = (make_plan(config, checkpoint, machine) for config in (mine, other))
+    group: Any = FakeGroup(1)
+    agree(group, plan)
+    group.gather = lambda name, value: [theirs.shared, value]
+    with pytest.raises(PipelineError, match="--max-rows is 6 on rank 1 and 5 on rank 0; start"):
+        agree(group, plan)
 
 
 def test_swap_that_is_free_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,9 @@ import fminfer
 from fminfer.cli.app import main
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.core.config import EngineConfig
-from fminfer.models.fingerprint import fingerprint_of
-from fminfer.plan.forecast import Layout, make_forecast
+from fminfer.plan.machine_facts import Machine, find_machine
 from fminfer.plan.opening import open_model
+from fminfer.plan.planning import make_plan, plan_ahead
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 BODIES: list[Any] = ["off", pytest.param("require", marks=needs_compiler)]
@@ -86,9 +86,10 @@ def test_it_takes_half_the_memory() -> None:
     tokens = []
     for kv_dtype in ("auto", "bfloat16"):
         config = EngineConfig(dtype="float32", kv_dtype=kv_dtype, device="cpu")  # type: ignore[arg-type]
-        found = make_forecast(config, open_model(config), Layout(device_bytes=1 << 30))
+        machine = find_machine(config, Machine(device_bytes=1 << 30))
+        found = make_plan(config, open_model(config), machine)
         engine = fminfer.Engine(config)
-        assert engine.facts.kv_bytes_per_token == found.footprints[0].kv_token
+        assert engine.facts.kv_bytes_per_token == found.own.takes.kv_token
         assert engine.dtype == torch.float32
         assert engine.facts.kv_dtype == ("float32" if kv_dtype == "auto" else "bfloat16")
         tokens.append(engine.facts.kv_bytes_per_token)
@@ -99,7 +100,7 @@ def test_it_takes_half_the_memory() -> None:
 def test_the_fingerprint_names_it_only_if_it_is_another() -> None:
     def of(kv_dtype: Any) -> dict[str, str]:
         config = EngineConfig(dtype="float32", kv_dtype=kv_dtype, device="cpu")
-        return fingerprint_of(config, open_model(config))
+        return plan_ahead(config, open_model(config)).fingerprint()
 
     assert of("auto") == of("float32")
     assert of("bfloat16") == of("auto") | {"--kv-dtype": "bfloat16"}

@@ -22,9 +22,10 @@ from fminfer.engine.events import Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.files.cache_place import CachePlace
 from fminfer.models.checkpoint import open_checkpoint
-from fminfer.models.fingerprint import NOT_OF_ANSWERS, fingerprint_of, terms_of_answers
+from fminfer.models.fingerprint import NOT_OF_ANSWERS, terms_of_answers
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.plan.opening import open_model
+from fminfer.plan.planning import plan_ahead
 from fminfer.runtime.result_cache import (
     RecentAnswers,
     ResultCache,
@@ -95,7 +96,7 @@ def engine() -> Iterator[fminfer.Engine]:
 def cached(engine: fminfer.Engine, folder: Path) -> Iterator[ResultCache]:
     """Give an engine the cache of a folder."""
     told: list[str] = []
-    fingerprint = fingerprint_of(engine.config, open_model(engine.config))
+    fingerprint = plan_ahead(engine.config, open_model(engine.config)).fingerprint()
     cache = open_result_cache(fingerprint, CachePlace(folder, 2**24), told.append)
     assert cache is not None
     engine.result_cache = cache
@@ -271,7 +272,7 @@ def test_what_a_chat_may_draw_at_most_is_in_the_key(engine: fminfer.Engine) -> N
 
 def terms(**options: Any) -> dict[str, str]:
     config = EngineConfig(**options)
-    return terms_of_answers(fingerprint_of(config, open_model(config)))
+    return terms_of_answers(plan_ahead(config, open_model(config)).fingerprint())
 
 
 @pytest.mark.parametrize(
@@ -313,7 +314,7 @@ def test_what_shows_in_a_request_does_not_split_answers(tmp_path: Path) -> None:
     ):
         assert terms(**options) == terms(), options
     named = {"--chat-template", "--overwrite-request-args", "--max-model-len"}
-    always = fingerprint_of(EngineConfig(), open_checkpoint(None)).keys()
+    always = plan_ahead(EngineConfig(), open_checkpoint(None)).fingerprint().keys()
     elsewhere = {"--tool-call-parser", "--generation-config"}
     assert always | named | elsewhere >= NOT_OF_ANSWERS, "names that are no longer there"
 

@@ -15,7 +15,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import PipelineError
 from fminfer.models.fingerprint import digest_files, name_differences
 from fminfer.plan.opening import open_model
-from fminfer.runtime.build.loading import load_part
+from fminfer.runtime.build.loading import load_part, plan_run
 from fminfer.runtime.team.team_core import Team
 from fminfer.runtime.team.team_messages import Loaded
 
@@ -58,7 +58,8 @@ def load_as_rank_1(folder: Path, of_rank_0: Path) -> Any:
     digests = digest_files(open_model(EngineConfig(model=str(of_rank_0))))
     num_threads = torch.get_num_threads()
     try:
-        return load_part(config, open_model(config), OneOfTwo({"weights": digests}))  # type: ignore[arg-type]
+        group: Any = OneOfTwo({"weights": digests})
+        return load_part(plan_run(config, open_model(config), group), group)
     finally:
         torch.set_num_threads(num_threads)
 

@@ -22,7 +22,7 @@ from fminfer.compute.linear import product_kernel
 from fminfer.compute.linear.packed_linear import library_products
 from fminfer.compute.linear.product_kernel import PackedProduct
 from fminfer.compute.registry import Registry
-from fminfer.compute.weights import dense
+from fminfer.compute.weights import Dense, dense
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part, split_layers
 from fminfer.models.checkpoint import open_checkpoint
@@ -31,9 +31,8 @@ from fminfer.models.layer_source import LayerSource, open_weights
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.tensor_specs import Weights, layer_specs
 from fminfer.models.transformer import Transformer
-from fminfer.plan import footprint
-from fminfer.plan.footprint import measure_footprints
-from fminfer.plan.forecast import Layout, make_forecast
+from fminfer.plan import expected_bytes
+from fminfer.plan.planning import plan_ahead
 from tests.conftest import built_library, make_model, plain_registry, save_byte_tokenizer
 from tests.models.test_transformer import logits_of, one_stage
 
@@ -188,12 +187,12 @@ def test_the_forecast_is_of_what_is_held(tmp_path: Path) -> None:
         config = EngineConfig(
             model=str(folder), dtype="float32", device="cpu", kernels=kernels, budget=1024
         )
-        (found,) = measure_footprints(config, checkpoint, 1, CPU, torch.float32)
-        forecast = make_forecast(config, checkpoint, Layout())
-        of_weights = torch.bfloat16 if kernels == "auto" else torch.float32
-        assert (forecast.dtype, forecast.held_in) == (torch.float32, of_weights)
+        plan = plan_ahead(config, checkpoint)
+        found, of_weights = plan.own.takes, torch.bfloat16 if kernels == "auto" else torch.float32
+        assert (plan.dtype, plan.formats["product"]) == (torch.float32, Dense(of_weights))
         engine = fminfer.Engine(config)
         held[kernels] = engine.facts.weight_bytes
+        assert engine.facts.weight_dtype == str(of_weights).removeprefix("torch.")
         engine.close()
         assert found.weights >= held[kernels] >= found.held_weights
     assert 0.5 <= held["auto"] / held["off"] < 0.55
@@ -204,7 +203,7 @@ def test_the_forecast_counts_mapped_files_beside_packed_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The system keeps what it has mapped of a file until it needs the memory."""
-    monkeypatch.setattr(footprint, "HOLE_BYTES", {})
+    monkeypatch.setattr(expected_bytes, "HOLE_BYTES", {})
     folder, _ = save_both("llama", tmp_path)
     tensors = load(folder)
     layers = list(tensors.layers())
@@ -216,7 +215,7 @@ def test_the_forecast_counts_mapped_files_beside_packed_weights(
     mapped = sum(each[name].num_bytes for each in layers for name in ("out.weight", "down.weight"))
     config = EngineConfig(model=str(folder), dtype="float32", device="cpu", budget=1024)
     checkpoint = open_checkpoint(str(folder))
-    (found,) = measure_footprints(config, checkpoint, 1, CPU, torch.float32)
+    found = plan_ahead(config, checkpoint).own.takes
     # What is joined is copied, and its part of the file is left to others.
     assert packed > mapped > 0 and found.weights == tensors.num_bytes + mapped
     assert found.held_weights < found.weights - mapped

@@ -273,7 +273,23 @@ MESSAGES = [
     Cancel(7),
     Order("drain"),
     Loaded({"a.safetensors": "digest"}),
-    Ready(Facts("cpu", "float32", "bfloat16", 2, True, 256, 4, 100, 20, False, "", "no compiler")),
+    Ready(
+        Facts(
+            "cpu",
+            "float32",
+            "bfloat16",
+            "float32",
+            2,
+            True,
+            256,
+            4,
+            100,
+            20,
+            False,
+            "",
+            "no compiler",
+        )
+    ),
     Broken("no\nroom", "OutOfMemoryError"),
     Told(
         [

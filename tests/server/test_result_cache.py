@@ -15,8 +15,8 @@ import pytest
 import fminfer
 from fminfer.files.answer_store import FILE
 from fminfer.files.cache_place import CachePlace
-from fminfer.models.fingerprint import fingerprint_of
 from fminfer.plan.opening import open_model
+from fminfer.plan.planning import plan_ahead
 from fminfer.runtime.result_cache import open_result_cache
 from tests.server.answers import join, join_chat
 from tests.server.reciting import save_reciting
@@ -63,7 +63,7 @@ def serving(
 ) -> Iterator[Running]:
     told: list[str] = []
     place = None if folder is None else CachePlace(folder, 2**24)
-    fingerprint = fingerprint_of(engine.config, open_model(engine.config))
+    fingerprint = plan_ahead(engine.config, open_model(engine.config)).fingerprint()
     cache = open_result_cache(fingerprint, place, told.append, size=size, list_size=list_size)
     assert cache is not None
     engine.result_cache = cache

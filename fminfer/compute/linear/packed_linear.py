@@ -37,6 +37,11 @@ def onednn_takes(held: Format, dtype: torch.dtype, *, is_fast: bool) -> bool:
     return is_same and is_fast and onednn_packs_bfloat16()
 
 
+def torch_takes(held: Format, dtype: torch.dtype, *, is_fast: bool) -> bool:
+    """Tell whether one of both does."""
+    return mkl_takes(held, dtype) or onednn_takes(held, dtype, is_fast=is_fast)
+
+
 @functools.cache
 def onednn_packs_bfloat16() -> bool:
     """Try whether torch's oneDNN packs bfloat16: on some processors it refuses to."""

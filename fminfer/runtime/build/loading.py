@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import socket
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
 
 from fminfer.compute.attention.paged_attention import AttentionBody
-from fminfer.compute.registry import keeps_bfloat16, open_registry
+from fminfer.compute.registry import open_registry
 from fminfer.compute.sampling.sampler import Drawer, Ranker
 from fminfer.core.config import EngineConfig
-from fminfer.core.errors import PipelineError
+from fminfer.core.errors import PipelineError, UsageError
 from fminfer.core.partition import Part
-from fminfer.core.version import __version__
-from fminfer.machine.device import (
-    choose_dtype,
-    choose_kv_dtype,
-    memory_name,
-    own_device,
-    use_device,
-    why_slow,
-)
+from fminfer.machine.device import free_bytes, memory_name, use_device, why_slow
+from fminfer.machine.out_of_memory import is_out_of_memory
 from fminfer.machine.threads import ThreadCount
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import digest_files, name_differences
@@ -35,41 +27,87 @@ from fminfer.models.transformer import Transformer
 from fminfer.models.whole_layers import WholeLayers
 from fminfer.pipeline.group import Group
 from fminfer.pipeline.transport import HiddenForm
-from fminfer.plan.kv_size import kv_token_bytes
-from fminfer.plan.opening import split_model
-from fminfer.plan.step_memory import step_bytes
+from fminfer.plan.machine_facts import ALONE, Machine, find_machine
+from fminfer.plan.planning import make_plan, plan_ahead
+from fminfer.plan.run_plan import RunPlan
+from fminfer.plan.shortage import RankRoom, find_rank_shortage, find_room, no_cache
+from fminfer.runtime.launch.role import Spread
+
+END_S = 3.0  # time for rank 0 to say what is wrong, and to end, once ranks know it
 
 
-def agree(
-    group: Group,
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    parts: list[Part],
-) -> None:
+def plan_run(config: EngineConfig, checkpoint: Checkpoint, group: Group | None = None) -> RunPlan:
+    """Plan this rank's run on this machine, and refuse one that does not fit its memory.
+
+    Args:
+        group: the ranks of the pipeline; None: this process alone runs the model.
+
+    Raises:
+        UsageError: an option that cannot be, or weights or a --budget for which there is no room.
+    """
+    plan = make_plan(config, checkpoint, find_machine(config, _place_of(group)))
+    shortage = plan.shortage
+    if group is not None:  # none reads its weights before all have looked
+        free = (plan.machine.free or 0) + plan.machine.swap
+        mine = find_room(plan, plan.own, memory_name(plan.device, socket.gethostname()), free)
+        rooms = [RankRoom(**room) for room in group.gather("room", asdict(mine))]
+        shortage = find_rank_shortage(plan, rooms)
+        if shortage and group.rank > 0:
+            time.sleep(END_S)  # rank 0 says it, and ends the run
+    if shortage:
+        raise UsageError(shortage)
+    if plan.device.type == "cpu" and config.budget is not None:
+        _require_cache(plan, -(-config.budget // config.block_size) * config.block_size)
+    return plan
+
+
+def _place_of(group: Group | None) -> Machine:
+    """Return of a machine's facts those that say where this process stands in its pipeline."""
+    if group is None:
+        return ALONE
+    return Machine(
+        num_stages=group.world_size,
+        rank=group.rank,
+        local_rank=group.local_rank,
+        local_size=group.local_size,
+    )
+
+
+def require_room_for_all(config: EngineConfig, checkpoint: Checkpoint, spread: Spread) -> None:
+    """Refuse pipelines that this machine's memory cannot hold together, before any is started.
+
+    Of GPUs each process looks at its own.
+
+    Raises:
+        UsageError: there is no room.
+    """
+    plan = plan_ahead(config, checkpoint, spread.num_stages, spread.num_pipelines)
+    if plan.shortage:
+        raise UsageError(plan.shortage)
+
+
+def _require_cache(plan: RunPlan, num_tokens: int) -> None:
+    """Refuse a --budget for which the CPU's system gives no memory, before weights are read.
+
+    It asks for that memory and gives it back. Nothing touches it, so that this costs no time.
+    """
+    try:
+        torch.empty(num_tokens * plan.own.takes.kv_token, dtype=torch.uint8, device="cpu")
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise no_cache(plan, num_tokens, free_bytes(plan.device)) from error
+
+
+def agree(group: Group, plan: RunPlan) -> None:
     """Check that every rank was started for the same run as rank 0."""
-    fields = checkpoint.config.to_dict()
-    fields.pop("_name_or_path", None)  # each machine may have its own copy
-    text = json.dumps(fields, sort_keys=True, default=str)
-    mine = {
-        "fminfer's version": __version__,
-        "the model's config": hashlib.sha256(text.encode()).hexdigest()[:12],
-        "the dtype": str(dtype).removeprefix("torch."),
-        "the KV cache's dtype": str(kv_dtype).removeprefix("torch."),
-        "the layers of each rank": [part.num_layers for part in parts],
-        "--budget": config.budget,
-        "the block size": config.block_size,
-        "--max-rows": config.max_rows,
-        "--seed": config.seed,
-    }
+    mine = plan.shared
     theirs = group.gather("options", mine)[0]
-    for name, value in mine.items():
-        if theirs[name] != value:
-            raise PipelineError(
-                f"{name} is {value} on rank {group.rank} and {theirs[name]} on rank 0; start every "
-                "rank with the same model and options"
-            )
+    for name in [name for name in mine if mine[name] != theirs[name]]:
+        raise PipelineError(
+            f"{name} is {mine[name]} on rank {group.rank} and {theirs[name]} on rank 0; start every "
+            "rank with the same model and options"
+        )
 
 
 def compare_weights(group: Group, mine: dict[str, str]) -> None:
@@ -112,13 +150,9 @@ def connect_neighbours(gpus: dist.ProcessGroup, group: Group, device: torch.devi
 class LoadedPart:
     """One rank's part of a model, in memory."""
 
-    checkpoint: Checkpoint
-    part: Part
+    plan: RunPlan
     network: Transformer
     weight_bytes: int
-    dtype: torch.dtype
-    kv_dtype: torch.dtype  # of the KV cache
-    device: torch.device
     form: HiddenForm
     attention: AttentionBody | None  # None: plain torch
     drawer: Drawer
@@ -129,18 +163,17 @@ class LoadedPart:
     file_digests: dict[str, str]  # of its weight files, if others must have the same
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        """What one token's keys and values take on this rank."""
-        return kv_token_bytes(self.checkpoint, self.part, self.kv_dtype)
+    def part(self) -> Part:
+        """This rank's layers."""
+        return self.plan.own.part
 
-    def step_bytes(self, config: EngineConfig) -> int:
-        """What the largest step takes on this rank."""
-        return step_bytes(config, self.checkpoint.model, self.dtype, self.device, self.part)
+    @property
+    def device(self) -> torch.device:
+        return self.plan.device
 
 
 def load_part(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
+    plan: RunPlan,
     group: Group | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LoadedPart:
@@ -155,54 +188,47 @@ def load_part(
         PipelineError: the ranks were started with different options, or have different weights.
         UsageError: an option that cannot be.
     """
-    local_rank, local_size = (group.local_rank, group.local_size) if group else (0, 1)
-    device = own_device(config, local_rank, local_size)
+    config, checkpoint, device = plan.config, plan.checkpoint, plan.device
     use_device(device)
-    dtype = choose_dtype(config.dtype, checkpoint.config.dtype, device)
-    kv_dtype = choose_kv_dtype(config.kv_dtype, dtype)
-    parts = split_model(config, checkpoint, group.world_size if group else 1)
-    part = parts[group.rank if group else 0]
     hidden_group = None
-    num_processes = local_size * config.num_engines
+    num_processes = (1 if group is None else group.local_size) * config.num_engines
     threads = ThreadCount(
         config.threads, torch.get_num_threads(), num_processes, torch.set_num_threads
     )
     is_alone = group is None and config.num_engines == 1
     digests = {} if is_alone else digest_files(checkpoint)
     if group is not None:
-        agree(group, config, checkpoint, dtype, kv_dtype, parts)
+        agree(group, plan)
         compare_weights(group, digests)
         hidden_group = connect_gpus(group, device)
-    registry = open_registry(config.kernels, dtype, device)
+    registry = open_registry(config.kernels, plan.dtype, device)
+    if registry.library is None and plan.packed_by == "kernels":  # their build failed
+        plan = make_plan(config, checkpoint, find_machine(config, _place_of(group)))
     source = open_weights(
         checkpoint,
-        part,
-        dtype=dtype,
+        plan.own.part,
+        dtype=plan.dtype,
         device=device,
         seed=config.seed,
-        keeps_bfloat16=keeps_bfloat16(dtype, has_library=registry.library is not None),
+        keeps_bfloat16=plan.keeps_bfloat16,
         on_progress=on_progress,
     )
     model = checkpoint.model
-    attention = registry.attention(model.layers[0].attention, config.block_size, kv_dtype)
+    attention = registry.attention(model.layers[0].attention, config.block_size, plan.kv_dtype)
     bodies = Bodies(registry, max(4, checkpoint.context_length))  # a trial has 4 positions
     drawer, ranker = registry.drawer(), registry.ranker()
     join = WholeLayers(registry).join
-    network = Transformer(model, source, first=part.first, bodies=bodies, join=join)
+    network = Transformer(model, source, first=plan.own.part.first, bodies=bodies, join=join)
     why_plain = registry.why_plain
-    form = HiddenForm(checkpoint.config.hidden_size, dtype, device, hidden_group)
-    why_slower = "; ".join(filter(None, (why_plain, why_slow(dtype, device))))
+    form = HiddenForm(checkpoint.config.hidden_size, plan.dtype, device, hidden_group)
+    why_slower = "; ".join(filter(None, (why_plain, why_slow(plan.dtype, device))))
     if group is not None:
         ranks = group.gather("why slower", [why_plain, why_slower])
         why_plain, why_slower = (next(filter(None, each), "") for each in zip(*ranks, strict=True))
     return LoadedPart(
-        checkpoint,
-        part,
+        plan,
         network,
         source.num_bytes,
-        dtype,
-        kv_dtype,
-        device,
         form,
         attention,
         drawer,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -17,10 +17,10 @@ from fminfer.engine.answer import AnswerForm
 from fminfer.engine.engine_core import Facts
 from fminfer.engine.start import Starter
 from fminfer.machine.device import (
-    count_engines_on,
     end_openmp_threads,
     free_bytes,
     memory_name,
+    peak_bytes,
     use_device,
 )
 from fminfer.machine.out_of_memory import is_out_of_memory
@@ -30,87 +30,61 @@ from fminfer.pipeline.group import Group
 from fminfer.pipeline.local import LocalPipeline, QueuedPipeline
 from fminfer.pipeline.ring import RingPipeline, serve
 from fminfer.pipeline.watch import Fault
-from fminfer.text.tokenizer import Tokenizer
+from fminfer.plan.machine_facts import count_sharers
+from fminfer.plan.run_plan import RunPlan, name_of
+from fminfer.plan.shortage import RankRoom, find_room, fit_kv_tokens, no_cache
 from fminfer.runtime.build.assembly import build_loop, find_ends
-from fminfer.plan.forecast import name_of, require_room
-from fminfer.plan.kv_size import _no_cache, most_kv_tokens
-from fminfer.runtime.build.loading import LoadedPart, load_part
-from fminfer.plan.step_memory import auto_budget, peak_bytes
+from fminfer.runtime.build.loading import END_S, LoadedPart, load_part, plan_run
+from fminfer.text.tokenizer import Tokenizer
 
 
-def count_blocks(config: EngineConfig, loaded: LoadedPart, group: Group | None = None) -> int:
-    """Return the size of the KV cache in blocks, the same on every rank.
+def count_blocks(plan: RunPlan, group: Group | None = None) -> int:
+    """Return the size of the KV cache in blocks, the same on every rank, once weights are loaded.
 
     Of an automatic budget each rank allows what its memory, which it may share with other ranks,
     has room for beside the weights; the least counts.
     """
-    budget, size = config.budget, config.block_size
+    budget, size = plan.config.budget, plan.config.block_size
     if budget is None:
         if group is not None:
             group.gather("loaded", True)  # every rank's weights are in memory
-        local_size = 1 if group is None else group.local_size
-        num_engines = count_engines_on(loaded.device, config, local_size)
-        mine: dict[str, Any] = {
-            "memory": memory_name(loaded.device, socket.gethostname()),
-            "device": loaded.device.type,
-            "free": free_bytes(loaded.device) // num_engines,
-            "kv_bytes_per_token": loaded.kv_bytes_per_token,
-            "work": loaded.step_bytes(config),
-            "most": most_kv_tokens(config, loaded.checkpoint, loaded.device),
-        }
-        ranks = [mine] if group is None else group.gather("memory", mine)
-        budget = min(
-            auto_budget(
-                _total(ranks, rank, "kv_bytes_per_token"),
-                rank["most"],
-                rank["free"],
-                _total(ranks, rank, "work"),
-                rank["device"],
-            )
-            for rank in ranks
-        )
+        free = free_bytes(plan.device) // count_sharers(plan.config, plan.machine)
+        mine = find_room(plan, plan.own, memory_name(plan.device, socket.gethostname()), free)
+        told = [asdict(mine)] if group is None else group.gather("memory", asdict(mine))
+        budget = fit_kv_tokens(plan, [RankRoom(**each) for each in told])
     return -(-budget // size)
 
 
-def _total(ranks: list[dict[str, Any]], rank: dict[str, Any], what: str) -> int:
-    """Return the sum over the ranks that share a rank's memory."""
-    return sum(each[what] for each in ranks if each["memory"] == rank["memory"])
-
-
-def build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> Stage:
+def build_stage(loaded: LoadedPart, num_blocks: int) -> Stage:
     """Give a loaded part its KV cache.
 
     Raises:
         UsageError: there is no memory for it.
     """
     try:
-        stage = _build_stage(config, loaded, num_blocks)
+        stage = _build_stage(loaded, num_blocks)
         if loaded.device.type == "cuda":
             stage.warm_up()
         return stage
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        num_tokens = num_blocks * config.block_size
-        size = num_tokens * loaded.kv_bytes_per_token
-        raise _no_cache(num_tokens, size, loaded.kv_dtype, loaded.device) from error
+        num_tokens = num_blocks * loaded.plan.config.block_size
+        raise no_cache(loaded.plan, num_tokens, free_bytes(loaded.device)) from error
 
 
-def _build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> Stage:
+def _build_stage(loaded: LoadedPart, num_blocks: int) -> Stage:
     return Stage(
         loaded.network,
-        kv_dtype=loaded.kv_dtype,
+        kv_dtype=loaded.plan.kv_dtype,
         device=loaded.device,
         num_blocks=num_blocks,
-        block_size=config.block_size,
+        block_size=loaded.plan.config.block_size,
         kernel=loaded.attention,
         ranker=loaded.ranker,
         drawer=loaded.drawer,
         threads=loaded.threads,
     )
-
-
-END_S = 3.0  # time for rank 0 to end by itself once another rank has failed
 
 
 class OnePipeline:
@@ -138,32 +112,33 @@ class OnePipeline:
         on_loaded: Callable[[dict[str, str]], None] = lambda digests: None,
         group: Group | None = None,
     ) -> None:
-        why_slow = require_room(config, checkpoint, group)
-        loaded = load_part(config, checkpoint, group, on_progress)
+        loaded = load_part(plan_run(config, checkpoint, group), group, on_progress)
         on_loaded(loaded.file_digests)
-        num_blocks = count_blocks(config, loaded, group)
-        self._foreseen_bytes = loaded.weight_bytes + loaded.step_bytes(config)
-        self._foreseen_bytes += num_blocks * config.block_size * loaded.kv_bytes_per_token
+        num_blocks = count_blocks(loaded.plan, group)
+        self.plan = plan = replace(loaded.plan, num_kv_tokens=num_blocks * config.block_size)
+        takes = plan.own.takes
+        self._foreseen_bytes = loaded.weight_bytes + takes.work
+        self._foreseen_bytes += plan.num_kv_tokens * takes.kv_token
         num_threads = torch.get_num_threads()
-        stage = build_stage(config, loaded, num_blocks)
+        stage = build_stage(loaded, num_blocks)
         end_openmp_threads()  # steps are another thread's work
         self._group = group
         self.stages = _build_pipeline(stage, loaded, group)
         self._device = loaded.device
-        sizes = config.step_sizes(loaded.device.type, loaded.part.num_stages)
         self.facts = Facts(
             str(loaded.device),
-            name_of(loaded.dtype),
-            name_of(loaded.kv_dtype),
+            name_of(plan.dtype),
+            name_of(plan.kv_dtype),
+            plan.held_in,
             num_threads,
             is_alone=group is None,
-            max_rows=sizes.max_rows,
+            max_rows=plan.sizes.max_rows,
             num_kv_blocks=num_blocks,
             weight_bytes=loaded.weight_bytes,
-            kv_bytes_per_token=loaded.kv_bytes_per_token,
+            kv_bytes_per_token=takes.kv_token,
             has_kernel=stage.has_kernel,
             why_plain=loaded.why_plain,
-            why_slower=why_slow or loaded.why_slower,
+            why_slower=plan.why_slow or loaded.why_slower,
         )
         eos_ids = find_ends(checkpoint, tokenizer)
         self.core = build_loop(
@@ -171,7 +146,7 @@ class OnePipeline:
             Starter(tokenizer, eos_ids, config.seed, checkpoint.config.vocab_size),
             self.stages,
             AnswerForm(tokenizer, config.token_format),
-            sizes=sizes,
+            sizes=plan.sizes,
             num_blocks=num_blocks,
             num_stages=loaded.part.num_stages,
         )
@@ -219,9 +194,8 @@ def serve_rank(group: Group, config: EngineConfig, checkpoint: Checkpoint) -> No
     """
     try:
         checkpoint = checkpoint.with_weights()
-        require_room(config, checkpoint, group)
-        loaded = load_part(config, checkpoint, group)
-        stage = build_stage(config, loaded, count_blocks(config, loaded, group))
+        loaded = load_part(plan_run(config, checkpoint, group), group)
+        stage = build_stage(loaded, count_blocks(loaded.plan, group))
         serve(stage, loaded.part, loaded.form, on_stop=group.watch.stop)
     except Exception as error:
         group.fail(error)

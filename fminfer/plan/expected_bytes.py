@@ -1,0 +1,120 @@
+"""How much memory each process of a run takes, from the model's spec and its files' headers.
+
+The spec gives the shapes of one part's tensors; no weight is read.
+"""
+
+from __future__ import annotations
+
+import math
+
+from fminfer.compute.linear.product_kernel import head_takes
+from fminfer.compute.spec import Layer, Mlp, Moe
+from fminfer.compute.weights import Dense
+from fminfer.core.partition import Part
+from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.families.tensor_names import AS_STORED, Architecture, source_of
+from fminfer.models.stage import MAX_LOGITS
+from fminfer.models.tensor_specs import TensorSpecs, part_specs
+from fminfer.plan.run_plan import ExpectedBytes, RunPlan
+
+# Measured on CPUs with models of 125 to 560 million parameters; see docs/performance.md.
+RUN_BYTES = 30 << 20  # a run's process takes more than a check's: threads, journal, rows
+GPU_CONTEXT = 1 << 29  # a GPU's memory before anything is loaded: not measured
+GPU_RESERVE = 3 << 29  # kept free for cuBLAS, compiled kernels and holes in torch's memory
+# What the allocator cannot use again of each weight that was replaced by its packed form.
+HOLE_BYTES = {"float32": 5 << 19, "bfloat16": 1 << 20}
+# Of each product of an expert that a library packs; in bfloat16 none. The kernels pack all at once.
+EXPERT_HOLE_BYTES = {"float32": 1 << 20}
+# Of one logit, all copies that exist at once. Float32 logits, edited and ranked on the CPU; on a
+# GPU torch draws from them with scores in float64 (not measured there).
+LOGIT_BYTES = {"cpu": 3 * 4, "cuda": 40}
+HIDDEN_COPIES, WIDE_COPIES = 8, 3  # copies of a step's hidden states, and of an MLP's inner ones
+EXPERT_COPIES = 6  # for each expert of a token: four in the dtype, and a sum in float32
+
+
+def expect_bytes(plan: RunPlan, part: Part) -> ExpectedBytes:
+    """Return what the process of one part takes.
+
+    Args:
+        plan: of which device, dtypes, formats and packing are decided.
+    """
+    checkpoint, on_cpu = plan.checkpoint, plan.device.type == "cpu"
+    specs = part_specs(checkpoint.model, part)
+    if checkpoint.config.tie_word_embeddings and part.is_first:
+        specs.pop("head.weight", None)  # the embedding is the head
+    formats = {name: plan.formats[spec.use] for name, spec in specs.items()}
+    sizes = {name: formats[name].num_bytes(spec.shape) for name, spec in specs.items()}
+    packed: TensorSpecs = {}
+    if plan.packed_by:
+        dense = {n: s for n, s in specs.items() if isinstance(formats[n], Dense)}
+        packed = {name: spec for name, spec in dense.items() if spec.use == "product"}
+    # Joined tensors are copies, which packing replaces; what they were joined of leaves memory.
+    # Of files in this very format the system keeps what was read, for it is mapped and not copied.
+    as_stored = (name for name in specs if on_cpu and formats[name] in plan.stored)
+    whole = {name for name in as_stored if _is_whole(checkpoint.architecture, name)}
+    head = "head.weight" if "head.weight" in specs else "embed.weight"
+    if part.is_last and plan.has_kernels and head_takes(formats[head]):
+        packed[head] = specs[head]
+        whole.discard(head)  # a packed head leaves its file
+    mapped = sum(sizes[name] for name in whole)
+    copied = {name for name in whole if name in packed or specs[name].use == "moved"}
+    weights = sum(sizes.values()) + sum(sizes[name] for name in copied)
+    held = weights - mapped
+    kind = plan.formats["product"]
+    weights += len(packed) * HOLE_BYTES.get(kind.name, 0)
+    if plan.packed_by == "torch":
+        num_products = sum(spec.shape[0] for spec in packed.values() if len(spec.shape) == 3)
+        weights += num_products * EXPERT_HOLE_BYTES.get(kind.name, 0)
+    libraries = plan.machine.own + RUN_BYTES if on_cpu else GPU_CONTEXT + GPU_RESERVE
+    cache_shape = checkpoint.model.layers[0].attention.cache_shape
+    return ExpectedBytes(
+        libraries=libraries + _table_bytes(checkpoint, part),
+        weights=weights,
+        held_weights=held,
+        mapped=mapped,
+        reads_files=bool(mapped and not packed),
+        work=_step_bytes(plan, part),
+        kv_token=part.num_layers * math.prod(cache_shape) * plan.kv_dtype.itemsize,
+    )
+
+
+def _table_bytes(checkpoint: Checkpoint, part: Part) -> int:
+    """Return what the cosines and sines of all positions take, one table for each kind."""
+    layers = checkpoint.model.layers[part.first : part.last]
+    ropes = {layer.attention.rope for layer in layers} - {None}
+    return sum(8 * len(rope.inv_freq) for rope in ropes if rope) * checkpoint.context_length
+
+
+def _is_whole(architecture: Architecture, name: str) -> bool:
+    """Return whether a tensor of a part is a stored one as it is."""
+    number, _, inner = name.partition(".")
+    source = (
+        source_of(inner, architecture.inner)
+        if number.isdigit()
+        else source_of(name, architecture.outer)
+    )
+    is_one = not source.names or (len(source.names) == 1 and "*" not in source.names[0])
+    return is_one and source.layout == AS_STORED
+
+
+def _step_bytes(plan: RunPlan, part: Part) -> int:
+    """Return what the largest step takes in one stage, beside weights and KV cache."""
+    model, kind = plan.checkpoint.model, plan.device.type
+    layers = model.layers[part.first : part.last]
+    widths = [max(sum(each.attention.qkv_sizes), _up_size(each.mlp)) for each in layers]
+    tokens = plan.sizes.chunk_size
+    hidden = (HIDDEN_COPIES + max(map(_copies, layers))) * model.hidden_size
+    hidden += WIDE_COPIES * max(widths)
+    logits = min(MAX_LOGITS[kind], tokens * model.vocab_size) if part.is_last else 0
+    return tokens * hidden * plan.dtype.itemsize + LOGIT_BYTES[kind] * logits
+
+
+def _copies(layer: Layer) -> int:
+    """Return how often each hidden state is copied for experts: to each of them, and back."""
+    return EXPERT_COPIES * layer.mlp.top_k if isinstance(layer.mlp, Moe) else 0
+
+
+def _up_size(mlp: Mlp | Moe) -> int:
+    if isinstance(mlp, Mlp):
+        return mlp.up_size
+    return max(mlp.expert.up_size, 0 if mlp.shared is None else mlp.shared.up_size)

@@ -1,0 +1,140 @@
+"""The facts of a machine that a run is planned from, and which of its devices each rank takes.
+
+They are looked up here only. What is found out later, such as memory that is free once weights are
+loaded, takes the place of a fact: `dataclasses.replace(machine, …)`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from fminfer.compute.kernels.kernel_build import may_have_library
+from fminfer.compute.linear.packed_linear import torch_takes
+from fminfer.compute.linear.product_kernel import kernel_takes
+from fminfer.compute.weights import Dense
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import UsageError
+from fminfer.machine.device import free_bytes, is_fast_in_bfloat16
+from fminfer.machine.host_memory import free_swap_bytes
+
+PACKED_BY_TORCH = (torch.float32, torch.bfloat16)  # by MKL and by oneDNN, where these are there
+
+
+@dataclass(slots=True, frozen=True)
+class Machine:
+    """What a machine has, which place in it a process takes, and how the run is spread over it."""
+
+    num_gpus: int = 0  # that torch sees
+    is_fast_in_bfloat16: bool = False  # this process's device
+    has_library: bool = False  # the CPU's kernels are built, or can be
+    packed_by_torch: frozenset[torch.dtype] = frozenset()  # where the kernels pack nothing
+    free: int | None = None  # bytes of this process's device; None: nobody has looked
+    swap: int = 0  # free bytes of it
+    own: int = 0  # bytes of the host's memory that this process has
+    device_bytes: int | None = None  # of each process's device on another, planned machine
+    num_stages: int = 1  # processes of a pipeline, which share the model's layers
+    num_pipelines: int = 1
+    rank: int = 0
+    local_rank: int = 0  # of so many ranks that the pipeline has on this machine
+    local_size: int = 1
+
+
+ALONE = Machine()  # one process
+
+
+def find_machine(
+    config: EngineConfig, known: Machine = ALONE, *, is_computing: bool = True
+) -> Machine:
+    """Look up what this machine has for a run.
+
+    Args:
+        known: its spread over processes, the place of this one, and whether devices are planned.
+        is_computing: otherwise it does not ask for a GPU's free memory, which takes some of it.
+
+    Raises:
+        UsageError: no such device.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = choose_device(config, machine := replace(known, num_gpus=num_gpus), known.rank)
+    is_fast = is_fast_in_bfloat16(device)
+    if known.device_bytes is None and (is_computing or device.type == "cpu"):
+        machine = replace(machine, free=free_bytes(device))
+    machine = replace(machine, is_fast_in_bfloat16=is_fast)
+    if device.type != "cpu":
+        return machine
+    has_library = may_have_library()
+    has_kernels = has_library and config.kernels != "off"
+    left = [t for t in PACKED_BY_TORCH if not (has_kernels and kernel_takes(Dense(t), t))]
+    packed = [t for t in left if torch_takes(Dense(t), t, is_fast=is_fast)]  # it takes a trial
+    return replace(
+        machine,
+        has_library=has_library,
+        packed_by_torch=frozenset(packed),
+        swap=free_swap_bytes(),
+        own=own_bytes(),
+    )
+
+
+def choose_device(
+    config: EngineConfig, machine: Machine, rank: int, engine_number: int | None = None
+) -> torch.device:
+    """Return the device of a rank. The ranks of all engines on a machine take its GPUs in turn.
+
+    `auto` is the CPU where there is no GPU; `cuda` is an error there. A planned GPU has no number.
+
+    Args:
+        rank: one that is elsewhere has the device that it would have here.
+        engine_number: one of the engines on this machine; None: this one.
+
+    Raises:
+        UsageError: no such device here.
+    """
+    name, is_planned = config.device, machine.device_bytes is not None
+    if config.cuda_ids and name not in ("auto", "cuda"):
+        raise UsageError(f"--device {name} and --cuda-id contradict each other; give one of them")
+    if name == "auto":
+        name = "cuda" if machine.num_gpus or is_planned else "cpu"
+    if name == "cuda" and machine.num_gpus and not is_planned:
+        engine = config.engine_number if engine_number is None else engine_number
+        local_rank = (machine.local_rank + rank - machine.rank) % machine.local_size
+        ids = config.cuda_ids or range(machine.num_gpus)
+        name = f"cuda:{ids[(engine * machine.local_size + local_rank) % len(ids)]}"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"device {name!r} is unknown; give auto, cpu or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(
+            f"device {name!r} is not one that fminfer runs on; give auto, cpu or cuda:N"
+        )
+    if device.type == "cuda" and is_planned:
+        return torch.device("cuda")
+    if device.type == "cuda" and (device.index or 0) >= machine.num_gpus:
+        raise UsageError(
+            f"device {name} is not here; torch sees {machine.num_gpus} GPUs. "
+            "Use --device cpu or auto"
+        )
+    return device
+
+
+def count_sharers(config: EngineConfig, machine: Machine) -> int:
+    """Return how many engines of this machine take the memory of this process's device."""
+    device, first = choose_device(config, machine, machine.rank), machine.rank - machine.local_rank
+    ranks = range(first, first + machine.local_size)
+    return sum(
+        any(choose_device(config, machine, rank, engine) == device for rank in ranks)
+        for engine in range(config.num_engines)
+    )
+
+
+def own_bytes() -> int:
+    """Return the memory that this process has now; 0 where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0

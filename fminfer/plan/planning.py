@@ -1,0 +1,132 @@
+"""Makes the plan of a run: every decision of device, dtypes, formats and split is taken here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+
+import torch
+
+from fminfer.compute.linear.product_kernel import kernel_takes
+from fminfer.compute.weights import USES, Dense, Format, TensorSpec
+from fminfer.core.config import DType, EngineConfig
+from fminfer.core.partition import Part, split_layers
+from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.formats import held_format
+from fminfer.models.tensor_specs import head_cost
+from fminfer.models.weight_headers import stored_formats
+from fminfer.plan.expected_bytes import expect_bytes
+from fminfer.plan.machine_facts import Machine, choose_device, find_machine
+from fminfer.plan.run_plan import RankPlan, RunPlan
+from fminfer.plan.shortage import count_kv_tokens, explain_slowness, find_shortage
+
+
+def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) -> RunPlan:
+    """Plan a run. The same arguments give the same plan; the checkpoint's headers are read.
+
+    Raises:
+        UsageError: layers that cannot be split so, or no such device.
+    """
+    device = choose_device(config, machine, machine.rank)
+    on_cpu, own = device.type == "cpu", checkpoint.config.dtype
+    dtype = choose_dtype(config.dtype, own, device.type, machine.is_fast_in_bfloat16)
+    stored, is_asked = stored_formats(checkpoint), config.kernels != "off"
+    has_kernels = on_cpu and machine.has_library and is_asked
+    keeps_bfloat16 = has_kernels and dtype == torch.float32
+    held = partial(held_format, stored=stored, dtype=dtype, keeps_bfloat16=keeps_bfloat16)
+    formats = {use: held(TensorSpec((), use)) for use in USES}
+    plan = RunPlan(
+        config,
+        checkpoint,
+        machine,
+        device=device,
+        dtype=dtype,
+        kv_dtype=dtype if config.kv_dtype == "auto" else _dtype_of(config.kv_dtype),
+        stored=stored,
+        keeps_bfloat16=keeps_bfloat16,
+        formats=formats,
+        has_kernels=has_kernels,
+        packed_by=choose_packer(machine, dtype, formats["product"], has_kernels=has_kernels),
+    )
+    ranks = [
+        RankPlan(
+            part.stage,
+            config.engine_number,
+            part,
+            shard=(0, 1),
+            device=choose_device(config, machine, part.stage),
+            takes=expect_bytes(plan, part),
+        )
+        for part in split_model(config, checkpoint, machine.num_stages)
+    ]
+    plan = replace(plan, ranks=tuple(ranks))
+    if machine.free is None and machine.device_bytes is None:
+        return plan
+    shortage = find_shortage(plan)
+    num_kv_tokens = 0 if shortage else count_kv_tokens(plan)
+    slowness = explain_slowness(plan)
+    return replace(plan, shortage=shortage, num_kv_tokens=num_kv_tokens, why_slow=slowness)
+
+
+def plan_ahead(
+    config: EngineConfig, checkpoint: Checkpoint, num_stages: int = 1, num_pipelines: int = 1
+) -> RunPlan:
+    """Plan a run on this machine that other processes may compute, or that may not come about.
+
+    Raises:
+        UsageError: layers that cannot be split so, or no such device.
+    """
+    known = Machine(num_stages=num_stages, num_pipelines=num_pipelines, local_size=num_stages)
+    return make_plan(config, checkpoint, find_machine(config, known, is_computing=False))
+
+
+def choose_dtype(
+    name: DType, own: torch.dtype | None, device_type: str, is_fast_in_bfloat16: bool
+) -> torch.dtype:
+    """Return the dtype of the arithmetic, of a name.
+
+    `auto` is bfloat16 where the device is fast in it; otherwise the checkpoint's own, but float32
+    on a CPU without bfloat16 units, on which 16-bit types are both slower and coarser. GPUs are as
+    fast in float16, so that a checkpoint of float16 stays as it is.
+    """
+    if name != "auto":
+        return _dtype_of(name)
+    if device_type == "cuda" and own == torch.float16:
+        return torch.float16
+    if is_fast_in_bfloat16:
+        return torch.bfloat16
+    return own or torch.float32 if device_type == "cuda" else torch.float32
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def choose_packer(
+    machine: Machine, dtype: torch.dtype, held: Format, *, has_kernels: bool
+) -> Literal["kernels", "torch", ""]:
+    """Return who packs the weights of products: the kernels, torch's libraries, or nobody."""
+    if has_kernels and kernel_takes(held, dtype):
+        return "kernels"
+    return "torch" if held == Dense(dtype) and dtype in machine.packed_by_torch else ""
+
+
+def split_model(config: EngineConfig, checkpoint: Checkpoint, num_stages: int) -> list[Part]:
+    """Return each stage's layers.
+
+    Raises:
+        UsageError: a split that cannot be.
+    """
+    is_balanced = config.num_layers is None and config.stage_layers is None
+    cost = head_cost(checkpoint.model) if num_stages > 1 and is_balanced else 0.0
+    return split_layers(
+        checkpoint.config.num_hidden_layers,
+        num_stages,
+        head_cost=cost,
+        each=config.num_layers,
+        most=config.max_layers,
+        counts=config.stage_layers,
+    )

@@ -1,0 +1,136 @@
+"""`RunPlan`: what was decided of a run, as one value that all others read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from fminfer.compute.weights import Format, Use
+from fminfer.core.config import EngineConfig, StepSizes
+from fminfer.core.partition import Part
+from fminfer.core.version import __version__
+from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.fingerprint import fingerprint_of
+from fminfer.plan.machine_facts import Machine
+
+
+@dataclass(slots=True, frozen=True)
+class ExpectedBytes:
+    """What one process takes, in bytes."""
+
+    libraries: int  # Python, torch, rotary tables; on a GPU its context and reserve
+    weights: int  # weights, with mapped files
+    held_weights: int  # the part that must stay: mapped files can be dropped and read again
+    mapped: int  # the part in mapped files, which leave memory to others
+    reads_files: bool  # steps use weights where they are mapped: nothing is packed
+    work: int  # a step's work
+    kv_token: int  # a token's keys and values
+
+    def total(self, num_kv_tokens: int) -> int:
+        """Return the peak, if so many tokens of KV cache are used."""
+        return self.libraries + self.weights + self.work + num_kv_tokens * self.kv_token
+
+
+@dataclass(slots=True, frozen=True)
+class RankPlan:
+    """The place of one rank, and what it takes there."""
+
+    rank: int
+    data_group: int  # its pipeline, of those on a machine
+    part: Part  # its stage
+    shard: tuple[int, int]  # of each layer: which, and of how many
+    device: torch.device  # of a rank elsewhere: the one that it would have here
+    takes: ExpectedBytes
+
+
+@dataclass(slots=True, frozen=True)
+class RunPlan:
+    """Everything that is decided of a run before it loads.
+
+    It is made by `make_plan`, of options, a checkpoint and facts of the machine alone.
+    """
+
+    config: EngineConfig
+    checkpoint: Checkpoint
+    machine: Machine
+    device: torch.device  # of this process
+    dtype: torch.dtype  # of the arithmetic
+    kv_dtype: torch.dtype  # of the KV cache
+    stored: tuple[Format, ...]  # the format of most weights in files; none: there are no files
+    keeps_bfloat16: bool  # what is stored so and multiplied or looked up stays so
+    formats: Mapping[Use, Format]  # in which tensors are held, by what they are for
+    has_kernels: bool  # the CPU's are there, and may be used
+    packed_by: Literal["kernels", "torch", ""]  # who packs the weights of products
+    ranks: tuple[RankPlan, ...] = ()  # of one pipeline
+    num_kv_tokens: int = 0  # size of each pipeline's KV cache; 0: not one block fits
+    shortage: str = ""  # what does not fit, and what to do
+    why_slow: str = ""  # weights do not fit, and are read from the disk at each step
+
+    @property
+    def held_in(self) -> str:
+        """What people call the format of most weights in memory."""
+        return self.formats["product"].name
+
+    @property
+    def own(self) -> RankPlan:
+        """This process's part."""
+        return self.ranks[self.machine.rank]
+
+    @property
+    def sizes(self) -> StepSizes:
+        """How much is computed at once."""
+        return self.config.step_sizes(self.device.type, self.machine.num_stages)
+
+    @property
+    def room_bytes(self) -> int:
+        """Free before the run: on each device, or in the memory that all processes share."""
+        if self.machine.device_bytes is not None:
+            return self.machine.device_bytes
+        # What this process has is as much as one of the run's own will have.
+        return (self.machine.free or 0) + self.machine.own
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all processes take from the same memory: CPU ranks of this machine do."""
+        return self.machine.device_bytes is None and self.device.type == "cpu"
+
+    @property
+    def most_kv_tokens(self) -> int:
+        """The tokens of KV cache beyond which more is of no use."""
+        size = self.config.block_size
+        return self.sizes.max_rows * -(-self.checkpoint.context_length // size) * size
+
+    def used_kv_tokens(self, num_written: int) -> int:
+        """Return the tokens of KV cache that take memory, of those written: a GPU's all do."""
+        return num_written if self.device.type == "cpu" else self.num_kv_tokens
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return what an answer depends on beside its line; it reads of every weight file."""
+        return fingerprint_of(self.config, self.checkpoint, self.dtype, self.kv_dtype)
+
+    @property
+    def shared(self) -> dict[str, object]:
+        """What must be the same on every rank, by the names that people know."""
+        fields = self.checkpoint.config.to_dict()
+        fields.pop("_name_or_path", None)  # each machine may have its own copy
+        text = json.dumps(fields, sort_keys=True, default=str)
+        return {
+            "fminfer's version": __version__,
+            "the model's config": hashlib.sha256(text.encode()).hexdigest()[:12],
+            "the dtype": name_of(self.dtype),
+            "the KV cache's dtype": name_of(self.kv_dtype),
+            "the layers of each rank": [rank.part.num_layers for rank in self.ranks],
+            "--budget": self.config.budget,
+            "the block size": self.config.block_size,
+            "--max-rows": self.config.max_rows,
+            "--seed": self.config.seed,
+        }
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

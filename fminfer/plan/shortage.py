@@ -1,0 +1,206 @@
+"""Whether a run fits the memory it has, how much KV cache fits beside it, and what to do if not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fminfer.core.errors import UsageError
+from fminfer.core.quantities import show_bytes
+from fminfer.plan.expected_bytes import GPU_CONTEXT, GPU_RESERVE
+from fminfer.plan.run_plan import RankPlan, RunPlan, name_of
+
+CPU_SHARE = 0.5  # share of the memory that is free after loading; others use it as well
+
+
+@dataclass(slots=True, frozen=True)
+class RankRoom:
+    """What one rank has and needs, in bytes, as it tells the other ranks."""
+
+    memory: str  # its name: ranks that share it name the same
+    device: str  # its kind
+    free: int
+    least: int  # with which it can answer a request, beside what it has
+    work: int
+    kv_token: int
+    most: int  # tokens of KV cache; more are of no use
+
+
+def find_room(plan: RunPlan, rank: RankPlan, memory: str, free: int) -> RankRoom:
+    """Say what a rank has, of so many free bytes of a memory."""
+    least, work, kv_token = _least_bytes(plan, rank), rank.takes.work, rank.takes.kv_token
+    return RankRoom(memory, rank.device.type, free, least, work, kv_token, plan.most_kv_tokens)
+
+
+def count_kv_tokens(plan: RunPlan) -> int:
+    """Return the tokens of a pipeline's KV cache, in whole blocks, before weights are loaded.
+
+    An automatic budget goes by the memory that is free, less what is to be loaded. The system
+    counts mapped files as free.
+    """
+    if plan.config.budget is not None:
+        return _whole_blocks(plan, plan.config.budget)
+    taken = [rank.takes.weights - rank.takes.mapped for rank in plan.ranks]
+    free, on_cpu = plan.room_bytes, plan.device.type == "cpu"
+    if on_cpu:
+        taken = [size + rank.takes.libraries for size, rank in zip(taken, plan.ranks, strict=True)]
+    elif plan.machine.device_bytes is not None:
+        free -= GPU_CONTEXT
+    if plan.shares_memory:
+        left = free // plan.machine.num_pipelines - sum(taken)
+        return fit_kv_tokens(plan, [find_room(plan, rank, "all", left) for rank in plan.ranks])
+    ranks = zip(plan.ranks, taken, strict=True)
+    rooms = [find_room(plan, rank, str(rank.rank), free - size) for rank, size in ranks]
+    return fit_kv_tokens(plan, rooms)
+
+
+def fit_kv_tokens(plan: RunPlan, rooms: Sequence[RankRoom]) -> int:
+    """Return the tokens of KV cache for which every rank has room once weights are loaded."""
+
+    def fit(room: RankRoom) -> int:
+        sharers = [each for each in rooms if each.memory == room.memory]
+        each, work = sum(one.kv_token for one in sharers), sum(one.work for one in sharers)
+        return auto_budget(each, room.most, room.free, work, room.device)
+
+    return _whole_blocks(plan, min(map(fit, rooms)))
+
+
+def auto_budget(
+    kv_bytes_per_token: int, most_useful: int, free: int, work: int, device_type: str
+) -> int:
+    """Return the tokens of KV cache that a device has room for, at least 1.
+
+    Args:
+        kv_bytes_per_token, work: of all that share the memory; `work` is that of steps.
+        most_useful: more tokens are of no use.
+        free: bytes, once the weights are loaded.
+    """
+    room = int(free * CPU_SHARE) if device_type == "cpu" else free - work - GPU_RESERVE
+    return max(1, min(most_useful, room // kv_bytes_per_token))
+
+
+def _whole_blocks(plan: RunPlan, num_tokens: int) -> int:
+    return -(-num_tokens // plan.config.block_size) * plan.config.block_size
+
+
+def find_shortage(plan: RunPlan) -> str:
+    """Say what does not fit, and what to do; on this machine only what certainly does not."""
+    if plan.shares_memory:
+        return _find_host_shortage(plan)
+    is_planned, room = plan.machine.device_bytes is not None, plan.room_bytes
+    takes = [rank.takes for rank in plan.ranks]
+    more = [(each.libraries + each.work) * is_planned for each in takes]
+    needs = [_least_bytes(plan, rank) + size for rank, size in zip(plan.ranks, more, strict=True)]
+    if max(needs) <= room:
+        return ""
+    rank, budget = needs.index(max(needs)), _taken_budget(plan)
+    cache = "KV cache" if budget is None else f"a KV cache of {budget:,} tokens"
+    if is_planned:
+        cache = f"libraries, a step and {cache}"
+    return (
+        f"{plan.checkpoint.name} does not fit: rank {rank} would take {show_bytes(max(needs))} "
+        f"({show_bytes(takes[rank].held_weights)} for {_weights(plan)}, the rest for {cache}), and "
+        f"its device has {show_bytes(room)}. {_device_remedy(plan)}"
+    )
+
+
+def _find_host_shortage(plan: RunPlan) -> str:
+    """Say what does not fit of processes that share the memory of this machine."""
+    num_pipelines, takes = plan.machine.num_pipelines, [rank.takes for rank in plan.ranks]
+    libraries = num_pipelines * sum(each.libraries for each in takes)
+    need = libraries + num_pipelines * sum(_least_bytes(plan, rank) for rank in plan.ranks)
+    room = plan.room_bytes + plan.machine.swap
+    if need <= room:
+        return ""
+    who = "its run" if num_pipelines == 1 else f"{num_pipelines} pipelines of it"
+    return (
+        f"{plan.checkpoint.name} does not fit: {who} would take {show_bytes(need)} "
+        f"({show_bytes(libraries)} for Python and its libraries, the rest for {_weights(plan)} and "
+        f"a block of KV cache), and {show_bytes(room)} are free. {_remedy(plan)}"
+    )
+
+
+def find_rank_shortage(plan: RunPlan, rooms: Sequence[RankRoom]) -> str:
+    """Say which ranks do not fit the memory that they share; each has looked at its own."""
+    for name in dict.fromkeys(room.memory for room in rooms):
+        here = [number for number, room in enumerate(rooms) if room.memory == name]
+        need = sum(rooms[number].least for number in here)
+        free = min(rooms[number].free for number in here)
+        if need > free:
+            who = f"ranks {', '.join(map(str, here))} together"
+            return (
+                f"{plan.checkpoint.name} does not fit: "
+                f"{f'rank {here[0]}' if len(here) == 1 else who} would take {show_bytes(need)} of "
+                f"{name} for {_weights(plan)}, and {show_bytes(free)} are free. {_remedy(plan)}"
+            )
+    return ""
+
+
+def _least_bytes(plan: RunPlan, rank: RankPlan) -> int:
+    """Return the least memory with which a process can answer a request."""
+    num_kv_tokens = _taken_budget(plan) or plan.config.block_size
+    return rank.takes.held_weights + num_kv_tokens * rank.takes.kv_token
+
+
+def _taken_budget(plan: RunPlan) -> int | None:
+    """Return a --budget that takes memory at once: a GPU's. A CPU's does block by block."""
+    return plan.config.budget if plan.device.type == "cuda" else None
+
+
+def _weights(plan: RunPlan) -> str:
+    return f"weights in {plan.held_in}"
+
+
+def _remedy(plan: RunPlan) -> str:
+    smaller = "--dtype bfloat16, which takes half; " * (plan.held_in == "float32")
+    budget = "a smaller --budget; " * (_taken_budget(plan) is not None)
+    where = "a machine" if plan.device.type == "cpu" else "a GPU"
+    return (
+        f"Use {smaller}{budget}{where} with more memory; or spread its layers over machines with "
+        "--world-size (fminfer check --world-size N --device-memory 80G foresees that)"
+    )
+
+
+def _device_remedy(plan: RunPlan) -> str:
+    """Say which --budget a device has room for, and how many processes would be enough.
+
+    Layers count as if they could be cut at any place.
+    """
+    budget, takes, ways = _taken_budget(plan), [rank.takes for rank in plan.ranks], []
+    if budget is not None:
+        without = replace(plan, config=replace(plan.config, budget=None))
+        if not find_shortage(without):
+            num_tokens = count_kv_tokens(without)
+            ways.append(f"use a smaller --budget: without the flag it is {num_tokens:,} tokens")
+    num_pipelines = plan.machine.num_pipelines
+    room = plan.room_bytes - max(each.libraries + each.work for each in takes)
+    if room > 0:
+        need = sum(each.weights + (budget or 0) * each.kv_token for each in takes)
+        num_ranks = max(len(takes) + 1, -(-need // room)) * num_pipelines
+        groups = f" with --data-group-size {num_pipelines}" * (num_pipelines > 1)
+        ways.append(f"spread it over more: --world-size {num_ranks} or above{groups}")
+    is_planned = plan.machine.device_bytes is not None
+    ways.append("plan with more memory for each" if is_planned else "use GPUs with more memory")
+    text = "; or ".join(ways)
+    return text[0].upper() + text[1:]
+
+
+def explain_slowness(plan: RunPlan) -> str:
+    """Explain a slow run: weights are used in their mapped files, and do not fit the memory."""
+    takes, free = plan.own.takes, plan.machine.free
+    if not takes.reads_files or free is None or takes.weights <= free:
+        return ""
+    return (
+        f"its weights, {show_bytes(takes.weights)}, are more than the {show_bytes(free)} of "
+        "memory that are free, and are read from the disk again at each step"
+    )
+
+
+def no_cache(plan: RunPlan, num_tokens: int, free: int) -> UsageError:
+    """Return the error of a KV cache for which there is no memory."""
+    size = num_tokens * plan.own.takes.kv_token
+    narrower = ", or --kv-dtype bfloat16" * (name_of(plan.kv_dtype) == "float32")
+    return UsageError(
+        f"a KV cache of {num_tokens} tokens takes {size / 2**30:.1f} GiB beside the weights, "
+        f"and {free / 2**30:.1f} GiB are free; give a smaller --budget{narrower}"
+    )
