@@ -38,8 +38,10 @@ from fminfer.core.messages import (
     StepRow,
     TokenLogprobs,
 )
+from fminfer.machine.device import send
 from fminfer.machine.out_of_memory import SizeLimit
 from fminfer.machine.threads import ThreadCount
+from fminfer.models.decode_graphs import GraphsOf
 from fminfer.models.head import Head
 from fminfer.models.layer_step import LayerStep
 from fminfer.models.transformer import Transformer
@@ -109,6 +111,7 @@ class Stage:
         drawer: draws tokens.
         head_kernel: the compiled head; None: plain torch.
         threads: how many compute; looked at before each step. None: torch's own number.
+        graphs: makes what replays decode steps; None: each is launched kernel by kernel.
     """
 
     def __init__(
@@ -124,6 +127,7 @@ class Stage:
         drawer: Drawer = draw,
         head_kernel: HeadKernel | None = None,
         threads: ThreadCount | None = None,
+        graphs: GraphsOf | None = None,
     ) -> None:
         self._threads = threads
         self._network = network
@@ -144,9 +148,12 @@ class Stage:
             device=device,
             kernel=kernel,
         )
+        self.graphs = None if graphs is None else graphs(self._cache)
 
     def warm_up(self) -> None:
         """Compute a prompt and a token, so that a GPU's kernels are compiled before the first step.
+
+        The largest graph is captured first, for the others then have room in its memory.
 
         What they leave in the KV cache is overwritten before it is read.
         """
@@ -159,6 +166,8 @@ class Stage:
         hidden = self.forward(step, None if self._network.is_first else before)
         if self._head is not None:
             self.finish(step, hidden)
+        if self.graphs is not None:
+            self.graphs.warm_up()
         # Forget limits that were found here: compiling needs memory that later steps have.
         self._token_limit, self._logit_limit = SizeLimit("tokens"), SizeLimit("tokens' logits")
 
@@ -215,33 +224,34 @@ class Stage:
         self, rows: list[StepRow], before: torch.Tensor | None, kept: list[int]
     ) -> torch.Tensor:
         """Run the layers over rows' tokens and return what they give for those to be kept."""
-        index = None
-        if len(kept) < sum(len(row.token_ids) for row in rows):
-            index = torch.tensor(kept, device=self._device)
+        numbers = [
+            position
+            for row in rows
+            for position in range(row.position, row.position + len(row.token_ids))
+        ]
+        is_all = len(kept) == len(numbers)
+        if self.graphs is not None and is_all:
+            found = self.graphs.run(rows, before)
+            if found is not None:
+                return found
+        ids = [token_id for row in rows for token_id in row.token_ids]
+        columns = [np.array(each, np.int64) for each in (numbers, ids, kept)]
+        positions, sent_ids, sent_kept = send(columns, self._device)
+        index = None if is_all else sent_kept
         self._cache.plan(rows, index)
-        positions = torch.tensor(
-            [
-                position
-                for row in rows
-                for position in range(row.position, row.position + len(row.token_ids))
-            ],
-            device=self._device,
-        )
         if before is None:
-            ids = [token_id for row in rows for token_id in row.token_ids]
-            before = self._network.embed(torch.tensor(ids, device=self._device), positions)
+            before = self._network.embed(sent_ids, positions)
         return self._network.run(before, LayerStep(positions, self._cache, index))
 
     def _sample(self, hidden: torch.Tensor, step: Step, place_of: dict[int, int]) -> TokenLogprobs:
         rows = step.sampling
+        columns = [np.array(each, np.int64) for each in (rows.noise, rows.top_k)]
+        others = (rows.temperature, rows.top_p, rows.min_p)
+        columns += [np.array(each, np.float32) for each in others]
+        noise, top_k, temperature, top_p, min_p = send(columns, self._device)
         how = SamplingTensors(
-            torch.tensor(rows.temperature, dtype=torch.float32, device=self._device),
-            torch.tensor(rows.top_p, dtype=torch.float32, device=self._device),
-            torch.tensor(rows.top_k, dtype=torch.int64, device=self._device),
-            torch.tensor(rows.min_p, dtype=torch.float32, device=self._device),
-            torch.tensor(rows.noise, dtype=torch.int64, device=self._device),
+            temperature, top_p, top_k, min_p, noise, is_greedy=not any(rows.temperature)
         )
-
         assert self._head is not None, "only the last stage has a head"
         edits = _edit_tensors(rows, self._device, self._head.vocab_size)
 
@@ -254,7 +264,7 @@ class Stage:
 
     def _score(self, hidden: torch.Tensor, step: Step, place_of: dict[int, int]) -> TokenLogprobs:
         rows = step.scoring
-        targets = torch.tensor(rows.target_id, dtype=torch.int64, device=self._device)
+        (targets,) = send([np.array(rows.target_id, np.int64)], self._device)
 
         def judge(logits: torch.Tensor, part: slice) -> Draws:
             return score(logits, targets[part], rows.num_top_logprobs, self._ranker)
@@ -273,8 +283,7 @@ class Stage:
 
         def use_part(first: int, last: int) -> Draws:
             part = slice(first, last)
-            index = torch.tensor(places[part], device=self._device)
-            logits, cap = head(hidden[index]), self._network.model.logit_cap
+            logits, cap = head(self._pick(hidden, places[part])), self._network.model.logit_cap
             if cap is not None:
                 logits = soft_cap(logits, cap)
             return use(logits, part)
@@ -283,11 +292,21 @@ class Stage:
         most = MAX_LOGITS[self._device.type] // head.vocab_size
         limit.most = min(limit.most, max(1, most))
         for draws in limit.run(len(places), use_part):
+            if self._device.type != "cpu":
+                draws = draws.to_host()
             result.ids += draws.ids.tolist()
             result.logprobs += draws.logprobs.tolist()
             result.top_ids += draws.top_ids.tolist()
             result.top_logprobs += draws.top_logprobs.tolist()
         return result
+
+    def _pick(self, hidden: torch.Tensor, places: list[int]) -> torch.Tensor:
+        """Return the hidden states at some places; of decode rows they follow each other."""
+        start, end = places[0], places[0] + len(places)
+        if places == list(range(start, end)):
+            return hidden[start:end]
+        (index,) = send([np.array(places, np.int64)], self._device)
+        return hidden[index]
 
 
 def _edit_tensors(rows: SamplingRows, device: torch.device, vocab: int) -> LogitEditTensors | None:

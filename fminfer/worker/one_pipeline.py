@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -112,6 +113,7 @@ def _build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> S
         drawer=loaded.drawer,
         head_kernel=loaded.head,
         threads=loaded.threads,
+        graphs=loaded.graphs,
     )
 
 
@@ -156,7 +158,8 @@ class OnePipeline:
         self.stages = _build_pipeline(stage, loaded, group)
         self._device = loaded.device
         sizes = config.step_sizes(loaded.device.type, loaded.part.num_stages)
-        self.facts = Facts(
+        self._graphs = stage.graphs
+        self._facts = Facts(
             str(loaded.device),
             name_of(loaded.dtype),
             name_of(loaded.kv_dtype),
@@ -167,6 +170,7 @@ class OnePipeline:
             weight_bytes=loaded.weight_bytes,
             kv_bytes_per_token=loaded.kv_bytes_per_token,
             has_kernel=stage.has_kernel,
+            has_graphs=stage.graphs is not None,
             why_plain=loaded.why_plain,
             why_slower=why_slow or loaded.why_slower,
         )
@@ -180,6 +184,15 @@ class OnePipeline:
             num_blocks=num_blocks,
             num_stages=loaded.part.num_stages,
         )
+
+    @property
+    def facts(self) -> Facts:
+        """What the pipeline is, and why it has become slower: a graph could not be captured."""
+        why = "" if self._graphs is None else self._graphs.why_not
+        if not why:
+            return self._facts
+        reasons = "; ".join(filter(None, (self._facts.why_slower, why)))
+        return replace(self._facts, has_graphs=False, why_plain=why, why_slower=reasons)
 
     @property
     def gpu_memory(self) -> dict[str, int]:

@@ -7,6 +7,7 @@ import torch
 from fminfer.compute.spec import Layer, Mlp, Model, Moe
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part
+from fminfer.models.decode_graphs import MAX_BLOCKS, can_capture, graph_sizes, input_bytes
 from fminfer.models.stage import MAX_LOGITS
 
 # Of one logit, all copies that exist at once. Float32 logits, edited and ranked on the CPU; on a
@@ -14,6 +15,7 @@ from fminfer.models.stage import MAX_LOGITS
 LOGIT_BYTES = {"cpu": 3 * 4, "cuda": 40}
 HIDDEN_COPIES, WIDE_COPIES = 8, 3  # copies of a step's hidden states, and of an MLP's inner ones
 EXPERT_COPIES = 6  # for each expert of a token: four in the dtype, and a sum in float32
+GRAPH_LAYER_BYTES = 1 << 18  # what the driver keeps of a layer in a CUDA graph: not measured
 CPU_SHARE = 0.5  # share of the memory that is free after loading; others use it as well
 GPU_RESERVE = 3 << 29  # kept free for cuBLAS, compiled kernels and holes in torch's memory
 
@@ -21,14 +23,24 @@ GPU_RESERVE = 3 << 29  # kept free for cuBLAS, compiled kernels and holes in tor
 def step_bytes(
     config: EngineConfig, model: Model, dtype: torch.dtype, device: torch.device, part: Part
 ) -> int:
-    """Return what the largest step takes in one stage."""
+    """Return what the largest step takes in one stage.
+
+    Graphs are captured as steps first need them, in memory of their own, which the KV cache must
+    leave free.
+    """
     layers = model.layers[part.first : part.last]
     widths = [max(sum(each.attention.qkv_sizes), _up_size(each.mlp)) for each in layers]
-    tokens = config.step_sizes(device.type, part.num_stages).chunk_size
+    sizes = config.step_sizes(device.type, part.num_stages)
+    tokens = sizes.chunk_size
     hidden = (HIDDEN_COPIES + max(map(_copies, layers))) * model.hidden_size
     hidden += WIDE_COPIES * max(widths)
     logits = min(MAX_LOGITS[device.type], tokens * model.vocab_size) if part.is_last else 0
-    return tokens * hidden * dtype.itemsize + LOGIT_BYTES[device.type] * logits
+    graphs = 0
+    if device.type == "cuda" and config.kernels != "off" and can_capture(layers):
+        graphs = len(layers) * len(graph_sizes(sizes.max_rows)) * GRAPH_LAYER_BYTES
+        graphs += input_bytes(sizes.max_rows, MAX_BLOCKS)
+        tokens += sizes.max_rows  # the graphs' pool holds the hidden states of the largest one
+    return tokens * hidden * dtype.itemsize + LOGIT_BYTES[device.type] * logits + graphs
 
 
 def _copies(layer: Layer) -> int:

@@ -57,8 +57,8 @@ class KvCache:
         ]
         self._how = list(layers)
         self.slopes = [_slopes_of(how, device) for how in layers]
-        self._kernel, self._block_size, self._kv_heads = kernel, block_size, kv_heads
-        self._device = device
+        self.num_blocks, self.block_size, self.device = num_blocks, block_size, device
+        self._kernel, self._kv_heads = kernel, kv_heads
         self._kept: torch.Tensor | None = None
 
     def plan(self, rows: list[StepRow], kept: torch.Tensor | None) -> None:
@@ -69,14 +69,19 @@ class KvCache:
         """
         plan: Any
         if self._kernel is not None:
-            plan = self._kernel.plan(rows, self._block_size)
+            plan = self._kernel.plan(rows, self.block_size)
         else:
-            plan = plan_attention(rows, self._block_size, self._kv_heads, self._device)
-        for layer in self.layers:
-            layer.plan = plan
+            plan = plan_attention(rows, self.block_size, self._kv_heads, self.device)
+        self.use(plan)
         if kept is not None and self._kernel is not None:
             self.layers[-1].plan = plan.keep(kept)
         self._kept = None if self._kernel is not None else kept
+
+    def use(self, plan: Any) -> None:
+        """Have all layers attend by a plan of the kernel's, with the outputs of all tokens."""
+        for layer in self.layers:
+            layer.plan = plan
+        self._kept = None
 
     def __call__(
         self,
@@ -102,7 +107,7 @@ class KvCache:
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole blocks, given as pairs (from, to)."""
-        sources, targets = torch.tensor(copies, device=self._device).T
+        sources, targets = torch.tensor(copies, device=self.device).T
         for kv in self._kv:  # all layers at once would need their blocks twice
             kv[:, targets] = kv[:, sources]
 

@@ -29,7 +29,7 @@ class TileRows:
     prompt_tiles: torch.Tensor
     decode_tiles: torch.Tensor  # those of one token, of rows that have no other
     blocks: torch.Tensor  # (blocks,): the rows' block tables, one after another
-    slots: torch.Tensor  # (tokens,): block * block_size + place, of each token's key
+    slots: torch.Tensor  # (tokens,): block * block_size + place, of each token's key; -1: no token
     kept: torch.Tensor | None = None  # int64: the tokens whose output is wanted; None: all
 
     def keep(self, tokens: torch.Tensor) -> TileRows:
@@ -112,6 +112,31 @@ class TritonAttention:
         together = together.to(self.device, non_blocking=True)
         tiles, others, tables, slots = torch.split(together, [len(part) for part in parts])
         return TileRows(tiles.view(-1, 4), others.view(-1, 4), tables, slots)
+
+    def decode_numbers(
+        self, rows: Sequence[StepRow], block_size: int, size: int
+    ) -> list[np.ndarray]:
+        """Lay out rows of one token each, and as many that are none as `size` asks for.
+
+        Returns:
+            Numbers of int32; behind each other they are what `decode_plan` reads.
+        """
+        num = len(rows)
+        positions = np.array([row.position for row in rows], np.int32)
+        used = positions // block_size + 1
+        ends = used.cumsum(dtype=np.int32)
+        tables = [row.block_table[:count] for row, count in zip(rows, used.tolist(), strict=True)]
+        blocks = np.array(list(chain.from_iterable(tables)), np.int32)
+        tiles = np.zeros((size, 4), np.int32)  # one without tokens reads and writes nothing
+        tiles[:num] = np.stack([np.arange(num), np.ones_like(used), positions, ends - used], 1)
+        slots = np.full(size, -1, np.int32)
+        slots[:num] = blocks[ends - 1] * block_size + positions % block_size
+        return [tiles.ravel(), slots, blocks]
+
+    def decode_plan(self, numbers: torch.Tensor, size: int) -> TileRows:
+        """Return the plan of so many rows of one token, whatever `numbers`, int32, come to hold."""
+        tiles, slots, blocks = numbers.tensor_split([4 * size, 5 * size])
+        return TileRows(tiles[:0].view(-1, 4), tiles.view(-1, 4), blocks, slots)
 
     def __call__(
         self,

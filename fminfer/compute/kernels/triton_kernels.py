@@ -18,7 +18,7 @@ def store_kernel(
     values,
     new_keys,  # (kv_heads, tokens, head_dim), by its strides
     new_values,
-    slots,  # (tokens,) int32: block * block_size + place
+    slots,  # (tokens,) int32: block * block_size + place; below 0: the token is none
     key_head,
     key_token,
     value_head,
@@ -34,7 +34,7 @@ def store_kernel(
     slot = tl.load(slots + token).to(tl.int64)
     row = (slot // BLOCK_SIZE * KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
     dims = tl.arange(0, DIM)
-    is_dim = dims < HEAD_DIM
+    is_dim = (dims < HEAD_DIM) & (slot >= 0)
     key = tl.load(new_keys + head * key_head + token * key_token + dims, mask=is_dim)
     value = tl.load(new_values + head * value_head + token * value_token + dims, mask=is_dim)
     tl.store(keys + row * HEAD_DIM + dims, key, mask=is_dim)
