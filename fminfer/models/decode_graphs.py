@@ -237,20 +237,21 @@ def graph_pairs(
 ) -> Iterator[Pair]:
     """Compute the first two tokens of some rows with graphs, and without.
 
-    The second step finds what the first has captured, and has other inputs. The last row is padded
-    once.
+    The second step finds what the first has captured, and has other inputs. Each is done again with
+    a row of padding.
     """
-    cache = make_cache()
-    graphs = make(cache, max_rows=TRIED_ROWS, explain=_raise)
+    cache, own_cache = make_cache(), make_cache()
+    graphs = make(own_cache, max_rows=TRIED_ROWS, explain=_raise)
     shape = TRIED_ROWS, network.model.hidden_size
     for position in range(2):
         tables = ([each, each + TRIED_ROWS] for each in range(TRIED_ROWS))
-        rows = [StepRow([each], position, table) for each, table in enumerate(tables)]
+        rows = [StepRow([id_ + position], position, table) for id_, table in enumerate(tables)]
         positions = torch.full((TRIED_ROWS,), position, device=cache.device)
-        x = torch.linspace(-1, 1, shape[0] * shape[1], device=cache.device).view(shape)
-        before = x = x.to(network.dtype)
+        x = torch.linspace(-1, 1 + position, shape[0] * shape[1], device=cache.device)
+        before = x = x.view(shape).to(network.dtype)
         if network.is_first:
-            x = network.embed(torch.arange(TRIED_ROWS, device=cache.device), positions)
+            ids = torch.arange(TRIED_ROWS, device=cache.device) + position
+            x = network.embed(ids, positions)
         cache.plan(rows, None)
         expected = network.run(x, LayerStep(positions, cache))
         for num in (TRIED_ROWS, TRIED_ROWS - 1):
