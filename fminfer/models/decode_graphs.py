@@ -109,6 +109,11 @@ class DecodeGraphs:
         self._before = self._inputs.new_zeros((most, width), dtype=network.dtype)
         self._out = torch.empty(0)
 
+    @property
+    def captured(self) -> list[int]:
+        """The numbers of rows for which there is a graph."""
+        return [size for size, graph in self._graphs.items() if graph is not None]
+
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Capture the largest graph, with padded rows alone."""

@@ -140,7 +140,7 @@ class Stage:
         self.clock = StepClock(device)
         self._token_limit = SizeLimit("tokens")
         self._logit_limit = SizeLimit("tokens' logits")
-        self._cache = KvCache(
+        self.cache = KvCache(
             [layer.attention for layer in network.own],
             num_blocks=num_blocks,
             block_size=block_size,
@@ -148,7 +148,7 @@ class Stage:
             device=device,
             kernel=kernel,
         )
-        self.graphs = None if graphs is None else graphs(self._cache)
+        self.graphs = None if graphs is None else graphs(self.cache)
 
     def warm_up(self) -> None:
         """Compute a prompt and a token, so that a GPU's kernels are compiled before the first step.
@@ -197,7 +197,7 @@ class Stage:
         if self._threads is not None:
             self._threads.follow()
         if step.block_copies:
-            self._cache.copy_blocks(step.block_copies)
+            self.cache.copy_blocks(step.block_copies)
         wanted = step.wanted if self._head is not None else range(step.num_tokens)
 
         def run_part(first: int, last: int) -> torch.Tensor:
@@ -238,10 +238,10 @@ class Stage:
         columns = [np.array(each, np.int64) for each in (numbers, ids, kept)]
         positions, sent_ids, sent_kept = send(columns, self._device)
         index = None if is_all else sent_kept
-        self._cache.plan(rows, index)
+        self.cache.plan(rows, index)
         if before is None:
             before = self._network.embed(sent_ids, positions)
-        return self._network.run(before, LayerStep(positions, self._cache, index))
+        return self._network.run(before, LayerStep(positions, self.cache, index))
 
     def _sample(self, hidden: torch.Tensor, step: Step, place_of: dict[int, int]) -> TokenLogprobs:
         rows = step.sampling

@@ -237,10 +237,14 @@ def _find_shortage(
     cache = "KV cache" if config.budget is None else f"a KV cache of {config.budget:,} tokens"
     if is_planned:
         cache = f"libraries, a step and {cache}"
+    remedy = _more_ranks(footprints, layout, room)
+    of_budget = (config.budget or 0) * footprints[rank].kv_token
+    if max(needs) - of_budget < room:
+        remedy = "Use a smaller --budget, or leave it out to take what fits"
     return (
         f"{checkpoint.name} does not fit: rank {rank} would take {show_bytes(max(needs))} "
         f"({show_bytes(footprints[rank].held_weights)} for {weights}, the rest for {cache}), and "
-        f"its device has {show_bytes(room)}. " + _more_ranks(footprints, layout, room)
+        f"its device has {show_bytes(room)}. {remedy}"
     )
 
 

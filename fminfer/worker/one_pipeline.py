@@ -158,7 +158,7 @@ class OnePipeline:
         self.stages = _build_pipeline(stage, loaded, group)
         self._device = loaded.device
         sizes = config.step_sizes(loaded.device.type, loaded.part.num_stages)
-        self._graphs = stage.graphs
+        self.graphs = stage.graphs
         self._facts = Facts(
             str(loaded.device),
             name_of(loaded.dtype),
@@ -188,7 +188,7 @@ class OnePipeline:
     @property
     def facts(self) -> Facts:
         """What the pipeline is, and why it has become slower: a graph could not be captured."""
-        why = "" if self._graphs is None else self._graphs.why_not
+        why = "" if self.graphs is None else self.graphs.why_not
         if not why:
             return self._facts
         reasons = "; ".join(filter(None, (self._facts.why_slower, why)))

@@ -192,7 +192,7 @@ def check_padded_steps(
     for step in steps_of(random.Random(3)):
         before = len(found.graphs._graphs)
         pair = found.forward(step, None), expected.forward(step, None)
-        assert torch.equal(*pair) or (not is_exact and torch.allclose(*pair, atol=1e-6))
+        assert torch.equal(*pair) or (not is_exact and torch.allclose(*pair, atol=1e-5))
         sizes.append(len(found.graphs._graphs) - before)
     assert sizes == [0, 1, 1, 0, 0, 0, 1], "graphs of 1, 4 and 2 rows, each captured once"
     assert found.run(make_step([StepRow([9], 0, [1])])).sampled.ids
@@ -231,10 +231,10 @@ def test_warming_up_writes_no_keys(tmp_path: Path) -> None:
     network, kernel = make_network("llama", tmp_path)
     stage = make_stage(network, kernel)
     assert stage.graphs is not None
-    stage._cache._kv.fill_(7.0)
+    stage.cache._kv.fill_(7.0)
     stage.graphs.warm_up()
     assert [*stage.graphs._graphs] == [MAX_ROWS]
-    assert (stage._cache._kv == 7.0).all()
+    assert (stage.cache._kv == 7.0).all()
 
 
 class Failing(Recorder):

@@ -19,6 +19,7 @@ from fminfer.cli.app import main
 from fminfer.compute.spec import Mlp
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
+from fminfer.core.partition import Part
 from fminfer.machine import control_groups, host_memory
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint
 from fminfer.pipeline.group import Group
@@ -26,7 +27,7 @@ from fminfer.worker import footprint, forecast
 from fminfer.worker.footprint import RUN_BYTES, measure_footprints
 from fminfer.worker.forecast import Layout, make_forecast, require_room, require_room_for_all
 from fminfer.worker.opening import open_model
-from fminfer.worker.step_memory import auto_budget
+from fminfer.worker.step_memory import auto_budget, step_bytes
 from tests.conftest import make_model
 
 CPU = torch.device("cpu")
@@ -108,6 +109,9 @@ def test_another_machine_is_planned_for(rows: Path, monkeypatch: pytest.MonkeyPa
     assert says is not None and 7e9 * 2 < float(says[2]) * GIB < float(says[1]) * GIB
     flags[3] = "6"
     assert check(rows, *flags, "--device-memory", "16G").exit_code == 3, "as it was told"
+    found = check(rows, *flags, "--device-memory", "16G", "--budget", str(10**12))
+    assert found.exit_code == 1, "more devices would not help"
+    assert "a smaller --budget, or leave it out" in found.output
     assert check(rows, "--data-group-size", "3", "--world-size", "4").exit_code == 2
     assert "is no size" in check(rows, "--device-memory", "80").output
 
@@ -151,6 +155,18 @@ def test_the_tables_of_positions_are_foreseen(checkpoint: Checkpoint) -> None:
     (longer,) = measure_footprints(SMALL, long, 1, torch.device("cuda"), torch.float32)
     more = 100_000 - checkpoint.context_length
     assert longer.libraries - found.libraries == 2 * 4 * 32 * more
+
+
+def test_the_graphs_of_a_gpu_are_foreseen(checkpoint: Checkpoint) -> None:
+    """They are captured while a run computes, when its KV cache has taken what was free."""
+    gpu, part = torch.device("cuda"), Part(0, 1, 0, 12)
+    with_graphs, without = (
+        step_bytes(replace(SMALL, kernels=kernels), checkpoint.model, torch.bfloat16, gpu, part)
+        for kernels in ("auto", "off")
+    )
+    assert 100 << 20 < with_graphs - without < 300 << 20
+    few = replace(SMALL, kernels="auto", max_rows=8)
+    assert step_bytes(few, checkpoint.model, torch.bfloat16, gpu, part) < without + (20 << 20)
 
 
 def test_a_head_is_used_where_it_is_mapped(tmp_path: Path) -> None:
