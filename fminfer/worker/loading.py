@@ -209,7 +209,7 @@ def load_part(
         config.kernels,
         network,
         attention,
-        max_rows=config.step_sizes(device.type, part.num_stages).max_rows,
+        max_rows=config.step_sizes(device.type, part.num_stages).max_decode_rows,
         block_size=config.block_size,
         kv_dtype=kv_dtype,
         device=device,

@@ -37,9 +37,10 @@ def step_bytes(
     logits = min(MAX_LOGITS[device.type], tokens * model.vocab_size) if part.is_last else 0
     graphs = 0
     if device.type == "cuda" and config.kernels != "off" and can_capture(layers):
-        graphs = len(layers) * len(graph_sizes(sizes.max_rows)) * GRAPH_LAYER_BYTES
-        graphs += input_bytes(sizes.max_rows, MAX_BLOCKS)
-        tokens += sizes.max_rows  # the graphs' pool holds the hidden states of the largest one
+        rows = sizes.max_decode_rows
+        graphs = len(layers) * len(graph_sizes(rows)) * GRAPH_LAYER_BYTES
+        graphs += input_bytes(rows, MAX_BLOCKS)
+        tokens += rows  # the graphs' pool holds the hidden states of the largest one
     return tokens * hidden * dtype.itemsize + LOGIT_BYTES[device.type] * logits + graphs
 
 

@@ -148,6 +148,20 @@ def test_tiles() -> None:
     assert plan.slots.tolist()[-1] == 32
 
 
+def test_padded_tiles() -> None:
+    """A graph's plan is that of its rows, and behind them tiles and slots of no token."""
+    kernel = TritonAttention(8, 2, 64, dtype=torch.float16, device=DEVICE)
+    rows = [StepRow([0], 16, [5, 2, 8]), StepRow([0], 3, [9]), StepRow([0], 31, [1, 7])]
+    right = kernel.plan(rows, 16)
+    numbers = torch.cat([torch.from_numpy(each) for each in kernel.decode_numbers(rows, 16, 8)])
+    found = kernel.decode_plan(numbers.to(DEVICE), 8)
+    assert not len(found.prompt_tiles)
+    assert torch.equal(found.decode_tiles[:3], right.decode_tiles)
+    assert torch.equal(found.slots[:3], right.slots)
+    assert torch.equal(found.blocks, right.blocks)
+    assert not found.decode_tiles[3:].any() and (found.slots[3:] == -1).all()
+
+
 # Their attention differs: grouped heads, also with windows and soft caps, ALiBi, one KV head.
 @interpreted
 @pytest.mark.parametrize(

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +35,7 @@ from fminfer.models.checkpoint import open_random
 from fminfer.models.decode_graphs import (
     LIMITS,
     NAME,
+    CudaCapture,
     DecodeGraphs,
     Work,
     can_capture,
@@ -293,6 +296,63 @@ def test_the_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         make = partial(DecodeGraphs, network, kernel=kernel, capture=Forgetful)
         with pytest.raises(ValueError, match="off by"):
             compare(graph_pairs(network, cache, make), limit)
+
+
+class FakeCuda:
+    """Notes what is asked of CUDA's streams and graphs."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.pools = itertools.count()
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    @contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        self.note(f"enter {name}")
+        try:
+            yield
+        finally:
+            self.note(f"leave {name}")
+
+    def put(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def stream(name: str) -> Any:
+            return SimpleNamespace(wait_stream=lambda other: self.note(f"{name} waits"))
+
+        def graph(made: Any, pool: int, of: Any, *, capture_error_mode: str) -> Any:
+            assert capture_error_mode == "thread_local" and of is not None
+            return self.inside(f"graph in pool {pool}")
+
+        made = SimpleNamespace(replay=lambda: self.note("replay"))
+        fakes = {
+            "Stream": lambda device: stream("side"),
+            "current_stream": lambda device: stream("own"),
+            "stream": lambda of: self.inside("stream"),
+            "graph": graph,
+            "CUDAGraph": lambda: made,
+            "graph_pool_handle": lambda: next(self.pools),
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+
+def test_a_capture_runs_once_before_and_leaves_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled outside of a capture; what fails in one may not change the thread."""
+    cuda = FakeCuda()
+    cuda.put(monkeypatch)
+    capture = CudaCapture(torch.device("cuda"))
+    capture(lambda: cuda.note("work"))()
+    before = ["side waits", "enter stream", "work"]
+    inner = ["enter graph in pool 0", "work", "leave graph in pool 0", "leave stream"]
+    assert cuda.notes == [*before, *inner, "own waits", "replay"]
+    cuda.notes.clear()
+    with pytest.raises(ZeroDivisionError):
+        capture(lambda: cuda.note(str(1 // (len(cuda.notes) < 3))))
+    assert cuda.notes[-2:] == ["leave graph in pool 0", "leave stream"]
+    cuda.notes.clear()
+    capture(lambda: None)
+    assert "enter graph in pool 1" in cuda.notes, "the first pool may be gone with its graph"
 
 
 def test_where_there_are_graphs(tmp_path: Path) -> None:
