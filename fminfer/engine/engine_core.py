@@ -24,7 +24,6 @@ class Facts:
     weight_bytes: int  # this rank's weights
     kv_bytes_per_token: int  # this rank's part of a token
     has_kernel: bool  # attention is compiled
-    has_graphs: bool  # decode steps are replayed as CUDA graphs
     why_plain: str  # why a kernel that should be used is not
     why_slower: str  # why it is slower than it could be
 

@@ -8,7 +8,7 @@ row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ import torch
 from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.attention.paged_attention import AttentionKernel
 from fminfer.compute.spec import Layer, Moe
-from fminfer.compute.trial import Limits, Pair, try_body, why_plain
+from fminfer.compute.trial import why_plain
 from fminfer.core.config import Kernels
 from fminfer.core.messages import StepRow
 from fminfer.machine.device import pinned
@@ -30,9 +30,6 @@ Work = Callable[[], None]
 Capture = Callable[[Work], Work]  # runs work, and returns what does the same once more
 # Entries of block tables in a step: 4 MB. A step of more attends for longer than its launches take.
 MAX_BLOCKS = 1 << 20
-LIMITS: Limits = {torch.float32: 2e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
-TRIED_ROWS = 4
-NAME = "CUDA graphs"
 
 
 class GraphKernel(AttentionKernel, Protocol):
@@ -80,8 +77,7 @@ class DecodeGraphs:
 
     Args:
         network: a model, or the layers of one stage.
-        cache: of the stage.
-        kernel: the cache's.
+        cache, kernel: of the stage.
         max_rows: the most that a step may have.
         capture: made for the device; tests have one that calls again.
         explain: tells why work cannot be captured, or raises an error.
@@ -101,18 +97,13 @@ class DecodeGraphs:
         self._explain, self._capture = explain, capture(cache.device)
         self.why_not = ""  # why nothing is captured any more
         self._sizes = graph_sizes(max_rows)
-        self._graphs: dict[int, Work | None] = {}  # None: there was no memory for it
+        self.graphs: dict[int, Work | None] = {}  # by rows; None: there was no memory for it
         most = self._sizes[-1]
-        num_bytes = input_bytes(most, cache.num_blocks)
-        self._inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=cache.device)
+        size = input_bytes(most, cache.num_blocks)
+        self._inputs = torch.zeros(size, dtype=torch.uint8, device=cache.device)
         width = 0 if network.is_first else network.model.hidden_size
         self._before = self._inputs.new_zeros((most, width), dtype=network.dtype)
         self._out = torch.empty(0)
-
-    @property
-    def captured(self) -> list[int]:
-        """The numbers of rows for which there is a graph."""
-        return [size for size, graph in self._graphs.items() if graph is not None]
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -122,19 +113,16 @@ class DecodeGraphs:
     def run(
         self, rows: Sequence[StepRow], before: torch.Tensor | None, size: int = 0
     ) -> torch.Tensor | None:
-        """Compute a step; None: it has other rows, or a graph cannot be had.
+        """Return (rows, hidden) of all rows; None: a step has others, or a graph cannot be had.
 
         Args:
-            before: (rows, hidden) of the stage before; the first stage embeds.
+            before: (rows, hidden) of the stage before; None on the first stage.
             size: of the graph; 0: that of the rows.
-
-        Returns:
-            (rows, hidden), as `Transformer.run` gives it for all tokens.
         """
         num = len(rows)
         size = size or next((each for each in self._sizes if each >= num), 0)
         is_decode = all(len(row.token_ids) == 1 for row in rows)
-        if self.why_not or not size or not is_decode or self._graphs.get(size, self) is None:
+        if self.why_not or not size or not is_decode or self.graphs.get(size, self) is None:
             return None
         of_tokens = np.zeros((2, size), np.int64)
         of_tokens[:, :num] = [[row.token_ids[0] for row in rows], [row.position for row in rows]]
@@ -143,12 +131,11 @@ class DecodeGraphs:
         if len(given) > len(self._inputs):
             return None
         self._inputs[: len(given)].copy_(given, non_blocking=True)
-        if before is not None and not self._network.is_first:
+        if before is not None:
             self._before[:num].copy_(before)
-        if size not in self._graphs:
-            self._graphs[size] = self._captured(size)
-        replay = self._graphs[size]
-        if replay is None:
+        if size not in self.graphs:
+            self.graphs[size] = self._captured(size)
+        if (replay := self.graphs[size]) is None:
             return None
         replay()
         return self._out[:num].clone()  # the next replay writes there
@@ -193,7 +180,7 @@ def graph_sizes(max_rows: int) -> list[int]:
     return [*(each for each in sizes if each < max_rows), min(max_rows, sizes[-1])]
 
 
-def input_bytes(max_rows: int, num_blocks: int) -> int:
+def input_bytes(max_rows: int, num_blocks: int = MAX_BLOCKS) -> int:
     """Return what the inputs of the largest graph take: two int64 and five int32 a row, tables."""
     return 36 * max_rows + 4 * min(max_rows * num_blocks, MAX_BLOCKS)
 
@@ -204,67 +191,10 @@ def can_capture(layers: Sequence[Layer]) -> bool:
 
 
 def find_graphs(
-    asked: Kernels,
-    network: Transformer,
-    kernel: Any,
-    *,
-    max_rows: int,
-    block_size: int,
-    kv_dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[GraphsOf | None, str]:
-    """Return what makes the graphs of decode steps, or None and why there are none.
-
-    None without a reason: no GPU, plain attention, or layers that cannot be captured.
-
-    Raises:
-        UsageError: --kernels require, and their trial fails.
-    """
+    asked: Kernels, network: Transformer, kernel: Any, max_rows: int, device: torch.device
+) -> GraphsOf | None:
+    """Return what makes graphs of decode steps; None: no GPU, plain attention, or experts."""
     if device.type != "cuda" or kernel is None or not can_capture(network.own):
-        return None, ""
-    explain = partial(why_plain, asked, NAME)
-    make: Any = partial(DecodeGraphs, network, kernel=kernel, max_rows=max_rows, explain=explain)
-    cache = partial(
-        KvCache,
-        [layer.attention for layer in network.own],
-        num_blocks=2 * TRIED_ROWS,
-        block_size=block_size,
-        dtype=kv_dtype,
-        device=device,
-        kernel=kernel,
-    )
-    pairs = partial(graph_pairs, network, cache)
-    return try_body(NAME, asked, lambda: make, pairs, LIMITS[network.dtype])
-
-
-def graph_pairs(
-    network: Transformer, make_cache: Callable[[], KvCache], make: Callable[..., DecodeGraphs]
-) -> Iterator[Pair]:
-    """Compute the first two tokens of some rows with graphs, and without.
-
-    The second step finds what the first has captured, and has other inputs. Each is done again with
-    a row of padding.
-    """
-    cache, own_cache = make_cache(), make_cache()
-    graphs = make(own_cache, max_rows=TRIED_ROWS, explain=_raise)
-    shape = TRIED_ROWS, network.model.hidden_size
-    for position in range(2):
-        tables = ([each, each + TRIED_ROWS] for each in range(TRIED_ROWS))
-        rows = [StepRow([id_ + position], position, table) for id_, table in enumerate(tables)]
-        positions = torch.full((TRIED_ROWS,), position, device=cache.device)
-        x = torch.linspace(-1, 1 + position, shape[0] * shape[1], device=cache.device)
-        before = x = x.view(shape).to(network.dtype)
-        if network.is_first:
-            ids = torch.arange(TRIED_ROWS, device=cache.device) + position
-            x = network.embed(ids, positions)
-        cache.plan(rows, None)
-        expected = network.run(x, LayerStep(positions, cache))
-        for num in (TRIED_ROWS, TRIED_ROWS - 1):
-            found = graphs.run(rows[:num], before[:num], TRIED_ROWS)
-            if found is None:
-                raise ValueError("there is no memory for them")
-            yield found, expected[:num]
-
-
-def _raise(error: BaseException) -> str:
-    raise error
+        return None
+    explain = partial(why_plain, asked, "CUDA graphs")
+    return partial(DecodeGraphs, network, kernel=kernel, max_rows=max_rows, explain=explain)

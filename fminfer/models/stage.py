@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import time
-from array import array
 from collections.abc import Callable
 
 import numpy as np
@@ -153,9 +152,8 @@ class Stage:
     def warm_up(self) -> None:
         """Compute a prompt and a token, so that a GPU's kernels are compiled before the first step.
 
-        The largest graph is captured first, for the others then have room in its memory.
-
-        What they leave in the KV cache is overwritten before it is read.
+        The largest graph is captured first: others use its memory again. What the tokens leave in
+        the KV cache is overwritten before it is read.
         """
         table = [0, 0]  # two blocks, as a block may hold one token
         rows = [StepRow([0, 0], 0, table), StepRow([0], 0, table)]
@@ -283,7 +281,12 @@ class Stage:
 
         def use_part(first: int, last: int) -> Draws:
             part = slice(first, last)
-            logits, cap = head(self._pick(hidden, places[part])), self._network.model.logit_cap
+            start, asked = places[first], places[part]
+            if asked == list(range(start, start + len(asked))):  # as of decode rows
+                kept = hidden[start : start + len(asked)]
+            else:
+                kept = hidden[send([np.array(asked)], self._device)[0]]
+            logits, cap = head(kept), self._network.model.logit_cap
             if cap is not None:
                 logits = soft_cap(logits, cap)
             return use(logits, part)
@@ -300,35 +303,25 @@ class Stage:
             result.top_logprobs += draws.top_logprobs.tolist()
         return result
 
-    def _pick(self, hidden: torch.Tensor, places: list[int]) -> torch.Tensor:
-        """Return the hidden states at some places; of decode rows they follow each other."""
-        start, end = places[0], places[0] + len(places)
-        if places == list(range(start, end)):
-            return hidden[start:end]
-        (index,) = send([np.array(places, np.int64)], self._device)
-        return hidden[index]
-
 
 def _edit_tensors(rows: SamplingRows, device: torch.device, vocab: int) -> LogitEditTensors | None:
     if not (rows.edits.token_id or rows.banned_ids or rows.masks):
         return None
 
-    def row_of(counts: list[int]) -> torch.Tensor:
-        return torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(device)
-
-    def column(values: array[int] | array[float], dtype: torch.dtype) -> torch.Tensor:
-        empty = torch.empty(0, dtype=dtype)
-        return (torch.frombuffer(values, dtype=dtype) if values else empty).to(device)
-
-    edits = rows.edits
+    edits, counts = rows.edits, (rows.num_edits, rows.num_banned)
+    columns = [np.repeat(np.arange(len(each)), each) for each in counts]
+    columns += [np.array(each, np.int64) for each in (edits.token_id, rows.banned_ids)]
+    floats = (edits.bias, edits.factor, edits.minus)
+    columns += [np.array(each, np.float32) for each in floats]
+    of_edits, of_banned, ids, banned_ids, bias, factor, minus = send(columns, device)
     return LogitEditTensors(
-        row_of(rows.num_edits),
-        column(edits.token_id, torch.int64),
-        column(edits.bias, torch.float32),
-        column(edits.factor, torch.float32),
-        column(edits.minus, torch.float32),
-        row_of(rows.num_banned),
-        torch.tensor(rows.banned_ids, dtype=torch.int64, device=device),
+        of_edits,
+        ids,
+        bias,
+        factor,
+        minus,
+        of_banned,
+        banned_ids,
         rows.num_edits,
         rows.num_banned,
         make_masks(rows.masks, rows.mask_of, vocab, device) if rows.masks else None,

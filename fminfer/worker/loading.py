@@ -43,7 +43,6 @@ from fminfer.machine.device import (
 )
 from fminfer.machine.threads import ThreadCount
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.decode_graphs import GraphsOf, find_graphs
 from fminfer.models.fingerprint import digest_files, name_differences
 from fminfer.models.layer_bodies import Bodies
 from fminfer.models.part_tensors import PartTensors, load_tensors
@@ -138,7 +137,6 @@ class LoadedPart:
     form: HiddenForm
     library: ctypes.CDLL | None  # the CPU's kernels
     attention: AttentionKernel | None  # None: plain torch
-    graphs: GraphsOf | None  # None: decode steps are launched kernel by kernel
     head: HeadKernel | None  # None: plain torch
     drawer: Drawer
     ranker: Ranker
@@ -205,16 +203,6 @@ def load_part(
     network, attention, head, (drawer, ranker), why_plain = _build_network(
         config, checkpoint, part, tensors, library, dtype, device
     )
-    graphs, no_graphs = find_graphs(
-        config.kernels,
-        network,
-        attention,
-        max_rows=config.step_sizes(device.type, part.num_stages).max_decode_rows,
-        block_size=config.block_size,
-        kv_dtype=kv_dtype,
-        device=device,
-    )
-    why_plain = "; ".join(filter(None, (why_plain, no_graphs)))
     form = HiddenForm(checkpoint.config.hidden_size, dtype, device, hidden_group)
     why_slower = "; ".join(filter(None, (why_plain, why_slow(dtype, device))))
     if group is not None:
@@ -231,7 +219,6 @@ def load_part(
         form,
         library,
         attention,
-        graphs,
         head,
         drawer,
         ranker,

@@ -26,6 +26,7 @@ from fminfer.machine.device import (
 )
 from fminfer.machine.out_of_memory import is_out_of_memory
 from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.decode_graphs import find_graphs
 from fminfer.models.layer_count import check_split
 from fminfer.models.stage import Stage
 from fminfer.pipeline.group import Group, require_no_group
@@ -102,6 +103,7 @@ def build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> St
 
 
 def _build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> Stage:
+    most = config.step_sizes(loaded.device.type, loaded.part.num_stages).max_decode_rows
     return Stage(
         loaded.network,
         kv_dtype=loaded.kv_dtype,
@@ -113,7 +115,7 @@ def _build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> S
         drawer=loaded.drawer,
         head_kernel=loaded.head,
         threads=loaded.threads,
-        graphs=loaded.graphs,
+        graphs=find_graphs(config.kernels, loaded.network, loaded.attention, most, loaded.device),
     )
 
 
@@ -170,7 +172,6 @@ class OnePipeline:
             weight_bytes=loaded.weight_bytes,
             kv_bytes_per_token=loaded.kv_bytes_per_token,
             has_kernel=stage.has_kernel,
-            has_graphs=stage.graphs is not None,
             why_plain=loaded.why_plain,
             why_slower=why_slow or loaded.why_slower,
         )
@@ -187,12 +188,11 @@ class OnePipeline:
 
     @property
     def facts(self) -> Facts:
-        """What the pipeline is, and why it has become slower: a graph could not be captured."""
-        why = "" if self.graphs is None else self.graphs.why_not
-        if not why:
+        """What the pipeline is; it becomes slower where a graph cannot be captured."""
+        if self.graphs is None or not self.graphs.why_not:
             return self._facts
-        reasons = "; ".join(filter(None, (self._facts.why_slower, why)))
-        return replace(self._facts, has_graphs=False, why_plain=why, why_slower=reasons)
+        why = "; ".join(filter(None, (self._facts.why_slower, self.graphs.why_not)))
+        return replace(self._facts, why_plain=why, why_slower=why)
 
     @property
     def gpu_memory(self) -> dict[str, int]:

@@ -7,7 +7,7 @@ import torch
 from fminfer.compute.spec import Layer, Mlp, Model, Moe
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part
-from fminfer.models.decode_graphs import MAX_BLOCKS, can_capture, graph_sizes, input_bytes
+from fminfer.models.decode_graphs import can_capture, graph_sizes, input_bytes
 from fminfer.models.stage import MAX_LOGITS
 
 # Of one logit, all copies that exist at once. Float32 logits, edited and ranked on the CPU; on a
@@ -38,8 +38,7 @@ def step_bytes(
     graphs = 0
     if device.type == "cuda" and config.kernels != "off" and can_capture(layers):
         rows = sizes.max_decode_rows
-        graphs = len(layers) * len(graph_sizes(rows)) * GRAPH_LAYER_BYTES
-        graphs += input_bytes(rows, MAX_BLOCKS)
+        graphs = len(layers) * len(graph_sizes(rows)) * GRAPH_LAYER_BYTES + input_bytes(rows)
         tokens += rows  # the graphs' pool holds the hidden states of the largest one
     return tokens * hidden * dtype.itemsize + LOGIT_BYTES[device.type] * logits + graphs
 

@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fminfer.compute.attention import triton_attention
-from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.attention.paged_attention import chunk_attention
 from fminfer.compute.attention.triton_attention import TileRows, TritonAttention
 from fminfer.compute.layers import triton_layers
@@ -27,20 +26,17 @@ from fminfer.compute.layers.bodies import KernelParts, Parts
 from fminfer.compute.layers.triton_layers import TritonLayers
 from fminfer.compute.linear.products import Function, Products
 from fminfer.compute.spec import Moe
-from fminfer.compute.trial import compare, why_plain
+from fminfer.compute.trial import why_plain
 from fminfer.core.errors import UsageError
 from fminfer.core.messages import SamplingRows, ScoringRows, Step, StepRow
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_random
 from fminfer.models.decode_graphs import (
-    LIMITS,
-    NAME,
     CudaCapture,
     DecodeGraphs,
     Work,
     can_capture,
     find_graphs,
-    graph_pairs,
     graph_sizes,
 )
 from fminfer.models.layer_bodies import Bodies
@@ -193,10 +189,10 @@ def check_padded_steps(
     assert found.graphs is not None
     sizes = []
     for step in steps_of(random.Random(3)):
-        before = len(found.graphs._graphs)
+        before = len(found.graphs.graphs)
         pair = found.forward(step, None), expected.forward(step, None)
         assert torch.equal(*pair) or (not is_exact and torch.allclose(*pair, atol=1e-5))
-        sizes.append(len(found.graphs._graphs) - before)
+        sizes.append(len(found.graphs.graphs) - before)
     assert sizes == [0, 1, 1, 0, 0, 0, 1], "graphs of 1, 4 and 2 rows, each captured once"
     assert found.run(make_step([StepRow([9], 0, [1])])).sampled.ids
 
@@ -209,7 +205,7 @@ def test_other_stages_take_hidden_states(tmp_path: Path) -> None:
     for step in steps_of(random.Random(4)):
         hidden = torch.randn(step.num_tokens, network.model.hidden_size)
         assert torch.equal(found.forward(step, hidden), expected.forward(step, hidden))
-    assert found.graphs is not None and len(found.graphs._graphs) == 3
+    assert found.graphs is not None and len(found.graphs.graphs) == 3
 
 
 @torch.inference_mode()
@@ -226,7 +222,7 @@ def test_steps_that_no_graph_computes(tmp_path: Path) -> None:
     step = make_step(rows[:2])
     step.sampling.token_index.pop()
     assert stage.forward(step, None).shape == (1, network.model.hidden_size)
-    assert not stage.graphs._graphs
+    assert not stage.graphs.graphs
 
 
 def test_warming_up_writes_no_keys(tmp_path: Path) -> None:
@@ -236,7 +232,7 @@ def test_warming_up_writes_no_keys(tmp_path: Path) -> None:
     assert stage.graphs is not None
     stage.cache._kv.fill_(7.0)
     stage.graphs.warm_up()
-    assert [*stage.graphs._graphs] == [MAX_ROWS]
+    assert [*stage.graphs.graphs] == [MAX_ROWS]
     assert (stage.cache._kv == 7.0).all()
 
 
@@ -255,7 +251,7 @@ class WithoutMemory(Failing):
 def test_what_cannot_be_captured_is_launched(tmp_path: Path) -> None:
     """Without memory only the graphs of that size are left out; otherwise all, and it is told."""
     network, kernel = make_network("llama", tmp_path)
-    explain = partial(why_plain, "auto", NAME)
+    explain = partial(why_plain, "auto", "CUDA graphs")
     step = make_step([StepRow([5], 0, [0])])
     expected = make_stage(network, kernel).forward(step, None)
     for capture, is_told in ((WithoutMemory, False), (Failing, True)):
@@ -263,39 +259,9 @@ def test_what_cannot_be_captured_is_launched(tmp_path: Path) -> None:
         assert torch.equal(stage.forward(step, None), expected)
         assert stage.graphs is not None
         assert ("stream is capturing" in stage.graphs.why_not) == is_told
-    required = partial(why_plain, "require", NAME)
+    required = partial(why_plain, "require", "CUDA graphs")
     with pytest.raises(UsageError, match="require: CUDA graphs"):
         make_stage(network, kernel, capture=Failing, explain=required).forward(step, None)
-
-
-class Forgetful(Recorder):
-    """Its replay does nothing."""
-
-    def __call__(self, work: Work) -> Work:
-        work()
-        return lambda: None
-
-
-@torch.inference_mode()
-def test_the_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It compares what graphs give, also of inputs that came after their capture."""
-    for part in (None, Part(1, 3, 1, 2)):
-        network, kernel = make_network("llama", tmp_path, part)
-        cache = partial(
-            KvCache,
-            [layer.attention for layer in network.own],
-            num_blocks=8,
-            block_size=BLOCK,
-            dtype=torch.float32,
-            device=CPU,
-            kernel=kernel,
-        )
-        limit = LIMITS[torch.float32]
-        make = partial(DecodeGraphs, network, kernel=kernel, capture=Recorder)
-        compare(graph_pairs(network, cache, make), limit)
-        make = partial(DecodeGraphs, network, kernel=kernel, capture=Forgetful)
-        with pytest.raises(ValueError, match="off by"):
-            compare(graph_pairs(network, cache, make), limit)
 
 
 class FakeCuda:
@@ -355,15 +321,17 @@ def test_a_capture_runs_once_before_and_leaves_its_stream(monkeypatch: pytest.Mo
     assert "enter graph in pool 1" in cuda.notes, "the first pool may be gone with its graph"
 
 
-def test_where_there_are_graphs(tmp_path: Path) -> None:
+def test_where_there_are_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Silently none on a CPU, for plain attention and for experts, which are counted."""
+    FakeCuda().put(monkeypatch)
     network, kernel = make_network("llama", tmp_path)
-    how: Any = {"max_rows": 2, "block_size": 8, "kv_dtype": torch.float32}
-    assert find_graphs("require", network, kernel, **how, device=CPU) == (None, "")
     gpu = torch.device("cuda")
-    assert find_graphs("require", network, None, **how, device=gpu) == (None, "")
+    assert find_graphs("require", network, kernel, 2, CPU) is None
+    assert find_graphs("require", network, None, 2, gpu) is None
+    found = find_graphs("require", network, kernel, 2, gpu)
+    assert found is not None and found(make_stage(network, kernel).cache).why_not == ""
     mixture, _ = make_network("mixtral", tmp_path)
-    assert find_graphs("require", mixture, kernel, **how, device=gpu) == (None, "")
+    assert find_graphs("require", mixture, kernel, 2, gpu) is None
 
 
 @pytest.mark.parametrize(

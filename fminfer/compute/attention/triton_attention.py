@@ -15,6 +15,7 @@ import torch
 from fminfer.compute.attention.kernel_attention import token_slots
 from fminfer.compute.kernels.triton_kernels import attend_kernel, store_kernel
 from fminfer.core.messages import StepRow
+from fminfer.machine.device import send
 
 NO_WINDOW = 2**31 - 1
 LARGE_TILE_BYTES = 128 << 10  # 112 KB are used; A100 and H100 have these, smaller GPUs do not
@@ -105,12 +106,8 @@ class TritonAttention:
             blocks += row.block_table[: -(-(row.position + num) // block_size)]
             first += num
         parts = (prompts, decodes, blocks, token_slots(rows, block_size))
-        together = torch.from_numpy(np.array(list(chain(*parts)), dtype=np.int32))
-        if self.device.type == "cuda":
-            together = together.pin_memory()
-        # One transfer, which does not wait for what the GPU does.
-        together = together.to(self.device, non_blocking=True)
-        tiles, others, tables, slots = torch.split(together, [len(part) for part in parts])
+        columns = [np.array(part, np.int32) for part in parts]
+        tiles, others, tables, slots = send(columns, self.device)
         return TileRows(tiles.view(-1, 4), others.view(-1, 4), tables, slots)
 
     def decode_numbers(
