@@ -300,6 +300,8 @@ def time_run(bench: Bench, run: Run) -> Figures:
     assert watch.profiler is not None, "some steps were profiled"
     step_s = watch.step_s()
     figures |= {"ms a step": 1000 * step_s, "tokens/s": run.rows / step_s}
+    if engine.pipeline.graphs is not None:
+        figures["graphs"] = len(engine.pipeline.graphs.graphs)
     # Each step reads weights once, and all keys.
     keys = run.rows * (run.tokens + run.new_tokens) * engine.facts.kv_bytes_per_token
     figures |= results.share_of(path, (used + keys) / step_s, "copy")

@@ -159,7 +159,8 @@ def test_padded_tiles() -> None:
     assert torch.equal(found.decode_tiles[:3], right.decode_tiles)
     assert torch.equal(found.slots[:3], right.slots)
     assert torch.equal(found.blocks, right.blocks)
-    assert not found.decode_tiles[3:].any() and (found.slots[3:] == -1).all()
+    assert found.decode_tiles[3:].tolist() == [[place, 0, 0, 0] for place in range(3, 8)]
+    assert (found.slots[3:] == -1).all()
 
 
 # Their attention differs: grouped heads, also with windows and soft caps, ALiBi, one KV head.

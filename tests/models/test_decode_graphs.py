@@ -18,6 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fminfer
 from fminfer.compute.attention import triton_attention
 from fminfer.compute.attention.paged_attention import chunk_attention
 from fminfer.compute.attention.triton_attention import TileRows, TritonAttention
@@ -332,6 +333,18 @@ def test_where_there_are_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert found is not None and found(make_stage(network, kernel).cache).why_not == ""
     mixture, _ = make_network("mixtral", tmp_path)
     assert find_graphs("require", mixture, kernel, 2, gpu) is None
+
+
+def test_a_failure_while_a_run_computes_is_told(llama_checkpoint: tuple[Path, Any]) -> None:
+    """Of what becomes slower, a run's figures say why."""
+    engine = fminfer.Engine(str(llama_checkpoint[0]), device="cpu", kernels="off", budget=64)
+    assert not engine.facts.why_slower
+    graphs: Any = SimpleNamespace(why_not="")
+    engine.pipeline.graphs = graphs
+    assert not engine.facts.why_slower
+    graphs.why_not = "CUDA graphs: no"
+    assert engine.facts.why_slower == engine.facts.why_plain == graphs.why_not
+    engine.close()
 
 
 @pytest.mark.parametrize(

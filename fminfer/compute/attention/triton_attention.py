@@ -124,8 +124,9 @@ class TritonAttention:
         ends = used.cumsum(dtype=np.int32)
         tables = [row.block_table[:count] for row, count in zip(rows, used.tolist(), strict=True)]
         blocks = np.array(list(chain.from_iterable(tables)), np.int32)
-        tiles = np.zeros((size, 4), np.int32)  # one without tokens reads and writes nothing
-        tiles[:num] = np.stack([np.arange(num), np.ones_like(used), positions, ends - used], 1)
+        tiles = np.zeros((size, 4), np.int32)  # without tokens; none has another's place in `out`
+        tiles[:, 0] = np.arange(size)
+        tiles[:num, 1:] = np.stack([np.ones_like(used), positions, ends - used], 1)
         slots = np.full(size, -1, np.int32)
         slots[:num] = blocks[ends - 1] * block_size + positions % block_size
         return [tiles.ravel(), slots, blocks]
