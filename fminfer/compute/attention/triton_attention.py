@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
 
 from fminfer.compute.attention.kernel_attention import token_slots
-from fminfer.compute.kernels.triton_kernels import attend_kernel, store_kernel
+from fminfer.compute.kernels.triton_kernels import attend_kernel, join_kernel, store_kernel
 from fminfer.core.messages import StepRow
 
 NO_WINDOW = 2**31 - 1
-LARGE_TILE_BYTES = 128 << 10  # 112 KB are used; A100 and H100 have these, smaller GPUs do not
+SHARED_BYTES = (99 << 10, 163 << 10)  # of a program: what small GPUs have; what ours use, at most
+SPLIT, SPLITS = 256, 32  # keys of a split, at least; splits of a row, at most
 MAX_DIM = 256  # elements of a key: keys of 576 (DeepSeek) compile for minutes, and do not fit
 
 
@@ -35,6 +37,20 @@ class TileRows:
     def keep(self, tokens: torch.Tensor) -> TileRows:
         """Return rows whose keys and values are all stored, and whose outputs are some tokens'."""
         return replace(self, kept=tokens)
+
+
+@dataclass(slots=True, frozen=True)
+class TileShape:
+    """What one program computes, and how."""
+
+    queries: int  # tokens times the heads of a KV head, at most
+    keys: int  # of a piece, as are their values
+    warps: int
+    ahead: int  # pieces that are on their way while one is computed
+
+    def options(self) -> dict[str, int]:
+        """Return what a launch is told of it; block ids are on their way before their pieces."""
+        return {"num_warps": self.warps, "num_stages": 2 * self.ahead + 1}
 
 
 class TritonAttention:
@@ -65,30 +81,47 @@ class TritonAttention:
                 f"keys of {head_dim} elements need more shared memory than a GPU has; the kernel "
                 f"serves up to {MAX_DIM}"
             )
-        # As many as registers hold the sums of, and shared memory the keys to come; in float32
-        # there are no tensor cores, and few registers.
-        width = self._dim * max(dtype.itemsize, (kv_dtype or dtype).itemsize)
-        self._keys = 64 if width <= 256 else 32 if width <= 512 else 16
-        self.decode_queries = max(16, power_of_2(self.group))
-        rows = 16 if dtype.itemsize > 2 else 64
-        if rows == 64 and self._dim == 128 and _shared_bytes(device) >= LARGE_TILE_BYTES:
-            rows = 128  # a row's keys are read half as often
-        self.queries = max(rows, self.decode_queries)
+        key_bytes = self._dim * (kv_dtype or dtype).itemsize
+        self.prompt, self.decode = self._prompt_shape(key_bytes), self._decode_shape(key_bytes)
+        # So many rows of one token fill the GPU. The splits of fewer have programs of their own.
+        self.full_rows = -(-2 * _processors(device) // kv_heads)
+        parts = (self.full_rows - 1) * SPLITS * heads
+        self._parts = torch.empty(parts * head_dim, dtype=torch.float32, device=device)
+        self._marks = torch.empty(parts * 2, dtype=torch.float32, device=device)
         self._no_slopes = torch.zeros(heads, dtype=torch.float32, device=device)
 
+    def _prompt_shape(self, key_bytes: int) -> TileShape:
+        """Return the best of a sweep over an H200 that fits; docs/performance.md has figures."""
+        size, room = self.dtype.itemsize, _shared_bytes(self.device) - 1024
+        queries, keys = (128 if self._dim <= 64 else 64), 64
+        if size > 2:  # without tensor cores, and with fewer registers
+            queries, keys = 16, max(16, min(64, (16 << 10) // key_bytes))
+        queries = max(queries, power_of_2(self.group))
+        warps = 8 if queries * self._dim > 8192 and size == 2 else 4
+        room -= queries * self._dim * size
+        while True:
+            for ahead in (2, 1):
+                if (ahead + 1) * 2 * keys * key_bytes <= room:
+                    return TileShape(queries, keys, warps, ahead)
+            keys //= 2
+
+    def _decode_shape(self, key_bytes: int) -> TileShape:
+        queries, keys = max(16, power_of_2(self.group)), 32 if key_bytes <= 512 else 16
+        warps = max(2 if self.dtype.itemsize == 2 else 4, min(8, queries * self._dim // 1024))
+        return TileShape(queries, keys, warps, min(3, (64 << 10) // (2 * keys * key_bytes)))
+
+    def constants(self, block_size: int, *, is_one: bool) -> dict[str, Any]:
+        """Return what `attend_kernel` is compiled for, but for what layers differ in."""
+        shape = self.decode if is_one else self.prompt
+        sizes = {"GROUP": self.group, "QUERIES": shape.queries, "KEYS": shape.keys}
+        splits = {"IS_ONE": is_one, "SPLIT": SPLIT, "SPLITS": SPLITS}
+        return {**self.shape(block_size), **sizes, **splits}
+
     def shape(self, block_size: int) -> dict[str, int]:
-        """Return what both kernels are compiled for."""
+        """Return what keys and values are stored by."""
         kv_heads = self.heads // self.group
         sizes = {"KV_HEADS": kv_heads, "HEAD_DIM": self.head_dim, "BLOCK_SIZE": block_size}
         return {**sizes, "DIM": self._dim}
-
-    def tile(self, queries: int) -> dict[str, int]:
-        """Return what a kernel that attends from so many queries is compiled for beside it."""
-        return {"GROUP": self.group, "QUERIES": queries, "KEYS": self._keys}
-
-    def warps(self, queries: int) -> int:
-        """Return the warps of a program: with 4 the sums of many wide queries spill."""
-        return 8 if queries >= 64 and self._dim >= 128 and self.dtype.itemsize == 2 else 4
 
     def plan(self, rows: Sequence[StepRow], block_size: int) -> TileRows:
         """Lay out a step's rows, in packed order."""
@@ -179,12 +212,19 @@ def power_of_2(number: int) -> int:
 
 
 def _shared_bytes(device: torch.device) -> int:
-    """Return the shared memory that one program may have; 0: there is no GPU."""
+    """Return the shared memory that a program may use."""
+    found: int = SHARED_BYTES[0]
+    if device.type == "cuda":
+        facts = torch.cuda.get_device_properties(device)
+        found = getattr(facts, "shared_memory_per_block_optin", found)
+    return min(found, SHARED_BYTES[1])
+
+
+def _processors(device: torch.device) -> int:
+    """Return the multiprocessors of a GPU; the interpreter has a few."""
     if device.type != "cuda":
-        return 0
-    facts = torch.cuda.get_device_properties(device)
-    found: int = getattr(facts, "shared_memory_per_block_optin", 0)
-    return found
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _with_rows(tensor: torch.Tensor) -> torch.Tensor:

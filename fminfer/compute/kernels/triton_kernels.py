@@ -42,210 +42,136 @@ def store_kernel(
 
 
 @triton.jit
-def row_range(start_position, num_tokens, window, HAS_WINDOW: tl.constexpr, KEYS: tl.constexpr):
-    """Return the first piece of keys of a tile, and where its last one ends."""
+def row_splits(
+    start_position, num_tokens, window, HAS_WINDOW: tl.constexpr, KEYS: tl.constexpr,
+    SPLIT: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Return the first key of a tile's first piece, the end of its last, and the keys of a split.
+
+    The row alone decides: its result is the same beside any others, and in any number of programs.
+    """
     end = start_position + num_tokens
-    first = end * 0
+    low = end * 0
     if HAS_WINDOW:
-        first = tl.maximum(start_position - window + 1, 0) // KEYS * KEYS
-    return first, tl.cdiv(end, KEYS) * KEYS
+        low = tl.maximum(start_position - window + 1, 0) // KEYS * KEYS
+    high = tl.cdiv(end, KEYS) * KEYS
+    return low, high, tl.maximum(SPLIT, tl.cdiv(high - low, SPLITS * KEYS) * KEYS)
 
 
 @triton.jit
-def split_size(num_keys, KEYS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr):
-    """Return the keys of a split: the row alone decides, whatever else is in the step."""
-    return tl.maximum(SPLIT, tl.cdiv(tl.cdiv(num_keys, SPLITS), KEYS) * KEYS)
+def merge(best, total, sums, other_best, other_total, other_sums):
+    """Join what was found in some keys and in others: the best score, as a power of 2, and sums."""
+    most = tl.maximum(best, other_best)
+    base = tl.where(most == float("-inf"), 0.0, most)  # a window may hide all of these
+    fade = tl.math.exp2(best - base)
+    other_fade = tl.math.exp2(other_best - base)
+    total = total * fade + other_total * other_fade
+    return most, total, sums * fade[:, None] + other_sums * other_fade[:, None]
 
 
 @triton.jit
-def attend_piece(
-    best,
-    total,
-    sums,
-    asked,
-    slope,
-    position,
-    keys,
-    values,
-    table,
-    kv_head,
-    start,
-    end,
-    window,
-    scaling,
-    factor,
-    softcap,
-    IS_WHOLE: tl.constexpr,  # all queries see all keys
-    IS_ONE: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    LOADS: tl.constexpr,
-    ODD: tl.constexpr,
-):
-    """Attend to one piece of keys."""
+def key_lines(
+    table, kv_head, start, end,
+    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Return the lines of the cache that have the keys of a piece: (KEYS,) int64."""
+    inner = tl.arange(0, KEYS)
+    number = start // BLOCK_SIZE
+    # One id for each block is loaded, where pieces have few: ids for all keys cost 10 to 20 %.
+    if BLOCK_SIZE % KEYS == 0:
+        block = tl.load(table + number).to(tl.int64)
+        return (block * KV_HEADS + kv_head) * BLOCK_SIZE + start % BLOCK_SIZE + inner
+    elif KEYS % BLOCK_SIZE == 0 and KEYS <= 4 * BLOCK_SIZE:
+        block = tl.load(table + number).to(tl.int64)
+        lines = (block * KV_HEADS + kv_head) * BLOCK_SIZE + inner * 0
+        for place in tl.static_range(1, KEYS // BLOCK_SIZE):
+            is_used = (number + place) * BLOCK_SIZE < end
+            block = tl.load(table + number + place, mask=is_used, other=0).to(tl.int64)
+            line = (block * KV_HEADS + kv_head) * BLOCK_SIZE
+            lines = tl.where(inner // BLOCK_SIZE == place, line, lines)
+        return lines + inner % BLOCK_SIZE
+    else:
+        at = start + inner
+        block = tl.load(table + at // BLOCK_SIZE, mask=at < end, other=0).to(tl.int64)
+        return (block * KV_HEADS + kv_head) * BLOCK_SIZE + at % BLOCK_SIZE
+
+
+@triton.jit
+def attend_pieces(
+    best, total, sums, asked, slope, position, keys, values, table, kv_head,
+    low, high, left, skipped, size, end, window, scaling, softcap,
+    IS_WHOLE: tl.constexpr,  # all queries see all keys: no masks
+    IS_ONE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Attend to keys [low, high), without `skipped` keys from `left` on, piece by piece."""
     dims = tl.arange(0, DIM)
-    at = start + tl.arange(0, KEYS)
-    is_key = at < end
-    if HAS_WINDOW and IS_ONE:
-        is_key &= at > end - 1 - window
-    if BLOCK_SIZE % KEYS == 0 and LOADS != "each":  # in one block
-        block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
-        first = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + start % BLOCK_SIZE) * HEAD_DIM
-        places = first + (tl.arange(0, KEYS)[:, None] * HEAD_DIM + dims[None, :])
-    elif KEYS % BLOCK_SIZE == 0 and LOADS == "few":
-        number = start // BLOCK_SIZE + tl.arange(0, KEYS // BLOCK_SIZE)
-        if IS_WHOLE:
-            block = tl.load(table + number).to(tl.int64)
+    factor = 1.4426950408889634  # log2(e)
+    if not (HAS_CAP or HAS_SLOPES):
+        factor *= scaling
+    empty_best, empty_total, empty_sums = best, total, sums
+    all_best, all_total, all_sums = best, total, sums  # of the splits before this one
+    border = low + size
+    for start in tl.range(low, high, KEYS, num_stages=STAGES):
+        if IS_ONE:
+            if start == border:
+                all_best, all_total, all_sums = merge(
+                    all_best, all_total, all_sums, best * factor, total, sums
+                )
+                best, total, sums = empty_best, empty_total, empty_sums
+                border += size
+        elif not IS_WHOLE:
+            start += tl.where(start >= left, skipped, 0)
+        at = start + tl.arange(0, KEYS)
+        distance = position[:, None] - at[None, :]
+        lines = key_lines(table, kv_head, start, end, KV_HEADS, BLOCK_SIZE, KEYS)
+        places = lines[:, None] * HEAD_DIM + dims[None, :]
+        is_key = at < end
+        if IS_ONE and HAS_WINDOW:
+            is_key &= at >= end - window
+        if IS_WHOLE and HEAD_DIM == DIM:
+            key = tl.load(keys + places)
+            value = tl.load(values + places)
         else:
-            block = tl.load(table + number, mask=number * BLOCK_SIZE < end, other=0).to(tl.int64)
-        line = (block * KV_HEADS + kv_head) * (BLOCK_SIZE * HEAD_DIM)
-        lines = line[:, None] + (tl.arange(0, BLOCK_SIZE) * HEAD_DIM)[None, :]
-        places = tl.reshape(lines, (KEYS,))[:, None] + dims[None, :]
-    else:
-        if IS_WHOLE:
-            block = tl.load(table + at // BLOCK_SIZE).to(tl.int64)
-        else:
-            block = tl.load(table + at // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
-        line = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + at % BLOCK_SIZE) * HEAD_DIM
-        places = line[:, None] + dims[None, :]
-    if IS_WHOLE and HEAD_DIM == DIM:
-        key = tl.load(keys + places)
-        value = tl.load(values + places)
-    else:
-        is_used = is_key[:, None] & (dims < HEAD_DIM)[None, :]
-        key = tl.load(keys + places, mask=is_used, other=0.0)
-        value = tl.load(values + places, mask=is_used, other=0.0)
-    scores = tl.dot(asked, tl.trans(key.to(asked.dtype)), input_precision="ieee")
-    if HAS_CAP:  # softcap * tanh(scores / softcap)
-        scores = softcap - 2.0 * softcap / (tl.exp(2.0 * (scores * scaling) / softcap) + 1.0)
-    elif HAS_SLOPES:
-        scores *= scaling
-    distance = position[:, None] - at[None, :]
-    if HAS_SLOPES:
-        scores -= slope[:, None] * distance
-    is_seen = is_key[None, :]
-    if not IS_WHOLE:
-        if not IS_ONE:
-            is_seen = distance >= 0
-            if HAS_WINDOW:
-                is_seen &= distance < window
-        scores = tl.where(is_seen, scores, float("-inf"))
-    new_best = tl.maximum(best, tl.max(scores, 1))
-    base = tl.where(new_best == float("-inf"), 0.0, new_best) * factor
-    weights = tl.math.exp2(scores * factor - base[:, None])
-    fade = tl.math.exp2(best * factor - base)
-    total = total * fade + tl.sum(weights, 1)
-    value = value.to(asked.dtype)
-    weights = weights.to(asked.dtype)
-    sums *= fade[:, None]
-    if not (IS_WHOLE or IS_ONE) and ODD != "none":
-        # Where some are hidden: 0 times a nan or an infinity would be nan.
-        is_odd = (value != value) | (tl.abs(value) == float("inf"))
-        if tl.max(tl.max(is_odd.to(tl.int32), 1), 0) > 0:
-            if ODD == "dot":
+            is_used = is_key[:, None] & (dims < HEAD_DIM)[None, :]
+            key = tl.load(keys + places, mask=is_used, other=0.0)
+            value = tl.load(values + places, mask=is_used, other=0.0)
+        value = value.to(asked.dtype)
+        scores = tl.dot(asked, tl.trans(key.to(asked.dtype)), input_precision="ieee")
+        if HAS_CAP:  # softcap * tanh(scores / softcap)
+            scores = softcap - 2.0 * softcap / (tl.exp(2.0 * (scores * scaling) / softcap) + 1.0)
+        elif HAS_SLOPES:
+            scores *= scaling
+        if HAS_SLOPES:
+            scores -= slope[:, None] * distance
+        is_seen = is_key[None, :]
+        if not IS_WHOLE:
+            if not IS_ONE:
+                is_seen = distance >= 0
+                if HAS_WINDOW:
+                    is_seen &= distance < window
+            scores = tl.where(is_seen, scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        base = tl.where(new_best == float("-inf"), 0.0, new_best) * factor
+        weights = tl.math.exp2(scores * factor - base[:, None])
+        fade = tl.math.exp2(best * factor - base)
+        best = new_best
+        total = total * fade + tl.sum(weights, 1)
+        sums *= fade[:, None]
+        if not (IS_WHOLE or IS_ONE):
+            # Where some are hidden: 0 times a nan or an infinity would be nan.
+            is_odd = (value != value) | (tl.abs(value) == float("inf"))
+            if tl.max(tl.max(is_odd.to(tl.int32), 1), 0) > 0:
                 value = tl.where(is_odd, 0.0, value)
                 odd = tl.where(is_odd, 1.0, 0.0).to(value.dtype)
                 seen = tl.where(is_seen, 1.0, 0.0).to(value.dtype)
                 reaches = tl.dot(seen, odd, input_precision="ieee") > 0
                 sums = tl.where(reaches, float("nan"), sums)
-            else:
-                value = tl.where(is_odd, 0.0, value)
-                for place in tl.range(0, KEYS, num_stages=1):
-                    number = start + place
-                    if number < end:
-                        block_id = tl.load(table + number // BLOCK_SIZE).to(tl.int64)
-                        one = (block_id * KV_HEADS + kv_head) * BLOCK_SIZE + number % BLOCK_SIZE
-                        row = tl.load(
-                            values + one * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0
-                        )
-                        odd_row = tl.where((row != row) | (tl.abs(row) == float("inf")), 1, 0)
-                        if tl.max(odd_row, 0) > 0:
-                            sees = position >= number
-                            if HAS_WINDOW:
-                                sees &= position - number < window
-                            nan = tl.where(sees, float("nan"), 0.0)
-                            sums = tl.where(odd_row[None, :] > 0, sums + nan[:, None], sums)
-    sums = tl.dot(weights, value, sums, input_precision="ieee")
-    return new_best, total, sums
-
-
-@triton.jit
-def attend_keys(
-    low,
-    high,
-    asked,
-    slope,
-    position,
-    keys,
-    values,
-    table,
-    kv_head,
-    start_position,
-    end,
-    window,
-    scaling,
-    softcap,
-    IS_ONE: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    LOADS: tl.constexpr,
-    ODD: tl.constexpr,
-    EDGE_STAGES: tl.constexpr,
-):
-    """Attend to keys [low, high): return the highest scores, as powers of 2, and what to divide."""
-    best = tl.full((QUERIES,), float("-inf"), tl.float32)
-    total = tl.zeros((QUERIES,), tl.float32)
-    sums = tl.zeros((QUERIES, DIM), tl.float32)
-    factor = 1.4426950408889634  # log2(e)
-    if not (HAS_CAP or HAS_SLOPES):
-        factor *= scaling
-    # Pieces that all queries see whole have no masks; others are before and behind them.
-    whole = low
-    if HAS_WINDOW:
-        whole = tl.maximum(tl.cdiv(tl.maximum(end - window, 0), KEYS) * KEYS, low)
-    left = tl.minimum(whole, high)
-    right = tl.maximum(tl.minimum((start_position + 1) // KEYS * KEYS, high), left)
-    for start in tl.range(left, right, KEYS):
-        best, total, sums = attend_piece(
-            best, total, sums, asked, slope, position, keys, values, table, kv_head, start, end,
-            window, scaling, factor, softcap, True, IS_ONE, HAS_CAP, HAS_SLOPES, HAS_WINDOW,
-            KV_HEADS, HEAD_DIM, BLOCK_SIZE, DIM, QUERIES, KEYS, LOADS, ODD,
-        )  # fmt: skip
-    for edge in tl.range(0, high - low - (right - left), KEYS, num_stages=EDGE_STAGES):
-        start = low + edge
-        start += tl.where(start >= left, right - left, 0)
-        best, total, sums = attend_piece(
-            best, total, sums, asked, slope, position, keys, values, table, kv_head, start, end,
-            window, scaling, factor, softcap, False, IS_ONE, HAS_CAP, HAS_SLOPES, HAS_WINDOW,
-            KV_HEADS, HEAD_DIM, BLOCK_SIZE, DIM, QUERIES, KEYS, LOADS, ODD,
-        )  # fmt: skip
-    return best * factor, total, sums
-
-
-@triton.jit
-def with_sinks(best, total, sums, sinks, head, is_row, HAS_SINKS: tl.constexpr):
-    """Return what a token's heads give."""
-    if HAS_SINKS:
-        sink = tl.load(sinks + head, mask=is_row, other=0.0) * 1.4426950408889634
-        most = tl.maximum(best, sink)
-        fade = tl.math.exp2(best - most)
-        total = total * fade + tl.math.exp2(sink - most)
-        sums *= fade[:, None]
-    return sums / total[:, None]
+        sums = tl.dot(weights.to(value.dtype), value, sums, input_precision="ieee")
+    if IS_ONE:
+        return merge(all_best, all_total, all_sums, best * factor, total, sums)
+    return best if IS_WHOLE else best * factor, total, sums
 
 
 @triton.jit(
@@ -261,8 +187,8 @@ def attend_kernel(
     blocks,  # int32: the rows' block tables, one after another
     slopes,  # (heads,) float32
     sinks,  # the same: scores of a key more, which has no value
-    parts,  # (tiles, SPLITS, heads, head_dim) float32
-    marks,  # (tiles, SPLITS, heads, 2) float32
+    parts,  # (tiles, SPLITS, heads, head_dim) float32: sums of splits
+    marks,  # (tiles, SPLITS, heads, 2) float32: their best scores and totals
     query_head,
     query_token,
     window,  # keys as far as this are hidden
@@ -277,29 +203,33 @@ def attend_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr,  # the power of two that holds head_dim
+    IS_ONE: tl.constexpr,  # tiles have one token, and are split
     QUERIES: tl.constexpr,  # tokens times GROUP, at most: the rows of a product
     KEYS: tl.constexpr,  # keys at a time: its columns
-    IS_ONE: tl.constexpr,  # tiles have one token
-    SPLIT: tl.constexpr,  # 0: not split, or the least keys of a split
-    SPLITS: tl.constexpr,  # at most
-    LOADS: tl.constexpr,
-    ODD: tl.constexpr,
-    ORDER: tl.constexpr,
-    EDGE_STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,  # keys of a split, at least
+    SPLITS: tl.constexpr,  # of a row, at most
 ):
-    """Attend from one tile, for one KV head. Grid: (tiles, kv_heads, splits)."""
-    if ORDER == "heads":
-        number = tl.program_id(0) // KV_HEADS
-        kv_head = tl.program_id(0) % KV_HEADS
-    else:
-        number = tl.program_id(0)
-        kv_head = tl.program_id(1)
+    """Attend from one tile, for one KV head. Grid: (tiles * kv_heads, 1 or SPLITS).
+
+    With SPLITS programs a tile, each has one split, and `join_kernel` merges what they found.
+    A single program merges its splits in the same order.
+    """
+    number = tl.program_id(0) // KV_HEADS
+    kv_head = tl.program_id(0) % KV_HEADS
     tile = tiles + number * 4
     first = tl.load(tile).to(tl.int64)
     num_tokens = tl.load(tile + 1)
     start_position = tl.load(tile + 2)
     table = blocks + tl.load(tile + 3)
-    earliest, last = row_range(start_position, num_tokens, window, HAS_WINDOW, KEYS)
+    low, high, size = row_splits(
+        start_position, num_tokens, window, HAS_WINDOW, KEYS, SPLIT, SPLITS
+    )
+    is_part = (tl.num_programs(1) > 1) & (high - low > size)
+    if tl.num_programs(1) > 1:
+        low += tl.program_id(1) * size
+        high = tl.minimum(low + size, high)
+    if (num_tokens == 0) | (low >= high):
+        return
     end = start_position + num_tokens
     rows = tl.arange(0, QUERIES)
     token = rows // GROUP
@@ -309,88 +239,81 @@ def attend_kernel(
     is_row = token < num_tokens
     is_query = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     places = head * query_head + (first + token) * query_token
-    written = out + ((first + token) * (KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM
-    if SPLIT:
-        size = split_size(last - earliest, KEYS, SPLIT, SPLITS)
-        num_splits = tl.cdiv(last - earliest, size)
-        if tl.program_id(2) >= num_splits:
-            return
     asked = tl.load(query + places[:, None] + dims[None, :], mask=is_query, other=0.0)
     slope = tl.zeros((QUERIES,), tl.float32)
     if HAS_SLOPES:
         slope = tl.load(slopes + head, mask=is_row, other=0.0)
-    if SPLIT:
-        for split in tl.range(tl.program_id(2), num_splits, tl.num_programs(2), num_stages=1):
-            low = earliest + split * size
-            best, total, sums = attend_keys(
-                low, tl.minimum(low + size, last), asked, slope, position, keys, values, table,
-                kv_head, start_position, end, window, scaling, softcap, IS_ONE, HAS_CAP, HAS_SLOPES,
-                HAS_WINDOW, KV_HEADS, HEAD_DIM, BLOCK_SIZE, DIM, QUERIES, KEYS, LOADS, ODD, EDGE_STAGES,
-            )  # fmt: skip
-            if num_splits == 1:
-                sums = with_sinks(best, total, sums, sinks, head, is_row, HAS_SINKS)
-                tl.store(written + dims[None, :], sums.to(out.dtype.element_ty), mask=is_query)
-            else:
-                line = (number.to(tl.int64) * SPLITS + split) * (KV_HEADS * GROUP) + head
-                tl.store(parts + line[:, None] * HEAD_DIM + dims[None, :], sums, mask=is_query)
-                tl.store(marks + line * 2, best, mask=is_row)
-                tl.store(marks + line * 2 + 1, total, mask=is_row)
-    else:
-        best, total, sums = attend_keys(
-            earliest, last, asked, slope, position, keys, values, table,
-            kv_head, start_position, end, window, scaling, softcap, IS_ONE, HAS_CAP, HAS_SLOPES,
-            HAS_WINDOW, KV_HEADS, HEAD_DIM, BLOCK_SIZE, DIM, QUERIES, KEYS, LOADS, ODD, EDGE_STAGES,
+    best = tl.full((QUERIES,), float("-inf"), tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    sums = tl.zeros((QUERIES, DIM), tl.float32)
+    left, skipped = high, 0
+    if not IS_ONE:
+        # Pieces that all queries see whole have no masks; others are before and behind them.
+        left = low
+        if HAS_WINDOW:
+            left = tl.maximum(tl.cdiv(tl.maximum(end - window, 0), KEYS) * KEYS, low)
+        left = tl.minimum(left, high)
+        right = tl.maximum(tl.minimum((start_position + 1) // KEYS * KEYS, high), left)
+        best, total, sums = attend_pieces(
+            best, total, sums, asked, slope, position, keys, values, table, kv_head, left, right,
+            left, 0, size, end, window, scaling, softcap, True, IS_ONE, HAS_CAP, HAS_SLOPES,
+            HAS_WINDOW, KV_HEADS, HEAD_DIM, BLOCK_SIZE, DIM, KEYS, None,
         )  # fmt: skip
-        sums = with_sinks(best, total, sums, sinks, head, is_row, HAS_SINKS)
-        tl.store(written + dims[None, :], sums.to(out.dtype.element_ty), mask=is_query)
+        skipped = right - left
+    best, total, sums = attend_pieces(
+        best, total, sums, asked, slope, position, keys, values, table, kv_head, low,
+        high - skipped, left, skipped, size, end, window, scaling, softcap, False, IS_ONE, HAS_CAP,
+        HAS_SLOPES, HAS_WINDOW, KV_HEADS, HEAD_DIM, BLOCK_SIZE, DIM, KEYS, None if IS_ONE else 1,
+    )  # fmt: skip
+    if is_part:
+        line = (number.to(tl.int64) * SPLITS + tl.program_id(1)) * (KV_HEADS * GROUP) + head
+        tl.store(parts + line[:, None] * HEAD_DIM + dims[None, :], sums, mask=is_query)
+        tl.store(marks + line * 2, best, mask=is_row)
+        tl.store(marks + line * 2 + 1, total, mask=is_row)
+    else:
+        if HAS_SINKS:
+            sink = tl.load(sinks + head, mask=is_row, other=0.0) * 1.4426950408889634
+            best, total, sums = merge(best, total, sums, sink, 1.0, 0.0)
+        written = out + ((first + token) * (KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM
+        given = (sums / total[:, None]).to(out.dtype.element_ty)
+        tl.store(written + dims[None, :], given, mask=is_query)
 
 
 @triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["tiles", "sinks"])
 def join_kernel(
-    out,  # (tokens, heads, head_dim)
-    tiles,
-    sinks,
-    parts,
-    marks,
-    window,
-    HAS_SINKS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    KEYS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    SPLITS: tl.constexpr,  # a power of two
-):
-    """Join the splits of one token's head. Grid: (tiles, heads)."""
+    out, tiles, sinks, parts, marks, window,  # as `attend_kernel` has them
+    HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of one token's head, in their order. Grid: (tiles, heads)."""
     number = tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(1) + tl.arange(0, 1)
     tile = tiles + number * 4
     first = tl.load(tile).to(tl.int64)
-    earliest, last = row_range(tl.load(tile + 2), tl.load(tile + 1), window, HAS_WINDOW, KEYS)
-    size = split_size(last - earliest, KEYS, SPLIT, SPLITS)
-    num_splits = tl.cdiv(last - earliest, size)
-    if num_splits > 1:
-        split = tl.arange(0, SPLITS)
-        dims = tl.arange(0, DIM)
-        is_split = split < num_splits
+    num_tokens = tl.load(tile + 1)
+    low, high, size = row_splits(
+        tl.load(tile + 2), num_tokens, window, HAS_WINDOW, KEYS, SPLIT, SPLITS
+    )
+    if (num_tokens == 0) | (high - low <= size):
+        return  # `attend_kernel` has written it
+    dims = tl.arange(0, DIM)
+    is_dim = (dims < HEAD_DIM)[None, :]
+    best = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    sums = tl.zeros((1, DIM), tl.float32)
+    for split in tl.static_range(SPLITS):  # so that all are loaded at once
+        is_used = low + split * size < high
         line = (number.to(tl.int64) * SPLITS + split) * HEADS + head
-        is_used = is_split[:, None] & (dims < HEAD_DIM)[None, :]
-        sums = tl.load(parts + line[:, None] * HEAD_DIM + dims[None, :], mask=is_used, other=0.0)
-        best = tl.load(marks + line * 2, mask=is_split, other=float("-inf"))
-        total = tl.load(marks + line * 2 + 1, mask=is_split, other=0.0)
-        most = tl.max(best, 0)
-        if HAS_SINKS:
-            sink = tl.load(sinks + head) * 1.4426950408889634
-            most = tl.maximum(most, sink)
-        most = tl.where(most == float("-inf"), 0.0, most)
-        fade = tl.math.exp2(best - most)
-        whole = tl.sum(total * fade, 0)
-        if HAS_SINKS:
-            whole += tl.math.exp2(sink - most)
-        joined = tl.sum(sums * fade[:, None], 0) / whole
-        written = out + (first * HEADS + head) * HEAD_DIM + dims
-        tl.store(written, joined.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+        places = parts + line[:, None] * HEAD_DIM + dims[None, :]
+        part = tl.load(places, mask=is_dim & is_used, other=0.0)
+        mark = tl.load(marks + line * 2, mask=is_used, other=float("-inf"))
+        part_total = tl.load(marks + line * 2 + 1, mask=is_used, other=0.0)
+        best, total, sums = merge(best, total, sums, mark, part_total, part)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head) * 1.4426950408889634
+        best, total, sums = merge(best, total, sums, sink, 1.0, 0.0)
+    written = out + (first * HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(written, (sums / total[:, None]).to(out.dtype.element_ty), mask=is_dim)
 
 
 @triton.jit
