@@ -1,8 +1,8 @@
 """Times variants of the attention kernel, and checks each against float64.
 
-    python3 -m benchmarks.gpu.sweep_attention --out sweep.jsonl --seconds 110
-    TRITON_INTERPRET=1 python3 -m benchmarks.gpu.sweep_attention --cpu --out x.jsonl  # tiny
-    python3 -m benchmarks.gpu.sweep_attention --compile --out c.jsonl                 # no GPU
+python3 -m benchmarks.gpu.sweep_attention --out sweep.jsonl --seconds 110
+TRITON_INTERPRET=1 python3 -m benchmarks.gpu.sweep_attention --cpu --out x.jsonl  # tiny
+python3 -m benchmarks.gpu.sweep_attention --compile --out c.jsonl                 # no GPU
 """
 
 from __future__ import annotations
@@ -174,9 +174,7 @@ def split_jobs() -> Iterator[Job]:
             if (split, splits) == (512, 32):  # programs that take several splits
                 yield from ((each, shape, 1) for shape in some)
                 yield from ((each, shape, 4) for shape in some)
-    yield from (
-        (replace(D, split=256, splits=64), shape, 64) for shape in few
-    )
+    yield from ((replace(D, split=256, splits=64), shape, 64) for shape in few)
     base = replace(D, split=512, splits=32, order="heads")
     yield from ((base, shape, 32) for shape in few + some)
 
@@ -522,7 +520,9 @@ class Log:
         for shape, lines in shapes.items():
             print(f"{shape}: {len(lines)} variants")
             lines.sort(key=lambda line: line["us"])
-            kept = lines[:most] + [x for x in lines[most:] if "OLD" in x["name"] or "sdpa" in x["name"]]
+            kept = lines[:most] + [
+                x for x in lines[most:] if "OLD" in x["name"] or "sdpa" in x["name"]
+            ]
             for x in kept:
                 rate = x.get("GB/s") or x.get("TFLOP/s") or 0.0
                 bad = "" if x.get("is_right", True) and x.get("is_written", True) else " WRONG"
@@ -531,7 +531,9 @@ class Log:
                     f" r{x.get('regs')} sp{x.get('spills')} {(x.get('shared') or 0) >> 10}K"
                     f" e{x.get('error', 0):.1e}{bad}"
                 )
-        wrong = [x for x in self.lines if x.get("is_right") is False or x.get("is_written") is False]
+        wrong = [
+            x for x in self.lines if x.get("is_right") is False or x.get("is_written") is False
+        ]
         for x in wrong[:8]:
             print("WRONG", x["shape"], x["name"], x.get("programs"), x["error"], x["is_written"])
         for x in [x for x in self.lines if "failed" in x][:15]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
@@ -47,10 +46,6 @@ class TileShape:
     keys: int  # of a piece, as are their values
     warps: int
     ahead: int  # pieces that are on their way while one is computed
-
-    def options(self) -> dict[str, int]:
-        """Return what a launch is told of it; block ids are on their way before their pieces."""
-        return {"num_warps": self.warps, "num_stages": 2 * self.ahead + 1}
 
 
 class TritonAttention:
@@ -110,12 +105,21 @@ class TritonAttention:
         warps = max(2 if self.dtype.itemsize == 2 else 4, min(8, queries * self._dim // 1024))
         return TileShape(queries, keys, warps, min(3, (64 << 10) // (2 * keys * key_bytes)))
 
-    def constants(self, block_size: int, *, is_one: bool) -> dict[str, Any]:
+    def constants(self, block_size: int, *, is_one: bool) -> dict[str, int]:
         """Return what `attend_kernel` is compiled for, but for what layers differ in."""
-        shape = self.decode if is_one else self.prompt
-        sizes = {"GROUP": self.group, "QUERIES": shape.queries, "KEYS": shape.keys}
+        tile = self.decode if is_one else self.prompt
+        sizes = {"GROUP": self.group, "QUERIES": tile.queries, "KEYS": tile.keys}
         splits = {"IS_ONE": is_one, "SPLIT": SPLIT, "SPLITS": SPLITS}
-        return {**self.shape(block_size), **sizes, **splits}
+        # Block ids are on their way before their pieces. Rounding must not depend on what is fused:
+        # where a row's splits are merged differs from step to step.
+        options = {"num_stages": 2 * tile.ahead + 1, "enable_fp_fusion": not is_one}
+        return {**self.shape(block_size), **sizes, **splits, **options, "num_warps": tile.warps}
+
+    def join_constants(self) -> dict[str, int]:
+        """Return the same of `join_kernel`."""
+        sizes = {"HEADS": self.heads, "HEAD_DIM": self.head_dim, "DIM": self._dim}
+        splits = {"KEYS": self.decode.keys, "SPLIT": SPLIT, "SPLITS": SPLITS}
+        return {**sizes, **splits, "num_warps": 1, "enable_fp_fusion": False}
 
     def shape(self, block_size: int) -> dict[str, int]:
         """Return what keys and values are stored by."""
@@ -125,19 +129,21 @@ class TritonAttention:
 
     def plan(self, rows: Sequence[StepRow], block_size: int) -> TileRows:
         """Lay out a step's rows, in packed order."""
-        prompts: list[int] = []
-        decodes: list[int] = []
+        prompts: list[tuple[int, ...]] = []
+        decodes: list[tuple[int, ...]] = []
         blocks: list[int] = []
         first = 0
         for row in rows:
             num, table = len(row.token_ids), len(blocks)
-            most = self.queries // self.group if num > 1 else 1
+            most = self.prompt.queries // self.group if num > 1 else 1
             for start in range(0, num, most):
                 tile = (first + start, min(most, num - start), row.position + start, table)
-                (prompts if num > 1 else decodes).extend(tile)
+                (prompts if num > 1 else decodes).append(tile)
             blocks += row.block_table[: -(-(row.position + num) // block_size)]
             first += num
-        parts = (prompts, decodes, blocks, token_slots(rows, block_size))
+        prompts.sort(key=lambda tile: -tile[2])  # the longest first: short ones fill the end
+        tiles_of = (list(chain.from_iterable(tiles)) for tiles in (prompts, decodes))
+        parts = (*tiles_of, blocks, token_slots(rows, block_size))
         together = torch.from_numpy(np.array(list(chain(*parts)), dtype=np.int32))
         if self.device.type == "cuda":
             together = together.pin_memory()
@@ -175,31 +181,32 @@ class TritonAttention:
             self._no_slopes if each is None else each.float().contiguous()
             for each in (alibi_slopes, sinks)
         )
-        shape = self.shape(block_size)
+        window = min(sliding_window or NO_WINDOW, NO_WINDOW)
+        has = {"HAS_SINKS": sinks is not None, "HAS_WINDOW": sliding_window is not None}
+        attended = {"HAS_CAP": softcap is not None, "HAS_SLOPES": alibi_slopes is not None, **has}
+        given = (asked, out, keys, values)
+        others = (rows.blocks, slopes, of_sinks, self._parts, self._marks, *asked.stride()[:2])
         # Triton launches on the current device of the thread.
         with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
             store_kernel[(tokens, kv_heads)](
                 *(keys, values, key, value, rows.slots),
                 *(step for t in (key, value) for step in t.stride()[:2]),
-                **shape,
+                **self.shape(block_size),
                 num_warps=1,
             )
-            for tiles, queries in (
-                (rows.prompt_tiles, self.queries),
-                (rows.decode_tiles, self.decode_queries),
-            ):
+            for tiles, is_one in ((rows.prompt_tiles, False), (rows.decode_tiles, True)):
+                num_splits = SPLITS if is_one and len(tiles) < self.full_rows else 1
                 if len(tiles):
-                    attend_kernel[(len(tiles), kv_heads)](
-                        *(asked, out, keys, values, tiles, rows.blocks, slopes, of_sinks),
-                        *asked.stride()[:2],
-                        min(sliding_window or NO_WINDOW, NO_WINDOW),
-                        scaling,
-                        softcap or 1.0,
-                        HAS_CAP=softcap is not None,
-                        HAS_SINKS=sinks is not None,
-                        **shape,
-                        **self.tile(queries),
-                        num_warps=self.warps(queries),
+                    attend_kernel[(len(tiles) * kv_heads, num_splits)](
+                        *(*given, tiles, *others, window, scaling, softcap or 1.0),
+                        **self.constants(block_size, is_one=is_one),
+                        **attended,
+                    )
+                if len(tiles) and num_splits > 1:
+                    join_kernel[(len(tiles), heads)](
+                        *(out, tiles, of_sinks, self._parts, self._marks, window),
+                        **self.join_constants(),
+                        **has,
                     )
         if rows.kept is not None:
             out = out[:, rows.kept]
