@@ -189,7 +189,10 @@ def test_a_step_that_is_captured_neither_waits_nor_brings_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A CUDA graph holds no read by the host, no copy and no size that the data decide."""
-    for module, names in ((triton_attention, "store attend"), (triton_layers, "norm rotate gate")):
+    for module, names in (
+        (triton_attention, "store attend join"),
+        (triton_layers, "norm rotate gate"),
+    ):
         for name in names.split():
             monkeypatch.setattr(module, f"{name}_kernel", MagicMock())
     path, device = tmp_path / "config.json", torch.device("cpu")

@@ -34,7 +34,7 @@ from fminfer.compute.layers.triton_layers import TritonLayers
 from fminfer.compute.sampling.masks import make_masks
 from fminfer.compute.sampling.sampler import LogitEditTensors, SamplingTensors, draw, sample
 from fminfer.compute.sampling.triton_draws import TOKENS, race_pairs, triton_race
-from fminfer.compute.spec import Model
+from fminfer.compute.spec import Alibi, Model
 from fminfer.compute.trial import compare
 from fminfer.core.errors import UsageError
 from fminfer.core.messages import StepRow
@@ -442,7 +442,8 @@ for heads, kv_heads, dim, dtype, kv_dtype in (
     jobs = [
         (store_kernel, {**kernel.shape(32), "num_warps": 1}),
         (join_kernel, {**kernel.join_constants(), **has}),
-        *((attend_kernel, {**kernel.constants(32, is_one=is_one), **attended}) for is_one in (0, 1)),
+        (attend_kernel, {**kernel.constants(32, is_one=False), **attended}),
+        (attend_kernel, {**kernel.constants(32, is_one=True), **attended}),
     ]
     for function, constants in jobs:
         options = {name: constants.pop(name) for name in OPTIONS if name in constants}
@@ -625,12 +626,22 @@ def test_models_are_tried_only_with_what_their_layers_have(
     monkeypatch.setattr(kernel_choice, "try_body", try_body)
     where: Any = {"dtype": torch.float32, "device": torch.device("cpu")}
     library: Any = "the CPU's kernels"
-    for name, kinds in (
-        ("llama-160m", {(False, False, False, False)}),
-        ("bloom-560m", {(False, True, False, False)}),
-        ("gemma-2-2b", {(True, False, False, True), (False, False, False, True)}),
-        ("gpt-oss-20b", {(True, False, True, False), (False, False, True, False)}),
+    model = open_random("llama-160m").model
+    plain = model.layers[0]
+    for limits, expected in (
+        ([{}], {(False, False, False, False)}),
+        ([{"alibi": Alibi((0.1,) * 12)}], {(False, True, False, False)}),
+        (
+            [{"softcap": 5.0, "window": 8}, {"softcap": 5.0}],
+            {(True, False, False, True), (False, False, False, True)},
+        ),
+        (
+            [{"has_sinks": True, "window": 8}, {"has_sinks": True}],
+            {(True, False, True, False), (False, False, True, False)},
+        ),
     ):
         tried.clear()
-        find_attention("auto", library, open_random(name).model, 32, **where)
-        assert set(tried) == kinds, name
+        kinds = [replace(plain, attention=replace(plain.attention, **each)) for each in limits]
+        of_kinds = replace(model, layers=tuple(2 * kinds))
+        find_attention("auto", library, of_kinds, 32, **where)
+        assert set(tried) == expected and len(tried) == 3 * len(limits), limits
