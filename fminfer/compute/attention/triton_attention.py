@@ -88,17 +88,16 @@ class TritonAttention:
     def _prompt_shape(self, key_bytes: int) -> TileShape:
         """Return the best of a sweep over an H200 that fits; docs/performance.md has figures."""
         size, room = self.dtype.itemsize, _shared_bytes(self.device) - 1024
-        queries, keys = (128 if self._dim <= 64 else 64), 64
+        queries, most = (128 if self._dim <= 64 else 64), 64
         if size > 2:  # without tensor cores, and with fewer registers
-            queries, keys = 16, max(16, min(64, (16 << 10) // key_bytes))
+            queries, most = 16, (16 << 10) // key_bytes
         queries = max(queries, power_of_2(self.group))
         warps = 8 if queries * self._dim > 8192 and size == 2 else 4
         room -= queries * self._dim * size
-        while True:
-            for ahead in (2, 1):
-                if (ahead + 1) * 2 * keys * key_bytes <= room:
-                    return TileShape(queries, keys, warps, ahead)
-            keys //= 2
+        sizes = [(keys, ahead) for keys in (64, 32, 16) if keys <= most for ahead in (2, 1)]
+        fitting = (each for each in sizes if (each[1] + 1) * 2 * each[0] * key_bytes <= room)
+        keys, ahead = next(fitting, sizes[-1])
+        return TileShape(queries, keys, warps, ahead)
 
     def _decode_shape(self, key_bytes: int) -> TileShape:
         queries, keys = max(16, power_of_2(self.group)), 32 if key_bytes <= 512 else 16

@@ -78,11 +78,7 @@ def key_lines(
     inner = tl.arange(0, KEYS)
     number = start // BLOCK_SIZE
     # One id for each block is loaded, where pieces have few: ids for all keys cost 10 to 20 %.
-    if BLOCK_SIZE % KEYS == 0:
-        block = tl.load(table + number).to(tl.int64)
-        first = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + start % BLOCK_SIZE) * HEAD_DIM
-        return first + inner * HEAD_DIM
-    elif KEYS % BLOCK_SIZE == 0 and KEYS <= 4 * BLOCK_SIZE:
+    if BLOCK_SIZE % KEYS == 0 or (KEYS % BLOCK_SIZE == 0 and KEYS <= 4 * BLOCK_SIZE):
         block = tl.load(table + number).to(tl.int64)
         first = (block * KV_HEADS + kv_head) * (BLOCK_SIZE * HEAD_DIM)
         for place in tl.static_range(1, KEYS // BLOCK_SIZE):
@@ -90,7 +86,7 @@ def key_lines(
             block = tl.load(table + number + place, mask=is_used, other=0).to(tl.int64)
             other = (block * KV_HEADS + kv_head) * (BLOCK_SIZE * HEAD_DIM)
             first = tl.where(inner // BLOCK_SIZE >= place, other, first)
-        return first + inner % BLOCK_SIZE * HEAD_DIM
+        return first + (start % BLOCK_SIZE + inner) % BLOCK_SIZE * HEAD_DIM
     else:
         at = start + inner
         block = tl.load(table + at // BLOCK_SIZE, mask=at < end, other=0).to(tl.int64)
@@ -146,12 +142,10 @@ def attend_pieces(
             scores *= scaling
         if HAS_SLOPES:
             scores -= slope[:, None] * distance
-        is_seen = is_key[None, :]
         if not IS_WHOLE:
-            if not IS_ONE:
-                is_seen = distance >= 0
-                if HAS_WINDOW:
-                    is_seen &= distance < window
+            is_seen = is_key[None, :] & (distance >= 0)
+            if HAS_WINDOW:
+                is_seen &= distance < window
             scores = tl.where(is_seen, scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, 1))
         base = tl.where(new_best == float("-inf"), 0.0, new_best) * factor
@@ -190,26 +184,20 @@ def attend_kernel(
     sinks,  # the same: scores of a key more, which has no value
     parts,  # (tiles, SPLITS, heads, head_dim) float32: sums of splits
     marks,  # (tiles, SPLITS, heads, 2) float32: their best scores and totals
-    query_head,
-    query_token,
+    query_head, query_token,
     window,  # keys as far as this are hidden
-    scaling,
-    softcap,
-    HAS_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
+    scaling, softcap,
+    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     GROUP: tl.constexpr,  # query heads a KV head
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr,  # the power of two that holds head_dim
     IS_ONE: tl.constexpr,  # tiles have one token, and are split
     QUERIES: tl.constexpr,  # tokens times GROUP, at most: the rows of a product
     KEYS: tl.constexpr,  # keys at a time: its columns
     SPLIT: tl.constexpr,  # keys of a split, at least
     SPLITS: tl.constexpr,  # of a row, at most
-):
+):  # fmt: skip
     """Attend from one tile, for one KV head. Grid: (tiles * kv_heads, 1 or SPLITS).
 
     With SPLITS programs a tile, each has one split, and `join_kernel` merges what they found.
@@ -232,9 +220,8 @@ def attend_kernel(
     if (num_tokens == 0) | (low >= high):
         return
     end = start_position + num_tokens
-    rows = tl.arange(0, QUERIES)
-    token = rows // GROUP
-    head = kv_head * GROUP + rows % GROUP
+    token = tl.arange(0, QUERIES) // GROUP
+    head = kv_head * GROUP + tl.arange(0, QUERIES) % GROUP
     position = start_position + token
     dims = tl.arange(0, DIM)
     is_row = token < num_tokens
