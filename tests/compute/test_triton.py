@@ -532,6 +532,7 @@ def test_a_row_has_the_same_result_in_any_number_of_programs(
     """Bit for bit: alone its splits are in programs of their own, beside many others in one."""
     monkeypatch.setattr(triton_attention, "SPLIT", 64)
     monkeypatch.setattr(triton_attention, "SPLITS", 4)
+    monkeypatch.setattr(triton_attention, "_processors", lambda device: 4)
     kernel = TritonAttention(4, 2, 24, dtype=torch.float32, device=DEVICE)
     lengths, block, count = [180, 300, 64, 65], 16, 3 + kernel.full_rows
     tables = [[*range(20 * row, 20 * row + -(-size // block))] for row, size in enumerate(lengths)]

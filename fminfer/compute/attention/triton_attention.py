@@ -227,9 +227,9 @@ def _shared_bytes(device: torch.device) -> int:
 
 
 def _processors(device: torch.device) -> int:
-    """Return the multiprocessors of a GPU; the interpreter has a few."""
+    """Return the multiprocessors of a GPU; the interpreter has one."""
     if device.type != "cuda":
-        return 4
+        return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
