@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ import transformers  # noqa: E402
 if not torch.cuda.is_available():  # triton reads it when imported: its kernels run on the CPU
     os.environ["TRITON_INTERPRET"] = "1"
 
-from fminfer.compute.kernel_choice import ATTENTION_ERRORS, attention_pairs  # noqa: E402
+from fminfer.compute.kernel_choice import ATTENTION_ERRORS, attention_pair  # noqa: E402
 from fminfer.compute.kernels.kernel_build import start_build  # noqa: E402
 from fminfer.compute.layers.bodies import Parts  # noqa: E402
 from fminfer.compute.linear.products import Products  # noqa: E402
-from fminfer.compute.spec import Attention  # noqa: E402
+from fminfer.compute.spec import Alibi, Attention  # noqa: E402
 from fminfer.compute.trial import compare  # noqa: E402
 from fminfer.core.partition import Part  # noqa: E402
 from fminfer.models.checkpoint import open_checkpoint  # noqa: E402
@@ -258,8 +259,9 @@ def try_triton(dtype: torch.dtype) -> None:
     kernel = TritonAttention(how.heads, *how.cache_shape[1:], **where)
     num_keys = 327 if torch.cuda.is_available() else 150  # more than two tiles of 64
     for kv_dtype in {dtype, torch.float32}:
-        pairs = attention_pairs(kernel, how, 8, num_keys, **where, kv_dtype=kv_dtype)
-        compare(pairs, ATTENTION_ERRORS[dtype])
+        for each in (how, replace(how, window=8, alibi=Alibi((0.1, 0.2)))):
+            pair = attention_pair(kernel, each, 8, num_keys, **where, kv_dtype=kv_dtype)
+            compare([pair], ATTENTION_ERRORS[dtype])
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,7 +22,7 @@ from fminfer.compute.kernel_choice import (
     PART_ERRORS,
     TOKEN_ERROR,
     TRIED_KEYS,
-    attention_pairs,
+    attention_pair,
 )
 from fminfer.compute.layers.bodies import part_pairs
 from fminfer.compute.layers.layer_kernels import GELU_TANH, SILU
@@ -132,8 +133,9 @@ def try_kernels(device: torch.device) -> None:
     how = Attention(heads=4, kv_heads=2, head_dim=64, scaling=0.125)
     attention = TritonAttention(how.heads, *how.cache_shape[1:], dtype=dtype, device=device)
     keys = TRIED_KEYS[device.type]
-    pairs = attention_pairs(attention, how, 16, keys, dtype=dtype, device=device)
-    compare(pairs, ATTENTION_ERRORS[dtype])
+    for each in (how, replace(how, window=keys, has_sinks=True)):
+        pair = attention_pair(attention, each, 16, keys, dtype=dtype, device=device)
+        compare([pair], ATTENTION_ERRORS[dtype])
     compare(part_pairs(TritonLayers(device), dtype, device), PART_ERRORS[dtype])
     compare(race_pairs(triton_race, device), TOKEN_ERROR)
 

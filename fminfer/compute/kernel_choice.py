@@ -35,8 +35,10 @@ PART_ERRORS: Limits = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16:
 HEAD_ERROR = 1e-4
 TOKEN_ERROR = 1e-9  # none: the ids must be the same
 RANK_ERROR = 1e-5  # of logits and normalizers; ids are whole numbers up to 3,000
-# Of the longer row of a trial. The GPU's kernel has 64 keys on the way at once.
+# Of the longer row of a trial: more than a split of the GPU's kernel has. And its rows times KV
+# heads: more than two for each of a GPU's multiprocessors, where programs merge their splits.
 TRIED_KEYS = {"cpu": 67, "cuda": 327}
+TRIED_PROGRAMS = {"cpu": 1, "cuda": 400}
 
 
 def find_library(
@@ -95,6 +97,8 @@ def find_attention(
     if library is None and device.type == "cpu":
         return None, start_build().error
     how = model.layers[0].attention
+    hows = [layer.attention for layer in model.layers]
+    kinds = {(each.window is None, each.has_sinks, each.alibi is None): each for each in hows}
     where: Any = {"dtype": dtype, "device": device}
 
     def make() -> AttentionKernel:
@@ -109,7 +113,8 @@ def find_attention(
 
     def pairs(kernel: AttentionKernel) -> Iterator[Pair]:
         num_keys = TRIED_KEYS[device.type]
-        return attention_pairs(kernel, how, block_size, num_keys, **where, kv_dtype=kv_dtype)
+        for each in kinds.values():  # a GPU compiles for each
+            yield attention_pair(kernel, each, block_size, num_keys, **where, kv_dtype=kv_dtype)
 
     return try_body("attention", kernels, make, pairs, ATTENTION_ERRORS[dtype])
 
@@ -198,7 +203,7 @@ def find_ranker(kernels: Kernels, library: ctypes.CDLL | None) -> tuple[Ranker, 
     return found[0] or rank, found[1]
 
 
-def attention_pairs(
+def attention_pair(
     kernel: AttentionKernel,
     how: Attention,
     block_size: int,
@@ -207,44 +212,41 @@ def attention_pairs(
     dtype: torch.dtype,
     device: torch.device,
     kv_dtype: torch.dtype | None = None,
-) -> Iterator[Pair]:
-    """Attend with a kernel, and in plain torch in float32 on the CPU.
+) -> Pair:
+    """Attend as a layer does with a kernel, and in plain torch in float32 on the CPU.
 
     Nothing is rounded there but what a KV cache of another type rounds.
     """
-    types = (dtype, kv_dtype or dtype)
-    for is_limited in (False, True):
-        found, expected = (
-            _attend_some(body, how, block_size, num_keys, is_limited, types, where)
-            for body, where in ((kernel, device), (None, CPU))
-        )
-        yield found, expected
+    types, num_rows = (dtype, kv_dtype or dtype), -(-TRIED_PROGRAMS[device.type] // how.kv_heads)
+    found, expected = (
+        _attend_some(body, how, block_size, (num_keys, num_rows), types, where)
+        for body, where in ((kernel, device), (None, CPU))
+    )
+    return found, expected
 
 
 def _attend_some(
     body: AttentionKernel | None,
     how: Attention,
     block_size: int,
-    num_keys: int,
-    is_limited: bool,
+    sizes: tuple[int, int],  # keys of the longer row; rows that share a prefix
     types: tuple[torch.dtype, torch.dtype],  # of queries, and of the KV cache
     device: torch.device,
 ) -> torch.Tensor:  # (tokens, heads, head_dim) float32, on the CPU
-    """Attend from two prompts, a chunk of one beside a token of the other, and two that share."""
+    """Attend from two prompts, a chunk of one beside a token of the other, and some that share."""
     heads, (_, kv_heads, head_dim) = how.heads, how.cache_shape
-    dtype, kv_dtype = types
+    (num_keys, num_rows), (dtype, kv_dtype) = sizes, types
     given = dtype if body else torch.float32
     count = -(-(num_keys + 3) // block_size)
-    cache = PagedAttention(
-        2 * count + 1, block_size, kv_heads, head_dim, dtype=kv_dtype, device=device, kernel=body
-    )
+    shape = (2 * count + num_rows, block_size, kv_heads, head_dim)
+    cache = PagedAttention(*shape, dtype=kv_dtype, device=device, kernel=body)
     cache.keys.fill_(float("nan"))  # what others left there must not matter
     cache.values.fill_(float("nan"))
     blocks = list(range(2 * count))
     first, second = blocks[1::2], blocks[-2::-2]
     part, shared = num_keys * 2 // 5, num_keys // block_size
-    slopes = torch.linspace(0.01, 0.1, heads, device=device) if is_limited else None
-    has_sinks = is_limited and how.has_sinks  # a GPU compiles for them
+    has_slopes = how.alibi is not None and not how.keeps_bias
+    slopes = torch.linspace(0.01, 0.1, heads, device=device) if has_slopes else None
     generator = torch.Generator().manual_seed(0)
     outs = []
     for rows in (
@@ -252,7 +254,10 @@ def _attend_some(
         [StepRow([0] * (num_keys // 2), part, second), StepRow([0], num_keys, first)],
         [
             StepRow([0], num_keys + 1, first),
-            StepRow([0], shared * block_size, [*first[:shared], 2 * count]),
+            *(
+                StepRow([0], shared * block_size, [*first[:shared], 2 * count + number])
+                for number in range(num_rows)
+            ),
         ],
     ):
         if body is None:
@@ -267,10 +272,10 @@ def _attend_some(
         out = cache(
             *(query, key, value),
             scaling=head_dim**-0.5,
-            sliding_window=num_keys // 2 if is_limited else None,
+            sliding_window=None if how.window is None else num_keys * 5 // 6,
             alibi_slopes=slopes,
             softcap=how.softcap,
-            sinks=torch.linspace(-1, 2, heads, device=device) if has_sinks else None,
+            sinks=torch.linspace(-1, 2, heads, device=device) if how.has_sinks else None,
         )
         outs.append(out[0].float().cpu())
     return torch.cat(outs)
