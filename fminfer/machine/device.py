@@ -168,7 +168,10 @@ def send(columns: Sequence[np.ndarray], device: torch.device) -> list[torch.Tens
         return kept
     moved = pinned(columns, device).to(device, non_blocking=True)
     parts = torch.split(moved, [column.nbytes for column in columns])
-    return [part.view(like.dtype) for part, like in zip(parts, kept, strict=True)]
+    return [  # a part without bytes cannot be viewed as another type
+        part.view(like.dtype) if len(part) else torch.empty_like(like, device=device)
+        for part, like in zip(parts, kept, strict=True)
+    ]
 
 
 def pinned(columns: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
