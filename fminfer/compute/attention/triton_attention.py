@@ -77,7 +77,7 @@ class TritonAttention:
                 f"keys of {head_dim} elements need more shared memory than a GPU has; the kernel "
                 f"serves up to {MAX_DIM}"
             )
-        key_bytes = self._dim * (kv_dtype or dtype).itemsize
+        key_bytes = self._dim * max(dtype.itemsize, (kv_dtype or dtype).itemsize)
         self.prompt, self.decode = self._prompt_shape(key_bytes), self._decode_shape(key_bytes)
         # So many rows of one token fill the GPU. The splits of fewer have programs of their own.
         self.full_rows = -(-2 * _processors(device) // kv_heads)
