@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from fminfer.compute.attention.attention_trial import (  # noqa: E402
 from fminfer.compute.kernels.kernel_build import start_build  # noqa: E402
 from fminfer.compute.layers.bodies import PartKernels, Parts  # noqa: E402
 from fminfer.compute.registry import Registry  # noqa: E402
-from fminfer.compute.spec import Attention  # noqa: E402
+from fminfer.compute.spec import Alibi, Attention  # noqa: E402
 from fminfer.compute.trial import compare  # noqa: E402
 from fminfer.core.partition import Part  # noqa: E402
 from fminfer.models.checkpoint import open_checkpoint  # noqa: E402
@@ -272,7 +273,8 @@ def try_triton(dtype: torch.dtype) -> None:
     kernel = TritonAttention(how.heads, *how.cache_shape[1:], **where)
     num_keys = 327 if torch.cuda.is_available() else 150  # more than two tiles of 64
     for kv_dtype in {dtype, torch.float32}:
-        pairs = attention_pairs(kernel, AttentionAsked(how, 8, kv_dtype), num_keys, **where)
+        kinds = (how, replace(how, window=8, alibi=Alibi((0.1, 0.2))))
+        pairs = attention_pairs(kernel, AttentionAsked(kinds, 8, kv_dtype), num_keys, **where)
         compare(pairs, ATTENTION_ERRORS[dtype])
 
 

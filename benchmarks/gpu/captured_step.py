@@ -1,12 +1,12 @@
-"""A decode step with inputs at fixed addresses, so that a CUDA graph can capture it.
-
-Beside the same step without a graph, it shows what graphs would gain.
-"""
+"""A stage's decode step with its CUDA graph, and launched kernel by kernel."""
 
 from __future__ import annotations
 
 import random
+import statistics
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,97 +14,89 @@ import torch
 from benchmarks.gpu import results
 from benchmarks.gpu.cases import Figures, expect
 from benchmarks.gpu.stopwatch import call_s, median_s
-from fminfer.compute.attention.kv_cache import KvCache
-from fminfer.core.messages import StepRow
-from fminfer.models.layer_step import LayerStep
+from fminfer.core.messages import SamplingRows, ScoringRows, Step, StepRow
+from fminfer.models.decode_graphs import find_graphs
+from fminfer.models.stage import Stage
 from fminfer.runtime.build.loading import LoadedPart
 
 BLOCK = 32
 TURNS = {"cuda": 20, "cpu": 2}
-Step = Callable[[], torch.Tensor]
 
 
-def make_cache(part: LoadedPart, rows: int, tokens: int) -> KvCache:
-    """Return a KV cache of random numbers with room for some rows."""
-    cache = KvCache(
-        [layer.attention for layer in part.network.own],
+def make_stage(part: LoadedPart, rows: int, tokens: int) -> Stage:
+    """Return a stage with a KV cache of random numbers."""
+    stage = Stage(
+        part.network,
+        kv_dtype=part.plan.kv_dtype,
+        device=part.device,
         num_blocks=rows * -(-tokens // BLOCK),
         block_size=BLOCK,
-        dtype=part.plan.kv_dtype,
-        device=part.device,
         kernel=part.attention,
+        ranker=part.ranker,
+        drawer=part.drawer,
+        graphs=find_graphs("require", part.network, part.attention, rows, part.device),
     )
-    for layer in cache.layers:
+    for layer in stage.cache.layers:
         layer.keys.normal_()
         layer.values.normal_()
-    return cache
+    return stage
 
 
-def make_step(part: LoadedPart, cache: KvCache, rows: int, tokens: int) -> Step:
-    """Return a decode step of `tokens` keys a row, from the embedding to the greedy tokens.
-
-    All that comes from the host is on the device before the first call.
-    """
-    each, network = -(-tokens // BLOCK), part.network
-    assert network.head is not None, "a whole model"
+def make_step(rows: int, tokens: int) -> Step:
+    """Return a greedy step of `tokens` keys a row."""
+    each = -(-tokens // BLOCK)
     blocks = list(range(rows * each))
     random.Random(0).shuffle(blocks)
     tables = [blocks[at : at + each] for at in range(0, len(blocks), each)]
-    cache.plan([StepRow([0], tokens - 1, table) for table in tables], None)
-    ids = torch.arange(rows, device=part.device)
-    positions = torch.full((rows,), tokens - 1, device=part.device)
-    head = network.head
-
-    def run() -> torch.Tensor:  # (rows,) int64
-        before = network.embed(ids, positions)
-        return head(network.run(before, LayerStep(positions, cache))).argmax(-1)
-
-    return run
+    zeros, noise = [0.0] * rows, [0] * rows
+    sampling = SamplingRows([*range(rows)], zeros, [1.0] * rows, noise, zeros, noise)
+    step_rows = [StepRow([number], tokens - 1, table) for number, table in enumerate(tables)]
+    return Step(0, step_rows, [], sampling, ScoringRows())
 
 
-def capture(step: Step, device: torch.device) -> Step:
-    """Return a step that a CUDA graph replays; on a CPU, which has none, the step itself."""
-    if device.type != "cuda":
-        return step
-    own = torch.cuda.current_stream(device)
-    aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    aside.wait_stream(own)
-    with torch.cuda.stream(aside):  # warm up: first calls allocate and compile
-        for _ in range(3):
-            step()
-    own.wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        found = step()
-
-    def replay() -> torch.Tensor:
-        graph.replay()
-        return found
-
-    return replay
-
-
-@torch.inference_mode()
-def time_step(
-    path: Path, part: LoadedPart, cache: KvCache, rows: int, tokens: int, weights: int
-) -> Figures:
-    """Time a step launch by launch and as a graph; both must find the same tokens.
+def time_step(path: Path, part: LoadedPart, rows: int, tokens: int, weights: int) -> Figures:
+    """Time a step with a graph and without; both must find the same tokens.
 
     Args:
         path: of the results, which have the roofs.
         weights: bytes of weights that a step reads.
     """
-    device, turns = part.device, TURNS[part.device.type]
-    step = make_step(part, cache, rows, tokens)
-    right = step().clone()
-    eager_s, host_s = median_s(step, device, turns), call_s(step, device, turns)
-    graph = capture(step, device)
-    graph().zero_()
-    is_equal = torch.equal(graph(), right)
-    graph_s = median_s(graph, device, turns)
+    device = part.device
+    stage, step = make_stage(part, rows, tokens), make_step(rows, tokens)
+    before = _driver_bytes(device)
+    ids = stage.run(step).sampled.ids
+    kept = _driver_bytes(device) - before
+    layers = partial(stage.forward, step, None)
+    figures: Figures = {}
+    for name in ("graph", "eager"):
+        if name == "eager":
+            graphs = {} if stage.graphs is None else stage.graphs.graphs
+            expect(graphs.get(rows) is not None or device.type == "cpu", "nothing was captured")
+            stage.graphs = None
+            expect(stage.run(step).sampled.ids == ids, "a graph finds other tokens", figures)
+        figures[f"{name} ms"] = 1000 * median_s(layers, device, TURNS[device.type])
+        figures[f"{name} host ms"] = 1000 * call_s(layers, device, TURNS[device.type])
+        figures[f"{name} step ms"] = 1000 * _wall_s(partial(stage.run, step), TURNS[device.type])
     read = weights + rows * tokens * part.plan.own.takes.kv_token
-    figures: Figures = {"eager ms": 1000 * eager_s, "graph ms": 1000 * graph_s}
-    figures |= {"host ms": 1000 * host_s, "GB/s": read / graph_s / 1e9}
-    figures |= results.share_of(path, read / graph_s, "copy")
-    expect(is_equal, "a graph finds other tokens", figures)
-    return figures
+    rate = 1000 * read / float(figures["graph step ms"] or 1)
+    figures |= {"GB/s": rate / 1e9, "driver MiB": kept / 2**20}
+    return figures | results.share_of(path, rate, "copy")
+
+
+def _driver_bytes(device: torch.device) -> int:
+    """Return what the GPU has beside torch's memory."""
+    if device.type == "cpu":
+        return 0
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free - torch.cuda.memory_reserved(device))
+
+
+def _wall_s(work: Callable[[], object], turns: int) -> float:
+    """Return the seconds of work that ends with what the host has read."""
+    took = []
+    for _ in range(turns + 1):
+        started = time.perf_counter()
+        work()
+        took.append(time.perf_counter() - started)
+    return statistics.median(took[1:])

@@ -8,7 +8,7 @@ others, are tried in float32 only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,9 @@ from benchmarks.gpu.family_answers import (
     score_with_transformers,
 )
 from fminfer import Engine
-from fminfer.compute.spec import Moe
+from fminfer.compute.spec import Layer, Moe
 from fminfer.models.checkpoint import open_checkpoint
+from fminfer.models.decode_graphs import can_capture
 from tests.conftest import FIELDS
 from tests.further_families import FURTHER
 
@@ -66,8 +67,10 @@ def check_family(setting: Setting, name: str, dtype: str) -> Figures:
         expect(engine.facts.has_kernel, "attention is plain torch", figures)
         is_slow = bool(engine.facts.why_slower) and not (setting.is_tiny and dtype != "float32")
         expect(not is_slow, engine.facts.why_slower, figures)  # some CPUs are slow in 16 bits
+        layers = open_checkpoint(str(folder / name)).model.layers
         if dtype == "float32":
-            return figures | check_greedy(engine, expected.answers)
+            figures |= check_greedy(engine, expected.answers)
+            return figures | count_graphs(engine, layers, setting)
         scored = run(engine, [score_request(answer) for answer in expected.answers])
     finally:
         engine.close()
@@ -75,7 +78,6 @@ def check_family(setting: Setting, name: str, dtype: str) -> Figures:
     theirs = score_with_transformers(folder / name, expected.answers, *where)
     ours = [choice["logprobs"]["token_logprobs"][1:] for choice in scored]
     right = [answer.logprobs for answer in expected.answers]
-    layers = open_checkpoint(str(folder / name)).model.layers
     counted = COUNTED if any(isinstance(layer.mlp, Moe) for layer in layers) else 1.0
     found = {"error": rms(ours, right, counted), "transformers'": rms(theirs, right, counted)}
     figures |= found
@@ -104,6 +106,16 @@ def check_greedy(engine: Engine, answers: list[Answer]) -> dict[str, Figure]:
             worst = max(worst, *(abs(a - b) for a, b in pairs))
     expect(worst <= TOLERANCE, f"logprobs are off by more than {TOLERANCE}", {"error": worst})
     return {"error": worst}
+
+
+def count_graphs(engine: Engine, layers: Sequence[Layer], setting: Setting) -> Figures:
+    """See that decode steps were replayed, where they can be captured."""
+    graphs = engine.pipeline.graphs
+    captured = [] if graphs is None else [rows for rows, each in graphs.graphs.items() if each]
+    is_due = can_capture(layers) and not setting.is_tiny
+    # One is captured as the engine starts, for the most rows; the answers' steps have fewer.
+    expect(len(captured) >= 2 if is_due else not captured, f"graphs of {captured} rows")
+    return {"graphs": len(captured)}
 
 
 def greedy_request(answer: Answer) -> dict[str, Any]:

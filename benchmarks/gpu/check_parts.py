@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -126,7 +127,8 @@ def try_kernels(device: torch.device) -> None:
     dtype = torch.float16
     how = Attention(heads=4, kv_heads=2, head_dim=64, scaling=0.125)
     attention = TritonAttention(how.heads, *how.cache_shape[1:], dtype=dtype, device=device)
-    of_attention = attention_trial(AttentionAsked(how, 16, dtype), dtype, device)
+    kinds = (how, replace(how, window=8, has_sinks=True))
+    of_attention = attention_trial(AttentionAsked(kinds, 16, dtype), dtype, device)
     compare(of_attention.pairs(attention), of_attention.limit)
     of_parts = parts_trial(dtype, device)
     compare(of_parts.pairs(TritonLayers(device)), of_parts.limit)

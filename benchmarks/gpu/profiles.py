@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ def start_profiler(device: str) -> profile:
     """Begin to profile the GPU, and the operations of all threads: a stage has its own."""
     activities = [ProfilerActivity.CPU]
     if device == "cuda":
+        # CUDA's profiler has crashed where it was taken down and came back with graphs there.
+        os.environ |= {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}
         activities.append(ProfilerActivity.CUDA)
     all_threads: Any = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     profiler = profile(activities=activities, experimental_config=all_threads)

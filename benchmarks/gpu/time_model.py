@@ -19,7 +19,7 @@ import transformers
 from torch.profiler import profile
 
 from benchmarks.gpu import results
-from benchmarks.gpu.captured_step import make_cache, time_step
+from benchmarks.gpu.captured_step import time_step
 from benchmarks.gpu.cases import Case, Figures, Setting, expect
 from benchmarks.gpu.profiles import count_work, start_profiler
 from fminfer import Engine
@@ -276,6 +276,8 @@ def time_run(bench: Bench, run: Run) -> Figures:
         engine.facts.has_kernel and not engine.facts.why_slower,
         engine.facts.why_slower or "plain torch",
     )
+    is_captured = engine.pipeline.graphs is not None or bench.setting.is_tiny
+    expect(is_captured, "decode steps are not captured")
     watch = Watch(run.rows, bench.setting.device)
     engine.follow(on_step=watch.on_step)
     requests = run.requests(bench.config["vocab_size"])
@@ -297,6 +299,8 @@ def time_run(bench: Bench, run: Run) -> Figures:
     assert watch.profiler is not None, "some steps were profiled"
     step_s = watch.step_s()
     figures |= {"ms a step": 1000 * step_s, "tokens/s": run.rows / step_s}
+    if engine.pipeline.graphs is not None:
+        figures["graphs"] = len(engine.pipeline.graphs.graphs)
     # Each step reads weights once, and all keys.
     keys = run.rows * (run.tokens + run.new_tokens) * engine.facts.kv_bytes_per_token
     figures |= results.share_of(path, (used + keys) / step_s, "copy")
@@ -304,11 +308,10 @@ def time_run(bench: Bench, run: Run) -> Figures:
 
 
 def time_captured(bench: Bench, rows: int, tokens: int) -> Figures:
-    """Time a decode step launch by launch, and as a CUDA graph."""
+    """Time a stage's decode step with its graph, and without."""
     part = bench.part()
     weights = bench.used_bytes(part.weight_bytes)
-    cache = make_cache(part, rows, tokens)
-    return time_step(bench.setting.results, part, cache, rows, tokens, weights)
+    return time_step(bench.setting.results, part, rows, tokens, weights)
 
 
 def compare_memory(bench: Bench) -> Figures:

@@ -7,7 +7,7 @@ tried beside plain torch, once for all that are like it; if it fails, the next i
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 
 import torch
@@ -30,7 +30,7 @@ from fminfer.compute.linear.products import Linear
 from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR, draw_candidate, rank_candidate
 from fminfer.compute.sampling.sampler import Drawer, Ranker, draw, rank
 from fminfer.compute.spec import Attention, Moe
-from fminfer.compute.trial import Asked, Body, Candidate, Pair, Trial, compare, reason_of
+from fminfer.compute.trial import Asked, Body, Candidate, Pair, Trial, compare, explain_failure
 from fminfer.compute.weights import Weight
 from fminfer.core.config import Kernels
 from fminfer.core.errors import UsageError
@@ -144,14 +144,15 @@ class Registry:
         self.of_draws.append(Candidate(make_drawer, lambda _: draws))
 
     def attention(
-        self, how: Attention, block_size: int, kv_dtype: torch.dtype
+        self, hows: Sequence[Attention], block_size: int, kv_dtype: torch.dtype
     ) -> AttentionBody | None:
-        """Return the compiled attention of layers that attend in one shape; None: plain torch.
+        """Return the compiled attention; None: plain torch.
 
         Args:
+            hows: of all layers, whose keys have one shape.
             block_size: tokens a block of the KV cache.
         """
-        return self.find(self.of_attention, AttentionAsked(how, block_size, kv_dtype))
+        return self.find(self.of_attention, AttentionAsked(tuple(hows), block_size, kv_dtype))
 
     @cached_property
     def parts(self) -> Parts:
@@ -239,13 +240,4 @@ class Registry:
 
     def _tell(self, candidate: object, name: str, error: Exception) -> None:
         """Note why a kernel is not used, or raise it if plain torch will not do."""
-        problem = f"{name}: the kernel cannot be used ({reason_of(error)})"
-        if self.asked == "require":
-            raise UsageError(f"--kernels require: {problem}. Use --kernels auto") from error
-        try:
-            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-                torch.cuda.synchronize()
-        except RuntimeError as broken:  # after a wrong access nothing works in this process
-            told = f"{problem}, and broke the GPU's context. Use --kernels off"
-            raise UsageError(told) from broken
-        self.reasons.setdefault(candidate, problem)
+        self.reasons.setdefault(candidate, explain_failure(self.asked, name, error))

@@ -12,6 +12,9 @@ from typing import Generic, TypeVar
 
 import torch
 
+from fminfer.core.config import Kernels
+from fminfer.core.errors import UsageError
+
 Asked = TypeVar("Asked")
 Body = TypeVar("Body")
 Pair = tuple[torch.Tensor, torch.Tensor]  # (found, expected)
@@ -64,6 +67,23 @@ def compare(pairs: Iterable[Pair], limit: float) -> None:
         largest = expected.abs().masked_fill(~expected.isfinite(), 0.0).amax()
         if not error <= limit * largest:
             raise ValueError(f"what it gives is off by {(error / (largest or 1.0)).item():.2g}")
+
+
+def explain_failure(asked: Kernels, name: str, error: BaseException) -> str:
+    """Return why plain torch computes something, or raise it if no other body will do.
+
+    Raises:
+        UsageError: --kernels require, or the GPU's context is broken.
+    """
+    problem = f"{name}: the kernel cannot be used ({reason_of(error)})"
+    if asked == "require":
+        raise UsageError(f"--kernels require: {problem}. Use --kernels auto") from error
+    try:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+    except RuntimeError as broken:  # after a wrong access nothing works in this process any more
+        raise UsageError(f"{problem}, and broke the GPU's context. Use --kernels off") from broken
+    return problem
 
 
 def reason_of(error: BaseException) -> str:

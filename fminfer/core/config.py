@@ -58,6 +58,11 @@ class StepSizes:
     chunk_size: int  # most tokens of one step
     max_rows: int  # most sequences that run at once
 
+    @property
+    def max_decode_rows(self) -> int:
+        """Most sequences of one step that decodes alone."""
+        return min(self.chunk_size, self.max_rows)
+
 
 @dataclass(slots=True, frozen=True)
 class EngineConfig:

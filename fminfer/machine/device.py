@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from fminfer.machine.host_memory import free_host_bytes
@@ -54,6 +56,34 @@ def use_device(device: torch.device) -> None:
         matmul = torch.backends.cuda.matmul
         matmul.allow_bf16_reduced_precision_reduction = False
         matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def send(columns: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Return arrays as tensors of a device.
+
+    They go to a GPU in one copy. Nobody waits for it, as for each that begins in ordinary memory.
+
+    Args:
+        columns: of one dimension; those of 8 bytes a number come first, so that all are aligned.
+    """
+    kept = [torch.from_numpy(column) for column in columns]
+    if device.type == "cpu":
+        return kept
+    moved = pinned(columns, device).to(device, non_blocking=True)
+    parts = torch.split(moved, [column.nbytes for column in columns])
+    return [  # a part without bytes cannot be viewed as another type
+        part.view(like.dtype) if len(part) else torch.empty_like(like, device=device)
+        for part, like in zip(parts, kept, strict=True)
+    ]
+
+
+def pinned(columns: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
+    """Return the bytes of arrays, one behind the other, from where a device can copy them.
+
+    For a GPU it is pinned memory, which torch uses again only once copies of it are done.
+    """
+    together = torch.from_numpy(np.concatenate([column.view(np.uint8) for column in columns]))
+    return together.pin_memory() if device.type == "cuda" else together
 
 
 def start_openmp_threads() -> None:

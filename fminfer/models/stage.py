@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import time
-from array import array
 from collections.abc import Callable
 
 import numpy as np
@@ -37,8 +36,10 @@ from fminfer.core.messages import (
     StepRow,
     TokenLogprobs,
 )
+from fminfer.machine.device import send
 from fminfer.machine.out_of_memory import SizeLimit
 from fminfer.machine.threads import ThreadCount
+from fminfer.models.decode_graphs import GraphsOf
 from fminfer.models.layer_step import LayerStep
 from fminfer.models.transformer import Transformer
 
@@ -106,6 +107,7 @@ class Stage:
         ranker: finds normalizers and the best of logits.
         drawer: draws tokens.
         threads: how many compute; looked at before each step. None: torch's own number.
+        graphs: makes what replays decode steps; None: each is launched kernel by kernel.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class Stage:
         ranker: Ranker = rank,
         drawer: Drawer = draw,
         threads: ThreadCount | None = None,
+        graphs: GraphsOf | None = None,
     ) -> None:
         self._threads = threads
         self._network = network
@@ -131,7 +134,7 @@ class Stage:
         self.clock = StepClock(device)
         self._token_limit = SizeLimit("tokens")
         self._logit_limit = SizeLimit("tokens' logits")
-        self._cache = KvCache(
+        self.cache = KvCache(
             [layer.attention for layer in network.own],
             num_blocks=num_blocks,
             block_size=block_size,
@@ -139,11 +142,13 @@ class Stage:
             device=device,
             kernel=kernel,
         )
+        self.graphs = None if graphs is None else graphs(self.cache)
 
     def warm_up(self) -> None:
         """Compute a prompt and a token, so that a GPU's kernels are compiled before the first step.
 
-        What they leave in the KV cache is overwritten before it is read.
+        The largest graph is captured first: others use its memory again. What the tokens leave in
+        the KV cache is overwritten before it is read.
         """
         table = [0, 0]  # two blocks, as a block may hold one token
         rows = [StepRow([0, 0], 0, table), StepRow([0], 0, table)]
@@ -154,6 +159,8 @@ class Stage:
         hidden = self.forward(step, None if self._network.is_first else before)
         if self._head is not None:
             self.finish(step, hidden)
+        if self.graphs is not None:
+            self.graphs.warm_up()
         # Forget limits that were found here: compiling needs memory that later steps have.
         self._token_limit, self._logit_limit = SizeLimit("tokens"), SizeLimit("tokens' logits")
 
@@ -183,7 +190,7 @@ class Stage:
         if self._threads is not None:
             self._threads.follow()
         if step.block_copies:
-            self._cache.copy_blocks(step.block_copies)
+            self.cache.copy_blocks(step.block_copies)
         wanted = step.wanted if self._head is not None else range(step.num_tokens)
 
         def run_part(first: int, last: int) -> torch.Tensor:
@@ -210,33 +217,34 @@ class Stage:
         self, rows: list[StepRow], before: torch.Tensor | None, kept: list[int]
     ) -> torch.Tensor:
         """Run the layers over rows' tokens and return what they give for those to be kept."""
-        index = None
-        if len(kept) < sum(len(row.token_ids) for row in rows):
-            index = torch.tensor(kept, device=self._device)
-        self._cache.plan(rows, index)
-        positions = torch.tensor(
-            [
-                position
-                for row in rows
-                for position in range(row.position, row.position + len(row.token_ids))
-            ],
-            device=self._device,
-        )
+        numbers = [
+            position
+            for row in rows
+            for position in range(row.position, row.position + len(row.token_ids))
+        ]
+        is_all = len(kept) == len(numbers)
+        if self.graphs is not None and is_all:
+            found = self.graphs.run(rows, before)
+            if found is not None:
+                return found
+        ids = [token_id for row in rows for token_id in row.token_ids]
+        columns = [np.array(each, np.int64) for each in (numbers, ids, kept)]
+        positions, sent_ids, sent_kept = send(columns, self._device)
+        index = None if is_all else sent_kept
+        self.cache.plan(rows, index)
         if before is None:
-            ids = [token_id for row in rows for token_id in row.token_ids]
-            before = self._network.embed(torch.tensor(ids, device=self._device), positions)
-        return self._network.run(before, LayerStep(positions, self._cache, index))
+            before = self._network.embed(sent_ids, positions)
+        return self._network.run(before, LayerStep(positions, self.cache, index))
 
     def _sample(self, hidden: torch.Tensor, step: Step, place_of: dict[int, int]) -> TokenLogprobs:
         rows = step.sampling
+        columns = [np.array(each, np.int64) for each in (rows.noise, rows.top_k)]
+        others = (rows.temperature, rows.top_p, rows.min_p)
+        columns += [np.array(each, np.float32) for each in others]
+        noise, top_k, temperature, top_p, min_p = send(columns, self._device)
         how = SamplingTensors(
-            torch.tensor(rows.temperature, dtype=torch.float32, device=self._device),
-            torch.tensor(rows.top_p, dtype=torch.float32, device=self._device),
-            torch.tensor(rows.top_k, dtype=torch.int64, device=self._device),
-            torch.tensor(rows.min_p, dtype=torch.float32, device=self._device),
-            torch.tensor(rows.noise, dtype=torch.int64, device=self._device),
+            temperature, top_p, top_k, min_p, noise, is_greedy=not any(rows.temperature)
         )
-
         assert self._head is not None, "only the last stage has a head"
         edits = _edit_tensors(rows, self._device, self._head.vocab_size)
 
@@ -249,7 +257,7 @@ class Stage:
 
     def _score(self, hidden: torch.Tensor, step: Step, place_of: dict[int, int]) -> TokenLogprobs:
         rows = step.scoring
-        targets = torch.tensor(rows.target_id, dtype=torch.int64, device=self._device)
+        (targets,) = send([np.array(rows.target_id, np.int64)], self._device)
 
         def judge(logits: torch.Tensor, part: slice) -> Draws:
             return score(logits, targets[part], rows.num_top_logprobs, self._ranker)
@@ -268,8 +276,12 @@ class Stage:
 
         def use_part(first: int, last: int) -> Draws:
             part = slice(first, last)
-            index = torch.tensor(places[part], device=self._device)
-            logits, cap = head(hidden[index]), self._network.model.logit_cap
+            start, asked = places[first], places[part]
+            if asked == list(range(start, start + len(asked))):  # as of decode rows
+                kept = hidden[start : start + len(asked)]
+            else:
+                kept = hidden[send([np.array(asked)], self._device)[0]]
+            logits, cap = head(kept), self._network.model.logit_cap
             if cap is not None:
                 logits = soft_cap(logits, cap)
             return use(logits, part)
@@ -278,6 +290,8 @@ class Stage:
         most = MAX_LOGITS[self._device.type] // head.vocab_size
         limit.most = min(limit.most, max(1, most))
         for draws in limit.run(len(places), use_part):
+            if self._device.type != "cpu":
+                draws = draws.to_host()
             result.ids += draws.ids.tolist()
             result.logprobs += draws.logprobs.tolist()
             result.top_ids += draws.top_ids.tolist()
@@ -289,22 +303,20 @@ def _edit_tensors(rows: SamplingRows, device: torch.device, vocab: int) -> Logit
     if not (rows.edits.token_id or rows.banned_ids or rows.masks):
         return None
 
-    def row_of(counts: list[int]) -> torch.Tensor:
-        return torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(device)
-
-    def column(values: array[int] | array[float], dtype: torch.dtype) -> torch.Tensor:
-        empty = torch.empty(0, dtype=dtype)
-        return (torch.frombuffer(values, dtype=dtype) if values else empty).to(device)
-
-    edits = rows.edits
+    edits, counts = rows.edits, (rows.num_edits, rows.num_banned)
+    columns = [np.repeat(np.arange(len(each)), each) for each in counts]
+    columns += [np.array(each, np.int64) for each in (edits.token_id, rows.banned_ids)]
+    floats = (edits.bias, edits.factor, edits.minus)
+    columns += [np.array(each, np.float32) for each in floats]
+    of_edits, of_banned, ids, banned_ids, bias, factor, minus = send(columns, device)
     return LogitEditTensors(
-        row_of(rows.num_edits),
-        column(edits.token_id, torch.int64),
-        column(edits.bias, torch.float32),
-        column(edits.factor, torch.float32),
-        column(edits.minus, torch.float32),
-        row_of(rows.num_banned),
-        torch.tensor(rows.banned_ids, dtype=torch.int64, device=device),
+        of_edits,
+        ids,
+        bias,
+        factor,
+        minus,
+        of_banned,
+        banned_ids,
         rows.num_edits,
         rows.num_banned,
         make_masks(rows.masks, rows.mask_of, vocab, device) if rows.masks else None,

@@ -12,6 +12,7 @@ from fminfer.compute.spec import Layer, Mlp, Moe
 from fminfer.compute.weights import Dense
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.decode_graphs import can_capture, graph_sizes, input_bytes
 from fminfer.models.families.tensor_names import AS_STORED, Architecture, source_of
 from fminfer.models.stage import MAX_LOGITS
 from fminfer.models.tensor_specs import TensorSpecs, part_specs
@@ -30,6 +31,7 @@ EXPERT_HOLE_BYTES = {"float32": 1 << 20}
 LOGIT_BYTES = {"cpu": 3 * 4, "cuda": 40}
 HIDDEN_COPIES, WIDE_COPIES = 8, 3  # copies of a step's hidden states, and of an MLP's inner ones
 EXPERT_COPIES = 6  # for each expert of a token: four in the dtype, and a sum in float32
+GRAPH_LAYER_BYTES = 1 << 18  # what the driver keeps of a layer in a CUDA graph: not measured
 
 
 def expect_bytes(plan: RunPlan, part: Part) -> ExpectedBytes:
@@ -98,7 +100,11 @@ def _is_whole(architecture: Architecture, name: str) -> bool:
 
 
 def _step_bytes(plan: RunPlan, part: Part) -> int:
-    """Return what the largest step takes in one stage, beside weights and KV cache."""
+    """Return what the largest step takes in one stage, beside weights and KV cache.
+
+    Graphs are captured as steps first need them, in memory of their own, which the KV cache must
+    leave free.
+    """
     model, kind = plan.checkpoint.model, plan.device.type
     layers = model.layers[part.first : part.last]
     widths = [max(sum(each.attention.qkv_sizes), _up_size(each.mlp)) for each in layers]
@@ -106,7 +112,12 @@ def _step_bytes(plan: RunPlan, part: Part) -> int:
     hidden = (HIDDEN_COPIES + max(map(_copies, layers))) * model.hidden_size
     hidden += WIDE_COPIES * max(widths)
     logits = min(MAX_LOGITS[kind], tokens * model.vocab_size) if part.is_last else 0
-    return tokens * hidden * plan.dtype.itemsize + LOGIT_BYTES[kind] * logits
+    graphs = 0
+    if kind == "cuda" and plan.config.kernels != "off" and can_capture(layers):
+        rows = plan.sizes.max_decode_rows
+        graphs = len(layers) * len(graph_sizes(rows)) * GRAPH_LAYER_BYTES + input_bytes(rows)
+        tokens += rows  # the graphs' pool holds the hidden states of the largest one
+    return tokens * hidden * plan.dtype.itemsize + LOGIT_BYTES[kind] * logits + graphs
 
 
 def _copies(layer: Layer) -> int:

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import gc
-import json
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fminfer
 from benchmarks.gpu import (
-    captured_step,
     check_attention,
     check_draws,
     family_answers,
@@ -34,14 +29,7 @@ from benchmarks.gpu.phases import PHASES, Phase, turns_of, visit_turns
 from benchmarks.gpu.runner import Runner
 from benchmarks.gpu.summary import has_passed, latest, to_text
 from benchmarks.gpu.worker import run_case
-from fminfer.compute.attention import triton_attention
-from fminfer.compute.layers import triton_layers
-from fminfer.core.partition import Part
-from fminfer.models.checkpoint import open_random
-from fminfer.models.layer_bodies import Bodies
-from fminfer.models.layer_source import open_weights
 from fminfer.models.transformer import Transformer
-from tests.conftest import plain_registry
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LACKING = (
@@ -168,48 +156,6 @@ def test_an_engine_of_the_phase_leaves_nothing_behind() -> None:
 
 def _count_networks() -> int:
     return sum(type(each) is Transformer for each in gc.get_objects())
-
-
-class Noting(TorchDispatchMode):
-    """Notes the operations of torch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.names.add(str(function).split(".")[1])
-        return function(*args, **(kwargs or {}))
-
-
-def test_a_step_that_is_captured_neither_waits_nor_brings_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A CUDA graph holds no read by the host, no copy and no size that the data decide."""
-    for module, names in ((triton_attention, "store attend"), (triton_layers, "norm rotate gate")):
-        for name in names.split():
-            monkeypatch.setattr(module, f"{name}_kernel", MagicMock())
-    path, device = tmp_path / "config.json", torch.device("cpu")
-    path.write_text(json.dumps(time_model.TINY))
-    checkpoint = open_random(str(path))
-    tensors = open_weights(checkpoint, Part(0, 1, 0, 2), dtype=torch.float32, device=device, seed=1)
-    registry = plain_registry(kernels=triton_layers.TritonLayers(device))
-    network = Transformer(checkpoint.model, tensors, first=0, bodies=Bodies(registry, 8192))
-    how = checkpoint.model.layers[0].attention
-    kernel = triton_attention.TritonAttention(
-        how.heads, *how.cache_shape[1:], dtype=torch.float32, device=device
-    )
-    part: Any = SimpleNamespace(network=network, attention=kernel, head=None)
-    part.plan, part.device = SimpleNamespace(kv_dtype=torch.float32), device
-    with torch.inference_mode():
-        step = captured_step.make_step(part, captured_step.make_cache(part, 4, 40), 4, 40)
-        with Noting() as noting:
-            assert step().shape == (4,)
-    assert {"linear", "argmax"} <= noting.names
-    refused = {"_local_scalar_dense", "item", "nonzero", "_to_copy", "copy_", "lift_fresh", "full"}
-    assert not noting.names & refused
 
 
 def test_phases_import_nothing_that_a_machine_with_torch_may_lack() -> None:

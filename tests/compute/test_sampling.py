@@ -16,6 +16,7 @@ from fminfer.compute.sampling.draw_kernel import DrawKernel, ScoreKernel
 from fminfer.compute.sampling.masks import MaskTensors
 from fminfer.compute.sampling.sampler import (
     Drawer,
+    Draws,
     LogitEditTensors,
     SamplingTensors,
     draw,
@@ -402,6 +403,27 @@ def test_a_part_of_a_steps_edits_reads_nothing_from_the_device() -> None:
     assert part.masks is not None and len(part.masks.mask_of) == 2
     assert [len(part.ids), len(part.banned_ids)] == [3, 2]
     assert (part.num_edits, part.num_banned) == ([0, 3], [2, 0])
+
+
+def test_draws_travel_in_one_copy_as_they_are() -> None:
+    """A GPU was waited for four times a step, once for each column."""
+    ids = torch.tensor([3, 2**40 + 1])
+    logprobs = torch.tensor([-0.1, float("nan")])
+    for top in (0, 2):
+        top_ids = torch.tensor([[9, 2**33], [0, 1]])[:, :top]
+        best = torch.tensor([[-1e-30, float("-inf")], [-0.3, -7.7]])[:, :top]
+        found = Draws(ids, logprobs, top_ids, best).to_host()
+        assert found.ids.tolist() == ids.tolist() and found.top_ids.tolist() == top_ids.tolist()
+        assert repr(found.logprobs.tolist()) == repr(logprobs.tolist())
+        assert found.top_logprobs.tolist() == best.tolist()
+
+
+def test_greedy_rows_read_nothing_from_the_device() -> None:
+    """The host knows that they do not draw, and asked the GPU. A "meta" tensor fails on reads."""
+    columns = [torch.empty(3, device="meta") for _ in range(5)]
+    how = SamplingTensors(*columns, is_greedy=True)
+    logits = torch.empty(3, 50, device="meta")
+    assert sample(logits, how.rows(slice(0, 3)), 1).ids.shape == (3,)
 
 
 def masked(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:

@@ -90,7 +90,7 @@ def find_all(dtype: torch.dtype) -> tuple[list[object], str]:
     registry = Registry("auto", built_library(), dtype, torch.device("cpu"))
     how = open_random("llama-160m").model.layers[0].attention
     head = registry.head(dense(torch.randn(200, 96).to(dtype), "head"), None)
-    return [registry.attention(how, 16, dtype), registry.parts.kernels, head], registry.why_plain
+    return [registry.attention([how], 16, dtype), registry.parts.kernels, head], registry.why_plain
 
 
 @needs_compiler

@@ -116,6 +116,9 @@ def test_another_machine_is_planned_for(rows: Path, monkeypatch: pytest.MonkeyPa
     assert says is not None and 7e9 * 2 < float(says[2]) * GIB < float(says[1]) * GIB
     flags[3] = "6"
     assert check(rows, *flags, "--device-memory", "16G").exit_code == 3, "as it was told"
+    found = check(rows, *flags, "--device-memory", "16G", "--budget", str(10**12))
+    assert found.exit_code == 1, "more devices would not help"
+    assert "a smaller --budget, or leave it out" in found.output
     assert check(rows, "--data-group-size", "3", "--world-size", "4").exit_code == 2
     assert "is no size" in check(rows, "--device-memory", "80").output
 
@@ -159,6 +162,19 @@ def test_the_tables_of_positions_are_foreseen(checkpoint: Checkpoint) -> None:
     longer = make_plan(config, replace(checkpoint, max_model_len=100_000), machine).own.takes
     more = 100_000 - checkpoint.context_length
     assert longer.libraries - found.libraries == 2 * 4 * 32 * more
+
+
+def test_the_graphs_of_a_gpu_are_foreseen(checkpoint: Checkpoint) -> None:
+    """They are captured while a run computes, when its KV cache has taken what was free."""
+
+    def work(**options: Any) -> int:
+        machine = Machine(device_bytes=80 * GIB, is_fast_in_bfloat16=True)
+        config = replace(SMALL, device="cuda", **options)
+        return make_plan(config, checkpoint, machine).own.takes.work
+
+    without = work(kernels="off")
+    assert 100 << 20 < work(kernels="auto") - without < 300 << 20
+    assert work(kernels="auto", max_rows=8) < without + (20 << 20)
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")

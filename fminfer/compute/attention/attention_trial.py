@@ -17,17 +17,29 @@ from fminfer.core.messages import StepRow
 CPU = torch.device("cpu")
 # Of the largest expected number. 16 bits round weights and results.
 ATTENTION_ERRORS: Limits = {torch.float32: 2e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
-# Of the longer row of a trial. The GPU's kernel has 64 keys on the way at once.
+# Of the longer row of a trial: more than a split of the GPU's kernel has. And its rows times KV
+# heads: more than two for each of a GPU's multiprocessors, where programs merge their splits.
 TRIED_KEYS = {"cpu": 67, "cuda": 327}
+TRIED_PROGRAMS = {"cpu": 1, "cuda": 400}
 
 
 @dataclass(slots=True, frozen=True)
 class AttentionAsked:
     """The attention that is asked for."""
 
-    how: Attention  # of one layer; keys of all have the same shape
+    hows: tuple[Attention, ...]  # of all layers, whose keys have one shape
     block_size: int  # tokens a block of the KV cache
     kv_dtype: torch.dtype
+
+    @property
+    def how(self) -> Attention:
+        return self.hows[0]
+
+    @property
+    def kinds(self) -> list[Attention]:
+        """One layer of each kind that a GPU compiles for."""
+        kind = {(e.window is None, e.has_sinks, e.alibi is None): e for e in self.hows}
+        return list(kind.values())
 
 
 def attention_trial(
@@ -47,13 +59,15 @@ def attention_pairs(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Iterator[Pair]:
-    """Attend with a kernel, and in plain torch in float32 on the CPU.
+    """Attend as each kind of layer does with a kernel, and in plain torch in float32 on the CPU.
 
     Nothing is rounded there but what a KV cache of another type rounds.
     """
-    for is_limited in (False, True):
+    for how in asked.kinds:
+        one = replace(asked, hows=(how,))
+        sizes = num_keys, -(-TRIED_PROGRAMS[device.type] // how.kv_heads)
         found, expected = (
-            _attend_some(body, asked, num_keys, is_limited, dtype, where)
+            _attend_some(body, one, sizes, dtype, where)
             for body, where in ((kernel, device), (None, CPU))
         )
         yield found, expected
@@ -62,29 +76,30 @@ def attention_pairs(
 def _attend_some(
     kernel: AttentionBody | None,
     asked: AttentionAsked,
-    num_keys: int,
-    is_limited: bool,
+    sizes: tuple[int, int],  # keys of the longer row; rows that share a prefix
     dtype: torch.dtype,  # of queries
     device: torch.device,
 ) -> torch.Tensor:  # (tokens, heads, head_dim) float32, on the CPU
-    """Attend from two prompts, a chunk of one beside a token of the other, and two that share."""
-    how, block_size = asked.how, asked.block_size
+    """Attend from two prompts, a chunk of one beside a token of the other, and some that share."""
+    how, block_size, (num_keys, num_rows) = asked.how, asked.block_size, sizes
     heads, (_, kv_heads, head_dim) = how.heads, how.cache_shape
     body: AttentionBody = kernel or PlainAttention(kv_heads, device)
     given = dtype if kernel else torch.float32
     count = -(-(num_keys + 3) // block_size)
-    shape = (2 * count + 1, kv_heads, block_size, head_dim)
+    shape = (2 * count + num_rows, kv_heads, block_size, head_dim)
     nan = torch.full((2, *shape), torch.nan, dtype=asked.kv_dtype, device=device)
     keys, values = nan  # what others left there must not matter
     blocks = list(range(2 * count))
     first, second = blocks[1::2], blocks[-2::-2]
     part, shared = num_keys * 2 // 5, num_keys // block_size
-    scoring = Scoring(head_dim**-0.5, softcap=how.softcap)
-    if is_limited:
-        slopes, sinks = torch.linspace(0.01, 0.1, heads), torch.linspace(-1, 2, heads)
-        scoring = replace(scoring, window=num_keys // 2, slopes=slopes.to(device))
-        if how.has_sinks:  # a GPU compiles for them
-            scoring = replace(scoring, sinks=sinks.to(device))
+    has_slopes = how.alibi is not None and not how.keeps_bias
+    scoring = Scoring(
+        head_dim**-0.5,
+        window=None if how.window is None else num_keys * 5 // 6,
+        slopes=torch.linspace(0.01, 0.1, heads, device=device) if has_slopes else None,
+        softcap=how.softcap,
+        sinks=torch.linspace(-1, 2, heads, device=device) if how.has_sinks else None,
+    )
     generator = torch.Generator().manual_seed(0)
     outs = []
     for rows in (
@@ -92,7 +107,10 @@ def _attend_some(
         [StepRow([0] * (num_keys // 2), part, second), StepRow([0], num_keys, first)],
         [
             StepRow([0], num_keys + 1, first),
-            StepRow([0], shared * block_size, [*first[:shared], 2 * count]),
+            *(
+                StepRow([0], shared * block_size, [*first[:shared], 2 * count + number])
+                for number in range(num_rows)
+            ),
         ],
     ):
         tokens = sum(len(row.token_ids) for row in rows)

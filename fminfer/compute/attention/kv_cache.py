@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -43,7 +44,7 @@ class KvCache:
             use_small_pages(self._kv.data_ptr(), self._kv.nbytes)
         body = kernel or PlainAttention(kv_heads, device)
         self.layers = [PagedAttention(each[0], each[-1], body) for each in self._kv]
-        self._block_size, self._device = block_size, device
+        self.num_blocks, self.block_size, self.device = num_blocks, block_size, device
 
     def plan(self, rows: list[StepRow], kept: torch.Tensor | None) -> None:
         """Prepare attention for the rows of a step.
@@ -51,11 +52,15 @@ class KvCache:
         Args:
             kept: (wanted,) int64, the tokens whose queries the last layer needs; None: all.
         """
-        plan = self.layers[0].body.plan(rows, self._block_size)
-        for layer in self.layers:
-            layer.plan = plan
+        plan = self.layers[0].body.plan(rows, self.block_size)
+        self.use(plan)
         if kept is not None:
             self.layers[-1].plan = plan.keep(kept)
+
+    def use(self, plan: Any) -> None:
+        """Have all layers attend by a plan of the body's, with the outputs of all tokens."""
+        for layer in self.layers:
+            layer.plan = plan
 
     def __call__(
         self,
@@ -71,6 +76,6 @@ class KvCache:
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole blocks, given as pairs (from, to)."""
-        sources, targets = torch.tensor(copies, device=self._device).T
+        sources, targets = torch.tensor(copies, device=self.device).T
         for kv in self._kv:  # all layers at once would need their blocks twice
             kv[:, targets] = kv[:, sources]

@@ -14,11 +14,13 @@ import torch
 
 from fminfer.compute.attention.scoring import Scoring, with_rows
 from fminfer.compute.attention.shared_runs import token_slots
-from fminfer.compute.kernels.triton_kernels import attend_kernel, store_kernel
+from fminfer.compute.kernels.triton_kernels import attend_kernel, join_kernel, store_kernel
 from fminfer.core.messages import StepRow
+from fminfer.machine.device import send
 
 NO_WINDOW = 2**31 - 1
-LARGE_TILE_BYTES = 128 << 10  # 112 KB are used; A100 and H100 have these, smaller GPUs do not
+SHARED_BYTES = (99 << 10, 163 << 10)  # of a program: what small GPUs have; what ours use, at most
+SPLIT, SPLITS = 256, 32  # keys of a split, at least; splits of a row, at most
 MAX_DIM = 256  # elements of a key: keys of 576 (DeepSeek) compile for minutes, and do not fit
 
 
@@ -30,12 +32,22 @@ class TileRows:
     prompt_tiles: torch.Tensor
     decode_tiles: torch.Tensor  # those of one token, of rows that have no other
     blocks: torch.Tensor  # (blocks,): the rows' block tables, one after another
-    slots: torch.Tensor  # (tokens,): block * block_size + place, of each token's key
+    slots: torch.Tensor  # (tokens,): block * block_size + place, of each token's key; -1: no token
     kept: torch.Tensor | None = None  # int64: the tokens whose output is wanted; None: all
 
     def keep(self, tokens: torch.Tensor) -> TileRows:
         """Return rows whose keys and values are all stored, and whose outputs are some tokens'."""
         return replace(self, kept=tokens)
+
+
+@dataclass(slots=True, frozen=True)
+class TileShape:
+    """What one program computes, and how."""
+
+    queries: int  # tokens times the heads of a KV head, at most
+    keys: int  # of a piece, as are their values
+    warps: int
+    ahead: int  # pieces that are on their way while one is computed
 
 
 class TritonAttention:
@@ -66,53 +78,102 @@ class TritonAttention:
                 f"keys of {head_dim} elements need more shared memory than a GPU has; the kernel "
                 f"serves up to {MAX_DIM}"
             )
-        # As many as registers hold the sums of, and shared memory the keys to come; in float32
-        # there are no tensor cores, and few registers.
-        width = self._dim * max(dtype.itemsize, (kv_dtype or dtype).itemsize)
-        self._keys = 64 if width <= 256 else 32 if width <= 512 else 16
-        self.decode_queries = max(16, power_of_2(self.group))
-        rows = 16 if dtype.itemsize > 2 else 64
-        if rows == 64 and self._dim == 128 and _shared_bytes(device) >= LARGE_TILE_BYTES:
-            rows = 128  # a row's keys are read half as often
-        self.queries = max(rows, self.decode_queries)
+        key_bytes = self._dim * max(dtype.itemsize, (kv_dtype or dtype).itemsize)
+        self.prompt, self.decode = self._prompt_shape(key_bytes), self._decode_shape(key_bytes)
+        # So many rows of one token fill the GPU. The splits of fewer have programs of their own.
+        self.full_rows = -(-2 * _processors(device) // kv_heads)
+        parts = (self.full_rows - 1) * SPLITS * heads
+        self._parts = torch.empty(parts * head_dim, dtype=torch.float32, device=device)
+        self._marks = torch.empty(parts * 2, dtype=torch.float32, device=device)
         self._no_slopes = torch.zeros(heads, dtype=torch.float32, device=device)
 
+    def _prompt_shape(self, key_bytes: int) -> TileShape:
+        """Return the best of a sweep over an H200 that fits; docs/performance.md has figures."""
+        size, room = self.dtype.itemsize, _shared_bytes(self.device) - 1024
+        queries, most = (128 if self._dim <= 64 else 64), 64
+        if size > 2:  # without tensor cores, and with fewer registers
+            queries, most = 16, (16 << 10) // key_bytes
+        queries = max(queries, power_of_2(self.group))
+        warps = 8 if queries * self._dim > 8192 and size == 2 else 4
+        room -= queries * self._dim * size
+        sizes = [(keys, ahead) for keys in (64, 32, 16) if keys <= most for ahead in (2, 1)]
+        fitting = (each for each in sizes if (each[1] + 1) * 2 * each[0] * key_bytes <= room)
+        keys, ahead = next(fitting, sizes[-1])
+        return TileShape(queries, keys, warps, ahead)
+
+    def _decode_shape(self, key_bytes: int) -> TileShape:
+        queries, keys = max(16, power_of_2(self.group)), 32 if key_bytes <= 512 else 16
+        warps = max(2 if self.dtype.itemsize == 2 else 4, min(8, queries * self._dim // 1024))
+        return TileShape(queries, keys, warps, min(3, (64 << 10) // (2 * keys * key_bytes)))
+
+    def constants(self, block_size: int, *, is_one: bool) -> dict[str, int]:
+        """Return what `attend_kernel` is compiled for, but for what layers differ in."""
+        tile = self.decode if is_one else self.prompt
+        sizes = {"GROUP": self.group, "QUERIES": tile.queries, "KEYS": tile.keys}
+        splits = {"IS_ONE": is_one, "SPLIT": SPLIT, "SPLITS": SPLITS}
+        # Block ids are on their way before their pieces. Rounding must not depend on what is fused:
+        # where a row's splits are merged differs from step to step.
+        options = {"num_stages": 2 * tile.ahead + 1, "enable_fp_fusion": not is_one}
+        return {**self.shape(block_size), **sizes, **splits, **options, "num_warps": tile.warps}
+
+    def join_constants(self) -> dict[str, int]:
+        """Return the same of `join_kernel`."""
+        sizes = {"HEADS": self.heads, "HEAD_DIM": self.head_dim, "DIM": self._dim}
+        splits = {"KEYS": self.decode.keys, "SPLIT": SPLIT, "SPLITS": SPLITS}
+        return {**sizes, **splits, "num_warps": 1, "enable_fp_fusion": False}
+
     def shape(self, block_size: int) -> dict[str, int]:
-        """Return what both kernels are compiled for."""
+        """Return what keys and values are stored by."""
         kv_heads = self.heads // self.group
         sizes = {"KV_HEADS": kv_heads, "HEAD_DIM": self.head_dim, "BLOCK_SIZE": block_size}
         return {**sizes, "DIM": self._dim}
 
-    def tile(self, queries: int) -> dict[str, int]:
-        """Return what a kernel that attends from so many queries is compiled for beside it."""
-        return {"GROUP": self.group, "QUERIES": queries, "KEYS": self._keys}
-
-    def warps(self, queries: int) -> int:
-        """Return the warps of a program: with 4 the sums of many wide queries spill."""
-        return 8 if queries >= 64 and self._dim >= 128 and self.dtype.itemsize == 2 else 4
-
     def plan(self, rows: Sequence[StepRow], block_size: int) -> TileRows:
         """Lay out a step's rows, in packed order."""
-        prompts: list[int] = []
-        decodes: list[int] = []
+        prompts: list[tuple[int, ...]] = []
+        decodes: list[tuple[int, ...]] = []
         blocks: list[int] = []
         first = 0
         for row in rows:
             num, table = len(row.token_ids), len(blocks)
-            most = self.queries // self.group if num > 1 else 1
+            most = self.prompt.queries // self.group if num > 1 else 1
             for start in range(0, num, most):
                 tile = (first + start, min(most, num - start), row.position + start, table)
-                (prompts if num > 1 else decodes).extend(tile)
+                (prompts if num > 1 else decodes).append(tile)
             blocks += row.block_table[: -(-(row.position + num) // block_size)]
             first += num
-        parts = (prompts, decodes, blocks, token_slots(rows, block_size))
-        together = torch.from_numpy(np.array(list(chain(*parts)), dtype=np.int32))
-        if self.device.type == "cuda":
-            together = together.pin_memory()
-        # One transfer, which does not wait for what the GPU does.
-        together = together.to(self.device, non_blocking=True)
-        tiles, others, tables, slots = torch.split(together, [len(part) for part in parts])
+        prompts.sort(key=lambda tile: -tile[2])  # the longest first: short ones fill the end
+        tiles_of = (list(chain.from_iterable(tiles)) for tiles in (prompts, decodes))
+        parts = (*tiles_of, blocks, token_slots(rows, block_size))
+        columns = [np.array(part, np.int32) for part in parts]
+        tiles, others, tables, slots = send(columns, self.device)
         return TileRows(tiles.view(-1, 4), others.view(-1, 4), tables, slots)
+
+    def decode_numbers(
+        self, rows: Sequence[StepRow], block_size: int, size: int
+    ) -> list[np.ndarray]:
+        """Lay out rows of one token each, and as many that are none as `size` asks for.
+
+        Returns:
+            Numbers of int32; behind each other they are what `decode_plan` reads.
+        """
+        num = len(rows)
+        positions = np.array([row.position for row in rows], np.int32)
+        used = positions // block_size + 1
+        ends = used.cumsum(dtype=np.int32)
+        tables = [row.block_table[:count] for row, count in zip(rows, used.tolist(), strict=True)]
+        blocks = np.array(list(chain.from_iterable(tables)), np.int32)
+        tiles = np.zeros((size, 4), np.int32)  # without tokens; none has another's place in `out`
+        tiles[:, 0] = np.arange(size)
+        tiles[:num, 1:] = np.stack([np.ones_like(used), positions, ends - used], 1)
+        slots = np.full(size, -1, np.int32)
+        slots[:num] = blocks[ends - 1] * block_size + positions % block_size
+        return [tiles.ravel(), slots, blocks]
+
+    def decode_plan(self, numbers: torch.Tensor, size: int) -> TileRows:
+        """Return the plan of so many rows of one token, whatever `numbers`, int32, come to hold."""
+        tiles, slots, blocks = numbers.tensor_split([4 * size, 5 * size])
+        return TileRows(tiles[:0].view(-1, 4), tiles.view(-1, 4), blocks, slots)
 
     def __call__(
         self,
@@ -138,31 +199,32 @@ class TritonAttention:
             self._no_slopes if each is None else each.float().contiguous()
             for each in (how.slopes, how.sinks)
         )
-        shape = self.shape(block_size)
+        window = min(how.window or NO_WINDOW, NO_WINDOW)
+        has = {"HAS_SINKS": how.sinks is not None, "HAS_WINDOW": how.window is not None}
+        attended = {"HAS_CAP": how.softcap is not None, "HAS_SLOPES": how.slopes is not None, **has}
+        given = (asked, out, keys, values)
+        others = (rows.blocks, slopes, of_sinks, self._parts, self._marks, *asked.stride()[:2])
         # Triton launches on the current device of the thread.
         with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
             store_kernel[(tokens, kv_heads)](
                 *(keys, values, key, value, rows.slots),
                 *(step for t in (key, value) for step in t.stride()[:2]),
-                **shape,
+                **self.shape(block_size),
                 num_warps=1,
             )
-            for tiles, queries in (
-                (rows.prompt_tiles, self.queries),
-                (rows.decode_tiles, self.decode_queries),
-            ):
+            for tiles, is_one in ((rows.prompt_tiles, False), (rows.decode_tiles, True)):
+                num_splits = SPLITS if is_one and len(tiles) < self.full_rows else 1
                 if len(tiles):
-                    attend_kernel[(len(tiles), kv_heads)](
-                        *(asked, out, keys, values, tiles, rows.blocks, slopes, of_sinks),
-                        *asked.stride()[:2],
-                        min(how.window or NO_WINDOW, NO_WINDOW),
-                        how.scaling,
-                        how.softcap or 1.0,
-                        HAS_CAP=how.softcap is not None,
-                        HAS_SINKS=how.sinks is not None,
-                        **shape,
-                        **self.tile(queries),
-                        num_warps=self.warps(queries),
+                    attend_kernel[(len(tiles) * kv_heads, num_splits)](
+                        *(*given, tiles, *others, window, how.scaling, how.softcap or 1.0),
+                        **self.constants(block_size, is_one=is_one),
+                        **attended,
+                    )
+                if len(tiles) and num_splits > 1:
+                    join_kernel[(len(tiles), heads)](
+                        *(out, tiles, of_sinks, self._parts, self._marks, window),
+                        **self.join_constants(),
+                        **has,
                     )
         if rows.kept is not None:
             out = out[:, rows.kept]
@@ -175,9 +237,16 @@ def power_of_2(number: int) -> int:
 
 
 def _shared_bytes(device: torch.device) -> int:
-    """Return the shared memory that one program may have; 0: there is no GPU."""
+    """Return the shared memory that a program may use."""
+    found: int = SHARED_BYTES[0]
+    if device.type == "cuda":
+        facts = torch.cuda.get_device_properties(device)
+        found = getattr(facts, "shared_memory_per_block_optin", found)
+    return min(found, SHARED_BYTES[1])
+
+
+def _processors(device: torch.device) -> int:
+    """Return the multiprocessors of a GPU; the interpreter has one."""
     if device.type != "cuda":
-        return 0
-    facts = torch.cuda.get_device_properties(device)
-    found: int = getattr(facts, "shared_memory_per_block_optin", 0)
-    return found
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -18,7 +18,7 @@ def store_kernel(
     values,
     new_keys,  # (kv_heads, tokens, head_dim), by its strides
     new_values,
-    slots,  # (tokens,) int32: block * block_size + place
+    slots,  # (tokens,) int32: block * block_size + place; below 0: the token is none
     key_head,
     key_token,
     value_head,
@@ -34,11 +34,139 @@ def store_kernel(
     slot = tl.load(slots + token).to(tl.int64)
     row = (slot // BLOCK_SIZE * KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
     dims = tl.arange(0, DIM)
-    is_dim = dims < HEAD_DIM
+    is_dim = (dims < HEAD_DIM) & (slot >= 0)
     key = tl.load(new_keys + head * key_head + token * key_token + dims, mask=is_dim)
     value = tl.load(new_values + head * value_head + token * value_token + dims, mask=is_dim)
     tl.store(keys + row * HEAD_DIM + dims, key, mask=is_dim)
     tl.store(values + row * HEAD_DIM + dims, value, mask=is_dim)
+
+
+@triton.jit
+def row_splits(
+    start_position, num_tokens, window, HAS_WINDOW: tl.constexpr, KEYS: tl.constexpr,
+    SPLIT: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Return the first key of a tile's first piece, the end of its last, and the keys of a split.
+
+    The row alone decides: its result is the same beside any others, and in any number of programs.
+    """
+    end = start_position + num_tokens
+    low = end * 0
+    if HAS_WINDOW:
+        low = tl.maximum(start_position - window + 1, 0) // KEYS * KEYS
+    high = tl.cdiv(end, KEYS) * KEYS
+    return low, high, tl.maximum(SPLIT, tl.cdiv(high - low, SPLITS * KEYS) * KEYS)
+
+
+@triton.jit
+def merge(best, total, sums, other_best, other_total, other_sums):
+    """Join what was found in some keys and in others: the best score, as a power of 2, and sums."""
+    most = tl.maximum(best, other_best)
+    base = tl.where(most == float("-inf"), 0.0, most)  # a window may hide all of these
+    fade = tl.math.exp2(best - base)
+    other_fade = tl.math.exp2(other_best - base)
+    total = total * fade + other_total * other_fade
+    return most, total, sums * fade[:, None] + other_sums * other_fade[:, None]
+
+
+@triton.jit
+def key_lines(
+    table, kv_head, start, end,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Return where in the cache the keys of a piece begin: (KEYS,) int64."""
+    inner = tl.arange(0, KEYS)
+    number = start // BLOCK_SIZE
+    # One id for each block is loaded, where pieces have few: ids for all keys cost 10 to 20 %.
+    if BLOCK_SIZE % KEYS == 0 or (KEYS % BLOCK_SIZE == 0 and KEYS <= 4 * BLOCK_SIZE):
+        block = tl.load(table + number).to(tl.int64)
+        first = (block * KV_HEADS + kv_head) * (BLOCK_SIZE * HEAD_DIM)
+        for place in tl.static_range(1, KEYS // BLOCK_SIZE):
+            is_used = (number + place) * BLOCK_SIZE < end
+            block = tl.load(table + number + place, mask=is_used, other=0).to(tl.int64)
+            other = (block * KV_HEADS + kv_head) * (BLOCK_SIZE * HEAD_DIM)
+            first = tl.where(inner // BLOCK_SIZE >= place, other, first)
+        return first + (start % BLOCK_SIZE + inner) % BLOCK_SIZE * HEAD_DIM
+    else:
+        at = start + inner
+        block = tl.load(table + at // BLOCK_SIZE, mask=at < end, other=0).to(tl.int64)
+        return ((block * KV_HEADS + kv_head) * BLOCK_SIZE + at % BLOCK_SIZE) * HEAD_DIM
+
+
+@triton.jit
+def attend_pieces(
+    best, total, sums, asked, slope, position, keys, values, table, kv_head,
+    low, high, left, skipped, size, end, window, scaling, softcap,
+    IS_WHOLE: tl.constexpr,  # all queries see all keys: no masks
+    IS_ONE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Attend to keys [low, high), without `skipped` keys from `left` on, piece by piece."""
+    dims = tl.arange(0, DIM)
+    factor = 1.4426950408889634  # log2(e)
+    if not (HAS_CAP or HAS_SLOPES):
+        factor *= scaling
+    empty_best, empty_total, empty_sums = best, total, sums
+    all_best, all_total, all_sums = best, total, sums  # of the splits before this one
+    border = low + size
+    for start in tl.range(low, high, KEYS, num_stages=STAGES):
+        if IS_ONE:
+            if start == border:
+                all_best, all_total, all_sums = merge(
+                    all_best, all_total, all_sums, best * factor, total, sums
+                )
+                best, total, sums = empty_best, empty_total, empty_sums
+                border += size
+        elif not IS_WHOLE:
+            start += tl.where(start >= left, skipped, 0)
+        at = start + tl.arange(0, KEYS)
+        distance = position[:, None] - at[None, :]
+        lines = key_lines(table, kv_head, start, end, KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEYS)
+        places = lines[:, None] + dims[None, :]
+        is_key = at < end
+        if IS_ONE and HAS_WINDOW:
+            is_key &= at >= end - window
+        if IS_WHOLE and HEAD_DIM == DIM:
+            key = tl.load(keys + places)
+            value = tl.load(values + places)
+        else:
+            is_used = is_key[:, None] & (dims < HEAD_DIM)[None, :]
+            key = tl.load(keys + places, mask=is_used, other=0.0)
+            value = tl.load(values + places, mask=is_used, other=0.0)
+        value = value.to(asked.dtype)
+        scores = tl.dot(asked, tl.trans(key.to(asked.dtype)), input_precision="ieee")
+        if HAS_CAP:  # softcap * tanh(scores / softcap)
+            scores = softcap - 2.0 * softcap / (tl.exp(2.0 * (scores * scaling) / softcap) + 1.0)
+        elif HAS_SLOPES:
+            scores *= scaling
+        if HAS_SLOPES:
+            scores -= slope[:, None] * distance
+        if not IS_WHOLE:
+            is_seen = is_key[None, :] & (distance >= 0)
+            if HAS_WINDOW:
+                is_seen &= distance < window
+            scores = tl.where(is_seen, scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        base = tl.where(new_best == float("-inf"), 0.0, new_best) * factor
+        weights = tl.math.exp2(scores * factor - base[:, None])
+        fade = tl.math.exp2(best * factor - base)
+        best = new_best
+        total = total * fade + tl.sum(weights, 1)
+        sums *= fade[:, None]
+        if not (IS_WHOLE or IS_ONE):
+            # Where some are hidden: 0 times a nan or an infinity would be nan.
+            is_odd = (value != value) | (tl.abs(value) == float("inf"))
+            if tl.max(tl.max(is_odd.to(tl.int32), 1), 0) > 0:
+                value = tl.where(is_odd, 0.0, value)
+                odd = tl.where(is_odd, 1.0, 0.0).to(value.dtype)
+                seen = tl.where(is_seen, 1.0, 0.0).to(value.dtype)
+                reaches = tl.dot(seen, odd, input_precision="ieee") > 0
+                sums = tl.where(reaches, float("nan"), sums)
+        sums = tl.dot(weights.to(value.dtype), value, sums, input_precision="ieee")
+    if IS_ONE:
+        return merge(all_best, all_total, all_sums, best * factor, total, sums)
+    return best if IS_WHOLE else best * factor, total, sums
 
 
 @triton.jit(
@@ -54,88 +182,127 @@ def attend_kernel(
     blocks,  # int32: the rows' block tables, one after another
     slopes,  # (heads,) float32
     sinks,  # the same: scores of a key more, which has no value
-    query_head,
-    query_token,
+    parts,  # (tiles, SPLITS, heads, head_dim) float32: sums of splits
+    marks,  # (tiles, SPLITS, heads, 2) float32: their best scores and totals
+    query_head, query_token,
     window,  # keys as far as this are hidden
-    scaling,
-    softcap,
-    HAS_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    scaling, softcap,
+    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
     GROUP: tl.constexpr,  # query heads a KV head
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr,  # the power of two that holds head_dim
+    IS_ONE: tl.constexpr,  # tiles have one token, and are split
     QUERIES: tl.constexpr,  # tokens times GROUP, at most: the rows of a product
     KEYS: tl.constexpr,  # keys at a time: its columns
-):
-    """Attend from one tile, for one KV head. Grid: (tiles, kv_heads)."""
-    tile = tiles + tl.program_id(0) * 4
-    kv_head = tl.program_id(1)
+    SPLIT: tl.constexpr,  # keys of a split, at least
+    SPLITS: tl.constexpr,  # of a row, at most
+):  # fmt: skip
+    """Attend from one tile, for one KV head. Grid: (tiles * kv_heads, 1 or SPLITS).
+
+    With SPLITS programs a tile, each has one split, and `join_kernel` merges what they found.
+    A single program merges its splits in the same order.
+    """
+    number = tl.program_id(0) // KV_HEADS
+    kv_head = tl.program_id(0) % KV_HEADS
+    tile = tiles + number * 4
     first = tl.load(tile).to(tl.int64)
     num_tokens = tl.load(tile + 1)
     start_position = tl.load(tile + 2)
     table = blocks + tl.load(tile + 3)
-
-    rows = tl.arange(0, QUERIES)
-    token = rows // GROUP
-    head = kv_head * GROUP + rows % GROUP
+    low, high, size = row_splits(
+        start_position, num_tokens, window, HAS_WINDOW, KEYS, SPLIT, SPLITS
+    )
+    is_part = (tl.num_programs(1) > 1) & (high - low > size)
+    if tl.num_programs(1) > 1:
+        low += tl.program_id(1) * size
+        high = tl.minimum(low + size, high)
+    if (num_tokens == 0) | (low >= high):
+        return
+    end = start_position + num_tokens
+    token = tl.arange(0, QUERIES) // GROUP
+    head = kv_head * GROUP + tl.arange(0, QUERIES) % GROUP
     position = start_position + token
     dims = tl.arange(0, DIM)
     is_row = token < num_tokens
     is_query = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     places = head * query_head + (first + token) * query_token
     asked = tl.load(query + places[:, None] + dims[None, :], mask=is_query, other=0.0)
-    slope = tl.load(slopes + head, mask=is_row, other=0.0)
-
+    slope = tl.zeros((QUERIES,), tl.float32)
+    if HAS_SLOPES:
+        slope = tl.load(slopes + head, mask=is_row, other=0.0)
     best = tl.full((QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     sums = tl.zeros((QUERIES, DIM), tl.float32)
-    earliest = tl.maximum(start_position - window + 1, 0) // KEYS * KEYS
-    end = start_position + num_tokens
-    for start in range(earliest, end, KEYS):
-        at = start + tl.arange(0, KEYS)
-        is_key = at < end
-        block = tl.load(table + at // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
-        line = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + at % BLOCK_SIZE) * HEAD_DIM
-        is_used = is_key[:, None] & (dims < HEAD_DIM)[None, :]
-        key = tl.load(keys + line[:, None] + dims[None, :], mask=is_used, other=0.0)
-        key = key.to(asked.dtype)
-        scores = tl.dot(asked, tl.trans(key), input_precision="ieee") * scaling
-        if HAS_CAP:  # softcap * tanh(scores / softcap)
-            scores = softcap - 2.0 * softcap / (tl.exp(2.0 * scores / softcap) + 1.0)
-        distance = position[:, None] - at[None, :]
-        scores -= slope[:, None] * distance
-        is_seen = (distance >= 0) & (distance < window)
-        scores = tl.where(is_seen, scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, 1))
-        base = tl.where(new_best == float("-inf"), 0.0, new_best)  # a window may hide all of these
-        weights = tl.exp(scores - base[:, None])
-        fade = tl.exp(best - base)
-        total = total * fade + tl.sum(weights, 1)
-        value = tl.load(values + line[:, None] + dims[None, :], mask=is_used, other=0.0)
-        value = value.to(asked.dtype)
-        weights = weights.to(value.dtype)
-        sums *= fade[:, None]
-        # Where some are hidden: 0 times a nan or an infinity would be nan.
-        if (tl.minimum(start + KEYS, end) > start_position + 1) | (start < end - window):
-            is_odd = (value != value) | (tl.abs(value) == float("inf"))
-            value = tl.where(is_odd, 0.0, value)
-            odd = tl.where(is_odd, 1.0, 0.0).to(value.dtype)
-            seen = tl.where(is_seen, 1.0, 0.0).to(value.dtype)
-            reaches = tl.dot(seen, odd, input_precision="ieee") > 0
-            sums = tl.where(reaches, float("nan"), sums)
-        sums += tl.dot(weights, value, input_precision="ieee")
-        best = new_best
+    left, skipped = high, 0
+    if not IS_ONE:
+        # Pieces that all queries see whole have no masks; others are before and behind them.
+        left = low
+        if HAS_WINDOW:
+            left = tl.maximum(tl.cdiv(tl.maximum(end - window, 0), KEYS) * KEYS, low)
+        left = tl.minimum(left, high)
+        right = tl.maximum(tl.minimum((start_position + 1) // KEYS * KEYS, high), left)
+        best, total, sums = attend_pieces(
+            best, total, sums, asked, slope, position, keys, values, table, kv_head, left, right,
+            left, 0, size, end, window, scaling, softcap, True, IS_ONE, HAS_CAP, HAS_SLOPES,
+            HAS_WINDOW, KV_HEADS, HEAD_DIM, BLOCK_SIZE, DIM, KEYS, None,
+        )  # fmt: skip
+        skipped = right - left
+    best, total, sums = attend_pieces(
+        best, total, sums, asked, slope, position, keys, values, table, kv_head, low,
+        high - skipped, left, skipped, size, end, window, scaling, softcap, False, IS_ONE, HAS_CAP,
+        HAS_SLOPES, HAS_WINDOW, KV_HEADS, HEAD_DIM, BLOCK_SIZE, DIM, KEYS, None if IS_ONE else 1,
+    )  # fmt: skip
+    if is_part:
+        line = (number.to(tl.int64) * SPLITS + tl.program_id(1)) * (KV_HEADS * GROUP) + head
+        tl.store(parts + line[:, None] * HEAD_DIM + dims[None, :], sums, mask=is_query)
+        tl.store(marks + line * 2, best, mask=is_row)
+        tl.store(marks + line * 2 + 1, total, mask=is_row)
+    else:
+        if HAS_SINKS:
+            sink = tl.load(sinks + head, mask=is_row, other=0.0) * 1.4426950408889634
+            best, total, sums = merge(best, total, sums, sink, 1.0, 0.0)
+        written = out + ((first + token) * (KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM
+        given = (sums / total[:, None]).to(out.dtype.element_ty)
+        tl.store(written + dims[None, :], given, mask=is_query)
+
+
+@triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["tiles", "sinks"])
+def join_kernel(
+    out, tiles, sinks, parts, marks, window,  # as `attend_kernel` has them
+    HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of one token's head, in their order. Grid: (tiles, heads)."""
+    number = tl.program_id(0)
+    head = tl.program_id(1) + tl.arange(0, 1)
+    tile = tiles + number * 4
+    first = tl.load(tile).to(tl.int64)
+    num_tokens = tl.load(tile + 1)
+    low, high, size = row_splits(
+        tl.load(tile + 2), num_tokens, window, HAS_WINDOW, KEYS, SPLIT, SPLITS
+    )
+    if (num_tokens == 0) | (high - low <= size):
+        return  # `attend_kernel` has written it
+    dims = tl.arange(0, DIM)
+    is_dim = (dims < HEAD_DIM)[None, :]
+    best = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    sums = tl.zeros((1, DIM), tl.float32)
+    for start in tl.range(low, high, 8 * size):
+        for split in tl.static_range(8):  # so that their loads are on the way together
+            at = start + split * size
+            line = (number.to(tl.int64) * SPLITS + (at - low) // size) * HEADS + head
+            places = parts + line[:, None] * HEAD_DIM + dims[None, :]
+            part = tl.load(places, mask=is_dim & (at < high), other=0.0)
+            mark = tl.load(marks + line * 2, mask=at < high, other=float("-inf"))
+            part_total = tl.load(marks + line * 2 + 1, mask=at < high, other=0.0)
+            best, total, sums = merge(best, total, sums, mark, part_total, part)
     if HAS_SINKS:
-        sink = tl.load(sinks + head, mask=is_row, other=0.0)
-        most = tl.maximum(best, sink)
-        fade = tl.exp(best - most)
-        total = total * fade + tl.exp(sink - most)
-        sums *= fade[:, None]
-    sums = sums / total[:, None]
-    written = out + ((first + token) * (KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM
-    tl.store(written + dims[None, :], sums.to(out.dtype.element_ty), mask=is_query)
+        sink = tl.load(sinks + head) * 1.4426950408889634
+        best, total, sums = merge(best, total, sums, sink, 1.0, 0.0)
+    written = out + (first * HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(written, (sums / total[:, None]).to(out.dtype.element_ty), mask=is_dim)
 
 
 @triton.jit

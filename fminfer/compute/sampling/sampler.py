@@ -7,7 +7,7 @@ logits, parameters and noise only. It knows nothing of requests, models or where
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -75,6 +75,16 @@ class Draws:
     top_ids: torch.Tensor  # (rows, k) int64
     top_logprobs: torch.Tensor  # (rows, k) float32
 
+    def to_host(self) -> Draws:
+        """Return the same in the host's memory, by one copy: a GPU is waited for at each.
+
+        Logprobs are float64 then, which holds ids and float32 as they are.
+        """
+        columns = (self.ids[:, None].double(), self.logprobs[:, None])
+        table = torch.cat([*columns, self.top_ids, self.top_logprobs], 1).cpu()
+        top_ids, top_logprobs = table[:, 2:].chunk(2, 1)
+        return Draws(table[:, 0].long(), table[:, 1], top_ids.long(), top_logprobs)
+
 
 @dataclass(slots=True, frozen=True)
 class Ranking:
@@ -132,6 +142,7 @@ class SamplingTensors:
     top_k: torch.Tensor  # (rows,) int64; 0: off
     min_p: torch.Tensor  # (rows,) float32; 0: off
     noise: torch.Tensor  # (rows,) int64, 64 random bits
+    is_greedy: bool = field(default=False, kw_only=True)  # the host knows that no row draws
 
     def rows(self, rows: slice | torch.Tensor) -> SamplingTensors:
         return SamplingTensors(
@@ -140,6 +151,7 @@ class SamplingTensors:
             self.top_k[rows],
             self.min_p[rows],
             self.noise[rows],
+            is_greedy=self.is_greedy,
         )
 
     @property
@@ -317,6 +329,8 @@ def sample(
     masks = None if edits is None else edits.masks
     # The likeliest token; ties go to the lowest id.
     ids = ranking.first.clone() if edited is logits else likeliest(edited)
+    if how.is_greedy and masks is None:
+        return _report(logits, ids, num_top, ranking)
     # Noise is by token id, so a draw without the mask is the masked one wherever it is allowed.
     # Filters count what the mask leaves, so rows that have both draw with it at once.
     is_drawn = how.is_random

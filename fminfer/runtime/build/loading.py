@@ -214,7 +214,9 @@ def load_part(
         on_progress=on_progress,
     )
     model = checkpoint.model
-    attention = registry.attention(model.layers[0].attention, config.block_size, plan.kv_dtype)
+    attention = registry.attention(
+        [layer.attention for layer in model.layers], config.block_size, plan.kv_dtype
+    )
     bodies = Bodies(registry, max(4, checkpoint.context_length))  # a trial has 4 positions
     drawer, ranker = registry.drawer(), registry.ranker()
     join = WholeLayers(registry).join

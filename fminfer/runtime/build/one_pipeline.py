@@ -25,6 +25,7 @@ from fminfer.machine.device import (
 )
 from fminfer.machine.out_of_memory import is_out_of_memory
 from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.decode_graphs import find_graphs
 from fminfer.models.stage import Stage
 from fminfer.pipeline.group import Group
 from fminfer.pipeline.local import LocalPipeline, QueuedPipeline
@@ -74,6 +75,11 @@ def build_stage(loaded: LoadedPart, num_blocks: int) -> Stage:
 
 
 def _build_stage(loaded: LoadedPart, num_blocks: int) -> Stage:
+    plan = loaded.plan
+    graphs = find_graphs(
+        *(plan.config.kernels, loaded.network, loaded.attention),
+        *(plan.sizes.max_decode_rows, loaded.device),
+    )
     return Stage(
         loaded.network,
         kv_dtype=loaded.plan.kv_dtype,
@@ -84,6 +90,7 @@ def _build_stage(loaded: LoadedPart, num_blocks: int) -> Stage:
         ranker=loaded.ranker,
         drawer=loaded.drawer,
         threads=loaded.threads,
+        graphs=graphs,
     )
 
 
@@ -125,7 +132,8 @@ class OnePipeline:
         self._group = group
         self.stages = _build_pipeline(stage, loaded, group)
         self._device = loaded.device
-        self.facts = Facts(
+        self.graphs = stage.graphs
+        self._facts = Facts(
             str(loaded.device),
             name_of(plan.dtype),
             name_of(plan.kv_dtype),
@@ -150,6 +158,14 @@ class OnePipeline:
             num_blocks=num_blocks,
             num_stages=loaded.part.num_stages,
         )
+
+    @property
+    def facts(self) -> Facts:
+        """What the pipeline is; it becomes slower where a graph cannot be captured."""
+        if self.graphs is None or not self.graphs.why_not:
+            return self._facts
+        why = "; ".join(filter(None, (self._facts.why_slower, self.graphs.why_not)))
+        return replace(self._facts, why_plain=why, why_slower=why)
 
     @property
     def gpu_memory(self) -> dict[str, int]:

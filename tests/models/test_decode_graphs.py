@@ -1,0 +1,450 @@
+"""Decode steps as graphs: what is captured may read nothing of the device, and padding changes no
+number. A recorder stands for CUDA: its replay does the work once more, on the same tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fminfer
+from fminfer.compute.attention import triton_attention
+from fminfer.compute.attention.paged_attention import chunk_attention
+from fminfer.compute.attention.scoring import Scoring
+from fminfer.compute.attention.triton_attention import TileRows, TritonAttention
+from fminfer.compute.layers import triton_layers
+from fminfer.compute.layers.bodies import PartKernels, Parts
+from fminfer.compute.layers.plain import Function
+from fminfer.compute.layers.triton_layers import TritonLayers
+from fminfer.compute.registry import Registry
+from fminfer.compute.spec import Moe
+from fminfer.compute.trial import explain_failure
+from fminfer.compute.weights import Weight
+from fminfer.core.errors import UsageError
+from fminfer.core.messages import SamplingRows, ScoringRows, Step, StepRow
+from fminfer.core.partition import Part
+from fminfer.models.checkpoint import open_random
+from fminfer.models.decode_graphs import (
+    CudaCapture,
+    DecodeGraphs,
+    Work,
+    can_capture,
+    find_graphs,
+    graph_sizes,
+)
+from fminfer.models.layer_bodies import Bodies
+from fminfer.models.layer_source import open_weights
+from fminfer.models.stage import Stage
+from fminfer.models.transformer import Transformer
+from tests.conftest import FIELDS, family_config
+
+CPU = torch.device("cpu")
+BLOCK, BLOCKS, MAX_ROWS = 4, 40, 12
+interpreted = pytest.mark.usefixtures("interpreter")
+
+
+class Recorder:
+    """Runs work once, and what it returns runs it again."""
+
+    def __init__(self, device: torch.device) -> None:
+        assert device == CPU
+
+    def __call__(self, work: Work) -> Work:
+        work()
+        return work
+
+
+class RowByRow(Registry):
+    """Makes products whose rows are computed alone, for libraries round by the number of rows."""
+
+    def product(self, weight: Weight, bias: torch.Tensor | None) -> Function:
+        product = super().product(weight, bias)
+        return lambda x: torch.cat([product(row) for row in x.split(1)])
+
+
+class TilesInTorch(TritonAttention):
+    """The GPU's attention in plain torch, tile by tile; the interpreter takes minutes."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        new_keys: torch.Tensor,
+        new_values: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rows: TileRows,
+        how: Scoring,
+    ) -> torch.Tensor:
+        size, out = keys.shape[2], torch.empty_like(query.transpose(1, 2))
+        for token, slot in enumerate(rows.slots.tolist()):
+            if slot >= 0:
+                keys[slot // size, :, slot % size] = new_keys[0, :, token]
+                values[slot // size, :, slot % size] = new_values[0, :, token]
+        for first, num, position, table in [
+            *rows.prompt_tiles.tolist(),
+            *rows.decode_tiles.tolist(),
+        ]:
+            end = position + num
+            blocks = rows.blocks[table : table + -(-end // size)].long()
+            seen = (c[blocks].transpose(0, 1).flatten(1, 2)[:, :end] for c in (keys, values))
+            if num:
+                tile = query[0, :, first : first + num]
+                out[0, first : first + num] = chunk_attention(tile, *seen, position, how)
+        return out if rows.kept is None else out[:, rows.kept]
+
+
+def make_network(
+    family: str,
+    folder: Path,
+    part: Part | None = None,
+    parts: PartKernels | None = None,
+    kind: type[TritonAttention] = TilesInTorch,
+) -> tuple[Transformer, TritonAttention]:
+    """Return a family's layers with random weights, and the GPU's attention."""
+    family_config(family).save_pretrained(folder)
+    checkpoint = open_random(str(folder))
+    model = checkpoint.model
+    part = part or Part(0, 1, 0, len(model.layers))
+    source = open_weights(checkpoint, part, dtype=torch.float32, device=CPU, seed=1)
+    registry = RowByRow("off", None, torch.float32, CPU)
+    registry.of_products.clear()
+    registry.parts = Parts(parts)
+    bodies = Bodies(registry, checkpoint.context_length)
+    network = Transformer(model, source, first=part.first, bodies=bodies)
+    how = model.layers[0].attention
+    kernel = kind(how.heads, *how.cache_shape[1:], dtype=torch.float32, device=CPU)
+    return network, kernel
+
+
+def make_stage(network: Transformer, kernel: TritonAttention, **how: Any) -> Stage:
+    how = {"max_rows": MAX_ROWS, "capture": Recorder, "explain": raised} | how
+    return Stage(
+        network,
+        kv_dtype=torch.float32,
+        device=CPU,
+        num_blocks=BLOCKS,
+        block_size=BLOCK,
+        kernel=kernel,
+        graphs=partial(DecodeGraphs, network, kernel=kernel, **how),
+    )
+
+
+def raised(error: BaseException) -> str:
+    raise error
+
+
+def make_step(rows: list[StepRow]) -> Step:
+    num = len(rows)
+    ends = [sum(len(row.token_ids) for row in rows[: place + 1]) - 1 for place in range(num)]
+    zeros, noise = [0.0] * num, [0] * num
+    sampling = SamplingRows(ends, zeros, [1.0] * num, noise, zeros, noise)
+    return Step(0, rows, [], sampling, ScoringRows())
+
+
+def steps_of(rng: random.Random) -> list[Step]:
+    """Return prompts, and decode steps of some of their rows, whose tables grow and change."""
+    tables = [rng.sample(range(BLOCKS), 3) for _ in range(4)]
+    lengths = [5, 1, 4, 7]
+    steps = [make_step([StepRow([*range(n)], 0, t) for n, t in zip(lengths, tables, strict=True)])]
+    for places in ([0], [2, 1, 3], [0, 1, 2, 3], [3, 0, 1], [1]):
+        rows = [StepRow([rng.randrange(300)], lengths[each], tables[each]) for each in places]
+        steps.append(make_step(rows))
+        for each in places:
+            lengths[each] += 1
+    moved = tables[1][0], 39  # as a shared block is copied before it is written
+    tables[1] = [39, *tables[1][1:]]
+    last = make_step([StepRow([7], lengths[1], tables[1]), StepRow([8], lengths[0], tables[0])])
+    last.block_copies.append(moved)
+    return [*steps, last]
+
+
+# Windows, caps, ALiBi in two forms, both branches at once, learned positions.
+DENSE = ("llama", "gemma2", "qwen2-window", "bloom", "falcon-alibi", "gptj", "gpt2-inverse")
+NOT_BY_ROWS = ("opt", "youtu")  # have products that RowByRow does not make
+
+
+@pytest.mark.parametrize("family", [*DENSE, *NOT_BY_ROWS])
+def test_padded_steps_give_the_same_numbers(family: str, tmp_path: Path) -> None:
+    check_padded_steps(*make_network(family, tmp_path), is_exact=family in DENSE)
+
+
+@interpreted
+def test_padded_steps_of_the_kernels(tmp_path: Path) -> None:
+    part = Part(0, 1, 0, 1)
+    check_padded_steps(*make_network("llama", tmp_path, part, kind=TritonAttention))
+
+
+@torch.inference_mode()
+def check_padded_steps(
+    network: Transformer, kernel: TritonAttention, *, is_exact: bool = True
+) -> None:
+    found, expected = (make_stage(network, kernel) for _ in range(2))
+    expected.graphs = None
+    assert found.graphs is not None
+    sizes = []
+    for step in steps_of(random.Random(3)):
+        before = len(found.graphs.graphs)
+        pair = found.forward(step, None), expected.forward(step, None)
+        assert torch.equal(*pair) or (not is_exact and torch.allclose(*pair, atol=1e-5))
+        sizes.append(len(found.graphs.graphs) - before)
+    assert sizes == [0, 1, 1, 0, 0, 0, 1], "graphs of 1, 4 and 2 rows, each captured once"
+    assert found.run(make_step([StepRow([9], 0, [1])])).sampled.ids
+
+
+@torch.inference_mode()
+def test_other_stages_take_hidden_states(tmp_path: Path) -> None:
+    network, kernel = make_network("llama", tmp_path, Part(1, 3, 1, 2))
+    found, expected = (make_stage(network, kernel) for _ in range(2))
+    expected.graphs = None
+    for step in steps_of(random.Random(4)):
+        hidden = torch.randn(step.num_tokens, network.model.hidden_size)
+        assert torch.equal(found.forward(step, hidden), expected.forward(step, hidden))
+    assert found.graphs is not None and len(found.graphs.graphs) == 3
+
+
+@torch.inference_mode()
+def test_steps_that_no_graph_computes(tmp_path: Path) -> None:
+    """Chunks, more rows than expected, tables without room, and what is not wanted of all rows."""
+    network, kernel = make_network("llama", tmp_path)
+    stage = make_stage(network, kernel, max_rows=2)
+    rows = [StepRow([each], 0, [each]) for each in range(3)]
+    assert stage.graphs is not None
+    assert stage.graphs.run(rows, None) is None
+    assert stage.graphs.run([StepRow([1, 2], 0, [0])], None) is None
+    stage.graphs._inputs = stage.graphs._inputs[:8]
+    assert stage.graphs.run(rows[:1], None) is None
+    step = make_step(rows[:2])
+    step.sampling.token_index.pop()
+    assert stage.forward(step, None).shape == (1, network.model.hidden_size)
+    assert not stage.graphs.graphs
+
+
+def test_warming_up_writes_no_keys(tmp_path: Path) -> None:
+    """A padded row would store its key in block 0, which may be another row's."""
+    network, kernel = make_network("llama", tmp_path)
+    stage = make_stage(network, kernel)
+    assert stage.graphs is not None
+    stage.cache._kv.fill_(7.0)
+    stage.graphs.warm_up()
+    assert [*stage.graphs.graphs] == [MAX_ROWS]
+    assert (stage.cache._kv == 7.0).all()
+
+
+class Failing(Recorder):
+    error: Exception = RuntimeError("operation not permitted when stream is capturing")
+
+    def __call__(self, work: Work) -> Work:
+        raise self.error
+
+
+class WithoutMemory(Failing):
+    error = torch.OutOfMemoryError("CUDA out of memory")
+
+
+@torch.inference_mode()
+def test_what_cannot_be_captured_is_launched(tmp_path: Path) -> None:
+    """Without memory only the graphs of that size are left out; otherwise all, and it is told."""
+    network, kernel = make_network("llama", tmp_path)
+    explain = partial(explain_failure, "auto", "CUDA graphs")
+    step = make_step([StepRow([5], 0, [0])])
+    expected = make_stage(network, kernel).forward(step, None)
+    for capture, is_told in ((WithoutMemory, False), (Failing, True)):
+        stage = make_stage(network, kernel, capture=capture, explain=explain)
+        assert torch.equal(stage.forward(step, None), expected)
+        assert stage.graphs is not None
+        assert ("stream is capturing" in stage.graphs.why_not) == is_told
+    required = partial(explain_failure, "require", "CUDA graphs")
+    with pytest.raises(UsageError, match="require: CUDA graphs"):
+        make_stage(network, kernel, capture=Failing, explain=required).forward(step, None)
+
+
+class FakeCuda:
+    """Notes what is asked of CUDA's streams and graphs."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.pools = itertools.count()
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    @contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        self.note(f"enter {name}")
+        try:
+            yield
+        finally:
+            self.note(f"leave {name}")
+
+    def put(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def stream(name: str) -> Any:
+            return SimpleNamespace(wait_stream=lambda other: self.note(f"{name} waits"))
+
+        def graph(made: Any, pool: int, of: Any, *, capture_error_mode: str) -> Any:
+            assert capture_error_mode == "thread_local" and of is not None
+            return self.inside(f"graph in pool {pool}")
+
+        made = SimpleNamespace(replay=lambda: self.note("replay"))
+        fakes = {
+            "Stream": lambda device: stream("side"),
+            "current_stream": lambda device: stream("own"),
+            "stream": lambda of: self.inside("stream"),
+            "graph": graph,
+            "CUDAGraph": lambda: made,
+            "graph_pool_handle": lambda: next(self.pools),
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+
+def test_a_capture_runs_once_before_and_leaves_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled outside of a capture; what fails in one may not change the thread."""
+    cuda = FakeCuda()
+    cuda.put(monkeypatch)
+    capture = CudaCapture(torch.device("cuda"))
+    capture(lambda: cuda.note("work"))()
+    before = ["side waits", "enter stream", "work"]
+    inner = ["enter graph in pool 0", "work", "leave graph in pool 0", "leave stream"]
+    assert cuda.notes == [*before, *inner, "own waits", "replay"]
+    cuda.notes.clear()
+    with pytest.raises(ZeroDivisionError):
+        capture(lambda: cuda.note(str(1 // (len(cuda.notes) < 3))))
+    assert cuda.notes[-2:] == ["leave graph in pool 0", "leave stream"]
+    cuda.notes.clear()
+    capture(lambda: None)
+    assert "enter graph in pool 1" in cuda.notes, "the first pool may be gone with its graph"
+
+
+def test_where_there_are_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silently none on a CPU, for plain attention and for experts, which are counted."""
+    FakeCuda().put(monkeypatch)
+    network, kernel = make_network("llama", tmp_path)
+    gpu = torch.device("cuda")
+    assert find_graphs("require", network, kernel, 2, CPU) is None
+    assert find_graphs("require", network, None, 2, gpu) is None
+    found = find_graphs("require", network, kernel, 2, gpu)
+    assert found is not None and found(make_stage(network, kernel).cache).why_not == ""
+    mixture, _ = make_network("mixtral", tmp_path)
+    assert find_graphs("require", mixture, kernel, 2, gpu) is None
+
+
+def test_a_failure_while_a_run_computes_is_told(llama_checkpoint: tuple[Path, Any]) -> None:
+    """Of what becomes slower, a run's figures say why."""
+    engine = fminfer.Engine(str(llama_checkpoint[0]), device="cpu", kernels="off", budget=64)
+    assert not engine.facts.why_slower
+    graphs: Any = SimpleNamespace(why_not="")
+    engine.pipeline.graphs = graphs
+    assert not engine.facts.why_slower
+    graphs.why_not = "CUDA graphs: no"
+    assert engine.facts.why_slower == engine.facts.why_plain == graphs.why_not
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "sizes"),
+    [(1, [1]), (3, [1, 2, 3]), (20, [1, 2, 4, 8, 16, 20]), (64, [1, 2, 4, *range(8, 65, 8)])],
+)
+def test_sizes(max_rows: int, sizes: list[int]) -> None:
+    assert graph_sizes(max_rows) == sizes
+
+
+def test_sizes_of_many_rows() -> None:
+    sizes = graph_sizes(1024)
+    assert sizes[-1] == 1024 and len(sizes) == 35
+    assert all(b - a <= max(8, b // 4) for a, b in itertools.pairwise(sizes))
+
+
+# Those that wait for a device, or copy to it: a capture would fail, or a replay be wrong.
+READS = {
+    *("_local_scalar_dense", "nonzero", "bincount", "unique_dim", "_unique2", "masked_select"),
+    *("equal", "is_nonzero", "histc", "argwhere"),
+}
+HOST = {"tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"}
+MAKERS = {torch.tensor, torch.as_tensor, torch.from_numpy, torch.frombuffer}
+
+
+class NoReads(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in READS, f"{func} waits for the device"
+        if name in ("index", "index_put", "index_put_"):
+            assert not any(each is not None and each.dtype == torch.bool for each in args[1]), func
+        if name == "repeat_interleave":
+            assert func._overloadname != "Tensor", func
+        if name == "lift_fresh":  # a number goes with the launch, more are copied
+            assert args[0].dim() == 0, "a tensor is made of the host's numbers"
+        return func(*args, **(kwargs or {}))
+
+
+class NoHost(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = (resolve_name(func) or "").rpartition(".")[2]
+        assert name not in HOST, f"{name} waits for the device"
+        assert func not in MAKERS or not isinstance(args[0], list | tuple), f"{func} copies to it"
+        return func(*args, **(kwargs or {}))
+
+
+class Watching(Recorder):
+    """Captures as CUDA would refuse to: the work may not look at what it computes."""
+
+    def __call__(self, work: Work) -> Work:
+        work()
+        with NoReads(), NoHost():
+            work()
+        return work
+
+
+class Nothing:
+    """A kernel that is launched, and does nothing: the interpreter would read its arguments."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        assert all(grid)
+        return lambda *tensors, **sizes: None
+
+
+def launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("store_kernel", "attend_kernel", "join_kernel"):
+        monkeypatch.setattr(triton_attention, name, Nothing())
+    for name in ("norm_kernel", "rotate_kernel", "gate_kernel"):
+        monkeypatch.setattr(triton_layers, name, Nothing())
+
+
+@torch.inference_mode()
+def watch(family: str, folder: Path, *, captures_all: bool = False) -> bool:
+    """Capture a family's step under watch, with the GPU's bodies; False: it is not captured."""
+    parts = TritonLayers(CPU)
+    network, kernel = make_network(family, folder, None, parts, TritonAttention)
+    if not (captures_all or can_capture(network.own)):
+        assert any(isinstance(layer.mlp, Moe) for layer in network.own)
+        return False
+    graphs = make_stage(network, kernel, capture=Watching).graphs
+    assert graphs is not None
+    found = graphs.run([StepRow([5], 6, [2, 1]), StepRow([6], 0, [3]), StepRow([7], 1, [4])], None)
+    return found is not None
+
+
+@pytest.mark.parametrize("family", sorted(FIELDS))
+def test_no_family_looks_at_what_it_computes(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch_nothing(monkeypatch)
+    watch(family, tmp_path)
+
+
+def test_experts_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were they captured, the test above would say so."""
+    launch_nothing(monkeypatch)
+    assert not watch("mixtral", tmp_path)
+    with pytest.raises(AssertionError, match="waits for the device"):
+        watch("mixtral", tmp_path, captures_all=True)
