@@ -251,3 +251,13 @@ def test_nothing_is_unpickled() -> None:
                 if node.attr in calls or is_load or is_recv:
                     found.append((name, ast.unparse(node)))
     assert not found
+
+
+def test_no_class_name_stands_for_two_things() -> None:
+    """`Place`, `Tally`, `Piece` and others stood for two or three classes each."""
+    places: dict[str, list[str]] = {}
+    for name, tree in MODULES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(name)
+    assert not {name: found for name, found in places.items() if len(found) > 1}

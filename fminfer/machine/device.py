@@ -72,7 +72,7 @@ def send(columns: Sequence[np.ndarray], device: torch.device) -> list[torch.Tens
     moved = pinned(columns, device).to(device, non_blocking=True)
     parts = torch.split(moved, [column.nbytes for column in columns])
     return [  # a part without bytes cannot be viewed as another type
-        part.view(like.dtype) if len(part) else torch.empty_like(like, device=device)
+        part.view(like.dtype) if len(part) else part.new_empty(0, dtype=like.dtype)
         for part, like in zip(parts, kept, strict=True)
     ]
 

@@ -118,7 +118,7 @@ def test_another_machine_is_planned_for(rows: Path, monkeypatch: pytest.MonkeyPa
     assert check(rows, *flags, "--device-memory", "16G").exit_code == 3, "as it was told"
     found = check(rows, *flags, "--device-memory", "16G", "--budget", str(10**12))
     assert found.exit_code == 1, "more devices would not help"
-    assert "a smaller --budget, or leave it out" in found.output
+    assert "Use a smaller --budget" in found.output
     assert check(rows, "--data-group-size", "3", "--world-size", "4").exit_code == 2
     assert "is no size" in check(rows, "--device-memory", "80").output
 

@@ -16,7 +16,7 @@ from fminfer.compute.trial import Candidate
 from fminfer.compute.workspace import Workspace
 
 
-class Arguments(ctypes.Structure):
+class ExpertCall(ctypes.Structure):
     """What the kernel is called with; calls.h says what each is."""
 
     _fields_ = (
@@ -35,7 +35,7 @@ class ExpertKernel:
         address, number = ctypes.c_void_p, ctypes.c_int64
         self._pack, self.mix = library.fminfer_pack_experts, library.fminfer_mix
         self._pack.argtypes = [address, number, number, number, number, address, number]
-        self.mix.argtypes = [ctypes.POINTER(Arguments)]
+        self.mix.argtypes = [ctypes.POINTER(ExpertCall)]
         library.fminfer_panel.restype = number
         self._panel: int = library.fminfer_panel()
         self.workspace = Workspace()  # of all layers, one after another
@@ -105,7 +105,7 @@ class PackedExperts:
         x, chosen, shares = x.contiguous(), chosen.contiguous(), shares.contiguous()
         out = torch.empty_like(x)
         space = self.kernel.workspace.take(4 * tokens * top_k * (self.hidden + self.size))
-        arguments = Arguments(
+        arguments = ExpertCall(
             *(each.data_ptr() for each in (x, self.up, self.down, chosen, shares, out, space)),
             *(tokens, top_k, self.num_experts, self.hidden, self.size),
             *(self.is_gated, self.activation, TYPES[x.dtype], TYPES[self.up.dtype]),
