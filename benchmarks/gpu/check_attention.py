@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpu.cases import Case, Figures, Setting, expect
 from benchmarks.gpu.references import Heads, attend_as_torch, attend_in_float64
-from fminfer.compute.attention.scoring import Scoring
+from fminfer.compute.attention.scoring import AttentionCall, Scoring
 from fminfer.compute.attention.triton_attention import TritonAttention
 from fminfer.core.messages import StepRow
 
@@ -97,10 +97,10 @@ class Trial:
             for count in (shape.heads, shape.kv_heads, shape.kv_heads)
         ]
         query, key, value = (each.transpose(1, 2) for each in new)
-        found = self.kernel(
-            *(query, key, value, self.keys, self.values, self.kernel.plan(rows, self.block)),
-            Scoring(shape.dim**-0.5, shape.window, shape.slopes(self.device), shape.softcap),
-        )[0].transpose(0, 1)
+        plan = self.kernel.plan(rows, self.block)
+        how = Scoring(shape.dim**-0.5, shape.window, shape.slopes(self.device), shape.softcap)
+        call = AttentionCall(query, key, value, self.keys, self.values, plan, how)
+        found = self.kernel(call)[0].transpose(0, 1)
         expect(not bool(found.isnan().any()), "nan in what it gives")
         first = 0
         checked = {*random.Random(1).sample(range(len(rows)), min(len(rows), MOST_CHECKED))}

@@ -13,7 +13,7 @@ from benchmarks.gpu import results
 from benchmarks.gpu.cases import Case, Figures, Setting, Skipped
 from benchmarks.gpu.references import Heads
 from benchmarks.gpu.stopwatch import call_s, median_s
-from fminfer.compute.attention.scoring import Scoring
+from fminfer.compute.attention.scoring import AttentionCall, Scoring
 from fminfer.compute.attention.triton_attention import TritonAttention
 from fminfer.core.messages import StepRow
 
@@ -67,7 +67,7 @@ class Bench:
         self.scoring = Scoring(shape.dim**-0.5)
 
     def __call__(self) -> torch.Tensor:
-        return self.kernel(
+        call = AttentionCall(
             self.query,
             self.new_keys,
             self.new_values,
@@ -76,6 +76,7 @@ class Bench:
             self.plan,
             self.scoring,
         )
+        return self.kernel(call)
 
 
 @torch.inference_mode()

@@ -16,7 +16,7 @@ from fminfer.compute.attention import paged_attention
 from fminfer.compute.attention.kernel_attention import KernelAttention, plan_rows
 from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.attention.paged_attention import AttentionBody, PagedAttention
-from fminfer.compute.attention.scoring import Scoring
+from fminfer.compute.attention.scoring import AttentionCall, Scoring
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.spec import Attention, Latent, Norm
 from fminfer.core.messages import StepRow
@@ -288,7 +288,8 @@ def test_what_is_kept_is_rounded_as_torch_rounds(kv_dtype: torch.dtype) -> None:
     tables = [StepRow([0], 0, [block]) for block in range(len(numbers))]
     keys, values = (torch.empty_like(numbers, dtype=kv_dtype) for _ in "kv")
     given = numbers.view(1, 1, -1, 69)
-    compiled_kernel()(given, given, given, keys, values, plan_rows(tables, 1), Scoring(1.0))
+    plan = plan_rows(tables, 1)
+    compiled_kernel()(AttentionCall(given, given, given, keys, values, plan, Scoring(1.0)))
     for found in (keys, values):
         assert found.view(torch.int16).equal(numbers.to(kv_dtype).view(torch.int16))
 
@@ -446,7 +447,7 @@ def test_the_kernel_reads_16_bits_as_they_are() -> None:
         bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
         values = bits.view(dtype).view(-1, 1, 1, 64)
         tables = [StepRow([0], 0, [block]) for block in range(len(values))]
-        out = kernel(
+        call = AttentionCall(
             torch.zeros(1, 1, len(values), 64),
             torch.zeros(1, 1, len(values), 64, dtype=dtype),
             values.view(1, 1, -1, 64),
@@ -455,6 +456,7 @@ def test_the_kernel_reads_16_bits_as_they_are() -> None:
             plan_rows(tables, 1),
             Scoring(1.0),
         )
+        out = kernel(call)
         expected = values.view(1, -1, 1, 64).float()
         assert torch.equal(out.isnan(), expected.isnan())
         assert torch.equal(out.nan_to_num(7.0), expected.nan_to_num(7.0))

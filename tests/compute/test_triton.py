@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fminfer.compute.attention import triton_attention
 from fminfer.compute.attention.attention_trial import AttentionAsked, attention_pairs
-from fminfer.compute.attention.scoring import Scoring
+from fminfer.compute.attention.scoring import AttentionCall, Scoring
 from fminfer.compute.attention.triton_attention import TileShape, TritonAttention
 from fminfer.compute.layers import triton_layers
 from fminfer.compute.layers.bodies import PART_ERRORS, part_pairs
@@ -296,7 +296,11 @@ def test_blocks_behind_2_to_31_elements() -> None:
     query, key, value = (torch.randn(1, kv_heads, 2 * block + 5, dim).half() for _ in range(3))
     rows = kernel.plan([StepRow([0] * query.shape[2], 0, table)], block)
     asked = (query.to(DEVICE), key.to(DEVICE), value.to(DEVICE))
-    found = kernel(*asked, keys, values, rows, Scoring(dim**-0.5))[0].cpu().transpose(0, 1)
+    found = (
+        kernel(AttentionCall(*asked, keys, values, rows, Scoring(dim**-0.5)))[0]
+        .cpu()
+        .transpose(0, 1)
+    )
     expected = scaled_dot_product_attention(
         query.double(), key.double(), value.double(), is_causal=True
     )[0]
@@ -322,8 +326,8 @@ def test_a_kernel_that_gives_something_else_is_refused(monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match=r"off by 0\.00"):
         try_triton(torch.float32)
 
-    def attend_to_nan(kernel: object, query: torch.Tensor, *_: object, **how: object) -> Any:
-        return torch.full_like(query.transpose(1, 2), torch.nan)
+    def attend_to_nan(kernel: object, call: AttentionCall) -> Any:
+        return torch.full_like(call.query.transpose(1, 2), torch.nan)
 
     monkeypatch.setattr(TritonAttention, "__call__", attend_to_nan)
     with pytest.raises(ValueError, match="off by nan"):
@@ -621,11 +625,11 @@ def test_models_are_tried_only_with_what_their_layers_have() -> None:
         def plan(self, rows: Any, block_size: int) -> str:
             return "of this kernel"
 
-        def __call__(self, *tensors: Any) -> Any:
-            how = tensors[-1]
+        def __call__(self, call: AttentionCall) -> Any:
+            how = call.how
             of_layer = (how.window, how.slopes, how.sinks, how.softcap)
             tried.append(tuple(each is not None for each in of_layer))
-            return tensors[0].transpose(1, 2)
+            return call.query.transpose(1, 2)
 
     where: Any = {"dtype": torch.float32, "device": torch.device("cpu")}
     plain = open_random("llama-160m").model.layers[0].attention

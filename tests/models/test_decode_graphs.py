@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fminfer
 from fminfer.compute.attention import triton_attention
 from fminfer.compute.attention.paged_attention import chunk_attention
-from fminfer.compute.attention.scoring import Scoring
-from fminfer.compute.attention.triton_attention import TileRows, TritonAttention
+from fminfer.compute.attention.scoring import AttentionCall
+from fminfer.compute.attention.triton_attention import TritonAttention
 from fminfer.compute.layers import triton_layers
 from fminfer.compute.layers.bodies import PartKernels, Parts
 from fminfer.compute.layers.plain import Function
@@ -76,16 +76,9 @@ class RowByRow(Registry):
 class TilesInTorch(TritonAttention):
     """The GPU's attention in plain torch, tile by tile; the interpreter takes minutes."""
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        new_keys: torch.Tensor,
-        new_values: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rows: TileRows,
-        how: Scoring,
-    ) -> torch.Tensor:
+    def __call__(self, call: AttentionCall) -> torch.Tensor:
+        query, keys, values, how = call.query, call.keys, call.values, call.how
+        new_keys, new_values, rows = call.new_keys, call.new_values, call.rows
         size, out = keys.shape[2], torch.empty_like(query.transpose(1, 2))
         for token, slot in enumerate(rows.slots.tolist()):
             if slot >= 0:

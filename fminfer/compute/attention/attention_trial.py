@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from fminfer.compute.attention.paged_attention import AttentionBody, PlainAttention
-from fminfer.compute.attention.scoring import Scoring
+from fminfer.compute.attention.scoring import AttentionCall, Scoring
 from fminfer.compute.spec import Attention
 from fminfer.compute.trial import Limits, Pair, Trial
 from fminfer.core.messages import StepRow
@@ -118,6 +118,7 @@ def _attend_some(
             torch.randn((1, num, tokens, head_dim), generator=generator).to(dtype).to(device, given)
             for num in (heads, kv_heads, kv_heads)
         )
-        out = body(query, key, value, keys, values, body.plan(rows, block_size), scoring)
+        plan = body.plan(rows, block_size)
+        out = body(AttentionCall(query, key, value, keys, values, plan, scoring))
         outs.append(out[0].float().cpu())
     return torch.cat(outs)

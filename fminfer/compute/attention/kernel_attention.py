@@ -12,7 +12,7 @@ import torch
 
 from fminfer.compute.attention.attention_trial import AttentionAsked, attention_trial
 from fminfer.compute.attention.paged_attention import AttentionBody
-from fminfer.compute.attention.scoring import Scoring, with_rows
+from fminfer.compute.attention.scoring import AttentionCall, with_rows
 from fminfer.compute.attention.shared_runs import find_shared_runs, token_slots
 from fminfer.compute.trial import Candidate
 from fminfer.core.messages import StepRow
@@ -148,19 +148,13 @@ class KernelAttention:
         """Lay out a step's rows, in packed order."""
         return plan_rows(rows, block_size)
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        new_keys: torch.Tensor,
-        new_values: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rows: KernelRows,
-        how: Scoring,
-    ) -> torch.Tensor:
+    def __call__(self, call: AttentionCall) -> torch.Tensor:
         """Attend as `AttentionBody` says."""
-        kind = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
-        asked, key, value = (with_rows(given.to(kind)) for given in (query, new_keys, new_values))
+        keys, values, how = call.keys, call.values, call.how
+        rows: KernelRows = call.rows
+        kind = torch.bfloat16 if call.query.dtype == torch.bfloat16 else torch.float32
+        tensors = (call.query, call.new_keys, call.new_values)
+        asked, key, value = (with_rows(given.to(kind)) for given in tensors)
         _, heads, tokens, head_dim = asked.shape
         # The kernel trusts what it is given.
         assert key.shape == value.shape == (1, keys.shape[1], tokens, head_dim), "keys of a step"
@@ -183,7 +177,7 @@ class KernelAttention:
             raise MemoryError("no memory for the attention kernel's working space")
         if rows.kept is not None:
             out = out[:, rows.kept]
-        return out.to(query.dtype)
+        return out.to(call.query.dtype)
 
 
 def attention_candidate(

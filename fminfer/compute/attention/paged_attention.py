@@ -16,7 +16,7 @@ import torch
 
 from fminfer.compute.attention.attention_plan import AttentionPlan, ChunkRow, plan_attention
 from fminfer.compute.attention.decode_attention import decode_attention
-from fminfer.compute.attention.scoring import Scoring, weigh_values
+from fminfer.compute.attention.scoring import AttentionCall, Scoring, weigh_values
 from fminfer.compute.soft_cap import soft_cap
 from fminfer.core.messages import StepRow
 
@@ -75,22 +75,13 @@ class AttentionBody(Protocol):
     def plan(self, rows: Sequence[StepRow], block_size: int) -> Any:
         """Lay out a step's rows, in packed order, as the body reads them."""
 
-    def __call__(
-        self,
-        query: torch.Tensor,  # (1, heads, tokens, head_dim)
-        new_keys: torch.Tensor,  # (1, kv_heads, tokens, head_dim)
-        new_values: torch.Tensor,
-        keys: torch.Tensor,  # (pool, kv_heads, block_size, head_dim)
-        values: torch.Tensor,  # the very keys, where a layer keeps one of both
-        rows: Any,
-        how: Scoring,
-    ) -> torch.Tensor:  # (1, tokens, heads, head_dim), of the tokens that are kept
+    def __call__(self, call: AttentionCall) -> torch.Tensor:
         """Put the new keys and values into the cache, then attend; each row sees only itself.
 
         They are rounded to the cache's type, and attended to as they are kept.
 
-        Args:
-            rows: what `plan` gave; its `keep` says whose outputs are wanted.
+        Returns:
+            (1, tokens, heads, head_dim), of the tokens that are kept.
 
         Raises:
             MemoryError: there was none for the threads' working space.
@@ -111,17 +102,10 @@ class PlainAttention:
     def plan(self, rows: Sequence[StepRow], block_size: int) -> AttentionPlan:
         return plan_attention(rows, block_size, self._kv_heads, self._device)
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        new_keys: torch.Tensor,
-        new_values: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rows: AttentionPlan,
-        how: Scoring,
-    ) -> torch.Tensor:
-        new, caches = (new_keys[0], new_values[0]), (keys, values)
+    def __call__(self, call: AttentionCall) -> torch.Tensor:
+        query, how = call.query, call.how
+        rows: AttentionPlan = call.rows
+        new, caches = (call.new_keys[0], call.new_values[0]), (call.keys, call.values)
         for cache, each in zip(caches, new, strict=True):
             stored = each.transpose(0, 1).reshape(-1, each.shape[-1]).to(cache.dtype)
             cache.view(-1, each.shape[-1]).index_copy_(0, rows.slots, stored)
@@ -132,7 +116,7 @@ class PlainAttention:
         if rows.decode is not None:
             first = rows.decode.first
             asked = query[0, :, first:].transpose(0, 1)
-            out[0, first:] = decode_attention(asked, keys, values, rows.decode, how)
+            out[0, first:] = decode_attention(asked, *caches, rows.decode, how)
         return out if rows.kept is None else out[:, rows.kept]
 
 
@@ -183,4 +167,5 @@ class PagedAttention:
     ) -> torch.Tensor:
         """Store the new keys and values, then attend, as `AttentionBody`."""
         assert self.plan is not None, "no step is planned"
-        return self.body(query, key, value, self.keys, self.values, self.plan, how)
+        given = AttentionCall(query, key, value, self.keys, self.values, self.plan, how)
+        return self.body(given)

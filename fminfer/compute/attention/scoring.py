@@ -1,8 +1,9 @@
-"""What attention makes of scores, and the product of its weights and values."""
+"""What attention is called with, and the product of its weights and values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,6 +29,19 @@ class Scoring:
         """Tell which keys a query must not see, by query position - key position."""
         is_hidden = distance < 0
         return is_hidden if self.window is None else is_hidden | (distance >= self.window)
+
+
+@dataclass(slots=True)
+class AttentionCall:
+    """What the attention of a layer is called with in a step."""
+
+    query: torch.Tensor  # (1, heads, tokens, head_dim)
+    new_keys: torch.Tensor  # (1, kv_heads, tokens, head_dim)
+    new_values: torch.Tensor
+    keys: torch.Tensor  # (pool, kv_heads, block_size, head_dim)
+    values: torch.Tensor  # the same; or the very keys, where a layer keeps one of both
+    rows: Any  # what the body's `plan` gave; its `keep` says whose outputs are wanted
+    how: Scoring
 
 
 def scoring_of(how: Attention, device: torch.device, sinks: torch.Tensor | None = None) -> Scoring:

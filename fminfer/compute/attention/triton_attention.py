@@ -12,7 +12,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from fminfer.compute.attention.scoring import Scoring, with_rows
+from fminfer.compute.attention.scoring import AttentionCall, with_rows
 from fminfer.compute.attention.shared_runs import token_slots
 from fminfer.compute.kernels.triton_kernels import attend_kernel, join_kernel, store_kernel
 from fminfer.core.messages import StepRow
@@ -175,26 +175,19 @@ class TritonAttention:
         tiles, slots, blocks = numbers.tensor_split([4 * size, 5 * size])
         return TileRows(tiles[:0].view(-1, 4), tiles.view(-1, 4), blocks, slots)
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        new_keys: torch.Tensor,
-        new_values: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rows: TileRows,
-        how: Scoring,
-    ) -> torch.Tensor:
+    def __call__(self, call: AttentionCall) -> torch.Tensor:
         """Attend as `AttentionBody` says."""
-        asked = with_rows(query[0])
-        key, value = (with_rows(new[0].to(keys.dtype)) for new in (new_keys, new_values))
+        keys, values, how = call.keys, call.values, call.how
+        rows: TileRows = call.rows
+        asked = with_rows(call.query[0])
+        key, value = (with_rows(new[0].to(keys.dtype)) for new in (call.new_keys, call.new_values))
         heads, tokens, head_dim = asked.shape
         _, kv_heads, block_size, _ = keys.shape
         # The kernels trust what they are given.
         assert key.shape == value.shape == (kv_heads, tokens, head_dim), "keys of a step"
         assert head_dim == keys.shape[3] and heads == self.heads, "heads"
         assert len(rows.slots) == tokens, "tokens of a step"
-        out = torch.empty((1, tokens, heads, head_dim), dtype=query.dtype, device=keys.device)
+        out = torch.empty((1, tokens, heads, head_dim), dtype=asked.dtype, device=keys.device)
         slopes, of_sinks = (
             self._no_slopes if each is None else each.float().contiguous()
             for each in (how.slopes, how.sinks)
