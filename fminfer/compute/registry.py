@@ -19,7 +19,6 @@ from fminfer.compute.kernels.kernel_build import KernelBuild, start_build
 from fminfer.compute.layers.bodies import PartKernels, Parts, parts_candidate, parts_trial
 from fminfer.compute.layers.expert_kernel import expert_candidate
 from fminfer.compute.layers.experts import Mix, Mixture
-from fminfer.compute.layers.plain import Function
 from fminfer.compute.linear.packed_linear import library_products
 from fminfer.compute.linear.product_kernel import (
     PackedProduct,
@@ -31,7 +30,7 @@ from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR, draw_candidate, ra
 from fminfer.compute.sampling.sampler import Drawer, Ranker, draw, rank
 from fminfer.compute.spec import Attention, Moe
 from fminfer.compute.trial import Asked, Body, Candidate, Pair, Trial, compare, explain_failure
-from fminfer.compute.weights import Weight
+from fminfer.compute.weights import Function, Weight
 from fminfer.core.config import Kernels
 from fminfer.core.errors import UsageError
 from fminfer.machine.device import is_fast_in_bfloat16, start_openmp_threads

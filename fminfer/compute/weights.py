@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
 import torch
 
+Function = Callable[[torch.Tensor], torch.Tensor]  # of hidden states, (…, inputs)
 Shape = tuple[int, ...]
 Tensors = tuple[torch.Tensor, ...]
 # product: a layer's matrix, rows times it; moved: one that becomes others when its layer is made

@@ -28,7 +28,7 @@ ENOUGH_S = 20.0  # rounds are repeated for so long
 
 
 @dataclass(slots=True, frozen=True)
-class Trial:
+class MeasuredRun:
     """Rows that run at once; without new tokens their prompts are scored."""
 
     num_rows: int
@@ -50,22 +50,27 @@ class Trial:
         return self.shared_tokens + self.num_rows * own + self.new_tokens * (32 + self.num_rows)
 
 
-WARM_UP = Trial(8, 64, 4)
+WARM_UP = MeasuredRun(8, 64, 4)
 TRIALS = (
-    *(Trial(1, 32, 12), Trial(8, 32, 12), Trial(32, 32, 12), Trial(128, 32, 12)),
-    *(Trial(1, 128, 1), Trial(1, 256, 1), Trial(1, 1024, 4)),
-    *(Trial(4, 512, 12), Trial(16, 160, 12)),  # decode at longer contexts
-    Trial(32, 32, 8, temperature=1.0),
-    Trial(8, 256, 0),
-    Trial(16, 580, 1, shared_tokens=512),  # short chunks behind many keys
+    *(
+        MeasuredRun(1, 32, 12),
+        MeasuredRun(8, 32, 12),
+        MeasuredRun(32, 32, 12),
+        MeasuredRun(128, 32, 12),
+    ),
+    *(MeasuredRun(1, 128, 1), MeasuredRun(1, 256, 1), MeasuredRun(1, 1024, 4)),
+    *(MeasuredRun(4, 512, 12), MeasuredRun(16, 160, 12)),  # decode at longer contexts
+    MeasuredRun(32, 32, 8, temperature=1.0),
+    MeasuredRun(8, 256, 0),
+    MeasuredRun(16, 580, 1, shared_tokens=512),  # short chunks behind many keys
 )
 
 # Runs that are not fitted, but tell by the clock how far the forecast of a run is from the truth.
 WHOLE_RUNS = (
-    Trial(64, 120, 6, shared_tokens=90),  # labels
-    Trial(24, 48, 40, temperature=1.0),  # texts
-    Trial(12, 200, 0),  # scores
-    Trial(1, 60, 30),  # one row alone
+    MeasuredRun(64, 120, 6, shared_tokens=90),  # labels
+    MeasuredRun(24, 48, 40, temperature=1.0),  # texts
+    MeasuredRun(12, 200, 0),  # scores
+    MeasuredRun(1, 60, 30),  # one row alone
 )
 ShowProgress = Callable[[str, float, float], None]
 
@@ -150,7 +155,7 @@ class _Measurement:
     def _elapsed_s(self) -> float:
         return time.perf_counter() - self._started_s
 
-    def _time(self, trial: Trial) -> list[Sample]:
+    def _time(self, trial: MeasuredRun) -> list[Sample]:
         self._tell(trial.to_text(), expected_s(self._elapsed_s, self._work_done, *self._work))
         samples = _run(self._engine, trial, self._ids)
         self._work_done += trial.work
@@ -168,7 +173,7 @@ def expected_s(elapsed_s: float, done: float, round_work: float, last_work: floa
     """Return how long rounds of trials, and the runs after them, will take in all; 0: not known.
 
     Args:
-        done: work done in the seconds so far, in the units of `Trial.work`.
+        done: work done in the seconds so far, in the units of `MeasuredRun.work`.
     """
     if not done:
         return 0.0
@@ -177,7 +182,7 @@ def expected_s(elapsed_s: float, done: float, round_work: float, last_work: floa
     return num_rounds * round_s + elapsed_s * last_work / done
 
 
-def _shorten(engine: Engine, trial: Trial) -> Trial | None:
+def _shorten(engine: Engine, trial: MeasuredRun) -> MeasuredRun | None:
     """Return a trial whose rows fit the model's context; None: they do not all run at once."""
     room = engine.context_length - trial.new_tokens
     if room < 1 or trial.num_rows > engine.facts.max_rows:
@@ -190,7 +195,7 @@ def _shorten(engine: Engine, trial: Trial) -> Trial | None:
     return replace(trial, prompt_tokens=prompt_tokens)
 
 
-def _run(engine: Engine, trial: Trial, ids: random.Random) -> list[Sample]:
+def _run(engine: Engine, trial: MeasuredRun, ids: random.Random) -> list[Sample]:
     """Answer a trial's rows; return each step's shape, and the seconds from the end of the last."""
     samples: list[Sample] = []
     ends_s: list[float] = []
@@ -208,7 +213,7 @@ def _run(engine: Engine, trial: Trial, ids: random.Random) -> list[Sample]:
     return samples
 
 
-def _requests(trial: Trial, ids: random.Random, vocab_size: int) -> Iterator[dict[str, Any]]:
+def _requests(trial: MeasuredRun, ids: random.Random, vocab_size: int) -> Iterator[dict[str, Any]]:
     """Yield requests of random tokens, which share nothing with those of other trials."""
     prompt = [ids.randrange(vocab_size) for _ in range(trial.prompt_tokens)]
     how = {"max_tokens": trial.new_tokens, "temperature": trial.temperature, "ignore_eos": True}

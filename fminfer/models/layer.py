@@ -11,8 +11,8 @@ from fminfer.compute.attention.scoring import scoring_of
 from fminfer.compute.layers import plain
 from fminfer.compute.layers.bodies import NormBody
 from fminfer.compute.layers.experts import Mix, PlainExperts
-from fminfer.compute.layers.plain import Function
 from fminfer.compute.spec import Attention, Layer, Mlp, Moe
+from fminfer.compute.weights import Function
 from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_step import LayerStep
 from fminfer.models.tensor_specs import Weights

@@ -8,9 +8,9 @@ import torch
 
 from fminfer.compute.layers import plain
 from fminfer.compute.layers.bodies import NormBody
-from fminfer.compute.layers.plain import Function
 from fminfer.compute.registry import Registry
 from fminfer.compute.spec import Norm, Rope
+from fminfer.compute.weights import Function
 from fminfer.models.tensor_specs import Weights, plain_of
 
 

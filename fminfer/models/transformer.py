@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from fminfer.compute.layers import plain
-from fminfer.compute.layers.plain import Function
 from fminfer.compute.spec import Model
-from fminfer.compute.weights import dense
+from fminfer.compute.weights import Function, dense
 from fminfer.models.head import Head
 from fminfer.models.layer import LayerOf, normed_sum
 from fminfer.models.layer_bodies import Bodies

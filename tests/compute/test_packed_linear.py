@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 import fminfer
-from fminfer.compute.layers.plain import Function
 from fminfer.compute.linear.packed_linear import library_products, onednn_packs_bfloat16
 from fminfer.compute.linear.products import Linear
 from fminfer.compute.registry import Registry
 from fminfer.compute.trial import Candidate
-from fminfer.compute.weights import Weight, dense
+from fminfer.compute.weights import Function, Weight, dense
 from fminfer.core.errors import UsageError
 from tests.conftest import plain_registry
 

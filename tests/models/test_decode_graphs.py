@@ -25,12 +25,11 @@ from fminfer.compute.attention.scoring import AttentionCall
 from fminfer.compute.attention.triton_attention import TritonAttention
 from fminfer.compute.layers import triton_layers
 from fminfer.compute.layers.bodies import PartKernels, Parts
-from fminfer.compute.layers.plain import Function
 from fminfer.compute.layers.triton_layers import TritonLayers
 from fminfer.compute.registry import Registry
 from fminfer.compute.spec import Moe
 from fminfer.compute.trial import explain_failure
-from fminfer.compute.weights import Weight
+from fminfer.compute.weights import Function, Weight
 from fminfer.core.errors import UsageError
 from fminfer.core.messages import SamplingRows, ScoringRows, Step, StepRow
 from fminfer.core.partition import Part

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from fminfer.compute.layers.plain import Function
 from fminfer.compute.registry import Registry
-from fminfer.compute.weights import Weight
+from fminfer.compute.weights import Function, Weight
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.layer import LayerOf
 from fminfer.models.layer_bodies import Bodies

@@ -11,9 +11,9 @@ import torch
 
 from fminfer.compute.layers import plain
 from fminfer.compute.layers.layer_kernels import GELU_TANH, RELU, SILU, LayerKernels
-from fminfer.compute.layers.plain import Function
 from fminfer.compute.spec import Norm, Rope
 from fminfer.compute.trial import Candidate, Limits, Pair, Trial
+from fminfer.compute.weights import Function
 
 PART_ERRORS: Limits = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 0.016}
 TANH_GELUS = frozenset({"gelu_new", "gelu_fast", "gelu_pytorch_tanh"})

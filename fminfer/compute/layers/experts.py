@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from fminfer.compute.layers import plain
-from fminfer.compute.layers.plain import Function
 from fminfer.compute.spec import Moe
 from fminfer.compute.trial import Limits, Pair, Trial
-from fminfer.compute.weights import Weight
+from fminfer.compute.weights import Function, Weight
 
 # (hidden states, chosen experts, their shares) → hidden states; `PackedExperts` says more.
 Mix = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -6,15 +6,13 @@ Compiled bodies are tried against them. They compute whatever no compiled body s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import nn
 
 from fminfer.compute.spec import Norm, Rope
-
-Function = Callable[[torch.Tensor], torch.Tensor]
+from fminfer.compute.weights import Function
 
 _GELU_TANH: Function = partial(nn.functional.gelu, approximate="tanh")
 ACTIVATIONS: dict[str, Function] = {

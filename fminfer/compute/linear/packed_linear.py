@@ -12,10 +12,9 @@ import functools
 
 import torch
 
-from fminfer.compute.layers.plain import Function
 from fminfer.compute.linear.products import Linear
 from fminfer.compute.trial import Candidate
-from fminfer.compute.weights import Dense, Format
+from fminfer.compute.weights import Dense, Format, Function
 
 # MKL's packing is tuned for so many rows. torch's operator wants their number at every call and
 # packs for one; the packed form itself serves any number (tests/compute/test_packed_linear).

@@ -12,10 +12,9 @@ from functools import partial
 
 import torch
 
-from fminfer.compute.layers.plain import Function
 from fminfer.compute.linear.products import Linear, product_pairs
 from fminfer.compute.trial import Candidate, Pair, Trial
-from fminfer.compute.weights import Dense, Format, dense
+from fminfer.compute.weights import Dense, Format, Function, dense
 from fminfer.machine.processor import has_unit
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}

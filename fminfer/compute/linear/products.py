@@ -10,9 +10,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from fminfer.compute.layers.plain import Function
 from fminfer.compute.trial import Limits, Pair, Trial
-from fminfer.compute.weights import Weight
+from fminfer.compute.weights import Function, Weight
 
 CHECKED_ROWS = (1, 5, 48)
 MAX_ERROR: Limits = {torch.float32: 1e-5, torch.bfloat16: 0.02}  # of the largest result
