@@ -17,7 +17,7 @@ from benchmarks.gpu.stopwatch import call_s, median_s
 from fminfer.core.messages import SamplingRows, ScoringRows, Step, StepRow
 from fminfer.models.decode_graphs import find_graphs
 from fminfer.models.stage import Stage
-from fminfer.runtime.build.loading import LoadedPart
+from fminfer.runtime.build.builder import LoadedPart
 
 BLOCK = 32
 TURNS = {"cuda": 20, "cpu": 2}
@@ -31,10 +31,10 @@ def make_stage(part: LoadedPart, rows: int, tokens: int) -> Stage:
         device=part.device,
         num_blocks=rows * -(-tokens // BLOCK),
         block_size=BLOCK,
-        kernel=part.attention,
-        ranker=part.ranker,
-        drawer=part.drawer,
-        graphs=find_graphs("require", part.network, part.attention, rows, part.device),
+        kernel=part.kernels.attention,
+        ranker=part.kernels.ranker,
+        drawer=part.kernels.drawer,
+        graphs=find_graphs("require", part.network, part.kernels.attention, rows, part.device),
     )
     for layer in stage.cache.layers:
         layer.keys.normal_()

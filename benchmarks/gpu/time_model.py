@@ -29,7 +29,8 @@ from fminfer.core.partition import Part
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint
 from fminfer.models.layer_source import open_weights
 from fminfer.plan.opening import open_model
-from fminfer.runtime.build.loading import LoadedPart, load_part, plan_run
+from fminfer.runtime.build.agreement import plan_run
+from fminfer.runtime.build.builder import LoadedPart, load_part
 from fminfer.runtime.build.one_pipeline import OnePipeline
 from fminfer.text.tokenizer import Tokenizer
 
@@ -310,7 +311,7 @@ def time_run(bench: Bench, run: Run) -> Figures:
 def time_captured(bench: Bench, rows: int, tokens: int) -> Figures:
     """Time a stage's decode step with its graph, and without."""
     part = bench.part()
-    weights = bench.used_bytes(part.weight_bytes)
+    weights = bench.used_bytes(part.network.weight_bytes)
     return time_step(bench.setting.results, part, rows, tokens, weights)
 
 

@@ -73,6 +73,7 @@ class Transformer:
                 if weight is embed:  # kept once
                     self._look_up = self.head.packed.rows
                 source.leave_head()
+        self.weight_bytes = source.num_bytes  # as they were read
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the hidden states before the first layer, (tokens, hidden), for (tokens,) ids."""

@@ -11,7 +11,7 @@ from fminfer.core.messages import StepTrace
 from fminfer.engine.engine_core import EngineCore, Facts
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.pipeline.group import Group
-from fminfer.runtime.build.loading import require_room_for_all
+from fminfer.runtime.build.agreement import require_room_for_all
 from fminfer.runtime.build.one_pipeline import OnePipeline
 from fminfer.runtime.launch.leading import start_own_ranks
 from fminfer.runtime.launch.processes import Processes

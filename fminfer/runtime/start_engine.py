@@ -12,7 +12,7 @@ from fminfer.core.errors import printable
 from fminfer.machine.user_cache import why_no_cache
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.runtime.bars import LoadingBar, write_beside_bar
-from fminfer.runtime.build.loading import require_room_for_all
+from fminfer.runtime.build.agreement import require_room_for_all
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.launch.leading import lead_ranks
 from fminfer.runtime.launch.processes import ProcessContext

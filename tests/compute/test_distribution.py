@@ -287,7 +287,7 @@ def test_draws_through_the_engine_are_unrelated(
         source.exit = flat
         return source
 
-    monkeypatch.setattr("fminfer.runtime.build.loading.open_weights", load_flat)
+    monkeypatch.setattr("fminfer.runtime.build.builder.open_weights", load_flat)
     folder, model = llama_checkpoint
     engine = fminfer.Engine(str(folder), dtype="float32", kernels="off")
     vocab = model.config.vocab_size

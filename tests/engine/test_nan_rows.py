@@ -146,7 +146,7 @@ def test_a_row_with_nan_fails_alone_among_those_that_share_its_beginning(
         source.entry = lambda: entry
         return source
 
-    monkeypatch.setattr("fminfer.runtime.build.loading.open_weights", load_damaged)
+    monkeypatch.setattr("fminfer.runtime.build.builder.open_weights", load_damaged)
     asked: dict[str, Any] = {"temperature": 0, "max_tokens": 4, "logprobs": 2}
     if is_scored:
         asked |= {"max_tokens": 0, "echo": True}

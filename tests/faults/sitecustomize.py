@@ -27,10 +27,10 @@ def _is_here() -> bool:  # asked late: a rank may be a fork of the one that impo
 
 
 if kind and "-m" in sys.orig_argv:
-    import fminfer.runtime.build.loading
+    import fminfer.runtime.build.builder
     from fminfer.models.stage import Stage
 
-    open_weights, forward = fminfer.runtime.build.loading.open_weights, Stage.forward
+    open_weights, forward = fminfer.runtime.build.builder.open_weights, Stage.forward
 
     def load_or_fail(*args, **options):
         if phase == "load" and _is_here():
@@ -46,5 +46,5 @@ if kind and "-m" in sys.orig_argv:
             _fail()
         return forward(self, step, hidden)
 
-    fminfer.runtime.build.loading.open_weights = load_or_fail
+    fminfer.runtime.build.builder.open_weights = load_or_fail
     Stage.forward = forward_or_fail

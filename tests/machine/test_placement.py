@@ -27,8 +27,9 @@ from fminfer.plan.expected_bytes import GPU_RESERVE
 from fminfer.plan.machine_facts import Machine, choose_device, count_sharers, find_machine
 from fminfer.plan.planning import make_plan
 from fminfer.plan.shortage import auto_budget
-from fminfer.runtime.build.loading import connect_neighbours
-from fminfer.runtime.build.one_pipeline import _build_pipeline, build_stage, count_blocks
+from fminfer.runtime.build.agreement import connect_neighbours, count_blocks
+from fminfer.runtime.build.builder import build_stage
+from fminfer.runtime.build.one_pipeline import _build_pipeline
 
 
 def device_of(
@@ -105,9 +106,9 @@ def test_each_engine_looks_at_its_own_card(monkeypatch: pytest.MonkeyPatch) -> N
         asked.append(device)
         return 10 << 30
 
-    for module in ("plan.machine_facts", "runtime.build.one_pipeline"):
+    for module in ("plan.machine_facts", "runtime.build.agreement"):
         monkeypatch.setattr(f"fminfer.{module}.free_bytes", free)
-    monkeypatch.setattr("fminfer.runtime.build.one_pipeline.memory_name", lambda *given: "a card")
+    monkeypatch.setattr("fminfer.runtime.build.agreement.memory_name", lambda *given: "a card")
     checkpoint = open_random("llama-160m")
     config = EngineConfig(num_engines=8, engine_number=5)
     found = make_plan(config, checkpoint, find_machine(config))
@@ -188,10 +189,10 @@ def test_a_gpu_compiles_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -
     for kind in ("cpu", "cuda"):
         stage = SimpleNamespace(warm_up=lambda kind=kind: warmed.append(kind))
         monkeypatch.setattr(
-            "fminfer.runtime.build.one_pipeline._build_stage", lambda *given, stage=stage: stage
+            "fminfer.runtime.build.builder.make_stage", lambda *given, stage=stage: stage
         )
         loaded: Any = SimpleNamespace(device=torch.device(kind))
-        assert build_stage(loaded, 9) is stage
+        assert build_stage(loaded) is stage
     assert warmed == ["cuda"]
 
 

@@ -29,8 +29,8 @@ from fminfer.plan.opening import open_model
 from fminfer.plan.planning import make_plan, plan_ahead
 from fminfer.plan.run_plan import ExpectedBytes
 from fminfer.plan.shortage import auto_budget, find_rank_shortage, find_room
-from fminfer.runtime.build import loading
-from fminfer.runtime.build.loading import agree, plan_run, require_room_for_all
+from fminfer.runtime.build import agreement
+from fminfer.runtime.build.agreement import agree, plan_run, require_room_for_all
 from fminfer.runtime.launch.role import Spread
 from tests.conftest import make_model
 
@@ -129,7 +129,7 @@ def test_a_run_refuses_with_the_figures_before_it_reads_weights(
     """Such a run met the system's killer after it had read for minutes."""
     let_be_free(monkeypatch, GIB // 4)
     monkeypatch.setattr(
-        "fminfer.runtime.build.one_pipeline.load_part", lambda *_: pytest.fail("weights are read")
+        "fminfer.runtime.build.builder.load_part", lambda *_: pytest.fail("weights are read")
     )
     with pytest.raises(UsageError, match=r"would take .*iB.* weights in float32.* are free"):
         fminfer.Engine(**asdict(SMALL))
@@ -280,7 +280,7 @@ def test_ranks_of_one_machine_share_its_memory(
     monkeypatch.setattr("time.sleep", slept.append)
     with pytest.raises(UsageError):
         plan_run(SMALL, checkpoint, cast(Group, FakeGroup(1)))
-    assert slept == [loading.END_S], "rank 0 speaks for all"
+    assert slept == [agreement.END_S], "rank 0 speaks for all"
 
 
 def test_pipelines_of_one_machine_share_its_memory(

@@ -140,7 +140,7 @@ def test_nan_weights_cost_each_row_an_error_and_not_the_run(
         source.entry = lambda: entry
         return source
 
-    monkeypatch.setattr("fminfer.runtime.build.loading.open_weights", load_damaged)
+    monkeypatch.setattr("fminfer.runtime.build.builder.open_weights", load_damaged)
     engine = fminfer.Engine(
         str(llama_checkpoint[0]),
         dtype="float32",

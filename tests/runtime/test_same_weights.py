@@ -15,7 +15,8 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import PipelineError
 from fminfer.models.fingerprint import digest_files, name_differences
 from fminfer.plan.opening import open_model
-from fminfer.runtime.build.loading import load_part, plan_run
+from fminfer.runtime.build.agreement import plan_run
+from fminfer.runtime.build.builder import load_part
 from fminfer.runtime.team.team_core import Team
 from fminfer.runtime.team.team_messages import Loaded
 

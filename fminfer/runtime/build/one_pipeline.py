@@ -35,63 +35,9 @@ from fminfer.plan.machine_facts import count_sharers
 from fminfer.plan.run_plan import RunPlan, name_of
 from fminfer.plan.shortage import RankRoom, find_room, fit_kv_tokens, no_cache
 from fminfer.runtime.build.assembly import build_loop, find_ends
-from fminfer.runtime.build.loading import END_S, LoadedPart, load_part, plan_run
+from fminfer.runtime.build.agreement import END_S
+from fminfer.runtime.build.builder import LoadedPart, build
 from fminfer.text.tokenizer import Tokenizer
-
-
-def count_blocks(plan: RunPlan, group: Group | None = None) -> int:
-    """Return the size of the KV cache in blocks, the same on every rank, once weights are loaded.
-
-    Of an automatic budget each rank allows what its memory, which it may share with other ranks,
-    has room for beside the weights; the least counts.
-    """
-    budget, size = plan.config.budget, plan.config.block_size
-    if budget is None:
-        if group is not None:
-            group.gather("loaded", True)  # every rank's weights are in memory
-        free = free_bytes(plan.device) // count_sharers(plan.config, plan.machine)
-        mine = find_room(plan, plan.own, memory_name(plan.device, socket.gethostname()), free)
-        told = [asdict(mine)] if group is None else group.gather("memory", asdict(mine))
-        budget = fit_kv_tokens(plan, [RankRoom(**each) for each in told])
-    return -(-budget // size)
-
-
-def build_stage(loaded: LoadedPart, num_blocks: int) -> Stage:
-    """Give a loaded part its KV cache.
-
-    Raises:
-        UsageError: there is no memory for it.
-    """
-    try:
-        stage = _build_stage(loaded, num_blocks)
-        if loaded.device.type == "cuda":
-            stage.warm_up()
-        return stage
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        num_tokens = num_blocks * loaded.plan.config.block_size
-        raise no_cache(loaded.plan, num_tokens, free_bytes(loaded.device)) from error
-
-
-def _build_stage(loaded: LoadedPart, num_blocks: int) -> Stage:
-    plan = loaded.plan
-    graphs = find_graphs(
-        *(plan.config.kernels, loaded.network, loaded.attention),
-        *(plan.sizes.max_decode_rows, loaded.device),
-    )
-    return Stage(
-        loaded.network,
-        kv_dtype=loaded.plan.kv_dtype,
-        device=loaded.device,
-        num_blocks=num_blocks,
-        block_size=loaded.plan.config.block_size,
-        kernel=loaded.attention,
-        ranker=loaded.ranker,
-        drawer=loaded.drawer,
-        threads=loaded.threads,
-        graphs=graphs,
-    )
 
 
 class OnePipeline:
@@ -119,15 +65,13 @@ class OnePipeline:
         on_loaded: Callable[[dict[str, str]], None] = lambda digests: None,
         group: Group | None = None,
     ) -> None:
-        loaded = load_part(plan_run(config, checkpoint, group), group, on_progress)
-        on_loaded(loaded.file_digests)
-        num_blocks = count_blocks(loaded.plan, group)
-        self.plan = plan = replace(loaded.plan, num_kv_tokens=num_blocks * config.block_size)
-        takes = plan.own.takes
-        self._foreseen_bytes = loaded.weight_bytes + takes.work
-        self._foreseen_bytes += plan.num_kv_tokens * takes.kv_token
-        num_threads = torch.get_num_threads()
-        stage = build_stage(loaded, num_blocks)
+        loaded, stage = build(
+            config, checkpoint, group, on_progress=on_progress, on_loaded=on_loaded
+        )
+        self.plan = plan = loaded.plan
+        takes, weight_bytes = plan.own.takes, loaded.network.weight_bytes
+        self._foreseen_bytes = weight_bytes + takes.work + plan.num_kv_tokens * takes.kv_token
+        num_threads, num_blocks = torch.get_num_threads(), plan.num_kv_tokens // config.block_size
         end_openmp_threads()  # steps are another thread's work
         self._group = group
         self.stages = _build_pipeline(stage, loaded, group)
@@ -142,11 +86,11 @@ class OnePipeline:
             is_alone=group is None,
             max_rows=plan.sizes.max_rows,
             num_kv_blocks=num_blocks,
-            weight_bytes=loaded.weight_bytes,
+            weight_bytes=weight_bytes,
             kv_bytes_per_token=takes.kv_token,
             has_kernel=stage.has_kernel,
-            why_plain=loaded.why_plain,
-            why_slower=plan.why_slow or loaded.why_slower,
+            why_plain=loaded.why.plain,
+            why_slower=plan.why_slow or loaded.why.slower,
         )
         eos_ids = find_ends(checkpoint, tokenizer)
         self.core = build_loop(
@@ -210,8 +154,7 @@ def serve_rank(group: Group, config: EngineConfig, checkpoint: Checkpoint) -> No
     """
     try:
         checkpoint = checkpoint.with_weights()
-        loaded = load_part(plan_run(config, checkpoint, group), group)
-        stage = build_stage(loaded, count_blocks(loaded.plan, group))
+        loaded, stage = build(config, checkpoint, group)
         serve(stage, loaded.part, loaded.form, on_stop=group.watch.stop)
     except Exception as error:
         group.fail(error)
