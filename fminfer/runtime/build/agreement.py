@@ -1,0 +1,172 @@
+"""What the ranks of a pipeline tell each other before they compute: room, plan, weights, memory.
+
+A process that runs the model alone looks at the same things by itself.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+
+from fminfer.compute.attention.paged_attention import AttentionBody
+from fminfer.compute.registry import open_registry
+from fminfer.compute.sampling.sampler import Drawer, Ranker
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import PipelineError, UsageError
+from fminfer.core.partition import Part
+from fminfer.machine.device import free_bytes, memory_name, use_device, why_slow
+from fminfer.machine.out_of_memory import is_out_of_memory
+from fminfer.machine.threads import ThreadCount
+from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.fingerprint import digest_files, name_differences
+from fminfer.models.layer_bodies import Bodies
+from fminfer.models.layer_source import open_weights
+from fminfer.models.transformer import Transformer
+from fminfer.models.whole_layers import WholeLayers
+from fminfer.pipeline.group import Group
+from fminfer.pipeline.transport import HiddenForm
+from fminfer.plan.machine_facts import ALONE, Machine, count_sharers, find_machine
+from fminfer.plan.planning import make_plan, plan_ahead
+from fminfer.plan.run_plan import RunPlan
+from fminfer.plan.shortage import (
+    RankRoom,
+    find_rank_shortage,
+    find_room,
+    fit_kv_tokens,
+    no_cache,
+)
+from fminfer.runtime.launch.role import Spread
+
+END_S = 3.0  # time for rank 0 to say what is wrong, and to end, once ranks know it
+
+
+def plan_run(config: EngineConfig, checkpoint: Checkpoint, group: Group | None = None) -> RunPlan:
+    """Plan this rank's run on this machine, and refuse one that does not fit its memory.
+
+    Args:
+        group: the ranks of the pipeline; None: this process alone runs the model.
+
+    Raises:
+        UsageError: an option that cannot be, or weights or a --budget for which there is no room.
+    """
+    plan = make_plan(config, checkpoint, find_machine(config, place_of(group)))
+    shortage = plan.shortage
+    if group is not None:  # none reads its weights before all have looked
+        free = (plan.machine.free or 0) + plan.machine.swap
+        mine = find_room(plan, plan.own, memory_name(plan.device, socket.gethostname()), free)
+        rooms = [RankRoom(**room) for room in group.gather("room", asdict(mine))]
+        shortage = find_rank_shortage(plan, rooms)
+        if shortage and group.rank > 0:
+            time.sleep(END_S)  # rank 0 says it, and ends the run
+    if shortage:
+        raise UsageError(shortage)
+    if plan.device.type == "cpu" and config.budget is not None:
+        _require_cache(plan, -(-config.budget // config.block_size) * config.block_size)
+    return plan
+
+
+def place_of(group: Group | None) -> Machine:
+    """Return of a machine's facts those that say where this process stands in its pipeline."""
+    if group is None:
+        return ALONE
+    return Machine(
+        num_stages=group.world_size,
+        rank=group.rank,
+        local_rank=group.local_rank,
+        local_size=group.local_size,
+    )
+
+
+def require_room_for_all(config: EngineConfig, checkpoint: Checkpoint, spread: Spread) -> None:
+    """Refuse pipelines that this machine's memory cannot hold together, before any is started.
+
+    Of GPUs each process looks at its own.
+
+    Raises:
+        UsageError: there is no room.
+    """
+    plan = plan_ahead(config, checkpoint, spread.num_stages, spread.num_pipelines)
+    if plan.shortage:
+        raise UsageError(plan.shortage)
+
+
+def _require_cache(plan: RunPlan, num_tokens: int) -> None:
+    """Refuse a --budget for which the CPU's system gives no memory, before weights are read.
+
+    It asks for that memory and gives it back. Nothing touches it, so that this costs no time.
+    """
+    try:
+        torch.empty(num_tokens * plan.own.takes.kv_token, dtype=torch.uint8, device="cpu")
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise no_cache(plan, num_tokens, free_bytes(plan.device)) from error
+
+
+def agree(group: Group, plan: RunPlan) -> None:
+    """Check that every rank was started for the same run as rank 0."""
+    mine = plan.shared
+    theirs = group.gather("options", mine)[0]
+    for name in [name for name in mine if mine[name] != theirs[name]]:
+        raise PipelineError(
+            f"{name} is {mine[name]} on rank {group.rank} and {theirs[name]} on rank 0; start every "
+            "rank with the same model and options"
+        )
+
+
+def compare_weights(group: Group, mine: dict[str, str]) -> None:
+    """Check that every rank finds the same weights as rank 0: each may have its own copy."""
+    theirs = group.gather("weights", mine)[0]
+    if differences := name_differences(mine, theirs):
+        raise PipelineError(
+            f"the weights of rank {group.rank} are not those of rank 0: {differences} differ; give "
+            "every rank the same model"
+        )
+
+
+def connect_gpus(group: Group, device: torch.device) -> dist.ProcessGroup | None:
+    """Return NCCL's group if each rank has a GPU of its own, which is when it works."""
+    names = group.gather("device", memory_name(device, socket.gethostname()))
+    if any(name.endswith("/cpu") for name in names) or len(set(names)) < len(names):
+        return None
+    gpus: dist.ProcessGroup = dist.new_group(backend="nccl")
+    connect_neighbours(gpus, group, device)
+    return gpus
+
+
+def connect_neighbours(gpus: dist.ProcessGroup, group: Group, device: torch.device) -> None:
+    """Send a message from each rank to the next, pair after pair.
+
+    NCCL connects two ranks at their first message. If a receiving and a sending thread did this at
+    once, two ranks could wait for each other for ever.
+    """
+    word = torch.zeros(1, device=device)
+    for first in range(group.world_size - 1):
+        if group.rank == first:
+            dist.send(word, first + 1, group=gpus)
+        elif group.rank == first + 1:
+            dist.recv(word, first, group=gpus)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def count_blocks(plan: RunPlan, group: Group | None = None) -> int:
+    """Return the size of the KV cache in blocks, the same on every rank, once weights are loaded.
+
+    Of an automatic budget each rank allows what its memory, which it may share with other ranks,
+    has room for beside the weights; the least counts.
+    """
+    budget, size = plan.config.budget, plan.config.block_size
+    if budget is None:
+        if group is not None:
+            group.gather("loaded", True)  # every rank's weights are in memory
+        free = free_bytes(plan.device) // count_sharers(plan.config, plan.machine)
+        mine = find_room(plan, plan.own, memory_name(plan.device, socket.gethostname()), free)
+        told = [asdict(mine)] if group is None else group.gather("memory", asdict(mine))
+        budget = fit_kv_tokens(plan, [RankRoom(**each) for each in told])
+    return -(-budget // size)

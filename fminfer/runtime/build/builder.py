@@ -1,0 +1,211 @@
+"""Builds what one rank computes with: plan, meet, weights, kernels, KV cache, stage."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from fminfer.compute.attention.paged_attention import AttentionBody
+from fminfer.compute.registry import open_registry
+from fminfer.compute.sampling.sampler import Drawer, Ranker
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import PipelineError, UsageError
+from fminfer.core.partition import Part
+from fminfer.machine.device import free_bytes, memory_name, use_device, why_slow
+from fminfer.machine.out_of_memory import is_out_of_memory
+from fminfer.machine.threads import ThreadCount
+from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.fingerprint import digest_files, name_differences
+from fminfer.models.layer_bodies import Bodies
+from fminfer.models.layer_source import open_weights
+from fminfer.models.transformer import Transformer
+from fminfer.models.whole_layers import WholeLayers
+from fminfer.pipeline.group import Group
+from fminfer.pipeline.transport import HiddenForm
+from fminfer.plan.machine_facts import ALONE, Machine, find_machine
+from fminfer.plan.planning import make_plan, plan_ahead
+from fminfer.plan.run_plan import RunPlan
+from fminfer.plan.shortage import RankRoom, find_rank_shortage, find_room, no_cache
+from fminfer.runtime.launch.role import Spread
+
+from fminfer.machine.device import free_bytes
+from fminfer.models.decode_graphs import find_graphs
+from fminfer.models.layer_source import OnProgress
+from fminfer.models.stage import Stage
+from fminfer.runtime.build.agreement import agree, compare_weights, connect_gpus, count_blocks, place_of, plan_run
+from fminfer.machine.out_of_memory import is_out_of_memory
+from fminfer.plan.shortage import no_cache
+
+
+@dataclass(slots=True, frozen=True)
+class StepKernels:
+    """What a stage computes with, beside its layers."""
+
+    attention: AttentionBody | None  # None: plain torch
+    drawer: Drawer
+    ranker: Ranker
+
+
+@dataclass(slots=True, frozen=True)
+class Slowness:
+    """Why a pipeline is slower than it could be; "": it is not."""
+
+    plain: str  # why a kernel that was to be used is not
+    slower: str  # that, and other reasons
+
+
+@dataclass(slots=True, frozen=True)
+class LoadedPart:
+    """One rank's part of a model, in memory."""
+
+    plan: RunPlan
+    network: Transformer
+    kernels: StepKernels
+    form: HiddenForm
+    why: Slowness
+    threads: ThreadCount
+    file_digests: dict[str, str]  # of its weight files, if others must have the same
+
+    @property
+    def part(self) -> Part:
+        """This rank's layers."""
+        return self.plan.own.part
+
+    @property
+    def device(self) -> torch.device:
+        return self.plan.device
+
+
+def load_part(
+    plan: RunPlan,
+    group: Group | None = None,
+    on_progress: OnProgress = lambda done, total: None,
+) -> LoadedPart:
+    """Load this rank's layers.
+
+    Args:
+        group: the ranks; None: this process alone runs the model.
+        on_progress: called with (bytes read, bytes in all) while weights load.
+
+    Raises:
+        CheckpointError: the model cannot be loaded.
+        PipelineError: the ranks were started with different options, or have different weights.
+        UsageError: an option that cannot be.
+    """
+    config, checkpoint, device = plan.config, plan.checkpoint, plan.device
+    use_device(device)
+    hidden_group = None
+    num_processes = (1 if group is None else group.local_size) * config.num_engines
+    threads = ThreadCount(
+        config.threads, torch.get_num_threads(), num_processes, torch.set_num_threads
+    )
+    is_alone = group is None and config.num_engines == 1
+    digests = {} if is_alone else digest_files(checkpoint)
+    if group is not None:
+        agree(group, plan)
+        compare_weights(group, digests)
+        hidden_group = connect_gpus(group, device)
+    registry = open_registry(config.kernels, plan.dtype, device)
+    if registry.library is None and plan.packed_by == "kernels":  # their build failed
+        plan = make_plan(config, checkpoint, find_machine(config, place_of(group)))
+    source = open_weights(
+        checkpoint,
+        plan.own.part,
+        dtype=plan.dtype,
+        device=device,
+        seed=config.seed,
+        keeps_bfloat16=plan.keeps_bfloat16,
+        on_progress=on_progress,
+    )
+    model, part = checkpoint.model, plan.own.part
+    hows = [layer.attention for layer in model.layers]
+    kernels = StepKernels(
+        attention=registry.attention(hows, config.block_size, plan.kv_dtype),
+        drawer=registry.drawer(),
+        ranker=registry.ranker(),
+    )
+    bodies = Bodies(registry, max(4, checkpoint.context_length))  # a trial has 4 positions
+    join = WholeLayers(registry).join
+    network = Transformer(model, source, first=part.first, bodies=bodies, join=join)
+    return LoadedPart(
+        plan=plan,
+        network=network,
+        kernels=kernels,
+        form=HiddenForm(checkpoint.config.hidden_size, plan.dtype, device, hidden_group),
+        why=_find_slowness(plan, registry.why_plain, group),
+        threads=threads,
+        file_digests=digests,
+    )
+
+
+def _find_slowness(plan: RunPlan, plain: str, group: Group | None) -> Slowness:
+    """Return why a pipeline is slow; of several ranks the first that has a reason says it."""
+    slower = "; ".join(filter(None, (plain, why_slow(plan.dtype, plan.device))))
+    if group is not None:
+        ranks = group.gather("why slower", [plain, slower])
+        plain, slower = (next(filter(None, each), "") for each in zip(*ranks, strict=True))
+    return Slowness(plain, slower)
+
+
+def build_stage(loaded: LoadedPart) -> Stage:
+    """Give a loaded part the KV cache of its plan.
+
+    Raises:
+        UsageError: there is no memory for it.
+    """
+    try:
+        stage = make_stage(loaded)
+        if loaded.device.type == "cuda":
+            stage.warm_up()
+        return stage
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        plan = loaded.plan
+        raise no_cache(plan, plan.num_kv_tokens, free_bytes(loaded.device)) from error
+
+
+def make_stage(loaded: LoadedPart) -> Stage:
+    """Make the stage of a loaded part, and its KV cache."""
+    plan, network, kernels = loaded.plan, loaded.network, loaded.kernels
+    most = plan.sizes.max_decode_rows
+    return Stage(
+        network,
+        kv_dtype=plan.kv_dtype,
+        device=loaded.device,
+        num_blocks=plan.num_kv_tokens // plan.config.block_size,
+        block_size=plan.config.block_size,
+        kernel=kernels.attention,
+        ranker=kernels.ranker,
+        drawer=kernels.drawer,
+        threads=loaded.threads,
+        graphs=find_graphs(plan.config.kernels, network, kernels.attention, most, loaded.device),
+    )
+
+
+def build(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    group: Group | None = None,
+    *,
+    on_progress: OnProgress = lambda done, total: None,
+    on_loaded: Callable[[dict[str, str]], None] = lambda digests: None,
+) -> tuple[LoadedPart, Stage]:
+    """Plan this rank's run, load its layers, and return them with the stage that computes.
+
+    Args:
+        group: the ranks; None: this process alone runs the model.
+        on_progress: called with (bytes read, bytes in all) while weights load.
+        on_loaded: called when the weights are in memory, before the KV cache is, with a digest of
+            each of their files if others must have the same.
+    """
+    loaded = load_part(plan_run(config, checkpoint, group), group, on_progress)
+    on_loaded(loaded.file_digests)
+    num_tokens = count_blocks(loaded.plan, group) * config.block_size
+    loaded = replace(loaded, plan=replace(loaded.plan, num_kv_tokens=num_tokens))
+    return loaded, build_stage(loaded)
