@@ -535,7 +535,7 @@ def test_tiles_are_as_large_as_registers_and_shared_memory_hold(
 @interpreted
 @pytest.mark.parametrize(
     "limits",
-    [{}, {"sliding_window": 170}, {"alibi_slopes": True, "softcap": 0.7}, {"sinks": True}],
+    [{}, {"window": 170}, {"slopes": True, "softcap": 0.7}, {"sinks": True}],
 )
 def test_a_row_has_the_same_result_in_any_number_of_programs(
     limits: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -552,13 +552,13 @@ def test_a_row_has_the_same_result_in_any_number_of_programs(
     torch.manual_seed(0)
     keys, values = (torch.randn(80 + count, 2, block, 24).to(DEVICE) for _ in "kv")
     query, key, value = (torch.randn(1, heads, len(rows), 24).to(DEVICE) for heads in (4, 2, 2))
-    names = {name: torch.rand(4).to(DEVICE) for name in ("alibi_slopes", "sinks") if name in limits}
-    how: Any = {"sliding_window": None, "alibi_slopes": None, "softcap": None, **limits, **names}
+    names = {name: torch.rand(4).to(DEVICE) for name in ("slopes", "sinks") if name in limits}
+    how = Scoring(0.2, **(limits | names))
 
     def attend(picked: list[int]) -> torch.Tensor:
         new = (each[:, :, picked] for each in (query, key, value))
         plan = kernel.plan([rows[number] for number in picked], block)
-        return kernel(*new, keys, values, plan, scaling=0.2, **how)[0]
+        return kernel(AttentionCall(*new, keys, values, plan, how))[0]
 
     joins: list[int] = []
     count_joins(monkeypatch, joins)
@@ -596,15 +596,16 @@ def test_a_tile_without_tokens_reads_and_writes_nothing() -> None:
     block = 16
     keys, values = (torch.randn(4, 2, block, 16).to(DEVICE) for _ in "kv")
     given = [torch.randn(1, heads, 2, 16).to(DEVICE) for heads in (4, 2, 2)]
-    how: Any = {"sliding_window": None, "alibi_slopes": None, "softcap": None, "scaling": 0.25}
+    how = Scoring(0.25)
     rows = [StepRow([0], 20, [1, 2]), StepRow([0], 5, [3])]
-    expected = kernel(*given, keys, values, kernel.plan(rows, block), **how)
+    expected = kernel(AttentionCall(*given, keys, values, kernel.plan(rows, block), how))
     for size in (3, 2 + kernel.full_rows):
         plan = kernel.plan(rows, block)
         padded = plan.decode_tiles.new_zeros(size, 4)
         padded[:2] = plan.decode_tiles
         padded[2:, 2:] = torch.tensor([10**9, 2**30])  # a row far away, which would be a fault
-        found = kernel(*given, keys, values, replace(plan, decode_tiles=padded), **how)
+        padded_plan = replace(plan, decode_tiles=padded)
+        found = kernel(AttentionCall(*given, keys, values, padded_plan, how))
         assert torch.equal(found, expected), size
 
 

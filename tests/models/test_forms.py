@@ -23,6 +23,7 @@ from fminfer.models.fingerprint import digest_files, name_differences
 from fminfer.models.layer_source import LayerSource, open_weights
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.stored.weight_folder import find_weight_files, weight_files
+from fminfer.models.tensor_specs import Weights
 from fminfer.models.weight_headers import check_tensors, stored_formats
 from fminfer.plan.opening import open_model
 from fminfer.plan.planning import plan_ahead
@@ -51,15 +52,15 @@ def assert_equal(mine: Path, other: Path) -> None:
     for sizes in SPLITS:
         for part in parts_of(sizes):
             found, expected = load(mine, part), load(other, part)
-            pairs = zip(
-                [found.entry, *found.layers, found.exit],
-                [expected.entry, *expected.layers, expected.exit],
-                strict=True,
-            )
-            for tensors, others in pairs:
-                assert tensors.keys() == others.keys()
-                for name, tensor in tensors.items():
-                    assert torch.equal(tensor, others[name]), name
+            for weights, others in zip(groups_of(found), groups_of(expected), strict=True):
+                assert weights.keys() == others.keys()
+                for name, weight in weights.items():
+                    assert weight.equals(others[name]), name
+
+
+def groups_of(source: LayerSource) -> list[Weights]:
+    entry = source.entry()
+    return [entry, *source.layers(), source.exit(entry)]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -173,7 +174,7 @@ def test_every_form_tells_its_type_and_size(form: str, dtype: torch.dtype, tmp_p
     }
     assert find_weight_files(str(folder)) == {file: file.stat().st_size for file in files}
     found = load(folder, parts_of([3])[0], dtype)
-    assert all(tensor.dtype == dtype for layer in found.layers for tensor in layer.values())
+    assert all(w.plain.dtype == dtype for layer in found.layers() for w in layer.values())
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -195,7 +196,7 @@ def test_a_stage_reads_only_its_own_tensors(
     own_copy = TensorFiles.copy
     monkeypatch.setattr(TensorFiles, "read", spying)
     monkeypatch.setattr(TensorFiles, "copy", spying_on_copies)
-    list(load(folder, parts_of([1, 1, 1])[1]).layers)
+    list(load(folder, parts_of([1, 1, 1])[1]).layers())
     assert read and all(re.search(r"decoder\.layers\.1\.", name) for name in read)
 
 
@@ -277,8 +278,7 @@ def _measure(folder: Path, part: Part, dtype: torch.dtype, told: Connection) -> 
     Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held
     before = _memory("VmRSS")
     found = open_weights(checkpoint, part, dtype=dtype, device=CPU, seed=0)
-    entry = found.entry()
-    groups = [entry, *found.layers(), found.exit(entry)]
+    groups = groups_of(found)
     for each in groups:
         assert all(bool(weight.plain.sum().isfinite()) for weight in each.values())
     largest = max(weight.num_bytes for each in groups for weight in each.values())

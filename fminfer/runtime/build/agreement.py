@@ -7,29 +7,18 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
 
-from fminfer.compute.attention.paged_attention import AttentionBody
-from fminfer.compute.registry import open_registry
-from fminfer.compute.sampling.sampler import Drawer, Ranker
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import PipelineError, UsageError
-from fminfer.core.partition import Part
-from fminfer.machine.device import free_bytes, memory_name, use_device, why_slow
+from fminfer.machine.device import free_bytes, memory_name
 from fminfer.machine.out_of_memory import is_out_of_memory
-from fminfer.machine.threads import ThreadCount
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.fingerprint import digest_files, name_differences
-from fminfer.models.layer_bodies import Bodies
-from fminfer.models.layer_source import open_weights
-from fminfer.models.transformer import Transformer
-from fminfer.models.whole_layers import WholeLayers
+from fminfer.models.fingerprint import name_differences
 from fminfer.pipeline.group import Group
-from fminfer.pipeline.transport import HiddenForm
 from fminfer.plan.machine_facts import ALONE, Machine, count_sharers, find_machine
 from fminfer.plan.planning import make_plan, plan_ahead
 from fminfer.plan.run_plan import RunPlan

@@ -24,15 +24,17 @@ from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.start import Starter
 from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.models.known_sizes import DEMO_NAMES
+from fminfer.runtime.lines.line_intake import LineIntake
 from fminfer.text.template_file import read_template
 from fminfer.text.tokenizer import NoTokenizer, Tokenizer
-from fminfer.runtime.lines.line_intake import LineIntake
 
 # Of the fields that decide draws, those for which a model may have defaults.
 OF_MODELS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def find_limits(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> RequestLimits:
+def find_limits(
+    config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer
+) -> RequestLimits:
     """Return what a model and the options of a run allow a request."""
     return RequestLimits(
         checkpoint.context_length,

@@ -2,44 +2,41 @@
 
 from __future__ import annotations
 
-import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 
 from fminfer.compute.attention.paged_attention import AttentionBody
 from fminfer.compute.registry import open_registry
 from fminfer.compute.sampling.sampler import Drawer, Ranker
 from fminfer.core.config import EngineConfig
-from fminfer.core.errors import PipelineError, UsageError
 from fminfer.core.partition import Part
-from fminfer.machine.device import free_bytes, memory_name, use_device, why_slow
+from fminfer.machine.device import free_bytes, use_device, why_slow
 from fminfer.machine.out_of_memory import is_out_of_memory
 from fminfer.machine.threads import ThreadCount
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.fingerprint import digest_files, name_differences
+from fminfer.models.decode_graphs import find_graphs
+from fminfer.models.fingerprint import digest_files
 from fminfer.models.layer_bodies import Bodies
-from fminfer.models.layer_source import open_weights
+from fminfer.models.layer_source import OnProgress, open_weights
+from fminfer.models.stage import Stage
 from fminfer.models.transformer import Transformer
 from fminfer.models.whole_layers import WholeLayers
 from fminfer.pipeline.group import Group
 from fminfer.pipeline.transport import HiddenForm
-from fminfer.plan.machine_facts import ALONE, Machine, find_machine
-from fminfer.plan.planning import make_plan, plan_ahead
+from fminfer.plan.machine_facts import find_machine
+from fminfer.plan.planning import make_plan
 from fminfer.plan.run_plan import RunPlan
-from fminfer.plan.shortage import RankRoom, find_rank_shortage, find_room, no_cache
-from fminfer.runtime.launch.role import Spread
-
-from fminfer.machine.device import free_bytes
-from fminfer.models.decode_graphs import find_graphs
-from fminfer.models.layer_source import OnProgress
-from fminfer.models.stage import Stage
-from fminfer.runtime.build.agreement import agree, compare_weights, connect_gpus, count_blocks, place_of, plan_run
-from fminfer.machine.out_of_memory import is_out_of_memory
 from fminfer.plan.shortage import no_cache
+from fminfer.runtime.build.agreement import (
+    agree,
+    compare_weights,
+    connect_gpus,
+    count_blocks,
+    place_of,
+    plan_run,
+)
 
 
 @dataclass(slots=True, frozen=True)

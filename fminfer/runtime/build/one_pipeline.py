@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,24 +17,18 @@ from fminfer.engine.engine_core import Facts
 from fminfer.engine.start import Starter
 from fminfer.machine.device import (
     end_openmp_threads,
-    free_bytes,
-    memory_name,
     peak_bytes,
     use_device,
 )
-from fminfer.machine.out_of_memory import is_out_of_memory
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.decode_graphs import find_graphs
 from fminfer.models.stage import Stage
 from fminfer.pipeline.group import Group
 from fminfer.pipeline.local import LocalPipeline, QueuedPipeline
 from fminfer.pipeline.ring import RingPipeline, serve
 from fminfer.pipeline.watch import Fault
-from fminfer.plan.machine_facts import count_sharers
-from fminfer.plan.run_plan import RunPlan, name_of
-from fminfer.plan.shortage import RankRoom, find_room, fit_kv_tokens, no_cache
-from fminfer.runtime.build.assembly import build_loop, find_ends
+from fminfer.plan.run_plan import name_of
 from fminfer.runtime.build.agreement import END_S
+from fminfer.runtime.build.assembly import build_loop, find_ends
 from fminfer.runtime.build.builder import LoadedPart, build
 from fminfer.text.tokenizer import Tokenizer
 

@@ -1,0 +1,1 @@
+"""Builds one pipeline: weights, kernels, KV cache, stage and loop."""
