@@ -38,7 +38,7 @@ from fminfer.core.errors import UsageError
 from fminfer.core.messages import StepRow
 from fminfer.engine.noise import step_noise
 from fminfer.models.checkpoint import open_random
-from fminfer.runtime.build import loading
+from fminfer.runtime.build import builder
 from tests.compute.test_attention import (
     check_every_kind_of_row,
     check_odd_values,
@@ -198,7 +198,7 @@ def _interpret(monkeypatch: pytest.MonkeyPatch) -> None:
         registry.of_draws.clear()
         return registry
 
-    monkeypatch.setattr(loading, "open_registry", open_interpreted)
+    monkeypatch.setattr(builder, "open_registry", open_interpreted)
 
 
 def try_parts(dtype: torch.dtype) -> TritonLayers:
