@@ -107,11 +107,17 @@ class LayerSource:
             self.num_bytes = self._total - embed.num_bytes
         return found
 
-    def leave_head(self) -> None:
-        """Leave memory of the head's files to others, once it is packed."""
-        for origin in (self._of_embed["embed.weight"], self._origins.exit.get("head.weight")):
-            if origin is not None:
-                self._maker.leave(origin)
+    def leave_head(self, *, is_embedding: bool) -> None:
+        """Leave memory of the head's files to others, once it is packed.
+
+        Args:
+            is_embedding: the embedding is the same weight; otherwise it stays where it lies.
+        """
+        own = self._origins.exit.get("head.weight")
+        if own is not None:
+            self._maker.leave(own)
+        if own is None or is_embedding:
+            self._maker.leave(self._of_embed["embed.weight"])
 
     def _make(
         self, origins: Origins, where: str = "", attention: Attention | None = None

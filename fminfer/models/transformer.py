@@ -72,7 +72,7 @@ class Transformer:
             if self.head.packed is not None:
                 if weight is embed:  # kept once
                     self._look_up = self.head.packed.rows
-                source.leave_head()
+                source.leave_head(is_embedding=weight is embed)
         self.weight_bytes = source.num_bytes  # as they were read
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

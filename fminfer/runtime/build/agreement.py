@@ -103,8 +103,8 @@ def agree(group: Group, plan: RunPlan) -> None:
     theirs = group.gather("options", mine)[0]
     for name in [name for name in mine if mine[name] != theirs[name]]:
         raise PipelineError(
-            f"{name} is {mine[name]} on rank {group.rank} and {theirs[name]} on rank 0; start every "
-            "rank with the same model and options"
+            f"{name} is {mine[name]} on rank {group.rank} and {theirs[name]} on rank 0; start "
+            "every rank with the same model and options"
         )
 
 
