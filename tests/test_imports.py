@@ -63,8 +63,7 @@ OWN_LATE = {
     ("compute", "fminfer.compute.sampling.triton_draws"): "the same",
 }
 # What is decided of a run, and the packages that may name it. Others read it of the `RunPlan`.
-CHOICES = ["choose_device", "choose_dtype", "choose_kv_dtype", "choose_formats", "choose_packer"]
-CHOICES += ["own_device", "held_dtype", "split_model"]
+CHOICES = ["choose_device", "choose_dtype", "choose_packer", "split_model"]
 DECISIONS = {
     **{name: {"plan"} for name in CHOICES},
     "split_layers": {"core", "plan", "models"},  # layer_count refuses a split before torch comes

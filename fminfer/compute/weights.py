@@ -49,7 +49,7 @@ class Format(Protocol):
     """How the numbers of a weight are held in memory: in one or several tensors.
 
     The first dimensions of each tensor are the weight's, up to its outputs. So rows can be looked
-    up, joined, stacked and cut whatever they hold. A format is a class with these three and what
+    up, joined, stacked and cut whatever they hold. A format is a class with these and what
     `models/formats` needs to read it; products that take it say so by `serves`. All others get it
     dequantized.
     """

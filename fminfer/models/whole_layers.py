@@ -117,7 +117,7 @@ class WholeLayer(LayerOf):
         """Return what the parts do.
 
         Raises:
-            MemoryError, RuntimeError: there was none (`memory.is_out_of_memory`).
+            MemoryError, RuntimeError: there was none (`machine.out_of_memory`).
         """
         cache = step.attend
         assert isinstance(cache, KvCache), "the paged cache"

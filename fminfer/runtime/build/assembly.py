@@ -1,6 +1,6 @@
 """Puts together what an engine needs beside weights: tokenizer, limits, a loop over a pipeline.
 
-`worker` gives it the pipeline that computes, `fminfer check` one that pretends to.
+`one_pipeline` gives it the pipeline that computes, `fminfer check` one that pretends to.
 """
 
 from __future__ import annotations
