@@ -272,17 +272,21 @@ def large(tmp_path_factory: Any) -> Iterator[dict[str, Path]]:
 def _measure(folder: Path, part: Part, dtype: torch.dtype, told: Connection) -> None:
     """Load a part and touch all of it; tell the peak of memory it took, its size, its largest."""
     checkpoint = open_checkpoint(str(folder))
-    load(folder, Part(0, 1, 0, 0), dtype)  # imports
+    _touch(groups_of(load(folder, Part(0, 1, 0, 0), dtype)))  # imports, and torch's own pages
     for each in (torch.float32, torch.float16):  # threads
         torch.ones(1 << 20, dtype=torch.float16).to(each).sum()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held
     before = _memory("VmRSS")
     found = open_weights(checkpoint, part, dtype=dtype, device=CPU, seed=0)
     groups = groups_of(found)
-    for each in groups:
-        assert all(bool(weight.plain.sum().isfinite()) for weight in each.values())
+    _touch(groups)
     largest = max(weight.num_bytes for each in groups for weight in each.values())
     told.send((_memory("VmHWM") - before, found.num_bytes, largest))
+
+
+def _touch(groups: list[Weights]) -> None:
+    for each in groups:
+        assert all(bool(weight.plain.sum().isfinite()) for weight in each.values())
 
 
 def _memory(name: str) -> int:
