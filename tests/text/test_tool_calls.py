@@ -14,6 +14,7 @@ from fminfer.core.config import KnownParser
 from fminfer.text.tool_calls import ToolCall, find_parser, make_reader
 
 Answer = tuple[str, list[ToolCall]]
+ANY_TIME = settings(deadline=None)  # how long a machine takes says nothing of what is read
 PARSERS: list[KnownParser] = ["hermes", "llama3_json"]
 
 
@@ -181,6 +182,7 @@ FRAGMENTS = [
 ]
 
 
+@ANY_TIME
 @given(
     text=st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join),
     cuts=st.lists(st.integers(0, 200), max_size=12),
@@ -193,6 +195,7 @@ def test_pieces_change_nothing(text: str, cuts: list[int], parser: KnownParser) 
     assert read_pieces(parser, list(text)) == read(parser, text)
 
 
+@ANY_TIME
 @given(text=st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join))
 def test_nothing_is_lost(text: str) -> None:
     """Where there is no call, the content is the text; calls can be counted in it."""
@@ -203,7 +206,7 @@ def test_nothing_is_lost(text: str) -> None:
         assert len(calls) <= text.count('"name"') - content.count('"name"')
 
 
-@settings(deadline=None)  # how long a machine takes says nothing of what comes back
+@ANY_TIME
 @given(
     name=st.text(min_size=1),
     arguments=st.dictionaries(
