@@ -30,6 +30,7 @@ from fminfer.compute.registry import Registry
 from fminfer.compute.spec import Moe
 from fminfer.compute.trial import explain_failure
 from fminfer.compute.weights import Function, Weight
+from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.core.messages import SamplingRows, ScoringRows, Step, StepRow
 from fminfer.core.partition import Part
@@ -46,6 +47,9 @@ from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_source import open_weights
 from fminfer.models.stage import Stage
 from fminfer.models.transformer import Transformer
+from fminfer.plan.opening import open_model
+from fminfer.runtime.build import builder
+from fminfer.runtime.build.builder import LoadedPart
 from tests.conftest import FIELDS, family_config
 
 CPU = torch.device("cpu")
@@ -341,6 +345,21 @@ def test_a_failure_while_a_run_computes_is_told(llama_checkpoint: tuple[Path, An
     graphs.why_not = "CUDA graphs: no"
     assert engine.facts.why_slower == engine.facts.why_plain == graphs.why_not
     engine.close()
+
+
+def test_a_failure_on_any_rank_is_told_at_the_start(
+    llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only rank 0 looked at its own graphs."""
+
+    def make(loaded: LoadedPart) -> Any:
+        graphs = SimpleNamespace(why_not="CUDA graphs: no")
+        return SimpleNamespace(graphs=graphs)
+
+    config = EngineConfig(str(llama_checkpoint[0]), device="cpu", kernels="off", budget=64)
+    monkeypatch.setattr(builder, "make_stage", make)
+    why = builder.build(config, open_model(config).with_weights())[2]  # what a rank tells others
+    assert why.plain == why.slower == "CUDA graphs: no"
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ class LoadedPart:
     network: Transformer
     kernels: StepKernels
     form: HiddenForm
-    why: Slowness
+    why_plain: str  # why a kernel that was to be used is not; "": all are
     threads: ThreadCount
     file_digests: dict[str, str]  # of its weight files, if others must have the same
 
@@ -134,15 +134,17 @@ def load_part(
         network=network,
         kernels=kernels,
         form=HiddenForm(checkpoint.config.hidden_size, plan.dtype, device, hidden_group),
-        why=_find_slowness(plan, registry.why_plain, group),
+        why_plain=registry.why_plain,
         threads=threads,
         file_digests=digests,
     )
 
 
-def _find_slowness(plan: RunPlan, plain: str, group: Group | None) -> Slowness:
+def _find_slowness(loaded: LoadedPart, stage: Stage, group: Group | None) -> Slowness:
     """Return why a pipeline is slow; of several ranks the first that has a reason says it."""
-    slower = "; ".join(filter(None, (plain, why_slow(plan.dtype, plan.device))))
+    not_captured = "" if stage.graphs is None else stage.graphs.why_not
+    plain = "; ".join(filter(None, (loaded.why_plain, not_captured)))
+    slower = "; ".join(filter(None, (plain, why_slow(loaded.plan.dtype, loaded.device))))
     if group is not None:
         ranks = group.gather("why slower", [plain, slower])
         plain, slower = (next(filter(None, each), "") for each in zip(*ranks, strict=True))
@@ -192,8 +194,8 @@ def build(
     *,
     on_progress: OnProgress = lambda done, total: None,
     on_loaded: Callable[[dict[str, str]], None] = lambda digests: None,
-) -> tuple[LoadedPart, Stage]:
-    """Plan this rank's run, load its layers, and return them with the stage that computes.
+) -> tuple[LoadedPart, Stage, Slowness]:
+    """Plan this rank's run, load its layers, and make the stage that computes.
 
     Args:
         group: the ranks; None: this process alone runs the model.
@@ -205,4 +207,5 @@ def build(
     on_loaded(loaded.file_digests)
     num_tokens = count_blocks(loaded.plan, group) * config.block_size
     loaded = replace(loaded, plan=replace(loaded.plan, num_kv_tokens=num_tokens))
-    return loaded, build_stage(loaded)
+    stage = build_stage(loaded)
+    return loaded, stage, _find_slowness(loaded, stage, group)

@@ -58,7 +58,7 @@ class OnePipeline:
         on_loaded: Callable[[dict[str, str]], None] = lambda digests: None,
         group: Group | None = None,
     ) -> None:
-        loaded, stage = build(
+        loaded, stage, why = build(
             config, checkpoint, group, on_progress=on_progress, on_loaded=on_loaded
         )
         self.plan = plan = loaded.plan
@@ -82,8 +82,8 @@ class OnePipeline:
             weight_bytes=weight_bytes,
             kv_bytes_per_token=takes.kv_token,
             has_kernel=stage.has_kernel,
-            why_plain=loaded.why.plain,
-            why_slower=plan.why_slow or loaded.why.slower,
+            why_plain=why.plain,
+            why_slower=plan.why_slow or why.slower,
         )
         eos_ids = find_ends(checkpoint, tokenizer)
         self.core = build_loop(
@@ -99,9 +99,10 @@ class OnePipeline:
     @property
     def facts(self) -> Facts:
         """What the pipeline is; it becomes slower where a graph cannot be captured."""
-        if self.graphs is None or not self.graphs.why_not:
+        found = self.graphs.why_not if self.graphs else ""
+        if found in self._facts.why_plain:  # nothing, or the start knew it
             return self._facts
-        why = "; ".join(filter(None, (self._facts.why_slower, self.graphs.why_not)))
+        why = "; ".join(filter(None, (self._facts.why_slower, found)))
         return replace(self._facts, why_plain=why, why_slower=why)
 
     @property
@@ -147,7 +148,7 @@ def serve_rank(group: Group, config: EngineConfig, checkpoint: Checkpoint) -> No
     """
     try:
         checkpoint = checkpoint.with_weights()
-        loaded, stage = build(config, checkpoint, group)
+        loaded, stage, _ = build(config, checkpoint, group)
         serve(stage, loaded.part, loaded.form, on_stop=group.watch.stop)
     except Exception as error:
         group.fail(error)
