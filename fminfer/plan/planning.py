@@ -66,7 +66,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
     shortage = find_shortage(plan)
     num_kv_tokens = 0 if shortage else count_kv_tokens(plan)
     slowness = explain_slowness(plan)
-    return replace(plan, shortage=shortage, num_kv_tokens=num_kv_tokens, why_slow=slowness)
+    return replace(plan, shortage=shortage, num_kv_tokens=num_kv_tokens, why_reread=slowness)
 
 
 def plan_ahead(

@@ -69,7 +69,7 @@ class RunPlan:
     ranks: tuple[RankPlan, ...] = ()  # of one pipeline
     num_kv_tokens: int = 0  # size of each pipeline's KV cache; 0: not one block fits
     shortage: str = ""  # what does not fit, and what to do
-    why_slow: str = ""  # weights do not fit, and are read from the disk at each step
+    why_reread: str = ""  # weights do not fit, and are read from the disk at each step
 
     @property
     def held_in(self) -> str:

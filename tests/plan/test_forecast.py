@@ -139,9 +139,9 @@ def test_what_fits_is_not_refused(checkpoint: Checkpoint, monkeypatch: pytest.Mo
     found = takes_of(SMALL, checkpoint)
     least = 162_417_408 * 4 + 32 * found.kv_token + RUN_BYTES + (1 << 20)  # our own grows a bit
     let_be_free(monkeypatch, least)
-    assert plan_run(SMALL, checkpoint).why_slow == ""
+    assert plan_run(SMALL, checkpoint).why_reread == ""
     let_be_free(monkeypatch, least // 2, swap=least)  # it goes on in swap
-    assert plan_run(SMALL, checkpoint).why_slow == ""
+    assert plan_run(SMALL, checkpoint).why_reread == ""
     let_be_free(monkeypatch, least - (40 << 20))
     with pytest.raises(UsageError):
         plan_run(SMALL, checkpoint)
@@ -208,9 +208,9 @@ def test_mapped_files_can_be_dropped(halves: Checkpoint, monkeypatch: pytest.Mon
     monkeypatch.setattr(machine_facts, "own_bytes", lambda: 0)
     let_be_free(monkeypatch, found.weights - 1, swap=GIB)
     assert found.reads_files
-    assert "read from the disk again at each step" in plan_run(config, halves).why_slow
+    assert "read from the disk again at each step" in plan_run(config, halves).why_reread
     let_be_free(monkeypatch, found.weights, swap=GIB)
-    assert plan_run(config, halves).why_slow == ""
+    assert plan_run(config, halves).why_reread == ""
 
 
 def test_what_latent_attention_moves_is_held(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_ranks_of_one_machine_share_its_memory(
     need = group.told[0]["least"]
     assert 100e6 < need < 162_417_408 * 4
     let_be_free(monkeypatch, 2 * need)
-    assert plan_run(SMALL, checkpoint, cast(Group, group)).why_slow == ""
+    assert plan_run(SMALL, checkpoint, cast(Group, group)).why_reread == ""
     let_be_free(monkeypatch, 2 * need - 1)
     with pytest.raises(UsageError, match="ranks 0, 1 together would take"):
         plan_run(SMALL, checkpoint, cast(Group, group))

@@ -83,7 +83,7 @@ class OnePipeline:
             kv_bytes_per_token=takes.kv_token,
             has_kernel=stage.has_kernel,
             why_plain=why.plain,
-            why_slower=plan.why_slow or why.slower,
+            why_slower=plan.why_reread or why.slower,
         )
         eos_ids = find_ends(checkpoint, tokenizer)
         self.core = build_loop(
