@@ -82,6 +82,8 @@ class _Named(io.TextIOBase):
         self._is_inside = False  # of a line
 
     def write(self, text: str) -> int:
+        if not isinstance(text, str):  # click asks so whether bytes are taken
+            raise TypeError(f"{type(text).__name__} is not text")
         for line in text.splitlines(keepends=True):
             self._stream.write(line if self._is_inside else self._prefix + line)
             self._is_inside = not line.endswith("\n")

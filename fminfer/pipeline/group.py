@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -38,15 +37,6 @@ class Group(Meeting):
             thread.join(STOP_POLL_S)
         if thread.error is not None:
             raise thread.error
-
-    def fail(self, error: BaseException) -> None:
-        """Tell every rank that this one failed, and end it."""
-        text = f"rank {self.rank}: {error}"
-        if not isinstance(error, FminferError):
-            text = f"rank {self.rank} failed: {error}\n"
-            text += "".join(traceback.format_exception(error)).rstrip()
-        kind = error.kind if isinstance(error, FminferError) else FminferError.__name__
-        self.die(self.watch.report(Fault(text, kind)))
 
     @contextmanager
     def telling(self) -> Iterator[None]:

@@ -6,7 +6,9 @@ import json
 import re
 import socket
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -20,7 +22,7 @@ from fminfer.pipeline.meeting_folder import meet_in_folder
 from fminfer.pipeline.ranks import RankFacts
 from fminfer.pipeline.secret import secret_of_home
 from fminfer.pipeline.store_place import POLL_S, TELL_AFTER_S, StorePlace, connect, hold
-from fminfer.pipeline.watch import Fault, Watch
+from fminfer.pipeline.watch import TURN_S, Fault, Watch
 
 
 def open_store(facts: RankFacts, timeout_s: float) -> StorePlace:
@@ -80,6 +82,7 @@ def _through_agent(facts: RankFacts, prefix: str, secret: str, timeout_s: float)
 End = Callable[[str], None]  # ends this process at once; it is told the kind of an error
 STOP_POLL_S = 0.05
 SEE_S = 1.0  # time to see that a child whose connection broke is dead
+HEAR_S = 2 * TURN_S  # time for others to hear of a fault
 STAY_S = 60.0  # time for ranks to come and hear why there is no run
 
 
@@ -125,6 +128,7 @@ class Meeting:
         deadline = time.monotonic() + join_timeout_s
         self._end, self._children = end, children
         self._is_spawned = facts.parent is not None  # whoever started it speaks for it
+        self._last_words = threading.Lock()
         self.fault: Fault | None = None  # what has ended the run, if the process goes on
         self.world_size = facts.world_size
         self._pipeline = facts.prefix.rstrip("/")  # its name, where there are several
@@ -258,6 +262,15 @@ class Meeting:
         killed = "" if self._children is None else self._children.why_killed(SEE_S)
         return replace(fault, text=f"{fault.text}; {killed}") if killed else fault
 
+    def fail(self, error: BaseException) -> None:
+        """Tell every rank that this one failed, and end it."""
+        text = f"rank {self.rank}: {error}"
+        if not isinstance(error, FminferError):
+            text = f"rank {self.rank} failed: {error}\n"
+            text += "".join(traceback.format_exception(error)).rstrip()
+        kind = error.kind if isinstance(error, FminferError) else FminferError.__name__
+        self.die(self.watch.report(Fault(text, kind)))
+
     def die(self, fault: Fault) -> None:
         """End this rank at once: its threads wait for messages that will not come.
 
@@ -268,12 +281,15 @@ class Meeting:
             self.fault = fault
             self._store.close(fault.to_error())
             return
+        self._last_words.acquire()  # for good: another thread waits here until the process ends
         # One voice is enough: that of a rank 0 that has started the others, and of who is to blame.
         is_own = fault.text.startswith((f"rank {self.rank} failed", f"rank {self.rank}:"))
         is_of_0 = re.match(r"rank 0\b(?! failed)", fault.text) is not None
         if self.rank == 0 or is_own or is_of_0 or not self._is_spawned:
             name = f"{self._pipeline}: " if self._pipeline else ""
             print(f"Error: {name}{printable(fault.text)}", file=sys.stderr, flush=True)
+        if self._place.is_holder and self._children is None:
+            time.sleep(HEAR_S)  # the store, from which the others hear it, ends with this process
         self.forget()
         self._end(fault.kind)
 

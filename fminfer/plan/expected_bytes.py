@@ -74,7 +74,7 @@ def expect_bytes(plan: RunPlan, part: Part) -> ExpectedBytes:
         weights=weights,
         held_weights=held,
         mapped=mapped,
-        reads_files=bool(mapped and not packed),
+        reads_files=bool(mapped and not packed.keys() - {head}),
         work=_step_bytes(plan, part),
         kv_token=part.num_layers * math.prod(cache_shape) * plan.kv_dtype.itemsize,
     )

@@ -55,7 +55,6 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
             config.engine_number,
             part,
             shard=(0, 1),
-            device=choose_device(config, machine, part.stage),
             takes=expect_bytes(plan, part),
         )
         for part in split_model(config, checkpoint, machine.num_stages)

@@ -27,7 +27,7 @@ class ExpectedBytes:
     weights: int  # weights, with mapped files
     held_weights: int  # the part that must stay: mapped files can be dropped and read again
     mapped: int  # the part in mapped files, which leave memory to others
-    reads_files: bool  # steps use weights where they are mapped: nothing is packed
+    reads_files: bool  # steps use weights where they are mapped: none but the head is packed
     work: int  # a step's work
     kv_token: int  # a token's keys and values
 
@@ -44,7 +44,6 @@ class RankPlan:
     data_group: int  # its pipeline, of those on a machine
     part: Part  # its stage
     shard: tuple[int, int]  # of each layer: which, and of how many
-    device: torch.device  # of a rank elsewhere: the one that it would have here
     takes: ExpectedBytes
 
 

@@ -29,7 +29,7 @@ class RankRoom:
 def find_room(plan: RunPlan, rank: RankPlan, memory: str, free: int) -> RankRoom:
     """Say what a rank has, of so many free bytes of a memory."""
     least, work, kv_token = _least_bytes(plan, rank), rank.takes.work, rank.takes.kv_token
-    return RankRoom(memory, rank.device.type, free, least, work, kv_token, plan.most_kv_tokens)
+    return RankRoom(memory, plan.device.type, free, least, work, kv_token, plan.most_kv_tokens)
 
 
 def count_kv_tokens(plan: RunPlan) -> int:

@@ -13,7 +13,7 @@ from typing import TypeVar
 import transformers
 
 from fminfer.core.config import EngineConfig
-from fminfer.core.errors import FminferError
+from fminfer.core.errors import FminferError, StoppedError
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.pipeline.group import Group
 from fminfer.pipeline.meeting import End
@@ -80,10 +80,15 @@ def _be_one_of_several(
     """Be one of the ranks of several pipelines; rank 0 leads all of them."""
     spread = process.role.spread
     apart = Apart(facts, spread, prepare=prepare, end=process.end)
-    checkpoint = prepare.checkpoint.with_weights()
-    config = apart.part(
-        process.config, plan_ahead(process.config, checkpoint, spread.num_stages).fingerprint()
-    )
+    try:
+        checkpoint = prepare.checkpoint.with_weights()
+        plan = plan_ahead(process.config, checkpoint, spread.num_stages)
+        config = apart.part(process.config, plan.fingerprint())
+    except StoppedError:
+        raise
+    except Exception as error:
+        apart.fail(error)
+        raise
     if apart.rank == 0:
 
         def make_engine(checkpoint: Checkpoint, loading: LoadingBar) -> Engine:

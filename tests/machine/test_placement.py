@@ -25,6 +25,7 @@ from fminfer.pipeline.group import _choose_interface
 from fminfer.pipeline.transport import HiddenForm
 from fminfer.plan.expected_bytes import GPU_RESERVE
 from fminfer.plan.machine_facts import Machine, choose_device, count_sharers, find_machine
+from fminfer.plan.opening import open_model
 from fminfer.plan.planning import make_plan
 from fminfer.plan.shortage import auto_budget
 from fminfer.runtime.build.agreement import connect_neighbours, count_blocks
@@ -181,6 +182,13 @@ def test_a_card_that_cannot_be_used_ends_the_steps_with_its_error(
         with pytest.raises(RuntimeError, match="invalid device"):
             pipeline.collect()
         pipeline.drop()
+
+
+def test_a_run_is_planned_whose_other_gpus_are_elsewhere() -> None:
+    """The fingerprint of a run over two machines asked this one for the other's GPU."""
+    config = EngineConfig(cuda_ids=(0, 1))
+    machine = Machine(num_gpus=1, num_stages=2, local_size=2)
+    assert make_plan(config, open_model(config), machine).device == torch.device("cuda:0")
 
 
 def test_a_gpu_compiles_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:

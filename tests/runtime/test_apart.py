@@ -106,6 +106,21 @@ def test_pipelines_of_other_options_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "output_in.jsonl").exists() and not list(where.iterdir())
 
 
+@pytest.mark.parametrize("wrong", [[3], [0, 1, 2, 3]])
+def test_all_hear_of_what_only_one_rank_finds_wrong(tmp_path: Path, wrong: list[int]) -> None:
+    """They waited for --rank-timeout, and rank 0 said that a rank had not answered."""
+    source, where = write(tmp_path, 2), tmp_path / "meet"
+    flags = ["--world-size", 4, "--data-group-size", 2, "--rendezvous", where]
+    of_wrong = ["--stage-layers", "1,9"]
+    ranks = [
+        start(source, *flags, "--rank", rank, *of_wrong * (rank in wrong)) for rank in range(4)
+    ]
+    for status, err in [finish(rank) for rank in ranks]:
+        assert status == 2 and err.count("Error: rank ") == 1 and "--stage-layers" in err, err
+        assert any(f"rank {rank}: " in err for rank in wrong)
+    assert not list(where.iterdir())
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_ranks_hear_of_a_run_that_starts_no_pipeline(tmp_path: Path, seed: int) -> None:
     """Rank 0 was gone, and said nothing: the others loaded the model or looked for it for

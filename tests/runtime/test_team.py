@@ -227,9 +227,11 @@ def test_pipelines_of_two_ranks(tmp_path: Path) -> None:
 
 
 def test_what_goes_wrong_in_a_pipeline_is_told(tmp_path: Path) -> None:
+    """The processes that were started ended with a traceback of their own."""
     flags = ["--data-group-size", 2, "--budget", 10**12, "--output", tmp_path / "out.jsonl"]
     status, err = finish(start(QUERIES / "plain.jsonl", *flags))
     assert status == 2 and "a KV cache of" in err.splitlines()[-1]
+    assert "Traceback" not in err and "[pipeline 1] Error: a KV cache of" in err
 
 
 def test_a_fault_of_ours_costs_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

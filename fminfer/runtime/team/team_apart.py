@@ -15,11 +15,10 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from fminfer.core.config import EngineConfig
-from fminfer.core.errors import FminferError, PipelineError, UsageError
+from fminfer.core.errors import PipelineError, UsageError
 from fminfer.pipeline.addresses import end_when_silent
 from fminfer.pipeline.meeting import STOP_POLL_S, End, Meeting
 from fminfer.pipeline.ranks import RankFacts
-from fminfer.pipeline.watch import Fault
 from fminfer.runtime.launch.processes import Processes
 from fminfer.runtime.launch.role import ChildOptions, RunLink, Spread
 from fminfer.runtime.team.team_process import DistantPipeline, TeamPipeline, start_pipeline
@@ -78,13 +77,13 @@ class Apart(Meeting):
 
         Args:
             fingerprint: what answers depend on.
+
+        Raises:
+            PipelineError: they have not.
+            UsageError: this machine has more ranks of one pipeline than of another.
         """
-        theirs = self.gather("fingerprint", fingerprint)[0]
-        try:
-            self._compare(fingerprint, theirs)
-            numbers = self._pipelines_here()
-        except FminferError as error:
-            self.die(self.watch.report(Fault.of(error)))
+        self._compare(fingerprint, self.gather("fingerprint", fingerprint)[0])
+        numbers = self._pipelines_here()
         self.gather("agreed", True)
         self.forget()
         index = numbers.index(self._number)
