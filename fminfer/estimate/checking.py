@@ -19,7 +19,6 @@ from fminfer.core.config import EngineConfig
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.engine.loop import EngineLoop
-from fminfer.engine.room import KvSize
 from fminfer.engine.start import Starter
 from fminfer.estimate.check_report import CheckReport, FirstPrompt, Work
 from fminfer.estimate.cost_model import CostModel
@@ -56,13 +55,13 @@ class Check:
         if folder_of(config.model) is not None:  # else the hub still has them
             check_tensors(self._checkpoint, has_weights=has_weights)
         self._tokenizer: Tokenizer = load_tokenizer(config, self._checkpoint)
-        self._limits: RequestLimits = find_limits(config, self._checkpoint, self._tokenizer)
         machine = find_machine(config, replace(machine, local_size=machine.num_stages))
         self._plan = plan = make_plan(config, self._checkpoint, machine)
         # Without room no line is judged by it: the plan says what is wrong.
         self._num_blocks = (plan.num_kv_tokens or plan.most_kv_tokens) // config.block_size
-        kv_size = KvSize(self._num_blocks, config.block_size)
-        self._limits = replace(self._limits, kv_size=kv_size)
+        self._limits: RequestLimits = find_limits(
+            config, self._checkpoint, self._tokenizer, self._num_blocks
+        )
 
     def run(
         self, inputs: Sequence[Path], on_wrong: Callable[[Record], None], *, is_quiet: bool

@@ -22,7 +22,7 @@ from fminfer.pipeline.meeting_folder import meet_in_folder
 from fminfer.pipeline.ranks import RankFacts
 from fminfer.pipeline.secret import secret_of_home
 from fminfer.pipeline.store_place import POLL_S, TELL_AFTER_S, StorePlace, connect, hold
-from fminfer.pipeline.watch import TURN_S, Fault, Watch
+from fminfer.pipeline.watch import HEAR_S, Fault, Watch
 
 
 def open_store(facts: RankFacts, timeout_s: float) -> StorePlace:
@@ -82,7 +82,6 @@ def _through_agent(facts: RankFacts, prefix: str, secret: str, timeout_s: float)
 End = Callable[[str], None]  # ends this process at once; it is told the kind of an error
 STOP_POLL_S = 0.05
 SEE_S = 1.0  # time to see that a child whose connection broke is dead
-HEAR_S = 2 * TURN_S  # time for others to hear of a fault
 STAY_S = 60.0  # time for ranks to come and hear why there is no run
 
 
@@ -128,7 +127,7 @@ class Meeting:
         deadline = time.monotonic() + join_timeout_s
         self._end, self._children = end, children
         self._is_spawned = facts.parent is not None  # whoever started it speaks for it
-        self._last_words = threading.Lock()
+        self._last_words = threading.Lock()  # held for good by the thread that ends the process
         self.fault: Fault | None = None  # what has ended the run, if the process goes on
         self.world_size = facts.world_size
         self._pipeline = facts.prefix.rstrip("/")  # its name, where there are several
@@ -281,7 +280,7 @@ class Meeting:
             self.fault = fault
             self._store.close(fault.to_error())
             return
-        self._last_words.acquire()  # for good: another thread waits here until the process ends
+        self._last_words.acquire()
         # One voice is enough: that of a rank 0 that has started the others, and of who is to blame.
         is_own = fault.text.startswith((f"rank {self.rank} failed", f"rank {self.rank}:"))
         is_of_0 = re.match(r"rank 0\b(?! failed)", fault.text) is not None

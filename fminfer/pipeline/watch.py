@@ -19,6 +19,7 @@ from fminfer.core.errors import FminferError, PipelineError, error_of
 from fminfer.pipeline.store import Store
 
 TURN_S = 0.5
+HEAR_S = 2 * TURN_S  # time for the others to hear of a fault
 FAULT = "fault"
 PARENT_IS_GONE = (
     "rank 0, which started this rank, is gone (the system ends processes when memory runs out)"
@@ -103,7 +104,7 @@ class Watch:
         """Make a fault known, and give the others time to hear of it before this rank is gone."""
         self._told.acquire(blocking=False)  # this rank knows, and says it itself
         self.report(fault)
-        time.sleep(2 * TURN_S)
+        time.sleep(HEAR_S)
 
     def stop(self) -> None:
         """Watch no longer; the run is over."""

@@ -10,7 +10,6 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.messages import StepTrace
 from fminfer.engine.engine_core import EngineCore, Facts
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.pipeline.group import Group
 from fminfer.runtime.build.agreement import require_room_for_all
 from fminfer.runtime.build.one_pipeline import OnePipeline
 from fminfer.runtime.launch.leading import start_own_ranks
@@ -49,36 +48,31 @@ def start_computing(
     config: EngineConfig,
     checkpoint: Checkpoint,
     tokenizer: Tokenizer,
-    group: Group | None,
     on_progress: Callable[[int, int], None],
 ) -> Computing:
     """Start the processes of which the options speak, and load the model.
 
     Args:
-        group: the ranks among which this process is rank 0, if they are started already.
         on_progress: called with (bytes read, bytes in all) while weights load.
     """
     if config.data_group_size > 1:
         return _start_team(config, checkpoint)
-    return _load_pipeline(config, checkpoint, tokenizer, group, on_progress)
+    return _load_pipeline(config, checkpoint, tokenizer, on_progress)
 
 
 def _load_pipeline(
     config: EngineConfig,
     checkpoint: Checkpoint,
     tokenizer: Tokenizer,
-    group: Group | None,
     on_progress: Callable[[int, int], None],
 ) -> OnePipeline:
-    """Load the model here, and in the processes of other ranks, which this may have to start."""
-    own = start_own_ranks(config) if group is None and config.num_stages > 1 else None
+    """Load the model here, and in the processes of other ranks, which this starts."""
+    group = start_own_ranks(config) if config.num_stages > 1 else None
     try:
-        return OnePipeline(
-            config, checkpoint, tokenizer, on_progress=on_progress, group=group or own
-        )
+        return OnePipeline(config, checkpoint, tokenizer, on_progress=on_progress, group=group)
     except BaseException:
-        if own is not None:
-            own.abandon()
+        if group is not None:
+            group.abandon()
         raise
 
 

@@ -6,7 +6,6 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,12 +20,10 @@ from fminfer.core.messages import StepTrace
 from fminfer.engine.engine_core import Facts
 from fminfer.engine.events import Event
 from fminfer.engine.intake import Intake, RequestLimits
-from fminfer.engine.room import KvSize
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineStats
 from fminfer.engine.text_request import request_of_text
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.pipeline.group import Group
 from fminfer.plan.opening import open_model
 from fminfer.runtime.build.assembly import find_limits, load_tokenizer
 from fminfer.runtime.build.one_pipeline import OnePipeline
@@ -61,7 +58,6 @@ class Engine:
             no line that names another, and "demo" is the same model for any line.
         model_name: the same, by the name that it has on the command line.
         on_progress: called with (bytes read, bytes in all) while weights load.
-        group: the ranks among which this process is rank 0, if they are started already.
         checkpoint: the model, if it is opened already.
         compute: starts what computes; None: the processes of which the options speak.
         options: fields of `EngineConfig`, which `__init__` lists. Given with a config, they take
@@ -85,7 +81,6 @@ class Engine:
         *,
         model_name: str | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
-        group: Group | None = None,
         checkpoint: Checkpoint | None = None,
         compute: Compute | None = None,
         **options: Unpack[EngineOptions],
@@ -102,14 +97,12 @@ class Engine:
         if compute is not None:
             self._computing: Computing = compute(config, checkpoint, self.tokenizer)
         else:
-            self._computing = start_computing(
-                config, checkpoint, self.tokenizer, group, on_progress
-            )
+            self._computing = start_computing(config, checkpoint, self.tokenizer, on_progress)
         self._core = self._computing.core
         self.lanes = Lanes(self._core)  # of runs behind all other requests
-        limits = find_limits(config, checkpoint, self.tokenizer)
-        kv_size = KvSize(self.facts.num_kv_blocks, config.block_size)
-        self._intake = Intake(self.tokenizer, replace(limits, kv_size=kv_size))
+        num_blocks = self.facts.num_kv_blocks
+        limits = find_limits(config, checkpoint, self.tokenizer, num_blocks)
+        self._intake = Intake(self.tokenizer, limits)
         self.result_cache: ResultCache | None = None  # for runs; whoever sets it closes it
         self._is_closed = False
         self._runner: LineRunner | None = None  # of the run that goes on

@@ -26,7 +26,7 @@ from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.launch.leading import lead_ranks
 from fminfer.runtime.launch.processes import ProcessContext, Processes
 from fminfer.runtime.launch.role import RunLink, Spread, Task
-from fminfer.runtime.start_engine import MakeEngine, engine_of_several, own_engine
+from fminfer.runtime.start_engine import MakeEngine, engine_of_one, engine_of_several, own_engine
 from fminfer.runtime.team.team_apart import Apart
 from fminfer.runtime.team.team_member import serve_pipeline
 
@@ -68,7 +68,7 @@ def _be_a_rank(
         return None
 
     def make_engine(checkpoint: Checkpoint, loading: LoadingBar) -> Engine:
-        return Engine(process.config, on_progress=loading, group=group, checkpoint=checkpoint)
+        return engine_of_one(process.config, checkpoint, loading, group)
 
     with group.telling():
         return lead(process, prepare.checkpoint.with_weights(), make_engine)

@@ -11,8 +11,10 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import printable
 from fminfer.machine.user_cache import why_no_cache
 from fminfer.models.checkpoint import Checkpoint
+from fminfer.pipeline.group import Group
 from fminfer.runtime.bars import LoadingBar, write_beside_bar
 from fminfer.runtime.build.agreement import require_room_for_all
+from fminfer.runtime.build.one_pipeline import OnePipeline
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.launch.leading import lead_ranks
 from fminfer.runtime.launch.processes import ProcessContext
@@ -37,9 +39,22 @@ def own_engine(run: ProcessContext) -> MakeEngine:
         group = None
         if children.all:
             group = lead_ranks(config, children, spread, run.child_options, run.end)
-        return Engine(config, on_progress=loading, group=group, checkpoint=checkpoint)
+        return engine_of_one(config, checkpoint, loading, group)
 
     return make
+
+
+def engine_of_one(
+    config: EngineConfig, checkpoint: Checkpoint, loading: LoadingBar, group: Group | None
+) -> Engine:
+    """Return an engine over one pipeline, whose other ranks are met already."""
+    return Engine(
+        config,
+        checkpoint=checkpoint,
+        compute=lambda config, checkpoint, tokenizer: OnePipeline(
+            config, checkpoint, tokenizer, on_progress=loading, group=group
+        ),
+    )
 
 
 def engine_of_several(

@@ -20,6 +20,7 @@ from fminfer.engine.blocks import BlockPool
 from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.engine.loop import EngineLoop, Pipeline
 from fminfer.engine.prefix import PrefixCache
+from fminfer.engine.room import KvSize
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.start import Starter
 from fminfer.models.checkpoint import GENERATION, Checkpoint
@@ -33,9 +34,16 @@ OF_MODELS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def find_limits(
-    config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    num_blocks: int | None = None,
 ) -> RequestLimits:
-    """Return what a model and the options of a run allow a request."""
+    """Return what a model and the options of a run allow a request.
+
+    Args:
+        num_blocks: of each pipeline's KV cache, once it is known.
+    """
     return RequestLimits(
         checkpoint.context_length,
         checkpoint.config.vocab_size,
@@ -46,6 +54,7 @@ def find_limits(
         _model_names(config, checkpoint.name),
         config.request_args,
         *_find_defaults(config, checkpoint),
+        kv_size=None if num_blocks is None else KvSize(num_blocks, config.block_size),
         chat_template=_read_template(config),
         tool_call_parser=config.tool_call_parser,
     )
