@@ -48,13 +48,11 @@ class Group(Meeting):
         except BrokenPipeError:
             self.watch.warn(Fault("whoever read the answers stopped reading"))
             raise
-        except FminferError as error:
-            self.watch.warn(Fault.of(error))
-            raise
         except Exception as error:
-            text = f"rank 0 failed: {error}"
-            self.watch.warn(Fault(text))
-            raise RuntimeError(text) from error
+            self.warn(error)
+            if isinstance(error, FminferError):
+                raise
+            raise RuntimeError(f"rank 0 failed: {error}") from error
         finally:
             self.forget()
 

@@ -155,9 +155,10 @@ class Meeting:
 
     def warn(self, error: Exception) -> None:
         """Tell the others why this rank ends, and give them time to hear it."""
-        is_told = isinstance(error, FminferError)
-        text = str(error) if is_told else f"rank {self.rank} failed: {error}"
-        self.watch.warn(_fault(error, text))
+        if isinstance(error, FminferError):
+            self.watch.warn(Fault.of(error))
+        else:
+            self.watch.warn(Fault(f"rank {self.rank} failed: {error}"))
 
     def _prepare(self, prepare: Callable[[int], None]) -> None:
         """Do what needs no other rank; report its errors now, and to all ranks that come."""
@@ -291,8 +292,3 @@ class Meeting:
             time.sleep(HEAR_S)  # the store, from which the others hear it, ends with this process
         self.forget()
         self._end(fault.kind)
-
-
-def _fault(error: BaseException, text: str) -> Fault:
-    """Return what the other ranks are told of an error."""
-    return Fault.of(error, text) if isinstance(error, FminferError) else Fault(text)

@@ -34,9 +34,9 @@ class Fault:
     kind: str = PipelineError.__name__  # of an error
 
     @classmethod
-    def of(cls, error: FminferError, text: str | None = None) -> Self:
-        """Return the fault that an error is, in other words than its own if there are any."""
-        return cls(str(error) if text is None else text, error.kind)
+    def of(cls, error: FminferError) -> Self:
+        """Return the fault that an error is."""
+        return cls(str(error), error.kind)
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
