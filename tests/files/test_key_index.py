@@ -47,6 +47,6 @@ def test_keys_in_another_order_are_found_fast() -> None:
         index.add(key, place)
     asked = source.sample(range(len(keys)), 20_000)
     index.find(keys[asked[0]])  # which puts them in order
-    started_s = time.process_time()
+    started_s = time.thread_time()
     assert [index.find(keys[place]) for place in asked] == asked
-    assert time.process_time() - started_s < 0.3, "copying the order took 0.7 s"
+    assert time.thread_time() - started_s < 0.3, "copying the order took 0.7 s"
