@@ -18,9 +18,9 @@ from unittest import mock
 
 from pipeline_costs import Link, Work
 
+from fminfer.compute.step import Step, StepResult, TokenLogprobs
 from fminfer.contract.line import Line
 from fminfer.core.config import EngineConfig
-from fminfer.core.messages import Step, StepResult, TokenLogprobs
 from fminfer.engine import step_shape
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool

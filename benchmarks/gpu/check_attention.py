@@ -12,7 +12,6 @@ from benchmarks.gpu.cases import Case, Figures, Setting, expect
 from benchmarks.gpu.references import Heads, attend_as_torch, attend_in_float64
 from fminfer.compute.attention.scoring import AttentionCall, Scoring
 from fminfer.compute.attention.triton_attention import TritonAttention
-from fminfer.core.messages import StepRow
 
 SHAPES = {
     "cuda": (

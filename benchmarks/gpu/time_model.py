@@ -23,8 +23,8 @@ from benchmarks.gpu.captured_step import time_step
 from benchmarks.gpu.cases import Case, Figures, Setting, expect
 from benchmarks.gpu.profiles import count_work, start_profiler
 from fminfer import Engine
+from fminfer.compute.step import StepTrace
 from fminfer.core.config import EngineConfig
-from fminfer.core.messages import StepTrace
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint
 from fminfer.models.layer_source import open_weights

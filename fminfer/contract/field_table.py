@@ -62,6 +62,7 @@ class Field:
         default: what its absence means; None: `SamplingParams` or `help` says it.
         neutral: the values of a refused field that are accepted beside null.
         ours: our name of the same thing, of a refused field.
+        column: the type of its column in a step, as numpy calls it: each draw has a number of it.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Field:
     neutral: tuple[object, ...] = ()
     ours: str = ""
     is_required: bool = False
+    column: str = ""
 
     def accepts(self, value: object) -> bool:
         """Tell whether a value of a refused field changes no answer."""
@@ -116,6 +118,11 @@ def _fields(kind: Kind, limit: Limit = "", default: object = None, **helps: str)
     """Yield fields of one kind that are acted on, by name with their help."""
     for name, text in helps.items():
         yield Field(name, kind, text, limit, default=default)
+
+
+def _columns(column: str, kind: Kind, **helps: str) -> Iterator[Field]:
+    """Yield fields that decide how a token is drawn of its logits, each by a column of a step."""
+    return (Field(name, kind, text, column=column) for name, text in helps.items())
 
 
 def _read_stream_options(name: str, value: Any, most: int) -> str:
@@ -181,13 +188,14 @@ _MESSAGES = Field(
 _TOOLS = Field("tools", as_it_is(TOOLS, "functions"), "What the model may call, for the template.")
 # What decides which token a draw takes, beside the logits and the seed.
 _DRAWS = (
-    *_fields(number(0, 2), temperature="0 = argmax, ties to the lowest id."),
-    *_fields(
+    *_columns("f4", number(0, 2), temperature="0 = argmax, ties to the lowest id."),
+    *_columns(
+        "f4",
         number(0, 1),
         top_p="Smallest set of that mass, at least one token; 0 = greedy.",
         min_p="Drop what is less likely than min_p × the likeliest, after temperature and top_k.",
     ),
-    *_fields(also(_COUNT, "≥ 0; -1", (-1, 0)), top_k="Only the k likeliest; 0 or -1 = off."),
+    *_columns("i8", also(_COUNT, "≥ 0; -1", (-1, 0)), top_k="Only the k likeliest; 0 or -1 = off."),
     *_fields(
         number(-2, 2),
         frequency_penalty="logit − penalty · how often the token was drawn.",
@@ -397,6 +405,7 @@ FIELDS: dict[Endpoint, dict[str, Field]] = {
     "chat": _by_name(*_OF_CHAT, *_OF_BOTH),
 }
 DRAW_FIELDS = tuple(each.name for each in _DRAWS)
+COLUMNS = {each.name: each.column for each in _DRAWS if each.column}  # of each draw of a step
 # What may differ between requests of one part of `split`: it changes no draw.
 _OF_LINES = (_PROMPT, _MESSAGES, _TOOLS, *_CONSTRAINTS, *_RECORDED)
 FIELDS_OF_LINES = frozenset(each.name for each in _OF_LINES)

@@ -6,11 +6,40 @@ without counting anew. `fminfer.compute.sampling.sampler` applies them.
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from fminfer.contract.request import SamplingParams
 from fminfer.core.errors import RequestError
-from fminfer.core.messages import EditColumns, Mask, invert, make_mask, pack_ids
+from fminfer.core.messages import Mask, invert, make_mask, pack_ids
+
+
+@dataclass(slots=True)
+class EditColumns:
+    """Changes of single logits: (logit + bias), its size times or over factor, less minus.
+
+    Arrays, so that a step's can be joined without a loop over tokens.
+    """
+
+    token_id: array[int] = field(default_factory=lambda: array("q"))
+    bias: array[float] = field(default_factory=lambda: array("f"))  # logit_bias
+    factor: array[float] = field(default_factory=lambda: array("f"))  # repetition_penalty
+    minus: array[float] = field(default_factory=lambda: array("f"))  # frequency and presence
+
+    def add(self, token_id: int) -> None:
+        """Append an entry that changes nothing."""
+        self.token_id.append(token_id)
+        self.bias.append(0.0)
+        self.factor.append(1.0)
+        self.minus.append(0.0)
+
+    def extend(self, other: EditColumns) -> None:
+        """Append all entries of another."""
+        self.token_id.extend(other.token_id)
+        self.bias.extend(other.bias)
+        self.factor.extend(other.factor)
+        self.minus.extend(other.minus)
 
 
 class Bans:

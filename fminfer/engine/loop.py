@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from fminfer.compute.step import Step, StepResult, StepTrace
 from fminfer.core.errors import StepLimitError
-from fminfer.core.messages import Step, StepResult, StepTrace
 from fminfer.core.quantities import counted
 from fminfer.core.timing import RowClock
 from fminfer.engine.answer import AnswerForm, build_answer

@@ -1,30 +1,40 @@
-"""Packs rows into a step: flat arrays say from which token each sampling and scoring row draws."""
+"""Packs rows into a step: columns say from which token each sequence draws, and how."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 
-from fminfer.core.messages import SamplingRows, ScoringRows, Step, StepRow
+import numpy as np
+
+from fminfer.compute.step import SCORE, Step, mask_columns
+from fminfer.core.messages import Mask
+from fminfer.engine.logit_edits import EditColumns
 from fminfer.engine.noise import step_noise
 from fminfer.engine.sequence import PromptState, Sequence
+from fminfer.engine.slots import Slots
+
+Copies = list[tuple[int, int]]  # of blocks: (from, to)
 
 
 @dataclass(slots=True)
 class PackedRow:
-    """A row of a step before its place in it is known."""
+    """A row of a step: the tokens of one sequence that are fed."""
 
-    row: StepRow
-    is_prompt: bool
+    of: Sequence  # whose block table it has
+    token_ids: list[int]
+    position: int  # of the first of them in the sequence
     sequences: list[Sequence]  # draw from the row's last token
+    is_prompt: bool = False
     scored: PromptState | None = None
 
-    def copies_after(self, block_size: int) -> list[tuple[int, int]]:
+    def copies_after(self, block_size: int) -> Copies:
         """List the copies of a prompt's last, unfilled block that its other sequences need.
 
         The next step makes them at its start. The pipeline keeps order, so the block is written by
         then, and nobody else has got it in between.
         """
-        end = self.row.position + len(self.row.token_ids)
+        end = self.position + len(self.token_ids)
         if len(self.sequences) < 2 or end % block_size == 0:
             return []
         index = end // block_size
@@ -39,7 +49,7 @@ class PackedRow:
 
 @dataclass(slots=True)
 class PlannedStep:
-    """A step, and whose its sampling and scoring rows are, in order."""
+    """A step, and whose its draws and scores are, in order."""
 
     step: Step
     num_prompt_tokens: int
@@ -48,68 +58,90 @@ class PlannedStep:
     scored_prompts: list[PromptState] = field(default_factory=list)
 
 
-def pack(step_id: int, rows: list[PackedRow], copies: list[tuple[int, int]]) -> PlannedStep:
+def pack(step_id: int, rows: list[PackedRow], copies: Copies, slots: Slots) -> PlannedStep:
     """Pack these rows into a step, in this order.
 
     Args:
         copies: of blocks, made before the rows are computed.
+        slots: of all running sequences.
     """
-    sampling, scoring = SamplingRows(), ScoringRows()
-    planned = PlannedStep(
-        Step(step_id, [row.row for row in rows], copies, sampling, scoring),
-        num_prompt_tokens=sum(len(row.row.token_ids) for row in rows if row.is_prompt),
-        num_decode_rows=sum(not row.is_prompt for row in rows),
+    lengths = np.array([len(row.token_ids) for row in rows], np.int64)
+    step = Step(
+        step_id,
+        slots=np.array([row.of.slot for row in rows], np.int32),
+        positions=np.array([row.position for row in rows], np.int64),
+        lengths=lengths,
+        token_ids=np.array([*chain.from_iterable(row.token_ids for row in rows)], np.int64),
     )
-    first = 0
-    for row in rows:
-        last = first + len(row.row.token_ids) - 1
-        planned.sequences += row.sequences
-        sampling.token_index += [last] * len(row.sequences)
-        if row.scored is not None:
-            count = _add_scores(scoring, row.scored, row.row, first)
-            planned.scored_prompts += [row.scored] * count
-        first = last + 1
-    _add_samples(sampling, planned.sequences)
+    if copies:
+        step.block_copies = np.array(copies, np.int64)
+    if new := [entry for row in rows for entry in _new_blocks(row.of)]:
+        step.new_blocks = np.array(new, np.int32)
+    num_prompt_tokens = sum(len(row.token_ids) for row in rows if row.is_prompt)
+    planned = PlannedStep(step, num_prompt_tokens, sum(not row.is_prompt for row in rows))
+    planned.sequences = [*chain.from_iterable(row.sequences for row in rows)]
+    ends = lengths.cumsum()
+    _add_scores(planned, rows, ends - lengths)
+    if planned.sequences:
+        step.draws = slots.draws([sequence.slot for sequence in planned.sequences])
+        counts = [len(row.sequences) for row in rows]
+        step.draws["token_index"] = np.repeat(ends - 1, counts)
+        _add_draws(step, planned.sequences)
     return planned
 
 
-def _add_samples(sampling: SamplingRows, sequences: list[Sequence]) -> None:
-    """Set how each sequence's token is drawn, a column at a time: there are hundreds of rows."""
-    params = [sequence.prompt.params for sequence in sequences]
-    sampling.temperature = [each.temperature for each in params]
-    sampling.top_p = [each.top_p for each in params]
-    sampling.top_k = [each.top_k for each in params]
-    sampling.min_p = [each.min_p for each in params]
-    sampling.num_top_logprobs = max((each.logprobs or 0 for each in params), default=0)
-    sampling.noise = [0] * len(params)
-    sampling.num_edits = [0] * len(params)
-    sampling.num_banned = [0] * len(params)
-    masks: dict[bytes, int] = {}  # by their bits: an object of bytes is hashed once
-    mask_of = [-1] * len(params)
-    for place, (sequence, each) in enumerate(zip(sequences, params, strict=True)):
-        num_drawn = len(sequence.tokens)
-        if not each.is_greedy:
-            sampling.noise[place] = step_noise(sequence.noise_key, num_drawn)
+def _new_blocks(sequence: Sequence) -> list[tuple[int, int, int]]:
+    """Return what stages do not know yet of a block table: (slot, place, block) each."""
+    known, table = sequence.num_sent, sequence.block_table
+    if known == len(table):
+        return []
+    sequence.num_sent = len(table)
+    return [(sequence.slot, place, table[place]) for place in range(known, len(table))]
+
+
+def _add_draws(step: Step, sequences: list[Sequence]) -> None:
+    """Add what differs from step to step: noise, changes of logits, bans and masks."""
+    if noise := {
+        place: step_noise(each.noise_key, len(each.tokens))
+        for place, each in enumerate(sequences)
+        if each.noise_key
+    }:
+        step.draws["noise"][[*noise]] = [*noise.values()]
+    special = [place for place, each in enumerate(sequences) if each.changes_logits]
+    edits, banned_ids, masks = EditColumns(), list[int](), dict[bytes, tuple[int, Mask]]()
+    for place in special:
+        sequence, draw = sequences[place], step.draws[place]
         if sequence.edits is not None:
-            sampling.edits.extend(sequence.edits.columns)
-            sampling.num_edits[place] = len(sequence.edits.columns.token_id)
+            edits.extend(sequence.edits.columns)
+            draw["num_edits"] = len(sequence.edits.columns.token_id)
         mask, bans = sequence.mask, sequence.prompt.bans
         if mask is None and bans is not None:
             banned, mask = sequence.banned_ids, bans.mask
-            sampling.banned_ids += banned
-            sampling.num_banned[place] = len(banned)
-        if mask is not None:
-            mask_of[place] = masks.setdefault(mask.bits, len(masks))
-            if mask_of[place] == len(sampling.masks):
-                sampling.masks.append(mask)
+            banned_ids += banned
+            draw["num_banned"] = len(banned)
+        if mask is not None:  # each once, found by its bits: an object of bytes is hashed once
+            draw["mask"], _ = masks.setdefault(mask.bits, (len(masks), mask))
+    if not special:
+        return
+    step.edit_ids, step.edit_bias = np.array(edits.token_id), np.array(edits.bias)
+    step.edit_factor, step.edit_minus = np.array(edits.factor), np.array(edits.minus)
+    step.banned_ids = np.array(banned_ids, np.int64)
     if masks:
-        sampling.mask_of = mask_of
+        for name, column in mask_columns([mask for _, mask in masks.values()]).items():
+            setattr(step, name, column)
 
 
-def _add_scores(scoring: ScoringRows, prompt: PromptState, row: StepRow, first: int) -> int:
-    """Ask for the logprobs of the prompt tokens that follow this row's; return how many."""
-    targets = prompt.ids[row.position + 1 : row.position + 1 + len(row.token_ids)]
-    scoring.token_index += range(first, first + len(targets))
-    scoring.target_id += targets
-    scoring.num_top_logprobs = max(scoring.num_top_logprobs, prompt.num_top)
-    return len(targets)
+def _add_scores(planned: PlannedStep, rows: list[PackedRow], firsts: np.ndarray) -> None:
+    """Ask for the logprobs of the prompt tokens that follow those of each scored row."""
+    parts = []
+    for row, first in zip(rows, firsts, strict=True):
+        if (prompt := row.scored) is None:
+            continue
+        targets = prompt.ids[row.position + 1 : row.position + 1 + len(row.token_ids)]
+        part = np.zeros(len(targets), SCORE)
+        part["token_index"] = np.arange(first, first + len(targets))
+        part["target_id"], part["num_top"] = targets, prompt.num_top
+        parts.append(part)
+        planned.scored_prompts += [prompt] * len(targets)
+    if parts:
+        planned.step.scores = np.concatenate(parts)

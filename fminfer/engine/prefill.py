@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from fminfer.core.messages import StepRow
 from fminfer.engine.packing import PackedRow
 from fminfer.engine.sequence import PromptState
 
@@ -83,15 +82,17 @@ class PrefillLine:
         """
         prompt = self._prompts[0]
         start, last = prompt.num_fed, min(prompt.num_fed + room, prompt.num_to_feed)
-        row = StepRow(prompt.ids_to_feed[start:last], start, prompt.sequences[0].block_table)
+        ids = prompt.ids_to_feed[start:last]
         prompt.num_fed = last
         self.num_unfed -= last - start
         draws = last == prompt.num_to_feed and prompt.params.max_tokens > 0
         if last == prompt.num_to_feed:
             self._prompts.popleft()
         return prompt, PackedRow(
-            row,
+            prompt.sequences[0],
+            ids,
+            start,
+            list(prompt.sequences) if draws else [],
             is_prompt=True,
-            sequences=list(prompt.sequences) if draws else [],
             scored=prompt if prompt.wants_scores else None,
         )

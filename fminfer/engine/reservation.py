@@ -9,9 +9,10 @@ import math
 from collections.abc import Iterable
 
 from fminfer.engine.blocks import BlockPool
-from fminfer.engine.packing import PackedRow
+from fminfer.engine.packing import Copies, PackedRow
 from fminfer.engine.prefix import Match, PrefixCache
 from fminfer.engine.sequence import PromptState, Sequence
+from fminfer.engine.slots import Slots
 
 MIN_SEEN = 8  # ended rows before their lengths tell anything
 MOST_UNSEEN = 1024  # until then; of chats that may fill a context of 100,000 several run at once
@@ -57,6 +58,7 @@ class KvReservation:
         self._pool = pool
         self._cache = cache
         self._expected = ExpectedLengths()
+        self.slots = Slots()  # of sequences that hold blocks
         self.clear()
 
     def clear(self) -> None:
@@ -64,8 +66,13 @@ class KvReservation:
         self._pool.clear()
         if self._cache is not None:
             self._cache.clear()
-        self._copies: list[tuple[int, int]] = []  # (from, to), to be made by the next step
-        self.num_sequences = 0  # that hold blocks
+        self._copies: Copies = []  # to be made by the next step
+        self.slots.clear()
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that hold blocks."""
+        return self.slots.num_taken
 
     @property
     def has_cache(self) -> bool:
@@ -146,13 +153,13 @@ class KvReservation:
             self._copies = [copy for copy in self._copies if copy[1] not in own]
         self._pool.release(sequence.block_table)
         sequence.block_table = []
-        self.num_sequences -= 1
+        self.slots.give_back(sequence)
 
     def learn(self, max_tokens: int, num_drawn: int) -> None:
         """Record how many tokens a finished sequence drew."""
         self._expected.learn(max_tokens, num_drawn)
 
-    def take_copies(self, rows: list[PackedRow]) -> list[tuple[int, int]]:
+    def take_copies(self, rows: list[PackedRow]) -> Copies:
         """Return the copies that a step of `rows` makes; those that it calls for come next."""
         copies = self._copies
         self._copies = [copy for row in rows for copy in row.copies_after(self._pool.block_size)]
@@ -230,7 +237,8 @@ class KvReservation:
         for sequence in others:
             self._pool.share(common)
             sequence.block_table = common + self._pool.allocate(each - len(common))
-        self.num_sequences += len(prompt.sequences)
+        for sequence in prompt.sequences:
+            self.slots.take(sequence)
 
 
 def rows_below(priority: int, sequences: Iterable[Sequence]) -> list[Sequence]:

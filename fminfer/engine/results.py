@@ -6,8 +6,8 @@ import math
 import time
 from collections.abc import Iterator
 
+from fminfer.compute.step import StepResult, TokenLogprobs
 from fminfer.core.errors import RequestError
-from fminfer.core.messages import StepResult, TokenLogprobs
 from fminfer.engine.packing import PlannedStep
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import PromptState, Sequence, TokenReport
@@ -19,10 +19,10 @@ def take_result(
     planned: PlannedStep, result: StepResult, scheduler: Scheduler
 ) -> Iterator[Sequence]:
     """Give a step's scores and tokens to their prompts and sequences; yield finished sequences."""
-    scores = _reports(result.scored)
+    scores = _reports(result.of("prompt scores"))
     for prompt, report in zip(planned.scored_prompts, scores, strict=True):
         yield from _take_score(prompt, report, scheduler)
-    draws = _reports(result.sampled)
+    draws = _reports(result.of("tokens"))
     for sequence, report in zip(planned.sequences, draws, strict=True):
         # One that is not fed at all: its first sequence had it fed again, just now.
         if not sequence.prompt.owner.is_cancelled and sequence.prompt.num_fed > 0:
@@ -94,7 +94,7 @@ def _go_on(sequence: Sequence, max_unfed: int) -> None:
         few = sequence.mask.few if sequence.mask is not None else None
         if few is None or len(few) > 1 or needs_logprobs or sequence.num_unfed >= max_unfed:
             return
-        advance(sequence, TokenReport(few[0], 0.0, []))
+        advance(sequence, TokenReport(few[0], 0.0))
     if sequence.finish_reason == "length":
         matcher.take(sequence.tokens[-1].token_id)
         sequence.is_cut_off = not matcher.is_complete
@@ -125,10 +125,12 @@ def _feeds_again(prompt: PromptState, scheduler: Scheduler) -> bool:
 
 
 def _reports(columns: TokenLogprobs) -> Iterator[TokenReport]:
-    for token_id, logprob, top_ids, top_logprobs in zip(
-        columns.ids, columns.logprobs, columns.top_ids, columns.top_logprobs, strict=True
-    ):
-        yield TokenReport(token_id, logprob, list(zip(top_ids, top_logprobs, strict=True)))
+    ids, logprobs = columns.ids.tolist(), columns.logprobs.tolist()
+    if not columns.top_ids.shape[1]:
+        return map(TokenReport, ids, logprobs)
+    top_ids, top_logprobs = columns.top_ids.tolist(), columns.top_logprobs.tolist()
+    tops = (tuple(zip(*top, strict=True)) for top in zip(top_ids, top_logprobs, strict=True))
+    return map(TokenReport, ids, logprobs, tops)
 
 
 def _nan_error(where: str) -> RequestError:

@@ -13,7 +13,6 @@ import math
 from bisect import bisect_left
 from collections import deque
 
-from fminfer.core.messages import StepRow
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.engine_core import BEHIND_ALL
 from fminfer.engine.packing import PackedRow, PlannedStep, pack
@@ -175,22 +174,22 @@ class Scheduler:
         num_drawing = self._in_flight.num_drawing
         is_decoding = num_drawing > 0 or len(self._ready) > 0
         decoded = self._decode_rows(num_drawing, leaves_behind=leaves_behind)
-        chunks = [each for each in decoded if len(each.row.token_ids) > 1]
-        singles = [each for each in decoded if len(each.row.token_ids) == 1]
-        num_tokens = sum(len(each.row.token_ids) for each in decoded)
+        chunks = [each for each in decoded if len(each.token_ids) > 1]
+        singles = [each for each in decoded if len(each.token_ids) == 1]
+        num_tokens = sum(len(each.token_ids) for each in decoded)
         room = self._shape.max_tokens(num_tokens, is_decoding=is_decoding) - num_tokens
         while self._prefilling and room > 0:
             if leaves_behind and self._prefilling.first_priority == BEHIND_ALL:
                 break
             prompt, row = self._prefilling.next_chunk(room)
             self._kv.keep_prefix(prompt, prompt.num_fed)  # whoever comes after can share it
-            room -= len(row.row.token_ids)
-            (chunks if len(row.row.token_ids) > 1 else singles).append(row)
+            room -= len(row.token_ids)
+            (chunks if len(row.token_ids) > 1 else singles).append(row)
         if not (chunks or singles):
             return None
         self._num_left_out = self._num_left_out + 1 if leaves_behind else 0
         rows = chunks + singles
-        planned = pack(self._num_steps, rows, self._kv.take_copies(rows))
+        planned = pack(self._num_steps, rows, self._kv.take_copies(rows), self._kv.slots)
         self._num_steps += 1
         self._in_flight.add(planned)
         return planned
@@ -361,6 +360,5 @@ class Scheduler:
             ids = [token.token_id for token in sequence.tokens[-sequence.num_unfed :]]
             sequence.num_unfed = 0
             room -= len(ids)
-            row = StepRow(ids, position + 1 - len(ids), sequence.block_table)
-            rows.append(PackedRow(row, is_prompt=False, sequences=[sequence]))
+            rows.append(PackedRow(sequence, ids, position + 1 - len(ids), [sequence]))
         return rows

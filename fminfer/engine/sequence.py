@@ -26,7 +26,7 @@ class TokenReport:
 
     token_id: int
     logprob: float
-    top: list[tuple[int, float]]
+    top: tuple[tuple[int, float], ...] = ()
     offset: int = 0  # code points of completion before it (completion tokens only)
 
 
@@ -191,6 +191,8 @@ class Sequence:
     noise_key: bytes
     detokenizer: Detokenizer | None  # None if nothing is generated
     block_table: list[int] = field(default_factory=list)
+    slot: int = -1  # its number among running sequences, while it has blocks
+    num_sent: int = 0  # blocks of its table that stages know
     tokens: list[TokenReport] = field(default_factory=list)
     text: str = ""
     num_cut: int = 0  # tokens at the end that start behind a stop string's cut
@@ -202,6 +204,11 @@ class Sequence:
     ended_by_token: bool = False  # EOS or one of stop_token_ids
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token id
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether what it draws from differs from the model's logits."""
+        return not (self.edits is None and self.mask is None and self.prompt.bans is None)
 
     @property
     def position(self) -> int:

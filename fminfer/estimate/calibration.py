@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fminfer.compute.step import StepTrace
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, UsageError
-from fminfer.core.messages import StepTrace
 from fminfer.core.quantities import counted
 from fminfer.estimate.cost_model import CostModel, Sample, StepWork, fit
 from fminfer.estimate.cost_store import find_costs_path, keep_costs

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fminfer.core.messages import Step
+from fminfer.compute.step import Step
 
 # What a step is charged for, in the order of `StepWork.counts`.
 COSTS = (
@@ -53,19 +53,17 @@ class StepWork:
     @classmethod
     def of(cls, step: Step) -> StepWork:
         """Measure a step."""
-        prompt_tokens = prompt_keys = chunk_keys = rows = row_keys = 0
-        for row in step.rows:
-            count = len(row.token_ids)
-            if count == 1:
-                rows += 1
-                row_keys += row.position + 1
-            else:
-                prompt_tokens += count
-                prompt_keys += count * row.position + count * (count + 1) // 2
-                chunk_keys += row.position + count
-        num_logits = len(step.sampling.token_index) + len(step.scoring.token_index)
-        num_random = sum(temperature > 0 for temperature in step.sampling.temperature)
-        return cls(prompt_tokens, prompt_keys, chunk_keys, rows, row_keys, num_logits, num_random)
+        is_one = step.lengths == 1
+        lengths, positions = step.lengths[~is_one], step.positions[~is_one]
+        return cls(
+            num_prompt_tokens=int(lengths.sum()),
+            num_prompt_keys=int((lengths * positions + lengths * (lengths + 1) // 2).sum()),
+            num_chunk_keys=int((positions + lengths).sum()),
+            num_rows=int(is_one.sum()),
+            num_row_keys=int((step.positions[is_one] + 1).sum()),
+            num_logits=len(step.draws) + len(step.scores),
+            num_random=int((step.draws["temperature"] > 0).sum()),
+        )
 
     @property
     def counts(self) -> tuple[int, ...]:

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from fminfer.compute.step import BlockTables, Step, StepResult, TokenLogprobs
 from fminfer.contract.line import Line
 from fminfer.core.config import EngineConfig, StepSizes
-from fminfer.core.messages import Step, StepResult, StepRow, TokenLogprobs
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.engine.sequence import Prepared, RequestState
@@ -68,7 +68,7 @@ class PretendPipeline:
     """
 
     def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+        self._block_size, self._tables = block_size, BlockTables(block_size)
         self._steps: deque[Step] = deque()
         self.num_in_flight = 0
         self.fed = StepCounts()  # the steps up to the last one that feeds several tokens of a row
@@ -84,27 +84,22 @@ class PretendPipeline:
         if shape.num_prompt_tokens:
             self.fed.add(self.rest)
             self.rest = StepCounts()
-        self.num_blocks_used = max(self.num_blocks_used, *map(self._last_block, step.rows))
+        written = self._tables.take(step).slots(self._block_size)
+        self.num_blocks_used = max(self.num_blocks_used, int(written.max()) // self._block_size + 1)
 
     def collect(self) -> StepResult:
         """Return the oldest step's result."""
         step = self._steps.popleft()
         self.num_in_flight -= 1
-        sampled, scored = (
-            TokenLogprobs([DRAWN_ID] * count, [0.0] * count, [[]] * count, [[]] * count)
-            for count in (len(step.sampling.token_index), len(step.scoring.token_index))
-        )
-        return StepResult(step.step_id, sampled, scored, [])
+        drawn, scored = map(TokenLogprobs.empty, (len(step.draws), len(step.scores)))
+        for found in (drawn, scored):
+            found.ids[:], found.logprobs[:] = DRAWN_ID, 0.0
+        return StepResult(step.step_id, {"tokens": drawn, "prompt scores": scored}, [])
 
     def drop(self) -> None:
         """Forget the steps in flight."""
         self._steps.clear()
         self.num_in_flight = 0
-
-    def _last_block(self, row: StepRow) -> int:
-        """Return how many blocks there are up to the last one that a row writes to."""
-        size, last = self._block_size, row.position + len(row.token_ids) - 1
-        return max(row.block_table[row.position // size : last // size + 1]) + 1
 
 
 class _Silent(Detokenizer):

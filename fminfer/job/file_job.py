@@ -9,10 +9,10 @@ from pathlib import Path
 
 import orjson
 
+from fminfer.compute.step import StepTrace
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import StoppedError, UsageError
-from fminfer.core.messages import StepTrace
 from fminfer.engine.stats import EngineStats
 from fminfer.files.run_facts import RunFacts
 from fminfer.job.progress import ProgressBar

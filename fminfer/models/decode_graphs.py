@@ -18,9 +18,9 @@ import torch
 from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.attention.paged_attention import AttentionBody
 from fminfer.compute.spec import Layer, Moe
+from fminfer.compute.step import Rows
 from fminfer.compute.trial import explain_failure
 from fminfer.core.config import Kernels
-from fminfer.core.messages import StepRow
 from fminfer.machine.device import pinned
 from fminfer.machine.out_of_memory import is_out_of_memory
 from fminfer.models.layer_step import LayerStep
@@ -35,9 +35,7 @@ MAX_BLOCKS = 1 << 20
 class GraphKernel(AttentionBody, Protocol):
     """A compiled body of attention whose plan can be of numbers that change: triton_attention."""
 
-    def decode_numbers(
-        self, rows: Sequence[StepRow], block_size: int, size: int
-    ) -> list[np.ndarray]: ...
+    def decode_numbers(self, rows: Rows, block_size: int, size: int) -> list[np.ndarray]: ...
 
     def decode_plan(self, numbers: torch.Tensor, size: int) -> Any: ...
 
@@ -108,24 +106,25 @@ class DecodeGraphs:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Capture the largest graph, with padded rows alone."""
-        self.run([], None, self._sizes[-1])
+        self.run(Rows.of(), np.empty(0, np.int64), None, self._sizes[-1])
 
     def run(
-        self, rows: Sequence[StepRow], before: torch.Tensor | None, size: int = 0
+        self, rows: Rows, ids: np.ndarray, before: torch.Tensor | None, size: int = 0
     ) -> torch.Tensor | None:
         """Return (rows, hidden) of all rows; None: a step has others, or a graph cannot be had.
 
         Args:
+            ids: (rows,) int64, their tokens.
             before: (rows, hidden) of the stage before; None on the first stage.
             size: of the graph; 0: that of the rows.
         """
         num = len(rows)
         size = size or next((each for each in self._sizes if each >= num), 0)
-        is_decode = all(len(row.token_ids) == 1 for row in rows)
+        is_decode = len(ids) == num
         if self.why_not or not size or not is_decode or self.graphs.get(size, self) is None:
             return None
         of_tokens = np.zeros((2, size), np.int64)
-        of_tokens[:, :num] = [[row.token_ids[0] for row in rows], [row.position for row in rows]]
+        of_tokens[:, :num] = ids, rows.positions
         numbers = self._kernel.decode_numbers(rows, self._cache.block_size, size)
         given = pinned([of_tokens.ravel(), *numbers], self._cache.device)
         if len(given) > len(self._inputs):

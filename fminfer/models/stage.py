@@ -14,11 +14,10 @@ import torch
 
 from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.attention.paged_attention import AttentionBody
-from fminfer.compute.sampling.masks import make_masks
+from fminfer.compute.sampling.edits import StepEdits
 from fminfer.compute.sampling.sampler import (
     Drawer,
     Draws,
-    LogitEditTensors,
     Ranker,
     SamplingTensors,
     draw,
@@ -27,15 +26,17 @@ from fminfer.compute.sampling.sampler import (
     score,
 )
 from fminfer.compute.soft_cap import soft_cap
-from fminfer.core.messages import (
-    SamplingRows,
-    ScoringRows,
-    StageSpan,
+from fminfer.compute.step import (
+    DRAW,
+    SCORE,
+    BlockTables,
+    Results,
+    Rows,
     Step,
     StepResult,
-    StepRow,
     TokenLogprobs,
 )
+from fminfer.core.messages import StageSpan
 from fminfer.machine.device import send
 from fminfer.machine.out_of_memory import SizeLimit
 from fminfer.machine.threads import ThreadCount
@@ -43,6 +44,7 @@ from fminfer.models.decode_graphs import GraphsOf
 from fminfer.models.layer_step import LayerStep
 from fminfer.models.transformer import Transformer
 
+Use = Callable[[torch.Tensor, slice], Draws]  # of (rows, vocab) logits, and which rows they are
 Pair = tuple[torch.cuda.Event, torch.cuda.Event]  # before and after a step's work
 
 
@@ -142,6 +144,7 @@ class Stage:
             device=device,
             kernel=kernel,
         )
+        self._tables = BlockTables(block_size)
         self.graphs = None if graphs is None else graphs(self.cache)
 
     def warm_up(self) -> None:
@@ -150,10 +153,18 @@ class Stage:
         The largest graph is captured first: others use its memory again. What the tokens leave in
         the KV cache is overwritten before it is read.
         """
-        table = [0, 0]  # two blocks, as a block may hold one token
-        rows = [StepRow([0, 0], 0, table), StepRow([0], 0, table)]
-        sampling = SamplingRows([1, 2], [0.0, 1.0], [1.0, 1.0], [0, 0], [0.0, 0.0], [0, 1])
-        step = Step(0, rows, [], sampling, ScoringRows([0], [0]))
+        step = Step(
+            0,
+            slots=np.array([0, 0], np.int32),
+            positions=np.array([0, 0]),
+            lengths=np.array([2, 1]),
+            token_ids=np.array([0, 0, 0]),
+            new_blocks=np.array([[0, 0, 0], [0, 1, 0]], np.int32),  # a block may hold one token
+            draws=np.zeros(2, DRAW),
+            scores=np.zeros(1, SCORE),
+        )
+        step.draws["token_index"], step.draws["mask"] = [1, 2], -1
+        step.draws["temperature"], step.draws["top_p"] = [0, 1], 1
         size = (step.num_tokens, self._network.model.hidden_size)
         before = torch.zeros(size, dtype=self._network.dtype, device=self._device)
         hidden = self.forward(step, None if self._network.is_first else before)
@@ -167,10 +178,9 @@ class Stage:
     def run(self, step: Step) -> StepResult:
         """Compute one step of a whole model: forward, then sampling and scoring."""
         self.clock.start()
-        sampled, scored = self.finish(step, self.forward(step, None))
-        is_awaited = bool(sampled.ids or scored.ids)
-        span = self.clock.stop(is_awaited=is_awaited, max_tokens=self.max_tokens)
-        return StepResult(step.step_id, sampled, scored, [span])
+        results = self.finish(step, self.forward(step, None))
+        span = self.clock.stop(is_awaited=bool(results), max_tokens=self.max_tokens)
+        return StepResult(step.step_id, results, [span])
 
     @property
     def max_tokens(self) -> int:
@@ -189,46 +199,48 @@ class Stage:
         """
         if self._threads is not None:
             self._threads.follow()
-        if step.block_copies:
+        rows = self._tables.take(step)
+        if len(step.block_copies):
             self.cache.copy_blocks(step.block_copies)
-        wanted = step.wanted if self._head is not None else range(step.num_tokens)
+        wanted = step.wanted if self._head is not None else np.arange(step.num_tokens)
 
         def run_part(first: int, last: int) -> torch.Tensor:
             before = None if hidden is None else hidden[first:last]
-            kept = [token - first for token in wanted if first <= token < last]
-            is_whole = last - first == step.num_tokens
-            rows = step.rows if is_whole else _cut_rows(step.rows, first, last)
-            return self._forward(rows, before, kept or [last - first - 1])[: len(kept)]
+            kept = wanted[slice(*np.searchsorted(wanted, (first, last)))] - first
+            some = kept if len(kept) else np.array([last - first - 1])
+            ids, part = step.token_ids[first:last], rows.cut(first, last)
+            return self._forward(ids, part, before, some)[: len(kept)]
 
         parts = self._token_limit.run(step.num_tokens, run_part)
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     @torch.inference_mode()
-    def finish(self, step: Step, hidden: torch.Tensor) -> tuple[TokenLogprobs, TokenLogprobs]:
+    def finish(self, step: Step, hidden: torch.Tensor) -> Results:
         """Sample and score a step, on the last stage.
 
         Args:
             hidden: what `forward` returned, (wanted tokens, hidden).
         """
-        place_of = {token: place for place, token in enumerate(step.wanted)}
-        return self._sample(hidden, step, place_of), self._score(hidden, step, place_of)
+        results: Results = {}
+        wanted = step.wanted
+        if len(step.draws):
+            places = np.searchsorted(wanted, step.draws["token_index"])
+            results["tokens"] = self._by_parts(hidden, places, self._sampler(step))
+        if len(step.scores):
+            places = np.searchsorted(wanted, step.scores["token_index"])
+            results["prompt scores"] = self._by_parts(hidden, places, self._scorer(step))
+        return results
 
     def _forward(
-        self, rows: list[StepRow], before: torch.Tensor | None, kept: list[int]
+        self, ids: np.ndarray, rows: Rows, before: torch.Tensor | None, kept: np.ndarray
     ) -> torch.Tensor:
         """Run the layers over rows' tokens and return what they give for those to be kept."""
-        numbers = [
-            position
-            for row in rows
-            for position in range(row.position, row.position + len(row.token_ids))
-        ]
-        is_all = len(kept) == len(numbers)
+        is_all = len(kept) == len(ids)
         if self.graphs is not None and is_all:
-            found = self.graphs.run(rows, before)
+            found = self.graphs.run(rows, ids, before)
             if found is not None:
                 return found
-        ids = [token_id for row in rows for token_id in row.token_ids]
-        columns = [np.array(each, np.int64) for each in (numbers, ids, kept)]
+        columns = (rows.token_positions, ids, kept)
         positions, sent_ids, sent_kept = send(columns, self._device)
         index = None if is_all else sent_kept
         self.cache.plan(rows, index)
@@ -236,51 +248,36 @@ class Stage:
             before = self._network.embed(sent_ids, positions)
         return self._network.run(before, LayerStep(positions, self.cache, index))
 
-    def _sample(self, hidden: torch.Tensor, step: Step, place_of: dict[int, int]) -> TokenLogprobs:
-        rows = step.sampling
-        columns = [np.array(each, np.int64) for each in (rows.noise, rows.top_k)]
-        others = (rows.temperature, rows.top_p, rows.min_p)
-        columns += [np.array(each, np.float32) for each in others]
-        noise, top_k, temperature, top_p, min_p = send(columns, self._device)
-        how = SamplingTensors(
-            temperature, top_p, top_k, min_p, noise, is_greedy=not any(rows.temperature)
-        )
+    def _sampler(self, step: Step) -> Use:
+        """Return what draws the tokens of a part of a step's draws from their logits."""
         assert self._head is not None, "only the last stage has a head"
-        edits = _edit_tensors(rows, self._device, self._head.vocab_size)
+        edits = StepEdits(step, self._head.vocab_size, self._device)
+        num_top = int(step.draws["num_top"].max())
 
         def choose(logits: torch.Tensor, part: slice) -> Draws:
-            part_edits = None if edits is None else edits.part(part)
-            num_top = rows.num_top_logprobs
-            return sample(logits, how.rows(part), num_top, part_edits, self._ranker, self._drawer)
+            how = SamplingTensors.of(step.draws[part], self._device)
+            return sample(logits, how, num_top, edits.part(part), self._ranker, self._drawer)
 
-        return self._by_parts(hidden, [place_of[token] for token in rows.token_index], choose)
+        return choose
 
-    def _score(self, hidden: torch.Tensor, step: Step, place_of: dict[int, int]) -> TokenLogprobs:
-        rows = step.scoring
-        (targets,) = send([np.array(rows.target_id, np.int64)], self._device)
+    def _scorer(self, step: Step) -> Use:
+        """Return what finds the logprobs of a part of a step's scores."""
+        (targets,) = send([np.ascontiguousarray(step.scores["target_id"])], self._device)
+        num_top = int(step.scores["num_top"].max())
+        return lambda logits, part: score(logits, targets[part], num_top, self._ranker)
 
-        def judge(logits: torch.Tensor, part: slice) -> Draws:
-            return score(logits, targets[part], rows.num_top_logprobs, self._ranker)
-
-        return self._by_parts(hidden, [place_of[token] for token in rows.token_index], judge)
-
-    def _by_parts(
-        self,
-        hidden: torch.Tensor,
-        places: list[int],
-        use: Callable[[torch.Tensor, slice], Draws],
-    ) -> TokenLogprobs:
+    def _by_parts(self, hidden: torch.Tensor, places: np.ndarray, use: Use) -> TokenLogprobs:
         """Run the head and `use` its logits a bounded number of rows at a time."""
-        result, head = TokenLogprobs([], [], [], []), self._head
+        head = self._head
         assert head is not None, "only the last stage has a head"
 
         def use_part(first: int, last: int) -> Draws:
             part = slice(first, last)
-            start, asked = places[first], places[part]
-            if asked == list(range(start, start + len(asked))):  # as of decode rows
+            asked, start = places[part], int(places[first])
+            if (asked == np.arange(start, start + len(asked))).all():  # as of decode rows
                 kept = hidden[start : start + len(asked)]
             else:
-                kept = hidden[send([np.array(asked)], self._device)[0]]
+                kept = hidden[send([asked], self._device)[0]]
             logits, cap = head(kept), self._network.model.logit_cap
             if cap is not None:
                 logits = soft_cap(logits, cap)
@@ -289,46 +286,4 @@ class Stage:
         limit = self._logit_limit
         most = MAX_LOGITS[self._device.type] // head.vocab_size
         limit.most = min(limit.most, max(1, most))
-        for draws in limit.run(len(places), use_part):
-            if self._device.type != "cpu":
-                draws = draws.to_host()
-            result.ids += draws.ids.tolist()
-            result.logprobs += draws.logprobs.tolist()
-            result.top_ids += draws.top_ids.tolist()
-            result.top_logprobs += draws.top_logprobs.tolist()
-        return result
-
-
-def _edit_tensors(rows: SamplingRows, device: torch.device, vocab: int) -> LogitEditTensors | None:
-    if not (rows.edits.token_id or rows.banned_ids or rows.masks):
-        return None
-
-    edits, counts = rows.edits, (rows.num_edits, rows.num_banned)
-    columns = [np.repeat(np.arange(len(each)), each) for each in counts]
-    columns += [np.array(each, np.int64) for each in (edits.token_id, rows.banned_ids)]
-    floats = (edits.bias, edits.factor, edits.minus)
-    columns += [np.array(each, np.float32) for each in floats]
-    of_edits, of_banned, ids, banned_ids, bias, factor, minus = send(columns, device)
-    return LogitEditTensors(
-        of_edits,
-        ids,
-        bias,
-        factor,
-        minus,
-        of_banned,
-        banned_ids,
-        rows.num_edits,
-        rows.num_banned,
-        make_masks(rows.masks, rows.mask_of, vocab, device) if rows.masks else None,
-    )
-
-
-def _cut_rows(rows: list[StepRow], first: int, last: int) -> list[StepRow]:
-    """Return the rows of a step's packed tokens from one place to another."""
-    parts, start = [], 0
-    for row in rows:
-        cut = slice(max(0, first - start), max(0, last - start))
-        if ids := row.token_ids[cut]:
-            parts.append(StepRow(ids, row.position + cut.start, row.block_table))
-        start += len(row.token_ids)
-    return parts
+        return TokenLogprobs.join([each.to_host() for each in limit.run(len(places), use_part)])

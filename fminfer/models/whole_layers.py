@@ -24,9 +24,9 @@ from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.layers.bodies import GATES, PLAIN
 from fminfer.compute.linear.product_kernel import PackedProduct
 from fminfer.compute.registry import Registry
+from fminfer.compute.step import Rows
 from fminfer.compute.trial import Candidate, Limits, Pair, Trial
 from fminfer.compute.workspace import Workspace
-from fminfer.core.messages import StepRow
 from fminfer.models.layer import LayerOf
 from fminfer.models.layer_step import LayerStep
 from fminfer.models.layer_structs import LayerStruct, Spent, describe_layer, tensors_of_norms
@@ -230,8 +230,8 @@ class WholeLayers:
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(6, qkv.inputs, generator=generator).to(self._dtype)
         steps = (
-            ([0, 1, 2, 0, 1], [StepRow([0] * 3, 0, [0]), StepRow([0] * 2, 0, [1])]),
-            ([3, 2], [StepRow([0], 3, [0]), StepRow([0], 2, [1])]),
+            ([0, 1, 2, 0, 1], Rows.of((0, 3, [0]), (0, 2, [1]))),
+            ([3, 2], Rows.of((3, 1, [0]), (2, 1, [1]))),
         )
         outs = []
         for layer in (whole, parts):

@@ -11,8 +11,8 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+from fminfer.compute.step import Step, StepResult
 from fminfer.core.errors import UsageError
-from fminfer.core.messages import Step, StepResult
 
 
 class Mark:

@@ -14,8 +14,9 @@ from typing import Protocol
 
 import torch
 
+from fminfer.compute.step import Results, Step
 from fminfer.core.errors import PipelineError
-from fminfer.core.messages import StageSpan, Step, TokenLogprobs
+from fminfer.core.messages import StageSpan
 from fminfer.core.partition import Part
 from fminfer.machine.device import use_device
 from fminfer.pipeline.local import Mark, QueuedPipeline
@@ -56,8 +57,8 @@ class StageWork(Protocol):
     def forward(self, step: Step, hidden: torch.Tensor | None) -> torch.Tensor:
         """Compute its layers; `hidden` comes from the stage before, None in the first stage."""
 
-    def finish(self, step: Step, hidden: torch.Tensor) -> tuple[TokenLogprobs, TokenLogprobs]:
-        """Return what was drawn and what was scored; in the last stage only."""
+    def finish(self, step: Step, hidden: torch.Tensor) -> Results:
+        """Return what was drawn and scored; in the last stage only."""
 
 
 class _Sender:
@@ -142,9 +143,9 @@ class _Computer:
         hidden = self._stage.forward(step, hidden)
         is_awaited = True
         if self._part.is_last:
-            sampled, scored = self._stage.finish(step, hidden)
-            is_awaited = bool(sampled.ids or scored.ids)
-            out = RankMessage("result", encode_result(step.step_id, sampled, scored))
+            results = self._stage.finish(step, hidden)
+            is_awaited = bool(results)
+            out = RankMessage("result", encode_result(step.step_id, results))
         else:
             out = RankMessage("step", body, hidden=hidden)
             if hidden.is_cuda:  # other threads' streams take it, and the span ends with the work

@@ -1,92 +1,61 @@
-"""How a Step and a StepResult look as bytes.
-
-A step is JSON; a result is columns of 64-bit numbers, because its logprobs may be nan or infinite.
-"""
+"""How a Step and a StepResult look as bytes: a head of numbers, then their columns as they lie."""
 
 from __future__ import annotations
 
-from array import array
-from dataclasses import astuple, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, fields
+from typing import get_args
 
 import numpy as np
-import orjson
 
-from fminfer.core.messages import (
-    EditColumns,
-    Mask,
-    SamplingRows,
-    ScoringRows,
-    StageSpan,
+from fminfer.compute.step import (
+    COLUMNS_OF_STEP,
+    ResultKind,
+    Results,
     Step,
     StepResult,
-    StepRow,
     TokenLogprobs,
-    invert,
-    make_mask,
-    pack_ids,
 )
+from fminfer.core.messages import StageSpan
+
+KINDS: tuple[ResultKind, ...] = get_args(ResultKind)
 
 
 def encode_step(step: Step) -> bytes:
-    """Return a step as JSON."""
-    masks = [_encode_mask(mask) for mask in step.sampling.masks]
-    rest = replace(step, sampling=replace(step.sampling, masks=[]))
-    return orjson.dumps((rest, masks), default=_plain)
+    """Return a step: its number, the length of each column, and the columns."""
+    columns = [getattr(step, name) for name in COLUMNS_OF_STEP]
+    return _join([step.step_id, *map(len, columns)], columns)
 
 
 def decode_step(data: bytes) -> Step:
     """Return the step of `encode_step`."""
-    fields, masks = orjson.loads(data)
-    sampling = fields["sampling"]
-    edits = sampling.pop("edits")
-    sampling["masks"] = [_decode_mask(*mask) for mask in masks]
-    columns = EditColumns(
-        array("q", edits["token_id"]),
-        array("f", edits["bias"]),
-        array("f", edits["factor"]),
-        array("f", edits["minus"]),
-    )
-    return Step(
-        fields["step_id"],
-        [StepRow(**row) for row in fields["rows"]],
-        [(source, target) for source, target in fields["block_copies"]],
-        SamplingRows(edits=columns, **sampling),
-        ScoringRows(**fields["scoring"]),
-    )
+    step_id, *lengths = np.frombuffer(data, np.int64, 1 + len(COLUMNS_OF_STEP)).tolist()
+    likes = COLUMNS_OF_STEP.values()
+    shapes = ((length, *like.shape[1:]) for length, like in zip(lengths, likes, strict=True))
+    columns = _read(data, 8 * (1 + len(lengths)), zip(likes, shapes, strict=True))
+    return Step(step_id, **dict(zip(COLUMNS_OF_STEP, columns, strict=True)))
 
 
-def _encode_mask(mask: Mask) -> orjson.Fragment:
-    """Return the shortest of: the allowed ids, the banned ones, and words of bits."""
-    size = len(mask.bits)
-    forms = [orjson.dumps(("words", size, array("q", mask.bits).tolist()))]
-    if mask.few is not None:
-        forms.append(orjson.dumps(("allowed", size, mask.few)))
-    if banned := make_mask(invert(mask.bits)).few:
-        forms.append(orjson.dumps(("banned", size, banned)))
-    return orjson.Fragment(min((len(form), form) for form in forms)[1])
-
-
-def _decode_mask(form: str, size: int, numbers: list[int]) -> Mask:
-    if form == "words":
-        return make_mask(array("q", numbers).tobytes())
-    bits = pack_ids(numbers, size)
-    return Mask(bits, tuple(numbers)) if form == "allowed" else make_mask(invert(bits))
-
-
-def encode_result(step_id: int, sampled: TokenLogprobs, scored: TokenLogprobs) -> bytes:
-    """Return a result, less its spans, as columns."""
-    shape = [step_id, *_shape(sampled), *_shape(scored)]
-    return b"".join(
-        (np.array(shape, np.int64).tobytes(), *_columns(sampled), *_columns(scored)),
-    )
+def encode_result(step_id: int, results: Results) -> bytes:
+    """Return a result, less its spans: tokens and alternatives of each kind, and the columns."""
+    head, columns = [step_id], []
+    for kind in KINDS:
+        found = results.get(kind) or TokenLogprobs.empty()
+        head += found.top_ids.shape
+        columns += [getattr(found, each.name) for each in fields(found)]
+    return _join(head, columns)
 
 
 def decode_result(data: bytes, spans: list[StageSpan]) -> StepResult:
     """Return the result of `encode_result`."""
-    step_id, *shape = np.frombuffer(data, np.int64, 5).tolist()
-    sampled, end = _read_columns(data, 5 * 8, shape[0], shape[1])
-    scored, _ = _read_columns(data, end, shape[2], shape[3])
-    return StepResult(step_id, sampled, scored, spans)
+    size = 1 + 2 * len(KINDS)
+    step_id, *shape = np.frombuffer(data, np.int64, size).tolist()
+    sizes = list(zip(shape[::2], shape[1::2], strict=True))
+    likes = [TokenLogprobs.empty(*each) for each in sizes]
+    of_all = [getattr(like, each.name) for like in likes for each in fields(like)]
+    columns = _read(data, 8 * size, ((like, like.shape) for like in of_all))
+    found = {kind: TokenLogprobs(*(next(columns) for _ in fields(TokenLogprobs))) for kind in KINDS}
+    return StepResult(step_id, {kind: each for kind, each in found.items() if len(each)}, spans)
 
 
 def encode_spans(spans: list[StageSpan]) -> bytes:
@@ -103,33 +72,16 @@ def decode_spans(data: bytes) -> list[StageSpan]:
     ]
 
 
-def _plain(value: object) -> list[int] | list[float]:
-    assert isinstance(value, array), f"a step holds a {type(value).__name__}"
-    return value.tolist()
+def _join(head: list[int], columns: Iterable[np.ndarray]) -> bytes:
+    return b"".join([np.array(head, np.int64).tobytes(), *(each.tobytes() for each in columns)])
 
 
-def _shape(columns: TokenLogprobs) -> tuple[int, int]:
-    return len(columns.ids), len(columns.top_ids[0]) if columns.top_ids else 0
-
-
-def _columns(columns: TokenLogprobs) -> tuple[bytes, ...]:
-    return (
-        np.array(columns.ids, np.int64).tobytes(),
-        np.array(columns.logprobs, np.float64).tobytes(),
-        np.array(columns.top_ids, np.int64).tobytes(),
-        np.array(columns.top_logprobs, np.float64).tobytes(),
-    )
-
-
-def _read_columns(data: bytes, start: int, count: int, width: int) -> tuple[TokenLogprobs, int]:
-    parts = []
-    for dtype, shape in (
-        (np.int64, (count,)),
-        (np.float64, (count,)),
-        (np.int64, (count, width)),
-        (np.float64, (count, width)),
-    ):
-        size = int(np.prod(shape))
-        parts.append(np.frombuffer(data, dtype, size, start).reshape(shape).tolist())
-        start += 8 * size
-    return TokenLogprobs(*parts), start
+def _read(
+    data: bytes, start: int, likes: Iterable[tuple[np.ndarray, tuple[int, ...]]]
+) -> Iterator[np.ndarray]:
+    """Yield columns: each of the type of another, and of a shape. They are copies, so aligned."""
+    for like, shape in likes:
+        count = int(np.prod(shape))
+        found = np.frombuffer(data, like.dtype, count, start)
+        yield found.reshape(shape).copy()
+        start += count * like.itemsize

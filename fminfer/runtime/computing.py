@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
+from fminfer.compute.step import StepTrace
 from fminfer.core.config import EngineConfig
-from fminfer.core.messages import StepTrace
 from fminfer.engine.engine_core import EngineCore, Facts
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.runtime.build.agreement import require_room_for_all

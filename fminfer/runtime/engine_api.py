@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from typing_extensions import Self, Unpack
 
+from fminfer.compute.step import StepTrace
 from fminfer.contract.envelope import Envelope
 from fminfer.contract.line import Line, as_line
 from fminfer.contract.record import Record
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
-from fminfer.core.messages import StepTrace
 from fminfer.engine.engine_core import Facts
 from fminfer.engine.events import Event
 from fminfer.engine.intake import Intake, RequestLimits

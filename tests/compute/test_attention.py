@@ -19,7 +19,6 @@ from fminfer.compute.attention.paged_attention import AttentionBody, PagedAttent
 from fminfer.compute.attention.scoring import AttentionCall, Scoring
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.spec import Attention, Latent, Norm
-from fminfer.core.messages import StepRow
 from fminfer.machine.host_memory import use_small_pages
 from tests.conftest import built_library, triton_device
 

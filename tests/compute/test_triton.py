@@ -35,7 +35,6 @@ from fminfer.compute.spec import Alibi
 from fminfer.compute.trial import compare
 from fminfer.core.config import Kernels
 from fminfer.core.errors import UsageError
-from fminfer.core.messages import StepRow
 from fminfer.engine.noise import step_noise
 from fminfer.models.checkpoint import open_random
 from fminfer.runtime.build import builder

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from fminfer.compute.step import Step, StepResult, TokenLogprobs
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
-from fminfer.core.messages import Step, StepResult, TokenLogprobs
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.intake import RequestLimits
 from fminfer.engine.prefix import PrefixCache

@@ -10,8 +10,8 @@ import torch
 
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
+from fminfer.compute.step import Step, StepResult
 from fminfer.contract.record import Record
-from fminfer.core.messages import Step, StepResult
 from fminfer.engine.sequence import PromptState, RequestState, TokenReport
 from fminfer.models.layer_source import open_weights
 from fminfer.text.encoded_prompt import EncodedPrompt

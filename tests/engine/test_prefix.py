@@ -11,9 +11,9 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from fminfer.compute.step import Step, StepResult, TokenLogprobs
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
-from fminfer.core.messages import Step, StepResult, TokenLogprobs
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.intake import RequestLimits
 from fminfer.engine.prefix import PrefixCache, SharedTokens

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from fminfer.compute.step import Step, StepResult, StepTrace
 from fminfer.contract.line import Line
 from fminfer.core.config import EngineConfig
-from fminfer.core.messages import Step, StepResult, StepTrace
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.engine.start import Starter

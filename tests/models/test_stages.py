@@ -12,7 +12,7 @@ import transformers
 
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.core.messages import Step, StepResult, StepTrace
+from fminfer.compute.step import Step, StepResult, StepTrace
 from fminfer.core.partition import Part, parts_of, split_layers
 from fminfer.models.checkpoint import open_checkpoint, open_random
 from fminfer.models.layer_source import open_weights

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
 
+import numpy as np
 import torch
 
 from fminfer.compute.attention.decode_attention import DecodeRows, SharedBlocks
-from fminfer.compute.attention.shared_runs import SharedRun, find_shared_runs, token_slots
-from fminfer.core.messages import StepRow
+from fminfer.compute.attention.shared_runs import SharedRun, find_shared_runs
+from fminfer.compute.step import Rows
+from fminfer.machine.device import send
 
 SHARED_KEYS = 512  # keys that decode rows share, of one product
 
@@ -40,7 +41,7 @@ class AttentionPlan:
 
 
 def plan_attention(
-    rows: Sequence[StepRow], block_size: int, kv_heads: int, device: torch.device
+    rows: Rows, block_size: int, kv_heads: int, device: torch.device
 ) -> AttentionPlan:
     """Lay out a step. Rows of one token are computed together if they come last.
 
@@ -49,64 +50,49 @@ def plan_attention(
         block_size: tokens a block.
         kv_heads: heads of keys, on which a token's place in the cache depends.
     """
-    chunks: list[ChunkRow] = []
-    decode: list[StepRow] = []
-    first = 0
-    num_chunks = max((i for i, row in enumerate(rows, 1) if len(row.token_ids) > 1), default=0)
-    for index, row in enumerate(rows):
-        last = first + len(row.token_ids)
-        if index >= num_chunks:
-            decode.append(row)
-        else:  # also the one token that is left of a chunk, when a step is cut into parts
-            blocks = torch.tensor(_used_blocks(row, block_size), device=device)
-            chunks.append(ChunkRow(first, last, row.position, blocks))
-        first = last
+    # Also the one token that is left of a chunk, when a step is cut into parts, is a chunk.
+    several = np.flatnonzero(rows.lengths > 1)
+    num_chunks = int(several[-1]) + 1 if len(several) else 0
+    tables = np.split(rows.blocks(block_size), rows.num_blocks(block_size).cumsum()[:-1])
+    firsts, positions = rows.firsts.tolist(), rows.positions.tolist()
+    chunks = [
+        ChunkRow(first, first + num, position, torch.from_numpy(table).to(device, torch.int64))
+        for first, num, position, table in zip(
+            firsts[:num_chunks], rows.lengths.tolist()[:num_chunks], positions, tables, strict=False
+        )
+    ]
+    decode = rows.part(slice(num_chunks, None))
     return AttentionPlan(
         _slots(rows, block_size, kv_heads).to(device),
         chunks,
-        _plan_decode(decode, first - len(decode), block_size, device) if decode else None,
+        _plan_decode(decode, firsts[num_chunks], block_size, device) if len(decode) else None,
     )
 
 
-def _slots(rows: Sequence[StepRow], block_size: int, kv_heads: int) -> torch.Tensor:
+def _slots(rows: Rows, block_size: int, kv_heads: int) -> torch.Tensor:
     """Return where each token's keys go, (tokens * kv_heads,)."""
-    slots = torch.tensor(token_slots(rows, block_size))
+    slots = torch.from_numpy(rows.slots(block_size))
     of_head_0 = slots + slots // block_size * (kv_heads - 1) * block_size
     return (of_head_0[:, None] + torch.arange(kv_heads) * block_size).flatten()
 
 
-def _used_blocks(row: StepRow, block_size: int) -> list[int]:
-    num_keys = row.position + len(row.token_ids)
-    return row.block_table[: -(-num_keys // block_size)]
-
-
-def _plan_decode(
-    rows: list[StepRow], first: int, block_size: int, device: torch.device
-) -> DecodeRows:
-    tables = [_used_blocks(row, block_size) for row in rows]
-    runs = find_shared_runs(tables)
-    num_shared = [0] * len(rows)  # blocks of each row that are in runs
+def _plan_decode(rows: Rows, first: int, block_size: int, device: torch.device) -> DecodeRows:
+    num_used = rows.num_blocks(block_size)
+    runs = find_shared_runs(rows.tables, num_used)
+    num_shared = np.zeros(len(rows), np.int64)  # blocks of each row that are in runs
     for run in runs:
-        for place in run.rows:
-            num_shared[place] = max(num_shared[place], run.end)
-    own = [table[count:] for table, count in zip(tables, num_shared, strict=True)]
-    counts = torch.tensor([len(table) for table in own])
-    row_of_block = torch.repeat_interleave(torch.arange(len(rows)), counts)
-    start_of_row = counts.cumsum(0) - counts
-    index_in_row = torch.arange(len(row_of_block)) - start_of_row[row_of_block]
-    index_in_row += torch.tensor(num_shared)[row_of_block]
-    return DecodeRows(
-        first,
-        torch.tensor([row.position for row in rows], device=device),
-        torch.tensor(list(chain.from_iterable(own)), device=device),
-        row_of_block.to(device),
-        (index_in_row * block_size).to(device),
-        list(_shared_blocks(runs, tables, block_size, device)),
-    )
+        num_shared[run.rows] = np.maximum(num_shared[run.rows], run.end)
+    places = np.arange(rows.tables.shape[1])
+    is_own = (places >= num_shared[:, None]) & (places < num_used[:, None])
+    row_of_block, place_in_row = np.nonzero(is_own)
+    columns = (rows.positions, rows.tables[is_own], row_of_block, place_in_row * block_size)
+    shared = list(_shared_blocks(runs, rows.tables, block_size, device))
+    positions, blocks, row_of, start = send([c.astype(np.int64) for c in columns], device)
+    return DecodeRows(first, positions, blocks, row_of, start, shared)
 
 
 def _shared_blocks(
-    runs: list[SharedRun], tables: list[list[int]], block_size: int, device: torch.device
+    runs: list[SharedRun], tables: np.ndarray, block_size: int, device: torch.device
 ) -> Iterator[SharedBlocks]:
     """Cut runs into pieces that bound the memory of their scores."""
     size = max(1, SHARED_KEYS // block_size)
@@ -115,7 +101,7 @@ def _shared_blocks(
         for start in range(run.start, run.end, size):
             blocks = table[start : min(start + size, run.end)]
             yield SharedBlocks(
-                torch.tensor(run.rows, device=device),
-                torch.tensor(blocks, device=device),
+                torch.from_numpy(run.rows).to(device),
+                torch.from_numpy(blocks).to(device, torch.int64),
                 start * block_size,
             )

@@ -11,8 +11,8 @@ import torch
 from fminfer.compute.attention.paged_attention import AttentionBody, PlainAttention
 from fminfer.compute.attention.scoring import AttentionCall, Scoring
 from fminfer.compute.spec import Attention
+from fminfer.compute.step import Rows
 from fminfer.compute.trial import Limits, Pair, Trial
-from fminfer.core.messages import StepRow
 
 CPU = torch.device("cpu")
 # Of the largest expected number. 16 bits round weights and results.
@@ -103,17 +103,17 @@ def _attend_some(
     generator = torch.Generator().manual_seed(0)
     outs = []
     for rows in (
-        [StepRow([0] * num_keys, 0, first), StepRow([0] * part, 0, second)],
-        [StepRow([0] * (num_keys // 2), part, second), StepRow([0], num_keys, first)],
-        [
-            StepRow([0], num_keys + 1, first),
+        Rows.of((0, num_keys, first), (0, part, second)),
+        Rows.of((part, num_keys // 2, second), (num_keys, 1, first)),
+        Rows.of(
+            (num_keys + 1, 1, first),
             *(
-                StepRow([0], shared * block_size, [*first[:shared], 2 * count + number])
+                (shared * block_size, 1, [*first[:shared], 2 * count + number])
                 for number in range(num_rows)
             ),
-        ],
+        ),
     ):
-        tokens = sum(len(row.token_ids) for row in rows)
+        tokens = int(rows.lengths.sum())
         query, key, value = (
             torch.randn((1, num, tokens, head_dim), generator=generator).to(dtype).to(device, given)
             for num in (heads, kv_heads, kv_heads)

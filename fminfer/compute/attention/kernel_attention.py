@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,9 +12,9 @@ import torch
 from fminfer.compute.attention.attention_trial import AttentionAsked, attention_trial
 from fminfer.compute.attention.paged_attention import AttentionBody
 from fminfer.compute.attention.scoring import AttentionCall, with_rows
-from fminfer.compute.attention.shared_runs import find_shared_runs, token_slots
+from fminfer.compute.attention.shared_runs import find_shared_runs
+from fminfer.compute.step import Rows
 from fminfer.compute.trial import Candidate
-from fminfer.core.messages import StepRow
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOST_ENTRIES = 4  # runs that a row is in, on average: each costs memory, and less and less is left
@@ -74,48 +73,46 @@ class KernelRows:
         return replace(self, rows=rows, kept=tokens)
 
 
-def plan_rows(rows: Sequence[StepRow], block_size: int) -> KernelRows:
+def plan_rows(rows: Rows, block_size: int) -> KernelRows:
     """Lay out a step's rows, in packed order."""
-    tables = [
-        row.block_table[: -(-(row.position + len(row.token_ids)) // block_size)] for row in rows
-    ]
-    runs, members, entries_of, own = _plan_runs(rows, tables, block_size)
-    table: list[list[int]] = []
-    blocks: list[int] = []
-    entries: list[int] = []
-    first = 0
-    for row, used, of_row, start in zip(rows, tables, entries_of, own, strict=True):
-        num, places = len(row.token_ids), (len(blocks), len(entries))
-        table.append([first, num, row.position, *places, len(of_row), start])
-        blocks += used
-        entries += of_row
-        first += num
-    columns = (table, blocks, token_slots(rows, block_size), runs, members, entries)
-    return KernelRows(*(torch.from_numpy(np.array(c, dtype=np.int64)) for c in columns))
+    num_blocks = rows.num_blocks(block_size)
+    runs, members, own = _plan_runs(rows, num_blocks, block_size)
+    num_entries = np.bincount(members, minlength=len(rows))
+    table = np.stack(
+        [
+            *(rows.firsts, rows.lengths, rows.positions),
+            *(count.cumsum() - count for count in (num_blocks, num_entries)),
+            *(num_entries, own),
+        ],
+        1,
+    )
+    blocks = rows.blocks(block_size).astype(np.int64)
+    entries = np.argsort(members, kind="stable")
+    columns = (table, blocks, rows.slots(block_size), runs, members, entries)
+    return KernelRows(*map(torch.from_numpy, columns))
 
 
 def _plan_runs(
-    rows: Sequence[StepRow], tables: Sequence[list[int]], block_size: int
-) -> tuple[list[list[int]], list[int], list[list[int]], list[int]]:
+    rows: Rows, num_blocks: np.ndarray, block_size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Find what rows of one token share.
 
     Returns:
-        `runs` and `members` of KernelRows, each row's entries, and its first key of no run.
+        `runs` and `members` of KernelRows, and each row's first key of no run.
     """
-    alone = [place for place, row in enumerate(rows) if len(row.token_ids) == 1]
+    alone = np.flatnonzero(rows.lengths == 1)
     runs: list[list[int]] = []
-    members: list[int] = []
-    entries: list[list[int]] = [[] for _ in rows]
-    own = [0] * len(rows)
-    for run in find_shared_runs([tables[place] for place in alone]):
-        if len(members) + len(run.rows) > MOST_ENTRIES * len(rows):
+    members = [np.empty(0, np.int64)]
+    num_members, own = 0, np.zeros(len(rows), np.int64)
+    for run in find_shared_runs(rows.tables[alone], num_blocks[alone]):
+        if num_members + len(run.rows) > MOST_ENTRIES * len(rows):
             break  # a run comes behind those that it begins with
-        runs.append([len(members), len(run.rows), run.start * block_size, run.end * block_size])
-        for place in (alone[row] for row in run.rows):
-            entries[place].append(len(members))
-            members.append(place)
-            own[place] = max(own[place], run.end * block_size)
-    return runs, members, entries, own
+        first, last = run.start * block_size, run.end * block_size
+        runs.append([num_members, len(run.rows), first, last])
+        members.append(alone[run.rows])
+        num_members += len(run.rows)
+        own[members[-1]] = np.maximum(own[members[-1]], last)
+    return np.array(runs, np.int64).reshape(-1, 4), np.concatenate(members), own
 
 
 def step_arguments(
@@ -144,7 +141,7 @@ class KernelAttention:
         self._attend = library.fminfer_attention
         self._attend.argtypes = [ctypes.POINTER(Arguments)]
 
-    def plan(self, rows: Sequence[StepRow], block_size: int) -> KernelRows:
+    def plan(self, rows: Rows, block_size: int) -> KernelRows:
         """Lay out a step's rows, in packed order."""
         return plan_rows(rows, block_size)
 

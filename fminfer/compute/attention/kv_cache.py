@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from fminfer.compute.attention.paged_attention import AttentionBody, PagedAttention, PlainAttention
 from fminfer.compute.attention.scoring import Scoring
 from fminfer.compute.spec import Attention
-from fminfer.core.messages import StepRow
+from fminfer.compute.step import Rows
 from fminfer.machine.host_memory import use_small_pages
 
 
@@ -46,7 +47,7 @@ class KvCache:
         self.layers = [PagedAttention(each[0], each[-1], body) for each in self._kv]
         self.num_blocks, self.block_size, self.device = num_blocks, block_size, device
 
-    def plan(self, rows: list[StepRow], kept: torch.Tensor | None) -> None:
+    def plan(self, rows: Rows, kept: torch.Tensor | None) -> None:
         """Prepare attention for the rows of a step.
 
         Args:
@@ -74,8 +75,8 @@ class KvCache:
         q, k, v = (part.transpose(0, 1)[None] for part in (query, key, value))
         return self.layers[layer](q, k, v, how)[0]
 
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, given as pairs (from, to)."""
-        sources, targets = torch.tensor(copies, device=self.device).T
+    def copy_blocks(self, copies: np.ndarray) -> None:
+        """Copy whole blocks, given as pairs (from, to): (copies, 2) int64."""
+        sources, targets = torch.from_numpy(copies).to(self.device).T
         for kv in self._kv:  # all layers at once would need their blocks twice
             kv[:, targets] = kv[:, sources]

@@ -7,7 +7,6 @@ each) run together, over the flat list of their blocks, so that no row is padded
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -18,7 +17,7 @@ from fminfer.compute.attention.attention_plan import AttentionPlan, ChunkRow, pl
 from fminfer.compute.attention.decode_attention import decode_attention
 from fminfer.compute.attention.scoring import AttentionCall, Scoring, weigh_values
 from fminfer.compute.soft_cap import soft_cap
-from fminfer.core.messages import StepRow
+from fminfer.compute.step import Rows
 
 MAX_SCORES = 1 << 24  # elements of one product's scores (64 MB in float32)
 
@@ -72,7 +71,7 @@ QUERY_TILE = 128  # query tokens of one product; bounds the memory of the scores
 class AttentionBody(Protocol):
     """What attends over a layer's cache: plain torch, kernel_attention or triton_attention."""
 
-    def plan(self, rows: Sequence[StepRow], block_size: int) -> Any:
+    def plan(self, rows: Rows, block_size: int) -> Any:
         """Lay out a step's rows, in packed order, as the body reads them."""
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
@@ -99,7 +98,7 @@ class PlainAttention:
     def __init__(self, kv_heads: int, device: torch.device) -> None:
         self._kv_heads, self._device = kv_heads, device
 
-    def plan(self, rows: Sequence[StepRow], block_size: int) -> AttentionPlan:
+    def plan(self, rows: Rows, block_size: int) -> AttentionPlan:
         return plan_attention(rows, block_size, self._kv_heads, self._device)
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:

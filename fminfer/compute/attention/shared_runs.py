@@ -1,15 +1,13 @@
-"""Bookkeeping on block tables, without tensors: where keys go, and which blocks rows share.
+"""Bookkeeping on block tables, without tensors: which blocks rows share.
 
 Attention reads runs of blocks that several rows have in common once.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fminfer.core.messages import StepRow
+import numpy as np
 
 MIN_ROWS = 4  # fewer rows gain too little from one product
 
@@ -18,49 +16,41 @@ MIN_ROWS = 4  # fewer rows gain too little from one product
 class SharedRun:
     """Blocks [start, end) of the tables of `rows`, equal in all of them."""
 
-    rows: list[int]
+    rows: np.ndarray  # int64, in order
     start: int
     end: int
 
 
-def find_shared_runs(tables: Sequence[list[int]]) -> list[SharedRun]:
+def find_shared_runs(tables: np.ndarray, num_used: np.ndarray) -> list[SharedRun]:
     """List runs of equal blocks from the tables' start on, and behind each run those of its rows.
 
     A table's last block is its own: it is still being written.
+
+    Args:
+        tables: (rows, blocks).
+        num_used: (rows,), how many blocks of each count.
     """
     runs: list[SharedRun] = []
-    pending = [(list(range(len(tables))), 0)]
+    pending = [(np.arange(len(tables)), 0)]
     while pending:
         rows, start = pending.pop()
-        for group in _same_at(tables, rows, start):
-            end = _common_end(tables, group, start)
+        for group in _same_at(tables, rows[num_used[rows] - 1 > start], start):
+            end = _common_end(tables, group, start, int(num_used[group].min()) - 1)
             runs.append(SharedRun(group, start, end))
             pending.append((group, end))
     return runs
 
 
-def _same_at(tables: Sequence[list[int]], rows: list[int], place: int) -> list[list[int]]:
+def _same_at(tables: np.ndarray, rows: np.ndarray, place: int) -> list[np.ndarray]:
     """Group the rows that have the same block at a place; small groups are left out."""
-    groups = defaultdict(list)
-    for row in rows:
-        if place < len(tables[row]) - 1:
-            groups[tables[row][place]].append(row)
-    return [group for group in groups.values() if len(group) >= MIN_ROWS]
+    if len(rows) < MIN_ROWS:
+        return []
+    blocks = tables[rows, place]
+    _, first, counts = np.unique(blocks, return_index=True, return_counts=True)
+    return [rows[blocks == blocks[place]] for place in np.sort(first[counts >= MIN_ROWS])]
 
 
-def _common_end(tables: Sequence[list[int]], rows: list[int], start: int) -> int:
-    first = tables[rows[0]]
-    end = min(len(tables[row]) for row in rows) - 1
-    for row in rows[1:]:
-        if tables[row][start:end] != first[start:end]:
-            end = next(i for i in range(start, end) if tables[row][i] != first[i])
-    return end
-
-
-def token_slots(rows: Sequence[StepRow], block_size: int) -> list[int]:
-    """Return where each token's key goes: block * block_size + place."""
-    return [
-        row.block_table[position // block_size] * block_size + position % block_size
-        for row in rows
-        for position in range(row.position, row.position + len(row.token_ids))
-    ]
+def _common_end(tables: np.ndarray, rows: np.ndarray, start: int, end: int) -> int:
+    """Return where the tables of rows, equal at `start`, begin to differ; `end` at the latest."""
+    differs = (tables[rows, start:end] != tables[rows[0], start:end]).any(0)
+    return start + int(differs.argmax()) if differs.any() else end

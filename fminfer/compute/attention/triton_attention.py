@@ -5,17 +5,14 @@ Importing it needs triton, which torch brings where it is built for CUDA.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import numpy as np
 import torch
 
 from fminfer.compute.attention.scoring import AttentionCall, with_rows
-from fminfer.compute.attention.shared_runs import token_slots
 from fminfer.compute.kernels.triton_kernels import attend_kernel, join_kernel, store_kernel
-from fminfer.core.messages import StepRow
+from fminfer.compute.step import Rows
 from fminfer.machine.device import send
 
 NO_WINDOW = 2**31 - 1
@@ -128,47 +125,39 @@ class TritonAttention:
         sizes = {"KV_HEADS": kv_heads, "HEAD_DIM": self.head_dim, "BLOCK_SIZE": block_size}
         return {**sizes, "DIM": self._dim}
 
-    def plan(self, rows: Sequence[StepRow], block_size: int) -> TileRows:
+    def plan(self, rows: Rows, block_size: int) -> TileRows:
         """Lay out a step's rows, in packed order."""
-        prompts: list[tuple[int, ...]] = []
-        decodes: list[tuple[int, ...]] = []
-        blocks: list[int] = []
-        first = 0
-        for row in rows:
-            num, table = len(row.token_ids), len(blocks)
-            most = self.prompt.queries // self.group if num > 1 else 1
-            for start in range(0, num, most):
-                tile = (first + start, min(most, num - start), row.position + start, table)
-                (prompts if num > 1 else decodes).append(tile)
-            blocks += row.block_table[: -(-(row.position + num) // block_size)]
-            first += num
-        prompts.sort(key=lambda tile: -tile[2])  # the longest first: short ones fill the end
-        tiles_of = (list(chain.from_iterable(tiles)) for tiles in (prompts, decodes))
-        parts = (*tiles_of, blocks, token_slots(rows, block_size))
-        columns = [np.array(part, np.int32) for part in parts]
-        tiles, others, tables, slots = send(columns, self.device)
-        return TileRows(tiles.view(-1, 4), others.view(-1, 4), tables, slots)
+        num_blocks = rows.num_blocks(block_size)
+        tables = num_blocks.cumsum() - num_blocks
+        is_one = rows.lengths == 1
+        most = self.prompt.queries // self.group
+        # The tiles of each prompt, one after another: the places where they begin in their row.
+        num_tiles = np.where(is_one, 0, -(-rows.lengths // most))
+        of = np.repeat(np.arange(len(rows)), num_tiles)
+        starts = (np.arange(len(of)) - np.repeat(num_tiles.cumsum() - num_tiles, num_tiles)) * most
+        counts = np.minimum(most, rows.lengths[of] - starts)
+        tiles = (rows.firsts[of] + starts, counts, rows.positions[of] + starts, tables[of])
+        prompts = np.stack(tiles, 1)
+        prompts = prompts[np.argsort(-prompts[:, 2], kind="stable")]  # short ones fill the end
+        decodes = np.stack([rows.firsts, rows.lengths, rows.positions, tables], 1)[is_one]
+        parts = (prompts.ravel(), decodes.ravel(), rows.blocks(block_size), rows.slots(block_size))
+        columns = [part.astype(np.int32) for part in parts]
+        tiles_of, others, blocks, slots = send(columns, self.device)
+        return TileRows(tiles_of.view(-1, 4), others.view(-1, 4), blocks, slots)
 
-    def decode_numbers(
-        self, rows: Sequence[StepRow], block_size: int, size: int
-    ) -> list[np.ndarray]:
+    def decode_numbers(self, rows: Rows, block_size: int, size: int) -> list[np.ndarray]:
         """Lay out rows of one token each, and as many that are none as `size` asks for.
 
         Returns:
             Numbers of int32; behind each other they are what `decode_plan` reads.
         """
-        num = len(rows)
-        positions = np.array([row.position for row in rows], np.int32)
-        used = positions // block_size + 1
-        ends = used.cumsum(dtype=np.int32)
-        tables = [row.block_table[:count] for row, count in zip(rows, used.tolist(), strict=True)]
-        blocks = np.array(list(chain.from_iterable(tables)), np.int32)
+        num, used = len(rows), rows.num_blocks(block_size)
         tiles = np.zeros((size, 4), np.int32)  # without tokens; none has another's place in `out`
         tiles[:, 0] = np.arange(size)
-        tiles[:num, 1:] = np.stack([np.ones_like(used), positions, ends - used], 1)
+        tiles[:num, 1:] = np.stack([rows.lengths, rows.positions, used.cumsum() - used], 1)
         slots = np.full(size, -1, np.int32)
-        slots[:num] = blocks[ends - 1] * block_size + positions % block_size
-        return [tiles.ravel(), slots, blocks]
+        slots[:num] = rows.slots(block_size)
+        return [tiles.ravel(), slots, rows.blocks(block_size)]
 
     def decode_plan(self, numbers: torch.Tensor, size: int) -> TileRows:
         """Return the plan of so many rows of one token, whatever `numbers`, int32, come to hold."""

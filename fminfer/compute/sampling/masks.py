@@ -28,7 +28,7 @@ class MaskTensors:
     first: torch.Tensor  # (masks + 1,) int64: the lowest allowed id
     mask_of: torch.Tensor  # (rows,) int64: the place of each row's; -1, the last: it has none
 
-    def part(self, part: slice | torch.Tensor) -> MaskTensors:
+    def part(self, part: torch.Tensor) -> MaskTensors:
         """Return the masks of some rows."""
         return replace(self, mask_of=self.mask_of[part])
 

@@ -6,13 +6,18 @@ logits, parameters and noise only. It knows nothing of requests, models or where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 
+from fminfer.compute.sampling.edits import LogitEditTensors
 from fminfer.compute.sampling.masks import MaskTensors, likeliest
+from fminfer.compute.step import TokenLogprobs
+from fminfer.machine.device import send
 
 # Factors and shifts of lowbias32, found by search for a mixer of 32 bits that has little bias:
 # Wellons 2018, https://nullprogram.com/blog/2018/07/31/. As signed numbers, which torch has.
@@ -75,15 +80,18 @@ class Draws:
     top_ids: torch.Tensor  # (rows, k) int64
     top_logprobs: torch.Tensor  # (rows, k) float32
 
-    def to_host(self) -> Draws:
+    def to_host(self) -> TokenLogprobs:
         """Return the same in the host's memory, by one copy: a GPU is waited for at each.
 
-        Logprobs are float64 then, which holds ids and float32 as they are.
+        Float64, in which they are copied, holds ids and float32 as they are.
         """
-        columns = (self.ids[:, None].double(), self.logprobs[:, None])
-        table = torch.cat([*columns, self.top_ids, self.top_logprobs], 1).cpu()
-        top_ids, top_logprobs = table[:, 2:].chunk(2, 1)
-        return Draws(table[:, 0].long(), table[:, 1], top_ids.long(), top_logprobs)
+        columns = [self.ids, self.logprobs, self.top_ids, self.top_logprobs]
+        if not self.ids.is_cpu:
+            table = torch.cat([self.ids[:, None].double(), self.logprobs[:, None], *columns[2:]], 1)
+            table = table.cpu()
+            found = [*table[:, :2].unbind(1), *table[:, 2:].chunk(2, 1)]
+            columns = [each.to(like.dtype) for each, like in zip(found, columns, strict=True)]
+        return TokenLogprobs(*(column.numpy() for column in columns))
 
 
 @dataclass(slots=True, frozen=True)
@@ -135,24 +143,34 @@ def _find_top(logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.T
 
 @dataclass(slots=True, frozen=True)
 class SamplingTensors:
-    """How each row draws."""
+    """How each row draws: the columns of a step's draws that have these names."""
 
     temperature: torch.Tensor  # (rows,) float32; 0: greedy
     top_p: torch.Tensor  # (rows,) float32; 0: greedy
     top_k: torch.Tensor  # (rows,) int64; 0: off
     min_p: torch.Tensor  # (rows,) float32; 0: off
     noise: torch.Tensor  # (rows,) int64, 64 random bits
-    is_greedy: bool = field(default=False, kw_only=True)  # the host knows that no row draws
+    # The same in the host's memory, so that nobody waits for a GPU; None: these are there.
+    on_host: SamplingTensors | None = field(default=None, kw_only=True)
 
-    def rows(self, rows: slice | torch.Tensor) -> SamplingTensors:
-        return SamplingTensors(
-            self.temperature[rows],
-            self.top_p[rows],
-            self.top_k[rows],
-            self.min_p[rows],
-            self.noise[rows],
-            is_greedy=self.is_greedy,
-        )
+    @classmethod
+    def of(cls, draws: np.ndarray, device: torch.device) -> SamplingTensors:
+        """Put what `DRAW` says of some draws on a device."""
+        names = sorted(_DRAWN_BY, key=lambda name: -draws.dtype[name].itemsize)
+        columns = [np.ascontiguousarray(draws[name]) for name in names]
+        tensors: dict[str, Any] = dict(zip(names, send(columns, device), strict=True))
+        if device.type != "cpu":
+            kept: dict[str, Any] = dict(zip(names, map(torch.from_numpy, columns), strict=True))
+            tensors["on_host"] = cls(**kept)
+        return cls(**tensors)
+
+    def rows(self, rows: torch.Tensor) -> SamplingTensors:
+        """Return some rows, as the device alone has them."""
+        return SamplingTensors(*(getattr(self, name)[rows] for name in _DRAWN_BY))
+
+    @property
+    def host(self) -> SamplingTensors:
+        return self.on_host or self
 
     @property
     def is_random(self) -> torch.Tensor:  # (rows,) bool; others are greedy
@@ -163,64 +181,13 @@ class SamplingTensors:
         return (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
 
 
+_DRAWN_BY = tuple(each.name for each in fields(SamplingTensors) if each.name != "on_host")
+
+
 # Of (rows, vocab) scaled logits, and of the rows' noise: the tokens that win, int64.
 Racer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # Of (rows, vocab) logits, and which rows draw: their tokens, int64.
 Drawer = Callable[[torch.Tensor, SamplingTensors, torch.Tensor], torch.Tensor]
-
-
-@dataclass(slots=True, frozen=True)
-class LogitEditTensors:
-    """What is changed of single logits before they are drawn from; entries are (row, token id).
-
-    An entry stands at most once in `rows` and `ids`; a banned one may also be there.
-    """
-
-    rows: torch.Tensor  # (entries,) int64
-    ids: torch.Tensor  # (entries,) int64
-    bias: torch.Tensor  # (entries,) float32, added first
-    factor: torch.Tensor  # (entries,) float32: repetition penalty, 1 changes nothing
-    minus: torch.Tensor  # (entries,) float32, subtracted last
-    banned_rows: torch.Tensor  # (banned,) int64
-    banned_ids: torch.Tensor  # (banned,) int64
-    # Entries of each row, and its banned ids. The host has them, so that a part waits for no GPU.
-    num_edits: Sequence[int]
-    num_banned: Sequence[int]
-    masks: MaskTensors | None = None
-
-    def part(self, part: slice) -> LogitEditTensors:
-        """Return the entries of some rows, counted from the part's first row."""
-        own, banned = (
-            slice(sum(counts[: part.start]), sum(counts[: part.stop]))
-            for counts in (self.num_edits, self.num_banned)
-        )
-        return LogitEditTensors(
-            self.rows[own] - part.start,
-            self.ids[own],
-            self.bias[own],
-            self.factor[own],
-            self.minus[own],
-            self.banned_rows[banned] - part.start,
-            self.banned_ids[banned],
-            self.num_edits[part],
-            self.num_banned[part],
-            None if self.masks is None else self.masks.part(part),
-        )
-
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:  # (rows, vocab)
-        """Return changed logits, without masks; the given ones stay, their logprobs are reported.
-
-        The repetition penalty is that of Keskar et al. 2019 (CTRL): a logit above 0 is divided by
-        it, another is multiplied.
-        """
-        if not (len(self.ids) or len(self.banned_ids)):
-            return logits
-        changed = logits.to(torch.float32, copy=True)
-        biased = changed[self.rows, self.ids] + self.bias
-        scaled = torch.where(biased > 0, biased / self.factor, biased * self.factor)
-        changed[self.rows, self.ids] = scaled - self.minus
-        changed[self.banned_rows, self.banned_ids] = float("-inf")
-        return changed
 
 
 def race(
@@ -246,14 +213,17 @@ def draw(
         rows: (rows that draw,) int64.
         racer: `race`, or a compiled body of it.
     """
+    host = how.host  # which filters are used; one that a row does not use leaves it as it is
+    most_kept = int(host.top_k.max())
+    has_min_p, has_top_p = bool((host.min_p > 0).any()), bool((host.top_p < 1).any())
     logits, how = logits[rows].float(), how.rows(rows)
     largest, first = logits.max(-1, keepdim=True)
     scaled = (logits - largest) / how.temperature[:, None]
-    if (how.top_k > 0).any():
-        scaled = _keep_top_k(scaled, how.top_k)
-    if (how.min_p > 0).any():  # the likeliest token stands at 0 here; log(0) keeps all
+    if most_kept > 0:
+        scaled = _keep_top_k(scaled, how.top_k, most_kept)
+    if has_min_p:  # the likeliest token stands at 0 here; log(0) keeps all
         scaled = scaled.masked_fill(scaled < how.min_p.log()[:, None], float("-inf"))
-    if (how.top_p < 1).any():
+    if has_top_p:
         probs = _keep_top_p(torch.softmax(scaled, -1), how.top_p)
         scaled = scaled.masked_fill(probs == 0, float("-inf"))
     ids = racer(scaled, how.noise)
@@ -261,11 +231,15 @@ def draw(
     return torch.where(largest.isfinite(), ids[:, None], first)[:, 0]
 
 
-def _keep_top_k(scaled: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """Set all but each row's top_k best to -inf; ties go to the lowest ids. 0 keeps all."""
+def _keep_top_k(scaled: torch.Tensor, top_k: torch.Tensor, most: int) -> torch.Tensor:
+    """Set all but each row's top_k best to -inf; ties go to the lowest ids. 0 keeps all.
+
+    Args:
+        most: no top_k is larger.
+    """
     vocab = scaled.shape[-1]
     counts = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)
-    best = scaled.topk(int(counts[counts < vocab].max()) if (counts < vocab).any() else 1, -1)[0]
+    best = scaled.topk(min(most, vocab), -1)[0]
     last = best.gather(-1, (counts - 1).clamp(max=best.shape[-1] - 1)[:, None])
     keep = _keep_first(scaled, last, counts)
     return scaled.masked_fill(~keep & (counts < vocab)[:, None], float("-inf"))
@@ -329,18 +303,18 @@ def sample(
     masks = None if edits is None else edits.masks
     # The likeliest token; ties go to the lowest id.
     ids = ranking.first.clone() if edited is logits else likeliest(edited)
-    if how.is_greedy and masks is None:
-        return _report(logits, ids, num_top, ranking)
     # Noise is by token id, so a draw without the mask is the masked one wherever it is allowed.
     # Filters count what the mask leaves, so rows that have both draw with it at once.
-    is_drawn = how.is_random
+    is_drawn = how.host.is_random
     if masks is not None:
-        is_drawn = is_drawn & ~(masks.has_mask & how.is_filtered)
-    drawn_rows = is_drawn.nonzero()[:, 0]
-    if len(drawn_rows):
-        ids[drawn_rows] = drawer(edited, how, drawn_rows)
+        is_drawn = is_drawn & ~(masks.has_mask.to(is_drawn.device) & how.host.is_filtered)
+    drawn = is_drawn.nonzero()[:, 0]
+    if len(drawn):
+        rows = drawn.to(ids.device, non_blocking=True)
+        ids[rows] = drawer(edited, how, rows)
     if masks is not None:
-        is_out = (how.is_random & ~is_drawn) | ~masks.allow(ids)
+        is_held_back = (how.host.is_random & ~is_drawn).to(ids.device)
+        is_out = is_held_back | ~masks.allow(ids)
         _draw_masked(edited, how, masks, is_out, ids, drawer)
     return _report(logits, ids, num_top, ranking)
 

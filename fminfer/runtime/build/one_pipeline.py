@@ -9,9 +9,9 @@ from functools import partial
 
 import torch
 
+from fminfer.compute.step import StepTrace
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import PipelineError
-from fminfer.core.messages import StepTrace
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.engine_core import Facts
 from fminfer.engine.start import Starter
@@ -118,7 +118,7 @@ class OnePipeline:
         """Call functions after each step: with its numbers of tokens, and with the whole step."""
 
         def tell(trace: StepTrace) -> None:
-            on_work(trace.num_prompt_tokens, len(trace.step.sampling.token_index))
+            on_work(trace.num_prompt_tokens, len(trace.step.draws))
             if on_step is not None:
                 on_step(trace)
 

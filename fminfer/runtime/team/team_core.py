@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import wait
 
+from fminfer.compute.step import StepTrace
 from fminfer.core.errors import FminferError, PipelineError, UsageError, error_of
-from fminfer.core.messages import StepTrace
 from fminfer.core.quantities import counted
 from fminfer.engine.counting import count_row
 from fminfer.engine.engine_core import Origin

@@ -1,0 +1,247 @@
+"""A step and its results: columns, which are declared here once.
+
+Packing fills them, the wire carries them as they lie, and each stage computes by them. Which field
+of a request is a column of each draw says the table of fields (`Field.column`).
+"""
+
+# ruff: noqa: RUF009  (_column makes a field, as dataclasses.field does)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from fminfer.contract.field_table import COLUMNS
+from fminfer.core.messages import Mask, StageSpan, pack_ids
+
+Column = Any  # an array; numpy's own stubs make every sum of two a cast
+Phase = Literal["prefill", "decode", "mixed"]
+# Of each token to draw. A field's column has its own name: 0 temperature, top_p 0 are greedy.
+DRAW = np.dtype(
+    [
+        *COLUMNS.items(),
+        ("token_index", "i8"),  # packed token whose logits are used
+        ("noise", "i8"),  # 64 random bits; 0: greedy
+        ("num_top", "i4"),  # alternatives to report
+        ("num_edits", "i4"),  # entries of `Step.edit_…`, and of `banned_ids`
+        ("num_banned", "i4"),
+        ("mask", "i4"),  # its place in `Step.masks`; -1: it has none
+    ]
+)
+# Of each prompt token whose logprob is wanted: the packed token before it, and itself.
+SCORE = np.dtype([("token_index", "i8"), ("target_id", "i8"), ("num_top", "i4")])
+# Of each mask: its bytes in `Step.mask_bits`, 0 where it is told by its ids; and these.
+MASK = np.dtype([("num_bytes", "i4"), ("num_bits", "i4"), ("num_ids", "i4")])
+
+
+def _column(kind: Any, *width: int) -> Any:
+    """Declare a column: the type of its entries, and how many numbers each holds."""
+    empty = np.empty((0, *width), kind)
+    return field(default_factory=empty.copy, metadata={"empty": empty})
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One pass of a micro-batch through the pipeline. Tokens are packed row after row."""
+
+    step_id: int
+    # An entry a row:
+    slots: Column = _column("i4")  # which block table of the stages is its sequence's
+    positions: Column = _column("i8")  # of its first token in the sequence
+    lengths: Column = _column("i8")  # tokens: a chunk of its prompt, or the newest one
+    token_ids: Column = _column("i8")  # of all rows
+    new_blocks: Column = _column("i4", 3)  # (slot, place, block) of tables: what is new
+    block_copies: Column = _column("i8", 2)  # (from, to), done before anything else
+    draws: Column = _column(DRAW)
+    # Changes of single logits, draw after draw: (logit + bias), its size times or over factor, less
+    # minus. And tokens that are not drawn.
+    edit_ids: Column = _column("i8")
+    edit_bias: Column = _column("f4")
+    edit_factor: Column = _column("f4")
+    edit_minus: Column = _column("f4")
+    banned_ids: Column = _column("i8")
+    masks: Column = _column(MASK)  # each once
+    mask_bits: Column = _column("u1")
+    mask_ids: Column = _column("i4")
+    scores: Column = _column(SCORE)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def wanted(self) -> np.ndarray:
+        """The packed tokens whose logits someone wants, in order."""
+        return np.unique(np.concatenate([self.draws["token_index"], self.scores["token_index"]]))
+
+
+COLUMNS_OF_STEP = {
+    each.name: each.metadata["empty"] for each in fields(Step) if "empty" in each.metadata
+}
+
+
+def mask_columns(masks: Sequence[Mask]) -> dict[str, np.ndarray]:
+    """Return masks as columns of a step: few allowed tokens as their ids, others as bits."""
+    kinds = [(0, len(m.bits), len(m.few)) if m.few else (len(m.bits), 0, 0) for m in masks]
+    return {
+        "masks": np.array(kinds, MASK),
+        "mask_bits": np.frombuffer(b"".join(m.bits for m in masks if not m.few), "u1"),
+        "mask_ids": np.array([token_id for m in masks for token_id in m.few or ()], "i4"),
+    }
+
+
+def masks_of(step: Step) -> list[Mask]:
+    """Return the masks of a step, as `mask_columns` was given them."""
+    found, first_byte, first_id = [], 0, 0
+    for num_bytes, num_bits, num_ids in step.masks.tolist():
+        bits = step.mask_bits[first_byte : first_byte + num_bytes].tobytes()
+        ids = step.mask_ids[first_id : first_id + num_ids].tolist()
+        found.append(Mask(bits or pack_ids(ids, num_bits), tuple(ids) if ids else None))
+        first_byte, first_id = first_byte + num_bytes, first_id + num_ids
+    return found
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a step as attention sees them, in packed order."""
+
+    positions: Column  # (rows,) int64, of the first token in its sequence
+    lengths: Column  # (rows,) int64, tokens
+    tables: Column  # (rows, blocks) int32: KV blocks from the sequence's start, and any more
+
+    @classmethod
+    def of(cls, *rows: tuple[int, int, Sequence[int]]) -> Rows:
+        """Return these rows: (position, tokens, block table) each."""
+        tables = np.zeros((len(rows), max((len(row[2]) for row in rows), default=0)), np.int32)
+        for place, (_, _, table) in enumerate(rows):
+            tables[place, : len(table)] = table
+        numbers = np.array([row[:2] for row in rows], np.int64).reshape(-1, 2)
+        return cls(numbers[:, 0].copy(), numbers[:, 1].copy(), tables)
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @cached_property
+    def firsts(self) -> Column:  # (rows,) int64
+        """The packed token that each row begins with."""
+        return self.lengths.cumsum() - self.lengths
+
+    @cached_property
+    def token_positions(self) -> Column:  # (tokens,) int64
+        """Where each token stands in its sequence."""
+        starts = np.repeat(self.positions - self.firsts, self.lengths)
+        return starts + np.arange(len(starts))
+
+    def num_blocks(self, block_size: int) -> Column:  # (rows,) int64
+        """Return how many blocks hold each row's keys."""
+        return -(-(self.positions + self.lengths) // block_size)
+
+    def blocks(self, block_size: int) -> Column:  # (blocks,) int32
+        """Return the blocks that hold keys, row after row."""
+        places = np.arange(self.tables.shape[1])
+        return self.tables[places < self.num_blocks(block_size)[:, None]]
+
+    def slots(self, block_size: int) -> Column:  # (tokens,) int64
+        """Return where each token's key goes: block * block_size + place."""
+        blocks, places = np.divmod(self.token_positions, block_size)
+        row_of_token = np.repeat(np.arange(len(self)), self.lengths)
+        return self.tables[row_of_token, blocks].astype(np.int64) * block_size + places
+
+    def part(self, rows: slice | np.ndarray) -> Rows:
+        """Return some of the rows."""
+        return Rows(self.positions[rows], self.lengths[rows], self.tables[rows])
+
+    def cut(self, first: int, last: int) -> Rows:
+        """Return the rows of packed tokens [first, last)."""
+        if first == 0 and last == self.lengths.sum():
+            return self
+        start = np.clip(first - self.firsts, 0, self.lengths)
+        end = np.clip(last - self.firsts, 0, self.lengths)
+        return Rows(self.positions + start, end - start, self.tables).part(end > start)
+
+
+class BlockTables:
+    """The block tables of the sequences that run, by slot. Steps tell what is new of them."""
+
+    def __init__(self, block_size: int) -> None:
+        self._tables = np.zeros((16, 16), np.int32)
+        self._block_size = block_size
+
+    def take(self, step: Step) -> Rows:
+        """Note what is new, and return the step's rows."""
+        if len(step.new_blocks):
+            slots, places, blocks = step.new_blocks.T
+            size = self._tables.shape
+            asked = (int(slots.max()) + 1, int(places.max()) + 1)
+            more = [2 * n - now if n > now else 0 for n, now in zip(asked, size, strict=True)]
+            if any(more):
+                self._tables = np.pad(self._tables, [(0, each) for each in more])
+            self._tables[slots, places] = blocks
+        most = int((step.positions + step.lengths).max(initial=0) - 1) // self._block_size + 1
+        return Rows(step.positions, step.lengths, self._tables[step.slots, :most])
+
+
+ResultKind = Literal["tokens", "prompt scores"]
+
+
+@dataclass(slots=True, eq=False)
+class TokenLogprobs:
+    """Columns, one entry a token: the token, its logprob, and the best alternatives."""
+
+    ids: Column  # (tokens,) int64
+    logprobs: Column  # (tokens,) float32; nan where the logits were
+    top_ids: Column  # (tokens, k) int64, best first
+    top_logprobs: Column  # (tokens, k) float32
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @classmethod
+    def join(cls, parts: Sequence[TokenLogprobs]) -> TokenLogprobs:
+        """Return the columns of parts, one part after another."""
+        names = [each.name for each in fields(cls)]
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+    @classmethod
+    def empty(cls, num_tokens: int = 0, num_top: int = 0) -> TokenLogprobs:
+        """Return columns of this size, to be filled."""
+        shape = (num_tokens, num_top)
+        of_tokens = np.empty(num_tokens, np.int64), np.empty(num_tokens, np.float32)
+        return cls(*of_tokens, np.empty(shape, np.int64), np.empty(shape, np.float32))
+
+
+Results = dict[ResultKind, TokenLogprobs]  # of the kinds that a step asks for
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What the last stage found, in the order of the step's draws and scores."""
+
+    step_id: int
+    results: Results
+    spans: list[StageSpan]  # one a stage
+
+    def of(self, kind: ResultKind) -> TokenLogprobs:
+        """Return the results of a kind; none: the step asked for none."""
+        return self.results.get(kind) or TokenLogprobs.empty()
+
+
+@dataclass(slots=True, frozen=True)
+class StepTrace:
+    """A step that is done, and what a trace shows of it."""
+
+    step_id: int
+    num_prompt_tokens: int
+    num_decode_rows: int
+    spans: list[StageSpan]
+    step: Step
+
+    @property
+    def phase(self) -> Phase:
+        if not self.num_decode_rows:
+            return "prefill"
+        return "mixed" if self.num_prompt_tokens else "decode"
