@@ -111,7 +111,8 @@ class Rows:
 
     positions: Column  # (rows,) int64, of the first token in its sequence
     lengths: Column  # (rows,) int64, tokens
-    tables: Column  # (rows, blocks) int32: KV blocks from the sequence's start, and any more
+    table_of: Column  # (rows,) the place of each row's in `tables`
+    tables: Column  # (tables, blocks) int32: KV blocks from the sequence's start, and any more
 
     @classmethod
     def of(cls, *rows: tuple[int, int, Sequence[int]]) -> Rows:
@@ -120,7 +121,7 @@ class Rows:
         for place, (_, _, table) in enumerate(rows):
             tables[place, : len(table)] = table
         numbers = np.array([row[:2] for row in rows], np.int64).reshape(-1, 2)
-        return cls(numbers[:, 0].copy(), numbers[:, 1].copy(), tables)
+        return cls(numbers[:, 0].copy(), numbers[:, 1].copy(), np.arange(len(rows)), tables)
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -133,8 +134,7 @@ class Rows:
     @cached_property
     def token_positions(self) -> Column:  # (tokens,) int64
         """Where each token stands in its sequence."""
-        starts = np.repeat(self.positions - self.firsts, self.lengths)
-        return starts + np.arange(len(starts))
+        return ranges(self.positions, self.lengths)
 
     def num_blocks(self, block_size: int) -> Column:  # (rows,) int64
         """Return how many blocks hold each row's keys."""
@@ -142,18 +142,18 @@ class Rows:
 
     def blocks(self, block_size: int) -> Column:  # (blocks,) int32
         """Return the blocks that hold keys, row after row."""
-        places = np.arange(self.tables.shape[1])
-        return self.tables[places < self.num_blocks(block_size)[:, None]]
+        counts = self.num_blocks(block_size)
+        return self.tables[np.repeat(self.table_of, counts), ranges(0 * counts, counts)]
 
     def slots(self, block_size: int) -> Column:  # (tokens,) int64
         """Return where each token's key goes: block * block_size + place."""
         blocks, places = np.divmod(self.token_positions, block_size)
-        row_of_token = np.repeat(np.arange(len(self)), self.lengths)
-        return self.tables[row_of_token, blocks].astype(np.int64) * block_size + places
+        found = self.tables[np.repeat(self.table_of, self.lengths), blocks]
+        return found.astype(np.int64) * block_size + places
 
-    def part(self, rows: slice | np.ndarray) -> Rows:
-        """Return some of the rows."""
-        return Rows(self.positions[rows], self.lengths[rows], self.tables[rows])
+    def part(self, rows: Any) -> Rows:
+        """Return some of the rows: a slice, or their places, or a bool each."""
+        return Rows(self.positions[rows], self.lengths[rows], self.table_of[rows], self.tables)
 
     def cut(self, first: int, last: int) -> Rows:
         """Return the rows of packed tokens [first, last)."""
@@ -161,28 +161,35 @@ class Rows:
             return self
         start = np.clip(first - self.firsts, 0, self.lengths)
         end = np.clip(last - self.firsts, 0, self.lengths)
-        return Rows(self.positions + start, end - start, self.tables).part(end > start)
+        rows = Rows(self.positions + start, end - start, self.table_of, self.tables)
+        return rows.part(end > start)
+
+
+def ranges(starts: Column, counts: Column) -> Column:
+    """Return start, start + 1, … of each entry, so many as its count, one after another."""
+    offsets = np.repeat(starts - counts.cumsum() + counts, counts)
+    return offsets + np.arange(len(offsets))
 
 
 class BlockTables:
     """The block tables of the sequences that run, by slot. Steps tell what is new of them."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self) -> None:
         self._tables = np.zeros((16, 16), np.int32)
-        self._block_size = block_size
 
     def take(self, step: Step) -> Rows:
         """Note what is new, and return the step's rows."""
         if len(step.new_blocks):
             slots, places, blocks = step.new_blocks.T
-            size = self._tables.shape
-            asked = (int(slots.max()) + 1, int(places.max()) + 1)
-            more = [2 * n - now if n > now else 0 for n, now in zip(asked, size, strict=True)]
-            if any(more):
-                self._tables = np.pad(self._tables, [(0, each) for each in more])
+            size, asked = self._tables.shape, (int(slots.max()) + 1, int(places.max()) + 1)
+            if asked[0] > size[0] or asked[1] > size[1]:
+                pairs = zip(asked, size, strict=True)
+                # The system gives memory for what is written alone.
+                larger = np.zeros([2 * n if n > now else now for n, now in pairs], np.int32)
+                larger[: size[0], : size[1]] = self._tables
+                self._tables = larger
             self._tables[slots, places] = blocks
-        most = int((step.positions + step.lengths).max(initial=0) - 1) // self._block_size + 1
-        return Rows(step.positions, step.lengths, self._tables[step.slots, :most])
+        return Rows(step.positions, step.lengths, step.slots, self._tables)
 
 
 ResultKind = Literal["tokens", "prompt scores"]

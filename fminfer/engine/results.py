@@ -64,7 +64,7 @@ def _take_token(
     else:
         advance(sequence, report)
         try:
-            _go_on(sequence, scheduler.max_unfed)
+            _go_on(sequence, scheduler)
         except RequestError as error:
             state.error, sequence.finish_reason = error, "stop"
     if sequence.finish_reason is None:
@@ -73,7 +73,7 @@ def _take_token(
         yield sequence
 
 
-def _go_on(sequence: Sequence, max_unfed: int) -> None:
+def _go_on(sequence: Sequence, scheduler: Scheduler) -> None:
     """Find what a sequence may draw next; tokens without an alternative are drawn at once.
 
     Those are fed together with the next one. Where logprobs are told, or choose among candidates,
@@ -87,6 +87,7 @@ def _go_on(sequence: Sequence, max_unfed: int) -> None:
         if bans is not None and sequence.finish_reason is None:
             bans.check(len(sequence.tokens), sequence.banned_ids)
         return
+    max_unfed = scheduler.max_unfed
     needs_logprobs = params.logprobs is not None or params.best_of > params.n
     while sequence.finish_reason is None:
         matcher.take(sequence.tokens[-1].token_id)

@@ -357,8 +357,9 @@ class Scheduler:
             has_room = position < len(sequence.block_table) * self._block_size
             if not (has_room or self._grow(sequence)):
                 continue
-            ids = [token.token_id for token in sequence.tokens[-sequence.num_unfed :]]
+            newest = sequence.tokens[-sequence.num_unfed :]
             sequence.num_unfed = 0
-            room -= len(ids)
+            room -= len(newest)
+            ids = [token.token_id for token in newest]
             rows.append(PackedRow(sequence, ids, position + 1 - len(ids), [sequence]))
         return rows

@@ -68,7 +68,7 @@ class PretendPipeline:
     """
 
     def __init__(self, block_size: int) -> None:
-        self._block_size, self._tables = block_size, BlockTables(block_size)
+        self._block_size, self._tables = block_size, BlockTables()
         self._steps: deque[Step] = deque()
         self.num_in_flight = 0
         self.fed = StepCounts()  # the steps up to the last one that feeds several tokens of a row

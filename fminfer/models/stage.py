@@ -144,7 +144,7 @@ class Stage:
             device=device,
             kernel=kernel,
         )
-        self._tables = BlockTables(block_size)
+        self._tables = BlockTables()
         self.graphs = None if graphs is None else graphs(self.cache)
 
     def warm_up(self) -> None:
@@ -262,7 +262,7 @@ class Stage:
 
     def _scorer(self, step: Step) -> Use:
         """Return what finds the logprobs of a part of a step's scores."""
-        (targets,) = send([np.ascontiguousarray(step.scores["target_id"])], self._device)
+        (targets,) = send([step.scores["target_id"].copy()], self._device)
         num_top = int(step.scores["num_top"].max())
         return lambda logits, part: score(logits, targets[part], num_top, self._ranker)
 

@@ -10,7 +10,7 @@ import torch
 
 from fminfer.compute.attention.decode_attention import DecodeRows, SharedBlocks
 from fminfer.compute.attention.shared_runs import SharedRun, find_shared_runs
-from fminfer.compute.step import Rows
+from fminfer.compute.step import Rows, ranges
 from fminfer.machine.device import send
 
 SHARED_KEYS = 512  # keys that decode rows share, of one product
@@ -77,31 +77,27 @@ def _slots(rows: Rows, block_size: int, kv_heads: int) -> torch.Tensor:
 
 
 def _plan_decode(rows: Rows, first: int, block_size: int, device: torch.device) -> DecodeRows:
-    num_used = rows.num_blocks(block_size)
-    runs = find_shared_runs(rows.tables, num_used)
+    runs, counts = find_shared_runs(rows, block_size), rows.num_blocks(block_size)
     num_shared = np.zeros(len(rows), np.int64)  # blocks of each row that are in runs
     for run in runs:
         num_shared[run.rows] = np.maximum(num_shared[run.rows], run.end)
-    places = np.arange(rows.tables.shape[1])
-    is_own = (places >= num_shared[:, None]) & (places < num_used[:, None])
-    row_of_block, place_in_row = np.nonzero(is_own)
-    columns = (rows.positions, rows.tables[is_own], row_of_block, place_in_row * block_size)
-    shared = list(_shared_blocks(runs, rows.tables, block_size, device))
-    positions, blocks, row_of, start = send([c.astype(np.int64) for c in columns], device)
+    row_of_block, places = np.repeat(np.arange(len(rows)), counts), ranges(0 * counts, counts)
+    is_own = places >= num_shared[row_of_block]
+    columns = (rows.blocks(block_size), row_of_block, places * block_size)
+    own = (column[is_own].astype(np.int64) for column in columns)
+    positions, blocks, row_of, start = send([rows.positions, *own], device)
+    shared = list(_shared_blocks(runs, rows, block_size, device))
     return DecodeRows(first, positions, blocks, row_of, start, shared)
 
 
 def _shared_blocks(
-    runs: list[SharedRun], tables: np.ndarray, block_size: int, device: torch.device
+    runs: list[SharedRun], rows: Rows, block_size: int, device: torch.device
 ) -> Iterator[SharedBlocks]:
     """Cut runs into pieces that bound the memory of their scores."""
     size = max(1, SHARED_KEYS // block_size)
     for run in runs:
-        table = tables[run.rows[0]]
+        table = rows.tables[rows.table_of[run.rows[0]]]
         for start in range(run.start, run.end, size):
-            blocks = table[start : min(start + size, run.end)]
-            yield SharedBlocks(
-                torch.from_numpy(run.rows).to(device),
-                torch.from_numpy(blocks).to(device, torch.int64),
-                start * block_size,
-            )
+            blocks = table[start : min(start + size, run.end)].astype(np.int64)
+            sharing, sent = send([run.rows, blocks], device)
+            yield SharedBlocks(sharing, sent, start * block_size)

@@ -13,7 +13,7 @@ from fminfer.compute.attention.attention_trial import AttentionAsked, attention_
 from fminfer.compute.attention.paged_attention import AttentionBody
 from fminfer.compute.attention.scoring import AttentionCall, with_rows
 from fminfer.compute.attention.shared_runs import find_shared_runs
-from fminfer.compute.step import Rows
+from fminfer.compute.step import Column, Rows
 from fminfer.compute.trial import Candidate
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -76,7 +76,7 @@ class KernelRows:
 def plan_rows(rows: Rows, block_size: int) -> KernelRows:
     """Lay out a step's rows, in packed order."""
     num_blocks = rows.num_blocks(block_size)
-    runs, members, own = _plan_runs(rows, num_blocks, block_size)
+    runs, members, own = _plan_runs(rows, block_size)
     num_entries = np.bincount(members, minlength=len(rows))
     table = np.stack(
         [
@@ -92,9 +92,7 @@ def plan_rows(rows: Rows, block_size: int) -> KernelRows:
     return KernelRows(*map(torch.from_numpy, columns))
 
 
-def _plan_runs(
-    rows: Rows, num_blocks: np.ndarray, block_size: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _plan_runs(rows: Rows, block_size: int) -> tuple[Column, Column, Column]:
     """Find what rows of one token share.
 
     Returns:
@@ -104,7 +102,7 @@ def _plan_runs(
     runs: list[list[int]] = []
     members = [np.empty(0, np.int64)]
     num_members, own = 0, np.zeros(len(rows), np.int64)
-    for run in find_shared_runs(rows.tables[alone], num_blocks[alone]):
+    for run in find_shared_runs(rows.part(alone), block_size):
         if num_members + len(run.rows) > MOST_ENTRIES * len(rows):
             break  # a run comes behind those that it begins with
         first, last = run.start * block_size, run.end * block_size

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fminfer.compute.step import Column, Rows
+
 MIN_ROWS = 4  # fewer rows gain too little from one product
 
 
@@ -16,41 +18,34 @@ MIN_ROWS = 4  # fewer rows gain too little from one product
 class SharedRun:
     """Blocks [start, end) of the tables of `rows`, equal in all of them."""
 
-    rows: np.ndarray  # int64, in order
+    rows: Column  # int64, in order
     start: int
     end: int
 
 
-def find_shared_runs(tables: np.ndarray, num_used: np.ndarray) -> list[SharedRun]:
+def find_shared_runs(rows: Rows, block_size: int) -> list[SharedRun]:
     """List runs of equal blocks from the tables' start on, and behind each run those of its rows.
 
     A table's last block is its own: it is still being written.
-
-    Args:
-        tables: (rows, blocks).
-        num_used: (rows,), how many blocks of each count.
     """
     runs: list[SharedRun] = []
-    pending = [(np.arange(len(tables)), 0)]
+    tables, num_full = rows.tables, rows.num_blocks(block_size) - 1
+    pending = [(np.arange(len(rows)), 0)]
     while pending:
-        rows, start = pending.pop()
-        for group in _same_at(tables, rows[num_used[rows] - 1 > start], start):
-            end = _common_end(tables, group, start, int(num_used[group].min()) - 1)
+        places, start = pending.pop()
+        for group in _same_at(places[num_full[places] > start], rows, start):
+            of, last = rows.table_of[group], int(num_full[group].min())
+            differs = (tables[of, start:last] != tables[of[0], start:last]).any(0)
+            end = start + int(differs.argmax()) if differs.any() else last
             runs.append(SharedRun(group, start, end))
             pending.append((group, end))
     return runs
 
 
-def _same_at(tables: np.ndarray, rows: np.ndarray, place: int) -> list[np.ndarray]:
+def _same_at(places: Column, rows: Rows, start: int) -> list[Column]:
     """Group the rows that have the same block at a place; small groups are left out."""
-    if len(rows) < MIN_ROWS:
+    if len(places) < MIN_ROWS:
         return []
-    blocks = tables[rows, place]
+    blocks = rows.tables[rows.table_of[places], start]
     _, first, counts = np.unique(blocks, return_index=True, return_counts=True)
-    return [rows[blocks == blocks[place]] for place in np.sort(first[counts >= MIN_ROWS])]
-
-
-def _common_end(tables: np.ndarray, rows: np.ndarray, start: int, end: int) -> int:
-    """Return where the tables of rows, equal at `start`, begin to differ; `end` at the latest."""
-    differs = (tables[rows, start:end] != tables[rows[0], start:end]).any(0)
-    return start + int(differs.argmax()) if differs.any() else end
+    return [places[blocks == blocks[each]] for each in np.sort(first[counts >= MIN_ROWS])]

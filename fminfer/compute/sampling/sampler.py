@@ -157,7 +157,7 @@ class SamplingTensors:
     def of(cls, draws: np.ndarray, device: torch.device) -> SamplingTensors:
         """Put what `DRAW` says of some draws on a device."""
         names = sorted(_DRAWN_BY, key=lambda name: -draws.dtype[name].itemsize)
-        columns = [np.ascontiguousarray(draws[name]) for name in names]
+        columns = [draws[name].copy() for name in names]
         tensors: dict[str, Any] = dict(zip(names, send(columns, device), strict=True))
         if device.type != "cpu":
             kept: dict[str, Any] = dict(zip(names, map(torch.from_numpy, columns), strict=True))
