@@ -11,13 +11,14 @@ from typing import Any
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
 from fminfer.contract.constraint import KINDS as CONSTRAINTS
+from fminfer.contract.field_table import COLUMNS
 from fminfer.core.errors import UsageError
 
 # generation_kwargs that are fields of a completions request, by the same name
 PASSED_ON = frozenset(
     {
-        *("top_p", "top_k", "min_p", "seed"),
-        *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+        *(COLUMNS.keys() - {"temperature"}),
+        *("seed", "repetition_penalty", "presence_penalty", "frequency_penalty"),
         *CONSTRAINTS,
     }
 )
