@@ -96,7 +96,7 @@ def time_step(network: Any, model: Any, dtype: Any, rows: int, tokens: int) -> f
     from fminfer.compute.attention.kernel_attention import KernelAttention
     from fminfer.compute.attention.kv_cache import KvCache
     from fminfer.compute.registry import find_library
-    from fminfer.core.messages import StepRow
+    from fminfer.compute.step import Rows
     from fminfer.models.layer_step import LayerStep
 
     each = (CONTEXT + tokens) // BLOCK + 1
@@ -112,9 +112,7 @@ def time_step(network: Any, model: Any, dtype: Any, rows: int, tokens: int) -> f
     )
     begin = CONTEXT if tokens == 1 else 0
     cache._kv.zero_()
-    plan = [
-        StepRow([0] * tokens, begin, list(range(r * each, (r + 1) * each))) for r in range(rows)
-    ]
+    plan = Rows.of(*((begin, tokens, range(r * each, (r + 1) * each)) for r in range(rows)))
     positions = torch.arange(begin, begin + tokens).repeat(rows)
     x = torch.randn(rows * tokens, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
     start = time.perf_counter()

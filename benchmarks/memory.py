@@ -20,8 +20,9 @@ from pathlib import Path
 
 import click
 
+from fminfer.compute.step import Step, StepResult, StepTrace, TokenLogprobs
 from fminfer.core.config import EngineConfig, StepSizes
-from fminfer.core.messages import StageSpan, Step, StepResult, StepTrace, TokenLogprobs
+from fminfer.core.messages import StageSpan
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.engine_core import Facts
 from fminfer.engine.start import Starter
@@ -50,12 +51,10 @@ class StubPipeline:
     def collect(self) -> StepResult:
         step = self._steps.popleft()
         self.num_in_flight -= 1
-        counts = len(step.sampling.token_index), len(step.scoring.token_index)
-        sampled, scored = (
-            TokenLogprobs([TOKEN_ID] * n, [-1.0] * n, [[]] * n, [[]] * n) for n in counts
-        )
+        drawn = TokenLogprobs.empty(len(step.draws))
+        drawn.ids[:], drawn.logprobs[:] = TOKEN_ID, -1.0
         now_s = time.time()
-        return StepResult(step.step_id, sampled, scored, [StageSpan(now_s, now_s)])
+        return StepResult(step.step_id, {"tokens": drawn}, [StageSpan(now_s, now_s)])
 
     def drop(self) -> None:
         self._steps.clear()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import numpy as np
 from pipeline_costs import Link, Work
 
 from fminfer.compute.step import Step, StepResult, TokenLogprobs
@@ -88,7 +89,7 @@ class SimulatedPipeline:
         self._link_free_s = [0.0] * len(self._stages)
         self._in_flight: deque[tuple[Step, StepTimes]] = deque()
         self.num_in_flight = 0
-        self._last_draw_s: dict[int, float] = {}  # by the row's first block, its own while it runs
+        self._last_draw_s: dict[int, float] = {}  # by the row's slot, its own while it runs
         self.steps: list[StepTimes] = []
         self.round_s: list[float] = []  # between two tokens of one row
 
@@ -121,9 +122,9 @@ class SimulatedPipeline:
         self.steps.append(dataclasses.replace(times, collected=self._now_s))
         self._note_rounds(step)
         self._now_s += self._driver.token_s * times.num_draws
-        count = times.num_draws
-        drawn = TokenLogprobs([DRAWN_ID] * count, [0.0] * count, [[]] * count, [[]] * count)
-        return StepResult(step.step_id, drawn, TokenLogprobs([], [], [], []), [])
+        drawn = TokenLogprobs.empty(times.num_draws)
+        drawn.ids[:], drawn.logprobs[:] = DRAWN_ID, 0.0
+        return StepResult(step.step_id, {"tokens": drawn}, [])
 
     def drop(self) -> None:
         """Forget the steps in flight."""
@@ -137,26 +138,22 @@ class SimulatedPipeline:
         return sent + hop.latency_s
 
     def _note_rounds(self, step: Step) -> None:
-        drawing = set(step.sampling.token_index)
-        last = -1
-        for row in step.rows:
-            last += len(row.token_ids)
-            if last not in drawing:
-                continue
-            before = self._last_draw_s.get(row.block_table[0])
-            if before is not None and len(row.token_ids) == 1 and row.position > 0:
+        is_drawing = np.isin(step.lengths.cumsum() - 1, step.draws["token_index"])
+        columns = (step.slots, step.positions, step.lengths)
+        rows = zip(*(column[is_drawing].tolist() for column in columns), strict=True)
+        for slot, position, length in rows:
+            before = self._last_draw_s.get(slot)
+            if before is not None and length == 1 and position > 0:
                 self.round_s.append(self._now_s - before)
-            self._last_draw_s[row.block_table[0]] = self._now_s
+            self._last_draw_s[slot] = self._now_s
 
 
 def measure_work(step: Step) -> Work:
     """Count what a step asks of a stage."""
-    kv_read = num_scores = 0
-    for row in step.rows:
-        count = len(row.token_ids)
-        kv_read += row.position + count
-        num_scores += count * row.position + count * (count + 1) // 2
-    return Work(step.num_tokens, len(step.sampling.token_index), kv_read, num_scores)
+    counts = step.lengths
+    kv_read = int((step.positions + counts).sum())
+    num_scores = int((counts * step.positions + counts * (counts + 1) // 2).sum())
+    return Work(step.num_tokens, len(step.draws), kv_read, num_scores)
 
 
 @dataclass(slots=True, frozen=True)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from benchmarks.gpu import results
 from benchmarks.gpu.cases import Figures, expect
 from benchmarks.gpu.stopwatch import call_s, median_s
-from fminfer.core.messages import SamplingRows, ScoringRows, Step, StepRow
+from fminfer.compute.step import DRAW, Step
 from fminfer.models.decode_graphs import find_graphs
 from fminfer.models.stage import Stage
 from fminfer.runtime.build.builder import LoadedPart
@@ -45,13 +45,19 @@ def make_stage(part: LoadedPart, rows: int, tokens: int) -> Stage:
 def make_step(rows: int, tokens: int) -> Step:
     """Return a greedy step of `tokens` keys a row."""
     each = -(-tokens // BLOCK)
-    blocks = list(range(rows * each))
-    random.Random(0).shuffle(blocks)
-    tables = [blocks[at : at + each] for at in range(0, len(blocks), each)]
-    zeros, noise = [0.0] * rows, [0] * rows
-    sampling = SamplingRows([*range(rows)], zeros, [1.0] * rows, noise, zeros, noise)
-    step_rows = [StepRow([number], tokens - 1, table) for number, table in enumerate(tables)]
-    return Step(0, step_rows, [], sampling, ScoringRows())
+    slots, places = np.divmod(np.arange(rows * each, dtype=np.int32), each)
+    blocks = np.random.default_rng(0).permutation(rows * each)
+    draws = np.zeros(rows, DRAW)
+    draws["token_index"], draws["top_p"], draws["mask"] = np.arange(rows), 1, -1
+    return Step(
+        0,
+        slots=np.arange(rows, dtype=np.int32),
+        positions=np.full(rows, tokens - 1),
+        lengths=np.ones(rows, np.int64),
+        token_ids=np.arange(rows),
+        new_blocks=np.stack([slots, places, blocks.astype(np.int32)], 1),
+        draws=draws,
+    )
 
 
 def time_step(path: Path, part: LoadedPart, rows: int, tokens: int, weights: int) -> Figures:
@@ -64,7 +70,7 @@ def time_step(path: Path, part: LoadedPart, rows: int, tokens: int, weights: int
     device = part.device
     stage, step = make_stage(part, rows, tokens), make_step(rows, tokens)
     before = _driver_bytes(device)
-    ids = stage.run(step).sampled.ids
+    ids = stage.run(step).of("tokens").ids
     kept = _driver_bytes(device) - before
     layers = partial(stage.forward, step, None)
     figures: Figures = {}
@@ -73,7 +79,8 @@ def time_step(path: Path, part: LoadedPart, rows: int, tokens: int, weights: int
             graphs = {} if stage.graphs is None else stage.graphs.graphs
             expect(graphs.get(rows) is not None or device.type == "cpu", "nothing was captured")
             stage.graphs = None
-            expect(stage.run(step).sampled.ids == ids, "a graph finds other tokens", figures)
+            others = stage.run(step).of("tokens").ids
+            expect(np.array_equal(others, ids), "a graph finds other tokens", figures)
         figures[f"{name} ms"] = 1000 * median_s(layers, device, TURNS[device.type])
         figures[f"{name} host ms"] = 1000 * call_s(layers, device, TURNS[device.type])
         figures[f"{name} step ms"] = 1000 * _wall_s(partial(stage.run, step), TURNS[device.type])

@@ -12,6 +12,7 @@ from benchmarks.gpu.cases import Case, Figures, Setting, expect
 from benchmarks.gpu.references import Heads, attend_as_torch, attend_in_float64
 from fminfer.compute.attention.scoring import AttentionCall, Scoring
 from fminfer.compute.attention.triton_attention import TritonAttention
+from fminfer.compute.step import Rows
 
 SHAPES = {
     "cuda": (
@@ -45,6 +46,7 @@ HIGH = (70_000, Heads(32, 8, 128), 32)  # blocks of llama-8B: past 2**31 element
 LIMIT = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 OF_SDPA, LEAST = 1.25, {torch.float32: 2e-6, torch.float16: 0.0, torch.bfloat16: 0.0}
 MOST_CHECKED = 64  # rows of a step, and queries of a row
+Row = tuple[int, int, list[int]]  # position, tokens, block table
 
 
 def cases(setting: Setting) -> Iterator[Case]:
@@ -76,7 +78,7 @@ class Trial:
         random.Random(0).shuffle(self._free)
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)  # squares of errors, of all
 
-    def row(self, position: int, tokens: int, table: Sequence[int] = ()) -> StepRow:
+    def row(self, position: int, tokens: int, table: Sequence[int] = ()) -> Row:
         """Return a row with random keys before it, and nan behind its last token."""
         count = -(-(position + tokens) // self.block)
         blocks = list(table) or [self._free.pop() for _ in range(count)]
@@ -86,17 +88,17 @@ class Trial:
             whole = torch.randn(size, device=self.device).to(cache.dtype)
             whole[:, position:] = float("nan")
             cache[index] = whole.view(size[0], count, self.block, -1).transpose(0, 1)
-        return StepRow([0] * tokens, position, blocks)
+        return position, tokens, blocks
 
-    def step(self, rows: list[StepRow]) -> None:
+    def step(self, rows: list[Row]) -> None:
         """Run the kernel for rows, and add up how far it is off."""
-        shape, total = self.shape, sum(len(row.token_ids) for row in rows)
+        shape, total = self.shape, sum(tokens for _, tokens, _ in rows)
         new = [
             torch.randn(1, total, count, shape.dim, device=self.device).to(self.keys.dtype)
             for count in (shape.heads, shape.kv_heads, shape.kv_heads)
         ]
         query, key, value = (each.transpose(1, 2) for each in new)
-        plan = self.kernel.plan(rows, self.block)
+        plan = self.kernel.plan(Rows.of(*rows), self.block)
         how = Scoring(shape.dim**-0.5, shape.window, shape.slopes(self.device), shape.softcap)
         call = AttentionCall(query, key, value, self.keys, self.values, plan, how)
         found = self.kernel(call)[0].transpose(0, 1)
@@ -104,16 +106,16 @@ class Trial:
         first = 0
         checked = {*random.Random(1).sample(range(len(rows)), min(len(rows), MOST_CHECKED))}
         for place, row in enumerate(rows):
-            last = first + len(row.token_ids)
+            last = first + row[1]
             if place in checked or place == len(rows) - 1:
                 self._compare(row, query[0, :, first:last], found[:, first:last])
             first = last
 
-    def _compare(self, row: StepRow, query: torch.Tensor, found: torch.Tensor) -> None:
-        tokens = query.shape[1]
-        index = torch.tensor(row.block_table, device=self.device)
+    def _compare(self, row: Row, query: torch.Tensor, found: torch.Tensor) -> None:
+        position, tokens, table = row
+        index = torch.tensor(table, device=self.device)
         keys, values = (
-            cache[index].transpose(0, 1).flatten(1, 2)[:, : row.position + tokens]
+            cache[index].transpose(0, 1).flatten(1, 2)[:, : position + tokens]
             for cache in (self.keys, self.values)
         )
         picked = torch.arange(tokens, device=self.device)
@@ -121,7 +123,7 @@ class Trial:
             half = MOST_CHECKED // 2
             rest = torch.randint(half, tokens, (half,), device=self.device)
             picked = torch.cat([picked[:half], rest, picked[-1:]])
-        given = (self.shape, query[:, picked], keys, values, row.position + picked)
+        given = (self.shape, query[:, picked], keys, values, position + picked)
         right, ours = attend_in_float64(*given), found[:, picked].double()
         torchs = attend_as_torch(*given)
         theirs = right if torchs is None else torchs.double()

@@ -15,6 +15,7 @@ from benchmarks.gpu.references import Heads
 from benchmarks.gpu.stopwatch import call_s, median_s
 from fminfer.compute.attention.scoring import AttentionCall, Scoring
 from fminfer.compute.attention.triton_attention import TritonAttention
+from fminfer.compute.step import Rows
 
 SHAPE = {"cuda": Heads(32, 8, 128), "cpu": Heads(4, 2, 16)}  # llama-8B's
 TYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
@@ -57,7 +58,7 @@ class Bench:
             torch.randn(size, dtype=dtype, device=self.device) for _ in ("k", "v")
         )
         order = torch.randperm(rows * each).view(rows, each).tolist()
-        self.rows = [StepRow([0] * tokens, before, table) for table in order]
+        self.rows = Rows.of(*((before, tokens, table) for table in order))
         self.query, self.new_keys, self.new_values = (
             torch.randn(1, count, rows * tokens, shape.dim, dtype=dtype, device=self.device)
             for count in (shape.heads, shape.kv_heads, shape.kv_heads)

@@ -19,6 +19,7 @@ from fminfer.compute.attention.paged_attention import AttentionBody, PagedAttent
 from fminfer.compute.attention.scoring import AttentionCall, Scoring
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.spec import Attention, Latent, Norm
+from fminfer.compute.step import Rows
 from fminfer.machine.host_memory import use_small_pages
 from tests.conftest import built_library, triton_device
 
@@ -141,7 +142,7 @@ def check_every_kind_of_row(
     v = k if is_shared else [torch.randn(n, kv_heads, dim).to(dtype) for n in lengths]
 
     def run(parts: list[tuple[int, int, int]]) -> None:  # (row, first token, last token)
-        rows = [StepRow([0] * (b - a), a, tables[r]) for r, a, b in parts]
+        rows = Rows.of(*((a, b - a, tables[r]) for r, a, b in parts))
         paged.plan = paged.body.plan(rows, block)
         packed = [
             torch.cat([x[r][a:b] for r, a, b in parts]).to(device).transpose(0, 1)[None]
@@ -284,10 +285,10 @@ def test_what_is_kept_is_rounded_as_torch_rounds(kv_dtype: torch.dtype) -> None:
     numbers = torch.cat([exact, (exact + exact.roll(-1)) / 2, exact * 1.0001, exact * 0.9999])
     numbers = numbers[~numbers.isnan()]
     numbers = numbers[: len(numbers) // 69 * 69].view(-1, 1, 1, 69)
-    tables = [StepRow([0], 0, [block]) for block in range(len(numbers))]
+    rows = Rows.of(*((0, 1, [block]) for block in range(len(numbers))))
     keys, values = (torch.empty_like(numbers, dtype=kv_dtype) for _ in "kv")
     given = numbers.view(1, 1, -1, 69)
-    plan = plan_rows(tables, 1)
+    plan = plan_rows(rows, 1)
     compiled_kernel()(AttentionCall(given, given, given, keys, values, plan, Scoring(1.0)))
     for found in (keys, values):
         assert found.view(torch.int16).equal(numbers.to(kv_dtype).view(torch.int16))
@@ -317,8 +318,7 @@ def test_pairs_and_tiles_of_bfloat16_where_the_processor_has_them(
 
 
 def test_rows_attend_from_the_first_token_that_is_kept() -> None:
-    rows = [StepRow([0] * 5, 10, [0, 1]), StepRow([0], 3, [2]), StepRow([0] * 4, 0, [3])]
-    plan = plan_rows(rows, 8)
+    plan = plan_rows(Rows.of((10, 5, [0, 1]), (3, 1, [2]), (0, 4, [3])), 8)
     for tokens, expected in (
         ([2, 5, 9], [[2, 3, 12], [5, 1, 3], [9, 1, 3]]),
         ([5, 6, 7, 8, 9], [[4, 1, 14], [5, 1, 3], [6, 4, 0]]),  # of the first none: its last
@@ -351,34 +351,34 @@ def check_rows_that_share(
         return [free.pop() for _ in range(num)]
 
     all_share, some_share = take(3), take(2)
-    rows = [StepRow([0] * 9, block, take(3))]  # a chunk
+    rows = [(block, 9, take(3))]  # a chunk: its position, tokens and blocks
     for i in range(num_rows):
         shared = all_share + (some_share if i % 2 else [])
-        rows.append(StepRow([0], len(shared) * block + (5 * i) % (2 * block), shared + take(2)))
-    rows.insert(7, StepRow([0], block + 3, take(2)))
-    rows.append(StepRow([0], block + 3, all_share[:1] + take(1)))
+        rows.append((len(shared) * block + (5 * i) % (2 * block), 1, shared + take(2)))
+    rows.insert(7, (block + 3, 1, take(2)))
+    rows.append((block + 3, 1, all_share[:1] + take(1)))
     kept = kv_dtype or dtype
     paged = paged_layer(160, block, kv_heads, dim, dtype=kept, device=device, kernel=kernel)
     paged.keys.fill_(float("nan"))
     paged.values.fill_(float("nan"))
-    total = sum(len(row.token_ids) for row in rows)
+    total = sum(tokens for _, tokens, _ in rows)
     query, new_keys, new_values = (
         torch.randn(1, num, total, dim).to(device, dtype) for num in (heads, kv_heads, kv_heads)
     )
-    used = {(row.block_table[i // block], i % block) for row in rows for i in range(row.position)}
+    used = {(table[i // block], i % block) for before, _, table in rows for i in range(before)}
     blocks, places = torch.tensor(sorted(used)).unbind(1)
     for cache in (paged.keys, paged.values):
         cache[blocks, :, places] = torch.randn(len(used), kv_heads, dim).to(device, kept)
-    paged.plan = paged.body.plan(rows, block)
+    paged.plan = paged.body.plan(Rows.of(*rows), block)
     if body == "compiled":
         counts = sorted(run[1] for run in paged.plan.runs.tolist())
         assert counts == [num_rows // 2, num_rows, num_rows + 1]
     out = paged(query, new_keys, new_values, Scoring(dim**-0.5, **how))[0]
     first = 0
-    for row in rows:
-        last = first + len(row.token_ids)
+    for position, tokens, table in rows:
+        last = first + tokens
         keys, values = (
-            cache[row.block_table].transpose(1, 2).flatten(0, 1)[: row.position + last - first]
+            cache[table].transpose(1, 2).flatten(0, 1)[: position + tokens]
             for cache in (paged.keys, paged.values)
         )
         expected = plain(
@@ -426,15 +426,15 @@ def test_rows_that_share(body: str, heads: int, kv_heads: int, dim: int, block: 
 def test_rows_that_share_ever_more_are_in_few_runs() -> None:
     """Each row a prefix of the next: what is kept of every run would need memory by the square."""
     blocks = list(range(100))
-    rows = [StepRow([0], n * BLOCK, [*blocks[:n], 100 + n]) for n in range(1, 80)]
+    rows = Rows.of(*((n * BLOCK, 1, [*blocks[:n], 100 + n]) for n in range(1, 80)))
     plan = plan_rows(rows, BLOCK)
-    assert 0 < len(plan.members) <= 4 * len(rows)
-    for row, (_, _, _, _, start, count, own) in zip(rows, plan.rows.tolist(), strict=True):
+    assert 0 < len(plan.members) <= 4 * len(rows) == 4 * len(plan.rows)
+    for _, _, position, _, start, count, own in plan.rows.tolist():
         places = plan.entries[start : start + count].tolist()
         runs = [run for run in plan.runs.tolist() for p in places if 0 <= p - run[0] < run[1]]
         ends = [0] + [end for _, _, _, end in runs]
         assert [first for _, _, first, _ in runs] == ends[:-1], "one behind the other"
-        assert own == ends[-1] <= row.position
+        assert own == ends[-1] <= position
 
 
 @needs_compiler
@@ -445,14 +445,14 @@ def test_the_kernel_reads_16_bits_as_they_are() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
         values = bits.view(dtype).view(-1, 1, 1, 64)
-        tables = [StepRow([0], 0, [block]) for block in range(len(values))]
+        rows = Rows.of(*((0, 1, [block]) for block in range(len(values))))
         call = AttentionCall(
             torch.zeros(1, 1, len(values), 64),
             torch.zeros(1, 1, len(values), 64, dtype=dtype),
             values.view(1, 1, -1, 64),
             torch.zeros_like(values),
             torch.empty_like(values),
-            plan_rows(tables, 1),
+            plan_rows(rows, 1),
             Scoring(1.0),
         )
         out = kernel(call)
@@ -468,9 +468,9 @@ def test_a_nan_of_a_key_reaches_those_that_see_it_and_no_others(num_queries: int
     paged = paged_layer(8, BLOCK, 1, DIM, kernel=kernel)
     for value in (float("nan"), float("inf")):
         for tables in ([[0, 1, 2, 3, 4, 5]], [[0, 1, 2, 3, 4, 5], [6, 7]]):
-            rows = [StepRow([0] * num_queries, 0, tables[0])]
-            rows += [StepRow([0] * 9, 0, table) for table in tables[1:]]
-            total = sum(len(row.token_ids) for row in rows)
+            lengths = [num_queries, 9][: len(tables)]
+            rows = Rows.of(*((0, *each) for each in zip(lengths, tables, strict=True)))
+            total = sum(lengths)
             q, k, v = (torch.randn(1, 1, total, DIM).abs() for _ in range(3))
             k[0, 0, num_queries // 2] = value
             paged.plan = plan_rows(rows, BLOCK)
@@ -505,8 +505,7 @@ def check_odd_values(
     v[23] = odd
     table = list(range(num_blocks))[::-1]
     for a, b in ((0, 21), (21, 24), (24, 26), (26, 27), (27, 57), (57, 58), (58, 60)):
-        rows = [StepRow([0] * (b - a), a, table)]
-        paged.plan = paged.body.plan(rows, block)
+        paged.plan = paged.body.plan(Rows.of((a, b - a, table)), block)
         packed = [x[a:b].to(device).transpose(0, 1)[None] for x in (q, k, v)]
         found = paged(*packed, Scoring(dim**-0.5, window))[0].float().cpu()
         seen = (x[:b].to(kept).float() for x in (k, v))
@@ -539,7 +538,7 @@ def test_a_value_that_is_no_number_among_rows_that_share(body: str) -> None:
     torch.nn.init.normal_(paged.keys)
     torch.nn.init.normal_(paged.values)
     paged.values[0, :, 5] = float("nan")
-    rows = [StepRow([0], 16 + i, [0, 1, 2 + 2 * i, 3 + 2 * i]) for i in range(6)]
+    rows = Rows.of(*((16 + i, 1, [0, 1, 2 + 2 * i, 3 + 2 * i]) for i in range(6)))
     paged.plan = paged.body.plan(rows, BLOCK)
     packed = [torch.randn(1, num, 6, DIM) for num in (HEADS, KV_HEADS, KV_HEADS)]
     out = paged(*packed, Scoring(1.0, 14))[0]
@@ -559,7 +558,7 @@ def test_a_nan_of_one_row_does_not_reach_another() -> None:
         paged = paged_layer(8, 32, 1, dim, dtype=torch.bfloat16, kernel=kernel)
         q, k, v = (torch.randn(1, 1, 41, dim).bfloat16() for _ in range(3))
         k[0, 0, :40] = float("nan")
-        paged.plan = plan_rows([StepRow([0] * 40, 0, [0, 1]), StepRow([0], 0, [2])], 32)
+        paged.plan = plan_rows(Rows.of((0, 40, [0, 1]), (0, 1, [2])), 32)
         out = paged(q, k, v, Scoring(1.0))[0, :, 0]
     finally:
         torch.set_num_threads(before)
@@ -594,7 +593,7 @@ def test_the_kernel_gets_only_what_fits_the_cache(
     """It would read and write past the tensors' ends."""
     kernel = compiled_kernel()
     paged = paged_layer(4, BLOCK, KV_HEADS, DIM, kernel=kernel)
-    paged.plan = plan_rows([StepRow([0] * 5, 0, [1])], BLOCK)
+    paged.plan = plan_rows(Rows.of((0, 5, [1])), BLOCK)
     with pytest.raises(AssertionError, match="keys of a step"):
         paged(torch.zeros(query), torch.zeros(key), torch.zeros(key), Scoring(1.0))
 

@@ -17,10 +17,10 @@ import torch
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.sampling.draw_kernel import DrawKernel
+from fminfer.compute.sampling.edits import LogitEditTensors
 from fminfer.compute.sampling.masks import make_masks
 from fminfer.compute.sampling.sampler import (
     Drawer,
-    LogitEditTensors,
     SamplingTensors,
     draw,
     sample,
@@ -179,8 +179,6 @@ def edits_of(settings: list[Setting]) -> LogitEditTensors:
         column([s.repetition for s in settings], 4, 1.0),
         column([s.minus for s in settings], 5, 0.0),
         *(torch.empty(0, dtype=torch.int64) for _ in range(2)),
-        [VOCAB] * len(settings),
-        [0] * len(settings),
         make_masks(
             [mask_of(range(0, VOCAB, s.only), has_few=s.has_few) for s in settings],
             range(len(settings)),

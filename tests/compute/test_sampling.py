@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-from array import array
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.sampling.draw_kernel import DrawKernel, ScoreKernel
-from fminfer.compute.sampling.masks import MaskTensors
+from fminfer.compute.sampling.edits import LogitEditTensors, StepEdits
 from fminfer.compute.sampling.sampler import (
     Drawer,
     Draws,
-    LogitEditTensors,
     SamplingTensors,
     draw,
     gumbel,
@@ -25,10 +24,11 @@ from fminfer.compute.sampling.sampler import (
     sample,
     score,
 )
-from fminfer.core.messages import EditColumns, SamplingRows, invert, make_mask, pack_ids
+from fminfer.compute.step import Step, mask_columns, masks_of
+from fminfer.core.messages import invert, make_mask, pack_ids
 from fminfer.engine.noise import step_noise
-from fminfer.models.stage import _edit_tensors
 from tests.conftest import built_library
+from tests.steps import make_draws
 
 VOCAB = 50
 NEEDS_COMPILER = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
@@ -359,8 +359,6 @@ def test_a_logit_of_plus_infinity_makes_every_logprob_nan(
         *(torch.tensor([]) for _ in range(3)),
         torch.tensor([1]),
         torch.tensor([5]),
-        [0, 0, 0, 0],
-        [0, 1, 0, 0],
     )
     for temperature in (0.0, 1.0):
         for changes in (None, edits):  # the overflown logit may be banned from the draw
@@ -383,8 +381,6 @@ def test_logits_of_16_bits_are_drawn_from_in_float32(dtype: torch.dtype) -> None
         torch.tensor([0.0, 0.1]),
         torch.tensor([1]),
         torch.tensor([3]),
-        [1, 0, 1, 0],
-        [0, 1, 0, 0],
     )
     for changes in (None, edits):
         ours, expected = (sample(each, how(rows), 3, changes) for each in (logits, wide))
@@ -395,14 +391,29 @@ def test_logits_of_16_bits_are_drawn_from_in_float32(dtype: torch.dtype) -> None
 
 def test_a_part_of_a_steps_edits_reads_nothing_from_the_device() -> None:
     """Each part waited for the GPU up to 14 times. A "meta" tensor fails on any read."""
-    entries = [torch.empty(5, device="meta") for _ in range(5)]
-    banned = [torch.empty(3, device="meta") for _ in range(2)]
-    masks = MaskTensors(*(torch.empty(4, 9, device="meta") for _ in range(4)))
-    whole = LogitEditTensors(*entries, *banned, [1, 0, 3, 1], [0, 2, 0, 1], masks)
-    part = whole.part(slice(1, 3))
-    assert part.masks is not None and len(part.masks.mask_of) == 2
-    assert [len(part.ids), len(part.banned_ids)] == [3, 2]
-    assert (part.num_edits, part.num_banned) == ([0, 3], [2, 0])
+    step = Step(
+        0,
+        draws=make_draws(
+            range(4), num_edits=[1, 0, 3, 1], num_banned=[0, 2, 0, 1], mask=[0, 1, -1, 1]
+        ),
+        edit_ids=np.arange(10, 15),
+        **{f"edit_{name}": np.ones(5, np.float32) for name in ("bias", "factor", "minus")},
+        banned_ids=np.array([20, 21, 22]),
+        **mask_columns([make_mask(pack_ids([3, 7], 8)), make_mask(invert(pack_ids([1], 8)))]),
+    )
+    for device in ("meta", "cpu"):
+        part = StepEdits(step, VOCAB, torch.device(device)).part(slice(1, 3))
+        assert part is not None and part.masks is not None
+        assert [len(part.ids), len(part.bias), len(part.banned_ids)] == [3, 3, 2]
+        assert len(part.masks.mask_of) == 2
+        tensors = [getattr(part, each.name) for each in fields(part) if each.name != "masks"]
+        tensors += [getattr(part.masks, each.name) for each in fields(part.masks)]
+        assert {each.device.type for each in tensors} == {device}
+    assert (part.rows.tolist(), part.ids.tolist()) == ([1, 1, 1], [11, 12, 13])
+    assert (part.banned_rows.tolist(), part.banned_ids.tolist()) == ([0, 0], [20, 21])
+    assert part.masks.mask_of.tolist() == [1, -1]
+    plain = Step(0, draws=make_draws(range(4)))
+    assert StepEdits(plain, VOCAB, torch.device("meta")).part(slice(1, 3)) is None
 
 
 def test_draws_travel_in_one_copy_as_they_are() -> None:
@@ -418,36 +429,46 @@ def test_draws_travel_in_one_copy_as_they_are() -> None:
         assert found.top_logprobs.tolist() == best.tolist()
 
 
-def test_greedy_rows_read_nothing_from_the_device() -> None:
-    """The host knows that they do not draw, and asked the GPU. A "meta" tensor fails on reads."""
-    columns = [torch.empty(3, device="meta") for _ in range(5)]
-    how = SamplingTensors(*columns, is_greedy=True)
-    logits = torch.empty(3, 50, device="meta")
-    assert sample(logits, how.rows(slice(0, 3)), 1).ids.shape == (3,)
+@pytest.mark.parametrize(
+    "temperature", [[0.0, 0.0, 0.0], [1.0, 0.5, 2.0], [1.0, 0.0, 0.7]], ids=str
+)
+def test_rows_without_filters_read_nothing_from_the_device(temperature: list[float]) -> None:
+    """The host knows which of them draw, and asked the GPU. A "meta" tensor fails on reads."""
+    draws = make_draws(range(3), temperature=temperature, noise=[3, -(2**63), 7])
+    how = SamplingTensors.of(draws, torch.device("meta"))
+    assert {each.device.type for each in (how.temperature, how.noise)} == {"meta"}
+    found = sample(torch.empty(3, 50, device="meta"), how, 1)
+    assert found.ids.shape == (3,) and found.ids.device.type == "meta"
+    assert how.host.temperature.tolist() == draws["temperature"].tolist()
 
 
-def masked(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+def masked(logits: torch.Tensor, step: Step) -> torch.Tensor:
     """Put -inf by hand where a row's mask has no bit."""
     left = logits.float().clone()
-    for place, mask in enumerate(rows.masks):
+    for place, mask in enumerate(masks_of(step)):
         number = int.from_bytes(mask.bits, "little", signed=True)  # its sign stands for all behind
         banned = [token_id for token_id in range(logits.shape[-1]) if not number >> token_id & 1]
-        own = [row for row, other in enumerate(rows.mask_of) if other == place]
-        left[torch.tensor(own)[:, None], torch.tensor(banned)] = float("-inf")
+        own = torch.from_numpy(np.flatnonzero(step.draws["mask"] == place))
+        left[own[:, None], torch.tensor(banned)] = float("-inf")
     return left
 
 
-def edits_of(rows: SamplingRows, vocab: int) -> LogitEditTensors:
-    edits = _edit_tensors(rows, torch.device("cpu"), vocab)
+def edits_of(step: Step, vocab: int, part: slice | None = None) -> LogitEditTensors:
+    part = part or slice(0, len(step.draws))
+    edits = StepEdits(step, vocab, torch.device("cpu")).part(part)
     assert edits is not None
     return edits
+
+
+def how_of(step: Step, part: slice = slice(None)) -> SamplingTensors:
+    return SamplingTensors.of(step.draws[part], torch.device("cpu"))
 
 
 VARIED_VOCAB = 700
 
 
-def varied(count: int) -> tuple[SamplingRows, SamplingTensors]:
-    """Return masks of few tokens, of bits and none, beside every way to draw and some edits."""
+def varied(count: int, *, has_edits: bool = True) -> Step:
+    """Return draws of every way with masks of few tokens, of bits and none, and some edits."""
     few, bits = (make_mask(pack_ids(range(3, 700, step), 88)) for step in (100, 2))
     two, last = (make_mask(pack_ids(each, 88)) for each in ([5, 300], [699]))
     but = make_mask(invert(pack_ids([1, 2, 650], 88)))
@@ -455,44 +476,44 @@ def varied(count: int) -> tuple[SamplingRows, SamplingTensors]:
     assert [each.few is None for each in (few, two, last, bits, but, low)] == [False] * 3 + [
         True
     ] * 3
-    rows = SamplingRows(masks=[few, bits, two, last, but, low])
-    rows.mask_of = [i % 7 - 1 for i in range(count)]
-    rows.num_edits, rows.num_banned = [0] * count, [0] * count
-    for row in range(0, count, 3):
-        for token_id in (3, 103, 7, 9):
-            rows.edits.add(token_id)
-        rows.edits.bias[-4:] = array("f", [2.0, 0.5, 4.0, -3.0])
-        rows.edits.factor[-3], rows.edits.minus[-2] = 1.3, 0.7
-        rows.num_edits[row] = 4
-    for row in range(1, count, 5):
-        rows.banned_ids += [203, 11]
-        rows.num_banned[row] = 2
-    number = torch.arange(count)
-    rows_how = how([(0.3 + i % 11 / 8, 1.0, 0, i) for i in range(count)])
-    rows_how.temperature[number % 6 == 0] = 0
-    rows_how.top_p[number % 8 == 1] = 0.8
-    rows_how.top_k[number % 8 == 2] = 2
-    rows_how.top_k[number % 8 == 3] = 40
-    rows_how.top_k[number % 16 == 4] = 1
-    rows_how.min_p[number % 8 == 5] = 0.1
-    return rows, rows_how
+    number = np.arange(count)
+    draws = make_draws(number, mask=number % 7 - 1, temperature=0.3 + number % 11 / 8)
+    draws["noise"] = [step_noise(b"rows", each) for each in range(count)]
+    draws["temperature"][number % 6 == 0] = 0
+    draws["top_p"][number % 8 == 1] = 0.8
+    draws["top_k"][number % 8 == 2] = 2
+    draws["top_k"][number % 8 == 3] = 40
+    draws["top_k"][number % 16 == 4] = 1
+    draws["min_p"][number % 8 == 5] = 0.1
+    step = Step(0, draws=draws, **mask_columns([few, bits, two, last, but, low]))
+    if has_edits:
+        draws["num_edits"][::3], draws["num_banned"][1::5] = 4, 2
+        step.edit_ids = np.tile([3, 103, 7, 9], len(draws[::3]))
+        step.edit_bias, step.edit_factor, step.edit_minus = (
+            np.tile(np.array(each, np.float32), len(draws[::3]))
+            for each in ([2.0, 0.5, 4.0, -3.0], [1, 1.3, 1, 1], [0, 0, 0.7, 0])
+        )
+        step.banned_ids = np.tile([203, 11], len(draws[1::5]))
+    return step
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_masked_draws_are_those_of_what_the_masks_leave(drawer: Drawer, dtype: torch.dtype) -> None:
     """After penalties and bias, before temperature; behind a mask's end, what its last bit says."""
     count, vocab = 840, VARIED_VOCAB
-    rows, rows_how = varied(count)
+    step = varied(count)
     logits = (3 * torch.randn(count, vocab, generator=torch.Generator().manual_seed(2))).to(dtype)
-    edits = edits_of(rows, vocab)
+    edits, rows_how = edits_of(step, vocab), how_of(step)
     draws = sample(logits, rows_how, 2, edits, drawer=drawer)
-    left = masked(edits.apply(logits), rows)
+    left = masked(edits.apply(logits), step)
     expected = sample(left, rows_how, 0)
     assert torch.equal(draws.ids, expected.ids)
     raw = logits.float().log_softmax(-1).gather(-1, draws.ids[:, None])[:, 0]
     assert torch.allclose(draws.logprobs, raw, atol=1e-5), "logprobs are of the raw logits"
     for part in (slice(0, 7), slice(7, 8), slice(100, 230), slice(800, 840)):
-        own = sample(logits[part], rows_how.rows(part), 2, edits.part(part), drawer=drawer)
+        own = sample(
+            logits[part], how_of(step, part), 2, edits_of(step, vocab, part), drawer=drawer
+        )
         assert torch.equal(own.ids, draws.ids[part])
     # A promise: a token that is drawn without the mask is drawn with it, where it is allowed.
     free = replace(edits, masks=None)
@@ -506,31 +527,29 @@ def test_masked_draws_are_those_of_what_the_masks_leave(drawer: Drawer, dtype: t
 def test_masked_rows_of_any_logits_draw_what_is_allowed(drawer: Drawer) -> None:
     """Also where all that is allowed is -inf: then it was token 0, allowed or not."""
     count, vocab = 840, VARIED_VOCAB
-    rows, rows_how = varied(count)
-    rows.edits, rows.num_edits = EditColumns(), [0] * count
-    rows.banned_ids, rows.num_banned = [], [0] * count
+    step = varied(count, has_edits=False)
+    rows_how, edits = how_of(step), edits_of(step, vocab)
     generator = torch.Generator().manual_seed(4)
     normal = torch.randn(count, vocab, generator=generator)
     odd = torch.rand(count, vocab, generator=generator)
     for value in (float("nan"), float("inf"), float("-inf")):
         for share in (0.002, 0.5, 1.0):
             logits = torch.where(odd < share, value, normal)
-            ids = sample(logits, rows_how, 1, edits_of(rows, vocab), drawer=drawer).ids
-            left = masked(torch.zeros(count, vocab), rows)
+            ids = sample(logits, rows_how, 1, edits, drawer=drawer).ids
+            left = masked(torch.zeros(count, vocab), step)
             assert torch.equal(left.gather(-1, ids[:, None]), torch.zeros(count, 1))
     all_low = torch.full((count, vocab), float("-inf"))
-    ids = sample(all_low, rows_how, 1, edits_of(rows, vocab), drawer=drawer).ids.tolist()
+    ids = sample(all_low, rows_how, 1, edits, drawer=drawer).ids.tolist()
     firsts = [3, 3, 5, 699, 0, 320, 0]  # the last is of rows without a mask
-    assert ids == [firsts[place] for place in rows.mask_of]
+    assert ids == [firsts[place] for place in step.draws["mask"]]
 
 
 def test_masks_copy_no_logits_where_their_rows_draw_what_is_allowed() -> None:
     """Any mask copied the logits of all rows of its step, 16 ms of a step's 40."""
     logits = torch.zeros(3, VOCAB)
     logits[:, 7] = 9.0
-    rows = SamplingRows(masks=[make_mask(pack_ids([3, 7], 8))], mask_of=[0, -1, 0])
-    rows.num_edits = rows.num_banned = [0] * 3
-    edits = edits_of(rows, VOCAB)
+    masks = mask_columns([make_mask(pack_ids([3, 7], 8))])
+    edits = edits_of(Step(0, draws=make_draws(range(3), mask=[0, -1, 0]), **masks), VOCAB)
     assert edits.apply(logits) is logits
 
     def refuse(*_given: object) -> torch.Tensor:

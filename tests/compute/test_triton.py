@@ -28,10 +28,12 @@ from fminfer.compute.layers.bodies import PART_ERRORS, part_pairs
 from fminfer.compute.layers.triton_layers import TritonLayers
 from fminfer.compute.registry import Registry
 from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR
+from fminfer.compute.sampling.edits import LogitEditTensors
 from fminfer.compute.sampling.masks import make_masks
-from fminfer.compute.sampling.sampler import LogitEditTensors, SamplingTensors, draw, sample
+from fminfer.compute.sampling.sampler import SamplingTensors, draw, sample
 from fminfer.compute.sampling.triton_draws import TOKENS, race_pairs, triton_race
 from fminfer.compute.spec import Alibi
+from fminfer.compute.step import Rows
 from fminfer.compute.trial import compare
 from fminfer.core.config import Kernels
 from fminfer.core.errors import UsageError
@@ -136,7 +138,7 @@ def test_rows_that_share() -> None:
 def test_tiles() -> None:
     """Chunks are cut where a product's rows are full; a row of one token has a tile of its own."""
     kernel = TritonAttention(8, 2, 128, dtype=torch.float16, device=DEVICE)
-    rows = [StepRow([0] * 35, 10, [7, 3, 9, 8]), StepRow([0], 16, [5, 2])]
+    rows = Rows.of((10, 35, [7, 3, 9, 8]), (16, 1, [5, 2]))
     plan = kernel.plan(rows, 16)
     longest_first = [[32, 3, 42, 0], [16, 16, 26, 0], [0, 16, 10, 0]]
     assert plan.prompt_tiles.tolist() == longest_first, "short ones fill the end of a step"
@@ -149,7 +151,7 @@ def test_tiles() -> None:
 def test_padded_tiles() -> None:
     """A graph's plan is that of its rows, and behind them tiles and slots of no token."""
     kernel = TritonAttention(8, 2, 64, dtype=torch.float16, device=DEVICE)
-    rows = [StepRow([0], 16, [5, 2, 8]), StepRow([0], 3, [9]), StepRow([0], 31, [1, 7])]
+    rows = Rows.of((16, 1, [5, 2, 8]), (3, 1, [9]), (31, 1, [1, 7]))
     right = kernel.plan(rows, 16)
     numbers = torch.cat([torch.from_numpy(each) for each in kernel.decode_numbers(rows, 16, 8)])
     found = kernel.decode_plan(numbers.to(DEVICE), 8)
@@ -251,9 +253,8 @@ def test_masked_rows_draw_as_on_the_cpu() -> None:
     for device in (torch.device("cpu"), DEVICE):
         rows, ids = (torch.tensor([2, 4], device=device) for _ in range(2))
         bias, factor, minus = (torch.ones(2, device=device) for _ in range(3))
-        counts = [0, 0, 1, 0, 1, 0]
         edits = LogitEditTensors(
-            *(rows, ids, bias, factor, minus, rows, ids, counts, counts),
+            *(rows, ids, bias, factor, minus, rows, ids),
             masks=make_masks([bits, few], places, vocab, device),
         )
         how = SamplingTensors(
@@ -293,7 +294,7 @@ def test_blocks_behind_2_to_31_elements() -> None:
     )
     table = [pool - 1, 3, pool - 2]
     query, key, value = (torch.randn(1, kv_heads, 2 * block + 5, dim).half() for _ in range(3))
-    rows = kernel.plan([StepRow([0] * query.shape[2], 0, table)], block)
+    rows = kernel.plan(Rows.of((0, query.shape[2], table)), block)
     asked = (query.to(DEVICE), key.to(DEVICE), value.to(DEVICE))
     found = (
         kernel(AttentionCall(*asked, keys, values, rows, Scoring(dim**-0.5)))[0]
@@ -546,8 +547,8 @@ def test_a_row_has_the_same_result_in_any_number_of_programs(
     kernel = TritonAttention(4, 2, 24, dtype=torch.float32, device=DEVICE)
     lengths, block, count = [180, 300, 64, 65], 16, 3 + kernel.full_rows
     tables = [[*range(20 * row, 20 * row + -(-size // block))] for row, size in enumerate(lengths)]
-    rows = [StepRow([0], len_ - 1, table) for len_, table in zip(lengths, tables, strict=True)]
-    rows += [StepRow([0], number % 16, [80 + number]) for number in range(count)]
+    long = ((len_ - 1, 1, table) for len_, table in zip(lengths, tables, strict=True))
+    rows = Rows.of(*long, *((number % 16, 1, [80 + number]) for number in range(count)))
     torch.manual_seed(0)
     keys, values = (torch.randn(80 + count, 2, block, 24).to(DEVICE) for _ in "kv")
     query, key, value = (torch.randn(1, heads, len(rows), 24).to(DEVICE) for heads in (4, 2, 2))
@@ -556,7 +557,7 @@ def test_a_row_has_the_same_result_in_any_number_of_programs(
 
     def attend(picked: list[int]) -> torch.Tensor:
         new = (each[:, :, picked] for each in (query, key, value))
-        plan = kernel.plan([rows[number] for number in picked], block)
+        plan = kernel.plan(rows.part(picked), block)
         return kernel(AttentionCall(*new, keys, values, plan, how))[0]
 
     joins: list[int] = []
@@ -596,7 +597,7 @@ def test_a_tile_without_tokens_reads_and_writes_nothing() -> None:
     keys, values = (torch.randn(4, 2, block, 16).to(DEVICE) for _ in "kv")
     given = [torch.randn(1, heads, 2, 16).to(DEVICE) for heads in (4, 2, 2)]
     how = Scoring(0.25)
-    rows = [StepRow([0], 20, [1, 2]), StepRow([0], 5, [3])]
+    rows = Rows.of((20, 1, [1, 2]), (5, 1, [3]))
     expected = kernel(AttentionCall(*given, keys, values, kernel.plan(rows, block), how))
     for size in (3, 2 + kernel.full_rows):
         plan = kernel.plan(rows, block)

@@ -85,7 +85,7 @@ def test_logprobs_are_entries_of_text() -> None:
     (choice,) = ChatBench(b"a\xe2\0").choices(logprobs=True, top_logprobs=2)
     first, second = choice["logprobs"]["content"]  # EOS is not listed
     assert first["token"] == "a" and first["bytes"] == [97] and first["logprob"] == -1.5
-    assert [each["logprob"] for each in first["top_logprobs"]] == [-0.1, -0.2], "best first"
+    assert [each["logprob"] for each in first["top_logprobs"]] == [-0.125, -0.25], "best first"
     assert [each["bytes"] for each in first["top_logprobs"]] == [[200], [201]]
     assert set(first["top_logprobs"][0]) == {"token", "logprob", "bytes"}
     assert second["token"] == "bytes:\\xe2" and second["bytes"] == [0xE2]

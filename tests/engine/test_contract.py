@@ -11,9 +11,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
-from fminfer.compute.step import Step, StepResult, TokenLogprobs
+from fminfer.compute.step import Results, Step, StepResult, TokenLogprobs
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.engine.blocks import BlockPool
@@ -24,6 +25,7 @@ from fminfer.engine.sequence import Prepared, RequestState
 from fminfer.engine.start import Starter
 from fminfer.runtime.lines.runner import LOOKAHEAD
 from tests.line_bench import LineBench
+from tests.steps import Row, StepReader, make_logprobs
 
 EOS = 0
 CONTEXT = 40
@@ -39,16 +41,18 @@ class ScriptedPipeline:
         self.num_in_flight = 0
         self.fails = False
         self.steps: list[Step] = []
+        self._reader = StepReader()
         self._results: list[StepResult] = []
 
     def submit(self, step: Step) -> None:
-        assert step.num_tokens > 0 and all(row.token_ids for row in step.rows)
-        for row in step.rows:
+        rows = self._reader.rows(step)
+        assert step.num_tokens > 0 and all(row.token_ids for row in rows)
+        for row in rows:
             blocks_needed = -(-(row.position + len(row.token_ids)) // self.block_size)
             assert len(row.block_table) >= blocks_needed
         self.steps.append(step)
         self.num_in_flight += 1
-        self._results.append(self._answer(step))
+        self._results.append(self._answer(step, rows))
 
     def collect(self) -> StepResult:
         self.num_in_flight -= 1
@@ -61,31 +65,30 @@ class ScriptedPipeline:
         self._results.clear()
         self.num_in_flight = 0
 
-    def _answer(self, step: Step) -> StepResult:
-        last_position = {}
-        packed = [(row, i) for row in step.rows for i in range(len(row.token_ids))]
-        for index, (row, i) in enumerate(packed):
-            last_position[index] = row.position + i
+    def _answer(self, step: Step, rows: list[Row]) -> StepResult:
+        positions = [row.position + i for row in rows for i in range(len(row.token_ids))]
         ids = []
-        for place, index in enumerate(step.sampling.token_index):
-            token = self.script[last_position[index] % len(self.script)]
-            ids.append(token if step.sampling.temperature[place] == 0 else token ^ (place % 2))
-        k = step.sampling.num_top_logprobs
-        return StepResult(
-            step.step_id,
-            _logprobs(ids, k),
-            _logprobs(step.scoring.target_id, step.scoring.num_top_logprobs),
-            [],
-        )
+        for place, draw in enumerate(step.draws):
+            token = self.script[positions[draw["token_index"]] % len(self.script)]
+            ids.append(token if draw["temperature"] == 0 else token ^ (place % 2))
+        results: Results = {}
+        if len(step.draws):
+            results["tokens"] = _logprobs(ids, step.draws["num_top"])
+        if len(step.scores):
+            results["prompt scores"] = _logprobs(
+                step.scores["target_id"].tolist(), step.scores["num_top"]
+            )
+        return StepResult(step.step_id, results, [])
 
 
-def _logprobs(ids: list[int], k: int) -> TokenLogprobs:
+def _logprobs(ids: list[int], num_top: np.ndarray) -> TokenLogprobs:
     """Say that every id had -1.5, and that the ids from 200 were better than it."""
-    return TokenLogprobs(
-        ids=list(ids),
-        logprobs=[math.nan if token_id == 255 else -1.5 for token_id in ids],
-        top_ids=[list(range(200, 200 + k)) for _ in ids],
-        top_logprobs=[[-0.1 * (j + 1) for j in range(k)] for _ in ids],
+    most = int(num_top.max())
+    return make_logprobs(
+        ids,
+        [math.nan if token_id == 255 else -1.5 for token_id in ids],
+        [range(200, 200 + most)] * len(ids),
+        [[-0.125 * (j + 1) for j in range(most)]] * len(ids),
     )
 
 
@@ -289,8 +292,8 @@ def test_prompts_times_n_in_order() -> None:
 def test_a_prompt_is_fed_once_whatever_n() -> None:
     bench = Bench()
     bench.result(prompt="x" * 10, n=4, max_tokens=3, temperature=1)
-    fed = [row for step in bench.pipeline.steps for row in step.rows if len(row.token_ids) > 1]
-    assert sum(len(row.token_ids) for row in fed) == 10
+    lengths = np.concatenate([step.lengths for step in bench.pipeline.steps])
+    assert lengths[lengths > 1].sum() == 10
     copies = [copy for step in bench.pipeline.steps for copy in step.block_copies]
     assert len(copies) == 3, "the unfilled block is copied for each other candidate"
     assert bench.loop.stats.num_prompt_tokens == 10

@@ -5,17 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.step import Step, StepResult
+from fminfer.compute.step import ResultKind, Step, StepResult
 from fminfer.contract.record import Record
 from fminfer.engine.sequence import PromptState, RequestState, TokenReport
 from fminfer.models.layer_source import open_weights
 from fminfer.text.encoded_prompt import EncodedPrompt
 from tests.engine.test_contract import Bench, ScriptedPipeline
+from tests.steps import Row
 
 BAD = 77
 BODIES = ["off", "auto"] if find_compiler() else ["off"]
@@ -34,14 +36,14 @@ class SpoiledPipeline(ScriptedPipeline):
         super().__init__(script, block_size)
         self._spoiled: set[tuple[int, int]] = set()  # blocks, and places in them
 
-    def _answer(self, step: Step) -> StepResult:
-        result = super()._answer(step)
-        for source, target in step.block_copies:
+    def _answer(self, step: Step, rows: list[Row]) -> StepResult:
+        result = super()._answer(step, rows)
+        for source, target in step.block_copies.tolist():
             self._spoiled = {place for place in self._spoiled if place[0] != target}
             copied = [(target, at) for block, at in self._spoiled if block == source]
             self._spoiled.update(copied)
         is_nan: list[bool] = []
-        for row in step.rows:
+        for row in rows:
             for position, token_id in enumerate(row.token_ids, row.position):
                 places = [
                     (row.block_table[p // self.block_size], p % self.block_size)
@@ -53,10 +55,11 @@ class SpoiledPipeline(ScriptedPipeline):
                 if is_bad or not self._spoiled.isdisjoint(places):
                     self._spoiled.add(places[-1])
                 is_nan.append(places[-1] in self._spoiled)
-        for rows, found in ((step.sampling, result.sampled), (step.scoring, result.scored)):
-            for place, index in enumerate(rows.token_index):
-                if is_nan[index]:
-                    found.logprobs[place] = float("nan")
+        asked: list[tuple[ResultKind, np.ndarray]]
+        asked = [("tokens", step.draws), ("prompt scores", step.scores)]
+        for kind, entries in asked:
+            spoiled = np.array(is_nan)[entries["token_index"]]
+            result.of(kind).logprobs[spoiled] = float("nan")
         return result
 
 
@@ -116,7 +119,7 @@ def test_rows_that_give_nan_each_by_themselves_all_fail(kind: str) -> None:
 
 def test_a_row_that_lost_its_blocks_keeps_the_scores_of_its_prompt() -> None:
     """Fed again after a spoiled prefix, it was answered without the logprobs of its prompt."""
-    reports = [TokenReport(2, -1.5, [])]
+    reports = [TokenReport(2, -1.5)]
     prompt = PromptState(
         cast(RequestState, None), 0, EncodedPrompt([1, 2], "", []), reports=reports, again=[1, 2, 3]
     )

@@ -7,11 +7,12 @@ import random
 import statistics
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from fminfer.compute.step import Step, StepResult, TokenLogprobs
+from fminfer.compute.step import BlockTables, Results, Step, StepResult, TokenLogprobs
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.engine.blocks import BlockPool
@@ -21,8 +22,14 @@ from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.waiting import WaitingPrompts
 from tests.conftest import num_examples
 from tests.line_bench import LineBench
+from tests.steps import StepReader, make_logprobs
 
 VOCAB = 256
+
+
+def logprob_of(view: tuple[int, ...], token_id: int) -> float:
+    """Return that of a token behind what it sees; float32 has it exactly."""
+    return -1 - hash((view, token_id)) % 1000 / 128
 
 
 class RememberingPipeline:
@@ -35,40 +42,43 @@ class RememberingPipeline:
         self.block_size = block_size
         self.num_in_flight = 0
         self._cache: dict[tuple[int, int], int] = {}  # (block, place) -> token
+        self._reader, self._tables = StepReader(), BlockTables()
         self._results: list[StepResult] = []
 
     def submit(self, step: Step) -> None:
         self.num_in_flight += 1
-        targets = [target for _, target in step.block_copies]
+        copies = step.block_copies.tolist()
+        targets = [target for _, target in copies]
         assert len(set(targets)) == len(targets), "two copies into one block: which one wins?"
         copied = {
             (target, i): self._cache[source, i]
-            for source, target in step.block_copies
+            for source, target in copies
             for i in range(self.block_size)
             if (source, i) in self._cache
         }
         self._cache |= copied
-        for row in step.rows:
+        rows, places = self._reader.rows(step), []
+        for row in rows:
             for i, token_id in enumerate(row.token_ids, start=row.position):
-                place = row.block_table[i // self.block_size], i % self.block_size
-                self._cache[place] = token_id
+                places.append((row.block_table[i // self.block_size], i % self.block_size))
+                self._cache[places[-1]] = token_id
+        slots = self._tables.take(step).slots(self.block_size)
+        assert slots.tolist() == [block * self.block_size + place for block, place in places]
         seen = [
             self._view(row.block_table, row.position + i + 1)
-            for row in step.rows
+            for row in rows
             for i in range(len(row.token_ids))
         ]
-        sampling, scoring = step.sampling, step.scoring
-        sampled = [seen[place] for place in sampling.token_index]
-        scored = [seen[place] for place in scoring.token_index]
-        ids = [hash(view) % VOCAB for view in sampled]
-        self._results.append(
-            StepResult(
-                step.step_id,
-                self._report(sampled, ids, sampling.num_top_logprobs),
-                self._report(scored, scoring.target_id, scoring.num_top_logprobs),
-                [],
-            )
-        )
+        results: Results = {}
+        if len(step.draws):
+            views = [seen[index] for index in step.draws["token_index"]]
+            ids = [hash(view) % VOCAB for view in views]
+            results["tokens"] = self._report(views, ids, step.draws["num_top"])
+        if len(step.scores):
+            views = [seen[index] for index in step.scores["token_index"]]
+            ids = step.scores["target_id"].tolist()
+            results["prompt scores"] = self._report(views, ids, step.scores["num_top"])
+        self._results.append(StepResult(step.step_id, results, []))
 
     def collect(self) -> StepResult:
         self.num_in_flight -= 1
@@ -82,14 +92,15 @@ class RememberingPipeline:
         size = self.block_size
         return tuple(self._cache[block_table[i // size], i % size] for i in range(length))
 
-    def _report(self, views: list[tuple[int, ...]], ids: list[int], k: int) -> TokenLogprobs:
-        return TokenLogprobs(
-            ids=list(ids),
-            logprobs=[
-                -1 - hash((view, i)) % 1000 / 100 for view, i in zip(views, ids, strict=True)
-            ],
-            top_ids=[[(hash(view) + j) % VOCAB for j in range(k)] for view in views],
-            top_logprobs=[[-j / 1000 - hash(view) % 7 for j in range(k)] for view in views],
+    def _report(
+        self, views: list[tuple[int, ...]], ids: list[int], num_top: np.ndarray
+    ) -> TokenLogprobs:
+        most = int(num_top.max())
+        return make_logprobs(
+            ids,
+            [*map(logprob_of, views, ids)],
+            [[(hash(view) + j) % VOCAB for j in range(most)] for view in views],
+            [[-j / 1000 - hash(view) % 7 for j in range(most)] for view in views],
         )
 
 
@@ -225,7 +236,7 @@ def test_blocks_that_nobody_shares_are_used_again_before_others() -> None:
     for bench in keeping_and_forgetting(max_rows=1):
         used: set[int] = set()
         bench.loop.on_step = lambda trace, used=used: used.update(
-            block for row in trace.step.rows for block in row.block_table
+            trace.step.new_blocks[:, 2].tolist()
         )
         bench.answers([{"prompt": [i] * 30, "max_tokens": 1} for i in range(30)])
         num_used.append(len(used))

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
+from fminfer.compute.step import masks_of
 from fminfer.contract.request import SamplingParams
 from fminfer.core.errors import UsageError
-from fminfer.core.messages import Mask, SamplingRows, invert, make_mask, pack_ids
+from fminfer.core.messages import Mask, invert, make_mask, pack_ids
 from fminfer.core.quantities import show_seconds
 from fminfer.core.timing import RowClock
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.logit_edits import Bans
 from fminfer.engine.noise import draw_key, meaning_of, noise_key, step_noise
-from fminfer.engine.packing import _add_samples
-from fminfer.engine.sequence import Sequence
+from fminfer.engine.packing import PackedRow, pack
+from fminfer.engine.sequence import Prepared, PromptState, RequestState, Sequence
+from fminfer.engine.slots import Slots
 from fminfer.engine.stop_strings import find_stop
 from fminfer.files.input_folders import find_inputs
 from fminfer.files.line_reader import read_lines
+from fminfer.text.encoded_prompt import EncodedPrompt
 
 
 def test_blocks_are_shared_and_come_back() -> None:
@@ -77,23 +79,21 @@ def test_bans_are_a_mask(
 
 
 def test_rows_that_may_draw_the_same_share_a_mask() -> None:
-    params = SamplingParams(temperature=0)
+    params, slots = SamplingParams(temperature=0, max_tokens=1), Slots()
 
-    def row(*never: int) -> Sequence:
+    def row(*never: int) -> PackedRow:
         bans = Bans(params, frozenset(), [(token_id,) for token_id in never])
-        prompt = SimpleNamespace(params=params, bans=bans)
-        return cast(
-            Sequence,
-            SimpleNamespace(prompt=prompt, tokens=[], edits=None, banned_ids=[], mask=None),
-        )
+        owner = RequestState(0, Prepared(params, []), added_s=0.0)
+        prompt = PromptState(owner, 0, EncodedPrompt([7], "", []), bans=bans)
+        sequence = Sequence(prompt, noise_key=b"", detokenizer=None)
+        slots.take(sequence)
+        return PackedRow(sequence, [7], 0, [sequence])
 
-    sampling = SamplingRows()
-    _add_samples(sampling, [row(3), row(), row(4, 5), row(3), row(5, 4)])
-    assert sampling.mask_of == [0, -1, 1, 0, 1]
-    assert sampling.masks == [make_mask(invert(pack_ids(ids, 8))) for ids in ([3], [4, 5])]
-    none = SamplingRows()
-    _add_samples(none, [row(), row()])
-    assert (none.masks, none.mask_of) == ([], [])
+    step = pack(0, [row(3), row(), row(4, 5), row(3), row(5, 4)], [], slots).step
+    assert step.draws["mask"].tolist() == [0, -1, 1, 0, 1]
+    assert masks_of(step) == [make_mask(invert(pack_ids(ids, 8))) for ids in ([3], [4, 5])]
+    none = pack(0, [row(), row()], [], slots).step
+    assert (masks_of(none), none.draws["mask"].tolist()) == ([], [-1, -1])
 
 
 def test_row_times_add_up_to_the_wall_time() -> None:

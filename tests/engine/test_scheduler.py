@@ -14,6 +14,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from fminfer.compute.step import Step
 from fminfer.contract.request import SamplingParams
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.engine_core import BEHIND_ALL
@@ -24,7 +25,7 @@ from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import Prepared, PromptState, RequestState, Sequence, TokenReport
 from fminfer.text.encoded_prompt import EncodedPrompt
 from tests.conftest import num_examples
-from tests.engine.test_prefix import VOCAB, RememberingPipeline
+from tests.engine.test_prefix import VOCAB, RememberingPipeline, logprob_of
 
 
 def make_prompt(ids: list[int], priority: int = 0, n: int = 1, **fields: Any) -> PromptState:
@@ -49,8 +50,8 @@ def scored_alone(prompt: PromptState) -> list[float]:
     """Return the logprobs of a prompt's tokens from the second on, as the model gives them."""
     if not (prompt.params.echo and prompt.params.logprobs is not None):
         return []
-    views = [(tuple(prompt.ids[:end]), prompt.ids[end]) for end in range(1, len(prompt.ids))]
-    return [-1 - hash(view) % 1000 / 100 for view in views]
+    ids = prompt.ids
+    return [logprob_of(tuple(ids[:end]), ids[end]) for end in range(1, len(ids))]
 
 
 def ids_of(sequence: Sequence) -> list[int]:
@@ -124,13 +125,15 @@ class Driver:
     def collect(self) -> None:
         planned, result = self.in_flight.popleft(), self.pipeline.collect()
         self.scheduler.collect(planned)
-        for prompt, logprob in zip(planned.scored_prompts, result.scored.logprobs, strict=True):
+        scores = result.of("prompt scores").logprobs.tolist()
+        for prompt, logprob in zip(planned.scored_prompts, scores, strict=True):
             prompt.take_shared_scores()
-            prompt.reports.append(TokenReport(0, logprob, []))
+            prompt.reports.append(TokenReport(0, logprob))
             is_whole = len(prompt.reports) == len(prompt.ids) - 1
             if is_whole and prompt.params.max_tokens == 0 and not prompt.owner.is_cancelled:
                 self.end(prompt.sequences[0])
-        for sequence, token_id in zip(planned.sequences, result.sampled.ids, strict=True):
+        drawn = result.of("tokens").ids.tolist()
+        for sequence, token_id in zip(planned.sequences, drawn, strict=True):
             if not sequence.prompt.owner.is_cancelled:
                 self.take(sequence, token_id)
         done = [s for s in self.remaining if not self.scheduler.has_in_flight(s)]
@@ -141,7 +144,7 @@ class Driver:
 
     def take(self, sequence: Sequence, token_id: int) -> None:
         sequence.prompt.take_shared_scores()
-        sequence.tokens.append(TokenReport(token_id, 0.0, []))
+        sequence.tokens.append(TokenReport(token_id, 0.0))
         sequence.num_unfed += 1
         is_last = len(sequence.tokens) == sequence.prompt.params.max_tokens
         if is_last or token_id in sequence.prompt.end_ids:
@@ -548,6 +551,58 @@ def test_scores_of_a_cancelled_prompt_are_complete_for_those_who_share_them() ->
     assert driver.remaining == scored.sequences, "its scores are in flight"
     driver.run()
     assert len(scored.reports) < 80, "what was not fed is not scored"
+
+
+def test_only_new_blocks_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step told the whole table of each row, which stages knew but for its last block."""
+    driver = Driver(num_blocks=100)
+    ending = [make_prompt([i], max_tokens=30, stop_token_ids=tuple(range(VOCAB))) for i in range(9)]
+    running(driver, *ending)  # from which it learns that few blocks are enough at first
+    steps: list[Step] = []
+    submit = driver.pipeline.submit
+
+    def take_note(step: Step) -> None:
+        steps.append(step)
+        submit(step)
+
+    monkeypatch.setattr(driver.pipeline, "submit", take_note)
+    driver.add(prompt := make_prompt([9] * 6, max_tokens=30))
+    (sequence,), tables = prompt.sequences, list[list[int]]()
+    while not prompt.is_finished:
+        driver.fill()
+        tables.append([*sequence.block_table])
+        driver.collect()
+    driver.run()
+    first, *others = steps
+    assert [step.positions.tolist() for step in others] == [[each] for each in range(6, 35)]
+    assert [step.num_tokens for step in others] == [1] * 29
+    new = [step.new_blocks.tolist() for step in steps]
+    assert len(new[0]) == 2, "of the prompt's six tokens"
+    assert [len(each) for each in new[1:]] == [
+        int(place in range(8, 36, 4)) for place in range(6, 35)
+    ]
+    told = [entry for each in new for entry in each]
+    assert told == [[first.slots[0], *each] for each in enumerate(tables[-1])], (
+        "each once, in order"
+    )
+
+
+def test_who_runs_again_has_its_table_told_whole() -> None:
+    """It has other blocks, and perhaps another slot, of which stages know an older table."""
+    driver = Driver(num_blocks=10)
+    low, high = make_prompt([1] * 5, max_tokens=30), make_prompt([2], priority=1, max_tokens=30)
+    running(driver, low)
+    driver.add(high)
+    driver.fill()
+    (sequence,) = low.sequences
+    assert low.again and not sequence.block_table
+    while not sequence.block_table:
+        driver.collect()
+        driver.fill()
+    assert driver.in_flight[-1].step.new_blocks.tolist() == [
+        [sequence.slot, *each] for each in enumerate(sequence.block_table)
+    ]
+    driver.run()
 
 
 def test_cancelled_rows_do_not_teach_how_long_rows_are() -> None:

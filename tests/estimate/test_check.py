@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -20,9 +21,9 @@ from hypothesis import strategies as st
 
 import fminfer
 from fminfer.cli.app import main
+from fminfer.compute.step import SCORE
 from fminfer.compute.weights import Dense
 from fminfer.core.config import EngineConfig
-from fminfer.core.messages import SamplingRows, ScoringRows, Step, StepRow
 from fminfer.estimate import calibration
 from fminfer.estimate import line_checks as check_lines
 from fminfer.estimate.cost_model import COSTS, SPREAD_COSTS, CostModel, StepWork, fit
@@ -35,6 +36,7 @@ from fminfer.plan.planning import plan_ahead
 from fminfer.runtime.lines.runner import WINDOW
 from fminfer.text.tokenizer import Tokenizer
 from tests.conftest import num_examples
+from tests.steps import Row, make_draws, make_step
 
 QUERIES = Path(__file__).parent.parent.parent / "examples" / "queries"
 FLAGS = ["--dtype", "float32", "--kernels", "off"]
@@ -297,12 +299,12 @@ def test_costs_are_found_again(seconds: list[float], rng: random.Random) -> None
 
 def test_a_step_is_measured() -> None:
     rows = [
-        StepRow([5, 6, 7], 10, [0]),  # sees 11, 12 and 13 keys
-        StepRow([5], 31, [1, 2]),
-        StepRow([5], 0, [3]),
+        Row([5, 6, 7], 10, [0]),  # sees 11, 12 and 13 keys
+        Row([5], 31, [1, 2]),
+        Row([5], 0, [3]),
     ]
-    sampling = SamplingRows(token_index=[2, 3, 4], temperature=[0.0, 1.0, 0.0])
-    step = Step(0, rows, [], sampling, ScoringRows(token_index=[0, 1]))
+    draws = make_draws([2, 3, 4], temperature=[0.0, 1.0, 0.0])
+    step = make_step(rows, draws=draws, scores=np.array([(0, 6, 0), (1, 7, 0)], SCORE))
     assert StepWork.of(step) == StepWork(3, 36, 13, 2, 33, 5, 1)
 
 

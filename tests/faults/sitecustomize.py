@@ -38,7 +38,7 @@ if kind and "-m" in sys.orig_argv:
         return open_weights(*args, **options)
 
     def forward_or_fail(self, step, hidden):
-        is_prefill = any(len(row.token_ids) > 1 for row in step.rows)
+        is_prefill = step.lengths.max() > 1
         rows = Path(os.environ["FAULT_ROWS"])
         is_late = rows.exists() and rows.read_bytes().count(b"\n") > 1  # the first is no row
         is_now = (phase == "prefill" and is_prefill) or (phase == "decode" and is_late)

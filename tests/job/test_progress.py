@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from fminfer.compute.step import StepResult
 from fminfer.contract.line import Line
 from fminfer.core.config import EngineConfig, StepSizes
-from fminfer.core.messages import StepResult
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.engine.packing import PlannedStep, pack

@@ -65,10 +65,11 @@ class DrawingPipeline(PretendPipeline):
 
     def collect(self) -> StepResult:
         step, result = self._steps[0], super().collect()
-        at = [row.position + place for row in step.rows for place in range(len(row.token_ids))]
-        for place, index in enumerate(step.sampling.token_index):
+        rows = zip(step.positions.tolist(), step.lengths.tolist(), strict=True)
+        at = [position + place for position, length in rows for place in range(length)]
+        for place, index in enumerate(step.draws["token_index"]):
             if at[index] >= self._stops_from and self._rng.random() < self._stop_rate:
-                result.sampled.ids[place] = END_ID
+                result.of("tokens").ids[place] = END_ID
         return result
 
 
@@ -131,7 +132,7 @@ def run(
         step: Step = trace.step
         factor = how.get("factor", 1.0) if len(told) >= how.get("changes_at", 0) else 1.0
         clock.now_s += factor * costs.predict_s(StepWork.of(step).counts)
-        bar.add_work(loop.stats, trace.num_prompt_tokens, len(step.sampling.token_index))
+        bar.add_work(loop.stats, trace.num_prompt_tokens, len(step.draws))
         told.append((clock.now_s, bar.left_s(loop)))
 
     loop.on_step = on_step

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
@@ -28,11 +29,11 @@ from fminfer.compute.layers.bodies import PartKernels, Parts
 from fminfer.compute.layers.triton_layers import TritonLayers
 from fminfer.compute.registry import Registry
 from fminfer.compute.spec import Moe
+from fminfer.compute.step import Rows, Step
 from fminfer.compute.trial import explain_failure
 from fminfer.compute.weights import Function, Weight
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
-from fminfer.core.messages import SamplingRows, ScoringRows, Step, StepRow
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_random
 from fminfer.models.decode_graphs import (
@@ -51,6 +52,7 @@ from fminfer.plan.opening import open_model
 from fminfer.runtime.build import builder
 from fminfer.runtime.build.builder import LoadedPart
 from tests.conftest import FIELDS, family_config
+from tests.steps import Row, make_draws, make_step
 
 CPU = torch.device("cpu")
 BLOCK, BLOCKS, MAX_ROWS = 4, 40, 12
@@ -140,29 +142,20 @@ def raised(error: BaseException) -> str:
     raise error
 
 
-def make_step(rows: list[StepRow]) -> Step:
-    num = len(rows)
-    ends = [sum(len(row.token_ids) for row in rows[: place + 1]) - 1 for place in range(num)]
-    zeros, noise = [0.0] * num, [0] * num
-    sampling = SamplingRows(ends, zeros, [1.0] * num, noise, zeros, noise)
-    return Step(0, rows, [], sampling, ScoringRows())
-
-
 def steps_of(rng: random.Random) -> list[Step]:
     """Return prompts, and decode steps of some of their rows, whose tables grow and change."""
     tables = [rng.sample(range(BLOCKS), 3) for _ in range(4)]
     lengths = [5, 1, 4, 7]
-    steps = [make_step([StepRow([*range(n)], 0, t) for n, t in zip(lengths, tables, strict=True)])]
+    steps = [make_step([Row([*range(n)], 0, t) for n, t in zip(lengths, tables, strict=True)])]
     for places in ([0], [2, 1, 3], [0, 1, 2, 3], [3, 0, 1], [1]):
-        rows = [StepRow([rng.randrange(300)], lengths[each], tables[each]) for each in places]
+        rows = [Row([rng.randrange(300)], lengths[each], tables[each]) for each in places]
         steps.append(make_step(rows))
         for each in places:
             lengths[each] += 1
     moved = tables[1][0], 39  # as a shared block is copied before it is written
     tables[1] = [39, *tables[1][1:]]
-    last = make_step([StepRow([7], lengths[1], tables[1]), StepRow([8], lengths[0], tables[0])])
-    last.block_copies.append(moved)
-    return [*steps, last]
+    rows = [Row([7], lengths[1], tables[1]), Row([8], lengths[0], tables[0])]
+    return [*steps, make_step(rows, block_copies=np.array([moved]))]
 
 
 # Windows, caps, ALiBi in two forms, both branches at once, learned positions.
@@ -195,7 +188,7 @@ def check_padded_steps(
         assert torch.equal(*pair) or (not is_exact and torch.allclose(*pair, atol=1e-5))
         sizes.append(len(found.graphs.graphs) - before)
     assert sizes == [0, 1, 1, 0, 0, 0, 1], "graphs of 1, 4 and 2 rows, each captured once"
-    assert found.run(make_step([StepRow([9], 0, [1])])).sampled.ids
+    assert len(found.run(make_step([Row([9], 0, [1])])).of("tokens")) == 1
 
 
 @torch.inference_mode()
@@ -214,14 +207,13 @@ def test_steps_that_no_graph_computes(tmp_path: Path) -> None:
     """Chunks, more rows than expected, tables without room, and what is not wanted of all rows."""
     network, kernel = make_network("llama", tmp_path)
     stage = make_stage(network, kernel, max_rows=2)
-    rows = [StepRow([each], 0, [each]) for each in range(3)]
+    rows, ids = Rows.of(*((0, 1, [each]) for each in range(3))), np.arange(3)
     assert stage.graphs is not None
-    assert stage.graphs.run(rows, None) is None
-    assert stage.graphs.run([StepRow([1, 2], 0, [0])], None) is None
+    assert stage.graphs.run(rows, ids, None) is None
+    assert stage.graphs.run(Rows.of((0, 2, [0])), ids[:2], None) is None
     stage.graphs._inputs = stage.graphs._inputs[:8]
-    assert stage.graphs.run(rows[:1], None) is None
-    step = make_step(rows[:2])
-    step.sampling.token_index.pop()
+    assert stage.graphs.run(rows.part(slice(1)), ids[:1], None) is None
+    step = make_step([Row([each], 0, [each]) for each in range(2)], draws=make_draws([0]))
     assert stage.forward(step, None).shape == (1, network.model.hidden_size)
     assert not stage.graphs.graphs
 
@@ -253,7 +245,7 @@ def test_what_cannot_be_captured_is_launched(tmp_path: Path) -> None:
     """Without memory only the graphs of that size are left out; otherwise all, and it is told."""
     network, kernel = make_network("llama", tmp_path)
     explain = partial(explain_failure, "auto", "CUDA graphs")
-    step = make_step([StepRow([5], 0, [0])])
+    step = make_step([Row([5], 0, [0])])
     expected = make_stage(network, kernel).forward(step, None)
     for capture, is_told in ((WithoutMemory, False), (Failing, True)):
         stage = make_stage(network, kernel, capture=capture, explain=explain)
@@ -441,8 +433,8 @@ def watch(family: str, folder: Path, *, captures_all: bool = False) -> bool:
         return False
     graphs = make_stage(network, kernel, capture=Watching).graphs
     assert graphs is not None
-    found = graphs.run([StepRow([5], 6, [2, 1]), StepRow([6], 0, [3]), StepRow([7], 1, [4])], None)
-    return found is not None
+    rows = Rows.of((6, 1, [2, 1]), (0, 1, [3]), (1, 1, [4]))
+    return graphs.run(rows, np.array([5, 6, 7]), None) is not None
 
 
 @pytest.mark.parametrize("family", sorted(FIELDS))

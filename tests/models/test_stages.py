@@ -52,8 +52,7 @@ class Chain:
         for stage in self.stages:
             hidden = stage.forward(step, hidden)
         assert hidden is not None
-        sampled, scored = self.stages[-1].finish(step, hidden)
-        return StepResult(step.step_id, sampled, scored, [])
+        return StepResult(step.step_id, self.stages[-1].finish(step, hidden), [])
 
 
 def answers(folder: Path, chain: Chain | None) -> list[dict[str, Any]]:

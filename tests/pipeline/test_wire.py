@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from array import array
+from typing import Any
 
+import numpy as np
 import pytest
 
-from fminfer.core.messages import (
-    EditColumns,
-    SamplingRows,
-    ScoringRows,
-    StageSpan,
+from fminfer.compute.step import (
+    COLUMNS_OF_STEP,
+    MASK,
+    SCORE,
+    Results,
     Step,
-    StepRow,
     TokenLogprobs,
-    invert,
-    make_mask,
-    pack_ids,
+    mask_columns,
+    masks_of,
 )
+from fminfer.core.messages import StageSpan, invert, make_mask, pack_ids
 from fminfer.pipeline.step_bytes import (
     decode_result,
     decode_spans,
@@ -26,60 +26,124 @@ from fminfer.pipeline.step_bytes import (
     encode_spans,
     encode_step,
 )
+from tests.steps import Row, check_equal, make_draws, make_logprobs, make_step
 
 NAN, INF = float("nan"), float("inf")
 
 
+def full_step() -> Step:
+    """Return a step that has something in each column."""
+    draws = make_draws([1, 2], temperature=[0.0, 0.7], top_p=[1.0, 0.9], top_k=[0, 2**40])
+    draws["min_p"], draws["noise"], draws["mask"] = [0.0, 0.05], [0, -(2**63)], [1, 0]
+    draws["num_edits"], draws["num_banned"], draws["num_top"] = [3, 1], [2, 0], [3, 0]
+    few, most = make_mask(pack_ids([3, 40], 8)), make_mask(bytes(range(120, 136)))
+    assert few.few is not None and most.few is None
+    step = make_step(
+        [Row([4, 5], 0, [1, 2]), Row([9], 2**40, [3])],
+        block_copies=np.array([[1, 4], [2, 2**40]]),
+        draws=draws,
+        edit_ids=np.array([7, 8, 2**40, 9]),
+        edit_bias=np.array([0.1, NAN, INF, -INF], np.float32),
+        edit_factor=np.array([1.2, 1 / 3, 1e-45, 1], np.float32),
+        edit_minus=np.array([0.3, -0.0, 0, 3e38], np.float32),
+        banned_ids=np.array([5, 2**40]),
+        scores=np.array([(0, 5, 2), (1, 2**40, 0)], SCORE),
+        **mask_columns([few, most, few]),
+    )
+    step.step_id = 12
+    return step
+
+
 def test_a_step() -> None:
-    edits = EditColumns(array("q", [7]), array("f", [0.1]), array("f", [1.2]), array("f", [0.3]))
-    sampling = SamplingRows(
-        [1, 2], [0.0, 0.7], [1.0, 0.9], [0, 40], [0.0, 0.05], [0, -(2**63)], edits, [0, 1],
-        [5, 6], [2, 0], 3, [make_mask(b"\xff" * 8), make_mask(bytes(range(120, 136)))], [1, 0],
-    )  # fmt: skip
-    rows = [StepRow([4, 5], 0, [1, 2]), StepRow([9], 31, [3])]
-    step = Step(12, rows, [(1, 4)], sampling, ScoringRows([0], [5], 2))
-    assert decode_step(encode_step(step)) == step
-    empty = Step(13, [StepRow([1], 0, [0])], [], SamplingRows(), ScoringRows())
-    assert decode_step(encode_step(empty)) == empty
+    step = full_step()
+    for name, like in COLUMNS_OF_STEP.items():
+        column = getattr(step, name)
+        assert len(column) and (column.dtype, column.ndim) == (like.dtype, like.ndim), name
+    found = decode_step(encode_step(step))
+    check_equal(found, step)
+    assert masks_of(found) == masks_of(step)
+    check_equal(decode_step(encode_step(Step(13))), Step(13))
+    check_equal(
+        decode_step(encode_step(make_step([Row([1], 0, [0])]))), make_step([Row([1], 0, [0])])
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_columns_of_any_bits_and_lengths(seed: int) -> None:
+    """Each column is aligned and may be written to, wherever it lay among the bytes."""
+    rng = np.random.default_rng(seed)
+    columns: dict[str, Any] = {}
+    for name, like in COLUMNS_OF_STEP.items():
+        shape = (int(rng.choice([0, 1, 2, 3, 5, 90])), *like.shape[1:])
+        size = int(np.prod(shape)) * like.itemsize
+        columns[name] = np.frombuffer(rng.bytes(size), like.dtype).reshape(shape)
+    step = Step(2**62 + seed, **columns)
+    found = decode_step(encode_step(step))
+    check_equal(found, step)
+    for name in columns:
+        flags = getattr(found, name).flags
+        assert flags.aligned and flags.writeable and flags.c_contiguous, name
 
 
 @pytest.mark.parametrize(
     ("form", "bits", "max_bytes"),
     [
-        (b"allowed", pack_ids([3, 40_000, 49_151 - 64], 6144), 60),
-        (b"allowed", pack_ids(range(0, 49_000, 200), 6144), 1500),
-        (b"banned", invert(pack_ids([0, 40_000, 49_150], 6144)), 60),
-        (b"words", pack_ids(range(0, 49_000, 9), 6144), 16_000),
-        (b"words", b"\xff" * 6144, 3100),
-        (b"words", pack_ids(range(60), 8), 60),  # few, but a word is shorter
-        (b"allowed", pack_ids([63], 16), 30),
-        (b"words", pack_ids([63], 8), 60),  # and all behind
+        ("ids", pack_ids([3, 40_000, 49_151 - 64], 6144), 3 * 4),
+        ("ids", pack_ids(range(0, 49_000, 200), 6144), 245 * 4),
+        ("bits", invert(pack_ids([0, 40_000, 49_150], 6144)), 6144),
+        ("bits", pack_ids(range(0, 49_000, 9), 6144), 6144),
+        ("bits", b"\xff" * 6144, 6144),
+        ("ids", pack_ids(range(60), 8), 60 * 4),
+        ("ids", pack_ids([63], 16), 4),
+        ("bits", pack_ids([63], 8), 8),  # and all behind
     ],
 )
-def test_a_mask_goes_in_its_shortest_form(form: bytes, bits: bytes, max_bytes: int) -> None:
+def test_a_mask_goes_as_its_few_ids_or_as_bits(form: str, bits: bytes, max_bytes: int) -> None:
     """All went as words: 2 KB for three tokens that may be drawn."""
     mask = make_mask(bits)
-    step = Step(1, [], [], SamplingRows(masks=[mask], mask_of=[0]), ScoringRows())
+    step = Step(1, draws=make_draws([0], mask=[0]), **mask_columns([mask]))
     data = encode_step(step)
-    assert decode_step(data) == step
-    nothing = Step(1, [], [], SamplingRows(mask_of=[0]), ScoringRows())
-    assert b'"' + form + b'"' in data
-    assert len(data) - len(encode_step(nothing)) <= max_bytes
+    check_equal(decode_step(data), step)
+    assert masks_of(decode_step(data)) == [mask]
+    assert (len(step.mask_ids) > 0, len(step.mask_bits) > 0) == (form == "ids", form == "bits")
+    nothing = Step(1, draws=make_draws([0]))
+    assert len(data) - len(encode_step(nothing)) <= max_bytes + MASK.itemsize
 
 
-def test_a_result_with_numbers_that_json_has_not() -> None:
-    sampled = TokenLogprobs([3, 4], [-0.1, NAN], [[3, 1], [0, 2]], [[-0.1, -INF], [NAN, -1 / 3]])
-    scored = TokenLogprobs([8], [-INF], [[]], [[]])
-    spans = [StageSpan(1.5, 2.25, 10), StageSpan(1e9 + 0.125, 1e9 + 0.5, 2**40, 64)]
-    result = decode_result(encode_result(5, sampled, scored), decode_spans(encode_spans(spans)))
+def test_masks_of_both_forms_beside_each_other() -> None:
+    of_few = [make_mask(pack_ids(ids, size)) for ids, size in (([3], 8), ([5, 900], 120))]
+    of_bits = [make_mask(invert(pack_ids(ids, size))) for ids, size in (([1], 8), ([2, 99], 16))]
+    masks = [of_bits[0], of_few[0], of_few[1], of_bits[1], of_few[0]]
+    assert masks_of(decode_step(encode_step(Step(1, **mask_columns(masks))))) == masks
+
+
+def test_a_result_with_numbers_that_are_none() -> None:
+    sampled = make_logprobs(
+        [3, 2**40], [-0.1, NAN], [[3, 1], [0, 2]], [[-0.1, -INF], [NAN, -1 / 3]]
+    )
+    scored = make_logprobs([8], [-INF])
+    spans = [
+        StageSpan(1.5, 2.25, 10),
+        StageSpan(1e9 + 0.125, 1e9 + 0.5, 2**40, 64),
+        StageSpan(3.0, 4.0, earlier_s=0.1),
+    ]
+    results: Results = {"tokens": sampled, "prompt scores": scored}
+    result = decode_result(encode_result(5, results), decode_spans(encode_spans(spans)))
     assert (result.step_id, result.spans) == (5, spans)
-    assert repr(result.sampled) == repr(sampled), "nan is not equal to itself"
-    assert repr(result.scored) == repr(scored)
+    check_equal(result.results, results)
+    assert decode_spans(encode_spans([])) == []
 
 
+@pytest.mark.parametrize("kind", ["tokens", "prompt scores"])
+@pytest.mark.parametrize("num_top", [0, 2])
 @pytest.mark.parametrize("count", [0, 3])
-def test_a_result_of_one_kind_of_rows(count: int) -> None:
-    nothing = TokenLogprobs([], [], [], [])
-    some = TokenLogprobs([1] * count, [-1.0] * count, [[]] * count, [[]] * count)
-    result = decode_result(encode_result(1, some, nothing), [])
-    assert (result.sampled, result.scored) == (some, nothing)
+def test_a_result_of_one_kind(kind: Any, num_top: int, count: int) -> None:
+    some = make_logprobs(
+        range(count), [-1.0] * count, [[4] * num_top] * count, [[-2] * num_top] * count
+    )
+    results: Results = {kind: some} if count else {}
+    result = decode_result(encode_result(1, results), [])
+    check_equal(result.results, results)
+    (other,) = {"tokens", "prompt scores"} - {kind}
+    check_equal(result.of(other), TokenLogprobs.empty())
+    check_equal(result.of(kind), some if count else TokenLogprobs.empty())

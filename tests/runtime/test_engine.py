@@ -20,10 +20,10 @@ import torch
 
 import fminfer
 from fminfer.compute.sampling.sampler import score
+from fminfer.compute.step import Step, StepResult
 from fminfer.core import errors
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import StepLimitError
-from fminfer.core.messages import SamplingRows, ScoringRows, Step, StepResult, TokenLogprobs
 from fminfer.machine.device import why_slow
 from fminfer.models.layer_source import open_weights
 from fminfer.pipeline.local import LocalPipeline
@@ -337,9 +337,8 @@ def test_a_limit_of_steps_is_each_runs_own(llama_checkpoint: tuple[Path, Any]) -
 
 def test_an_interrupt_between_a_result_and_its_counting_hangs_nothing() -> None:
     """The count of steps in flight was one too high then, and the end waited for ever."""
-    empty = TokenLogprobs([], [], [], [])
-    pipeline = LocalPipeline(lambda step: StepResult(step.step_id, empty, empty, []))
-    step = Step(0, [], [], SamplingRows(), ScoringRows())
+    pipeline = LocalPipeline(lambda step: StepResult(step.step_id, {}, []))
+    step = Step(0)
     for _ in range(2):
         pipeline.submit(step)
     pipeline._results.get()  # … and the interrupt comes here

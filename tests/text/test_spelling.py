@@ -168,4 +168,4 @@ def test_of_two_ids_with_one_spelling_the_better_stays(monkeypatch: pytest.Monke
     monkeypatch.setattr(Tokenizer, "token_bytes", lambda self, token_id: b"same")
     line = {"prompt": ">", "max_tokens": 1, "temperature": 0, "logprobs": 3}
     found = choice("text", line, b"a")
-    assert found["logprobs"]["top_logprobs"] == [{"same": -0.1}]
+    assert found["logprobs"]["top_logprobs"] == [{"same": -0.125}]
