@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from fminfer.compute.attention.kv_cache import KvCache
+from fminfer.compute.attention.kv_cache import KvCache, StepAttention
 from fminfer.compute.attention.paged_attention import AttentionBody
 from fminfer.compute.spec import Layer, Moe
 from fminfer.compute.step import Rows
@@ -145,13 +145,13 @@ class DecodeGraphs:
         of_tokens, numbers = self._inputs.tensor_split([16 * size])
         ids, positions = of_tokens.view(torch.int64).view(2, size)
         plan = self._kernel.decode_plan(numbers.view(torch.int32), size)
+        attend = StepAttention(cache.layers, plan, plan)
 
         def work() -> None:
-            cache.use(plan)
             before = self._before[:size]
             if network.is_first:
                 before = network.embed(ids, positions)
-            found = network.run(before, LayerStep(positions, cache))
+            found = network.run(before, LayerStep(positions, attend))
             if not len(self._out):  # before anything is captured
                 self._out = found.new_empty((self._sizes[-1], found.shape[1]))
             self._out[:size].copy_(found)

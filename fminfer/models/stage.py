@@ -243,10 +243,10 @@ class Stage:
         columns = (rows.token_positions, ids, kept)
         positions, sent_ids, sent_kept = send(columns, self._device)
         index = None if is_all else sent_kept
-        self.cache.plan(rows, index)
+        attend = self.cache.plan(rows, index)
         if before is None:
             before = self._network.embed(sent_ids, positions)
-        return self._network.run(before, LayerStep(positions, self.cache, index))
+        return self._network.run(before, LayerStep(positions, attend, index))
 
     def _sampler(self, step: Step) -> Use:
         """Return what draws the tokens of a part of a step's draws from their logits."""

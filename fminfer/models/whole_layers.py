@@ -119,14 +119,12 @@ class WholeLayer(LayerOf):
         Raises:
             MemoryError, RuntimeError: there was none (`machine.out_of_memory`).
         """
-        cache = step.attend
-        assert isinstance(cache, KvCache), "the paged cache"
-        paged = cache.layers[number]
-        if not isinstance(paged.plan, KernelRows):
+        paged, rows = step.attend.layers[number], step.attend.plan_of(number)
+        if not isinstance(rows, KernelRows):
             return self._parts(x, more, number, step)
         assert x.dtype == self._dtype, "hidden states"
         x = (x if more is None else x + more).contiguous()
-        rows, attention, how = paged.plan, self.how.attention, self.layer
+        attention, how = self.how.attention, self.layer
         if paged.keys is not self._cache:
             self._use(paged.keys, paged.values)
         self.step.see(rows, attention.heads, paged.keys, self._dtype)
@@ -244,8 +242,7 @@ class WholeLayers:
                 kernel=KernelAttention(self._library),
             )
             for positions, rows in steps:
-                cache.plan(rows, None)
-                step = LayerStep(torch.tensor(positions), cache)
+                step = LayerStep(torch.tensor(positions), cache.plan(rows))
                 out, more = layer(x[: len(positions)], None, 0, step)
                 outs.append(out if more is None else out + more)
         yield from zip(outs[:2], outs[2:], strict=True)

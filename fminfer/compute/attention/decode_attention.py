@@ -121,8 +121,7 @@ def _block_partial(
     weights = torch.exp(scores - largest[..., None])
     values = _floats(value_blocks, rows.blocks)
     # Past a row's end lies what another row left, or nothing: 0 times it might still be nan.
-    cut = is_hidden.any(-1).nonzero()[:, 0]
-    values[cut] = values[cut].masked_fill(is_hidden[cut][:, None, :, None], 0.0)
+    values.masked_fill_(is_hidden[:, None, :, None], 0.0)
     return largest, weights.sum(-1), weights @ values
 
 

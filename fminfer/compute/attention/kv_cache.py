@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -47,21 +48,33 @@ class KvCache:
         self.layers = [PagedAttention(each[0], each[-1], body) for each in self._kv]
         self.num_blocks, self.block_size, self.device = num_blocks, block_size, device
 
-    def plan(self, rows: Rows, kept: torch.Tensor | None) -> None:
-        """Prepare attention for the rows of a step.
+    def plan(self, rows: Rows, kept: torch.Tensor | None = None) -> StepAttention:
+        """Return the attention of a step's rows.
 
         Args:
             kept: (wanted,) int64, the tokens whose queries the last layer needs; None: all.
         """
         plan = self.layers[0].body.plan(rows, self.block_size)
-        self.use(plan)
-        if kept is not None:
-            self.layers[-1].plan = plan.keep(kept)
+        return StepAttention(self.layers, plan, plan if kept is None else plan.keep(kept))
 
-    def use(self, plan: Any) -> None:
-        """Have all layers attend by a plan of the body's, with the outputs of all tokens."""
-        for layer in self.layers:
-            layer.plan = plan
+    def copy_blocks(self, copies: np.ndarray) -> None:
+        """Copy whole blocks, given as pairs (from, to): (copies, 2) int64."""
+        sources, targets = torch.from_numpy(copies).to(self.device).T
+        for kv in self._kv:  # all layers at once would need their blocks twice
+            kv[:, targets] = kv[:, sources]
+
+
+@dataclass(slots=True, frozen=True)
+class StepAttention:
+    """Attention of one step over the cache of all layers."""
+
+    layers: Sequence[PagedAttention]
+    plan: Any  # the body's
+    plan_of_last: Any  # the same for the last layer, whose outputs some tokens alone need
+
+    def plan_of(self, layer: int) -> Any:
+        """Return by which plan a layer attends."""
+        return self.plan_of_last if layer == len(self.layers) - 1 else self.plan
 
     def __call__(
         self,
@@ -73,10 +86,4 @@ class KvCache:
     ) -> torch.Tensor:  # (tokens, heads, head_dim); in the last layer only kept tokens
         """Store a step's new keys and values, then attend."""
         q, k, v = (part.transpose(0, 1)[None] for part in (query, key, value))
-        return self.layers[layer](q, k, v, how)[0]
-
-    def copy_blocks(self, copies: np.ndarray) -> None:
-        """Copy whole blocks, given as pairs (from, to): (copies, 2) int64."""
-        sources, targets = torch.from_numpy(copies).to(self.device).T
-        for kv in self._kv:  # all layers at once would need their blocks twice
-            kv[:, targets] = kv[:, sources]
+        return self.layers[layer](self.plan_of(layer), q, k, v, how)[0]

@@ -159,12 +159,9 @@ class PagedAttention:
     keys: torch.Tensor  # (blocks, kv_heads, block_size, head_dim)
     values: torch.Tensor  # the same; or the very keys, where one of both is kept
     body: AttentionBody
-    plan: Any = None  # what the body's `plan` gave, set before each step
 
     def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Scoring
+        self, plan: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Scoring
     ) -> torch.Tensor:
-        """Store the new keys and values, then attend, as `AttentionBody`."""
-        assert self.plan is not None, "no step is planned"
-        given = AttentionCall(query, key, value, self.keys, self.values, self.plan, how)
-        return self.body(given)
+        """Store the new keys and values, then attend, as `AttentionBody`, by a plan of it."""
+        return self.body(AttentionCall(query, key, value, self.keys, self.values, plan, how))
