@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
-from fminfer.compute.attention.kv_cache import StepAttention
+from fminfer.compute.attention.scoring import Scoring
 from fminfer.compute.layers.bodies import RotateBody
+
+
+class Attend(Protocol):
+    """Attention over the paged KV cache of all layers."""
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,  # (tokens, heads, head_dim)
+        key: torch.Tensor,  # (tokens, KV heads, head_dim)
+        value: torch.Tensor,
+        how: Scoring,
+    ) -> torch.Tensor:  # (kept tokens, heads, head_dim)
+        """Store the new keys and values of a layer, then attend."""
 
 
 @dataclass(slots=True)
@@ -15,7 +30,7 @@ class LayerStep:
     """What all layers of a step share."""
 
     positions: torch.Tensor  # (tokens,) int64
-    attend: StepAttention
+    attend: Attend
     kept: torch.Tensor | None = None  # (wanted,) int64: tokens the last layer returns; None: all
 
     _turns: dict[int, torch.Tensor] = field(default_factory=dict)

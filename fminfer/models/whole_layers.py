@@ -20,7 +20,7 @@ from fminfer.compute.attention.kernel_attention import (
     KernelRows,
     step_arguments,
 )
-from fminfer.compute.attention.kv_cache import KvCache
+from fminfer.compute.attention.kv_cache import KvCache, StepAttention
 from fminfer.compute.layers.bodies import GATES, PLAIN
 from fminfer.compute.linear.product_kernel import PackedProduct
 from fminfer.compute.registry import Registry
@@ -119,6 +119,7 @@ class WholeLayer(LayerOf):
         Raises:
             MemoryError, RuntimeError: there was none (`machine.out_of_memory`).
         """
+        assert isinstance(step.attend, StepAttention), "the paged cache"
         paged, rows = step.attend.layers[number], step.attend.plan_of(number)
         if not isinstance(rows, KernelRows):
             return self._parts(x, more, number, step)

@@ -143,14 +143,14 @@ def check_every_kind_of_row(
 
     def run(parts: list[tuple[int, int, int]]) -> None:  # (row, first token, last token)
         rows = Rows.of(*((a, b - a, tables[r]) for r, a, b in parts))
-        paged.plan = paged.body.plan(rows, block)
+        plan = paged.body.plan(rows, block)
         packed = [
             torch.cat([x[r][a:b] for r, a, b in parts]).to(device).transpose(0, 1)[None]
             for x in (q, k, v)
         ]
         there = [None if each is None else each.to(device) for each in (slopes, sinks)]
         how = Scoring(dim**-0.5, window, there[0], softcap, there[1])
-        out = paged(*packed, how)[0].cpu()
+        out = paged(plan, *packed, how)[0].cpu()
         first = 0
         for r, a, b in parts:
             seen = (x[r][:b].to(kept).float() for x in (k, v))
@@ -369,11 +369,11 @@ def check_rows_that_share(
     blocks, places = torch.tensor(sorted(used)).unbind(1)
     for cache in (paged.keys, paged.values):
         cache[blocks, :, places] = torch.randn(len(used), kv_heads, dim).to(device, kept)
-    paged.plan = paged.body.plan(Rows.of(*rows), block)
+    plan = paged.body.plan(Rows.of(*rows), block)
     if body == "compiled":
-        counts = sorted(run[1] for run in paged.plan.runs.tolist())
+        counts = sorted(run[1] for run in plan.runs.tolist())
         assert counts == [num_rows // 2, num_rows, num_rows + 1]
-    out = paged(query, new_keys, new_values, Scoring(dim**-0.5, **how))[0]
+    out = paged(plan, query, new_keys, new_values, Scoring(dim**-0.5, **how))[0]
     first = 0
     for position, tokens, table in rows:
         last = first + tokens
@@ -473,8 +473,8 @@ def test_a_nan_of_a_key_reaches_those_that_see_it_and_no_others(num_queries: int
             total = sum(lengths)
             q, k, v = (torch.randn(1, 1, total, DIM).abs() for _ in range(3))
             k[0, 0, num_queries // 2] = value
-            paged.plan = plan_rows(rows, BLOCK)
-            is_nan = paged(q, k, v, Scoring(1.0))[0, :, 0].isnan().all(-1)
+            plan = plan_rows(rows, BLOCK)
+            is_nan = paged(plan, q, k, v, Scoring(1.0))[0, :, 0].isnan().all(-1)
             expected = [num_queries // 2 <= i < num_queries for i in range(total)]
             assert is_nan.tolist() == expected
 
@@ -505,9 +505,9 @@ def check_odd_values(
     v[23] = odd
     table = list(range(num_blocks))[::-1]
     for a, b in ((0, 21), (21, 24), (24, 26), (26, 27), (27, 57), (57, 58), (58, 60)):
-        paged.plan = paged.body.plan(Rows.of((a, b - a, table)), block)
+        plan = paged.body.plan(Rows.of((a, b - a, table)), block)
         packed = [x[a:b].to(device).transpose(0, 1)[None] for x in (q, k, v)]
-        found = paged(*packed, Scoring(dim**-0.5, window))[0].float().cpu()
+        found = paged(plan, *packed, Scoring(dim**-0.5, window))[0].float().cpu()
         seen = (x[:b].to(kept).float() for x in (k, v))
         expected = plain(q[a:b].float(), *seen, window, None, None)
         assert torch.equal(found.isfinite(), expected.isfinite()), (a, b)
@@ -539,9 +539,9 @@ def test_a_value_that_is_no_number_among_rows_that_share(body: str) -> None:
     torch.nn.init.normal_(paged.values)
     paged.values[0, :, 5] = float("nan")
     rows = Rows.of(*((16 + i, 1, [0, 1, 2 + 2 * i, 3 + 2 * i]) for i in range(6)))
-    paged.plan = paged.body.plan(rows, BLOCK)
+    plan = paged.body.plan(rows, BLOCK)
     packed = [torch.randn(1, num, 6, DIM) for num in (HEADS, KV_HEADS, KV_HEADS)]
-    out = paged(*packed, Scoring(1.0, 14))[0]
+    out = paged(plan, *packed, Scoring(1.0, 14))[0]
     seen = [16 + i - 5 < 14 for i in range(6)]
     assert out.isnan().all((-1, -2)).tolist() == seen
     assert out.isnan().any(-1).any(-1).tolist() == seen
@@ -558,8 +558,8 @@ def test_a_nan_of_one_row_does_not_reach_another() -> None:
         paged = paged_layer(8, 32, 1, dim, dtype=torch.bfloat16, kernel=kernel)
         q, k, v = (torch.randn(1, 1, 41, dim).bfloat16() for _ in range(3))
         k[0, 0, :40] = float("nan")
-        paged.plan = plan_rows(Rows.of((0, 40, [0, 1]), (0, 1, [2])), 32)
-        out = paged(q, k, v, Scoring(1.0))[0, :, 0]
+        plan = plan_rows(Rows.of((0, 40, [0, 1]), (0, 1, [2])), 32)
+        out = paged(plan, q, k, v, Scoring(1.0))[0, :, 0]
     finally:
         torch.set_num_threads(before)
     assert out[:40].isnan().all() and not out[40].isnan().any()
@@ -593,9 +593,9 @@ def test_the_kernel_gets_only_what_fits_the_cache(
     """It would read and write past the tensors' ends."""
     kernel = compiled_kernel()
     paged = paged_layer(4, BLOCK, KV_HEADS, DIM, kernel=kernel)
-    paged.plan = plan_rows(Rows.of((0, 5, [1])), BLOCK)
+    plan = plan_rows(Rows.of((0, 5, [1])), BLOCK)
     with pytest.raises(AssertionError, match="keys of a step"):
-        paged(torch.zeros(query), torch.zeros(key), torch.zeros(key), Scoring(1.0))
+        paged(plan, torch.zeros(query), torch.zeros(key), torch.zeros(key), Scoring(1.0))
 
 
 def test_a_context_too_long_for_one_product_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
