@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import click
 
-from fminfer.cli.config_aliases import ALIASES, OLD_FLAGS, as_bool
+from fminfer.cli.config_aliases import ALIASES, OLD_FLAGS, as_bool, key_of
 from fminfer.cli.foreign_names import FLAGS
-from fminfer.cli.options.option_groups import Decorator, with_options
+from fminfer.cli.options.flags import flags_of as flags_of_command
 from fminfer.cli.options.value_types import Numbers
-from fminfer.cli.run_options import RUN_OPTIONS, SERVE_OPTIONS
 from fminfer.core.errors import UsageError
+from fminfer.core.options import Command
 
-TABLES: Mapping[str, list[Decorator]] = {"run": RUN_OPTIONS, "serve": SERVE_OPTIONS}
+TABLES: tuple[Command, ...] = ("run", "serve")  # of a file
 # One of these takes the place of the other, where it is told nearer to the command line.
-RIVALS = {
-    **{"model": "random_init", "model_argument": "random_init", "random_init": "model"},
-    "fp16": "dtype",
-}
+RIVALS = {"model": "random_init", "model_argument": "random_init", "random_init": "model"}
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,9 +39,9 @@ class Setting:
 
 
 @cache
-def flags_of(command: str) -> dict[str, Flag]:
+def flags_of(command: Command) -> dict[str, Flag]:
     """Return the flags of a command by their keys: the long names, with underscores."""
-    options = click.command()(with_options(TABLES[command])(_nothing)).params
+    options = click.command()(flags_of_command(command)(_nothing)).params
     found = {}
     for option in options:
         if not isinstance(option, click.Option) or option.hidden or not option.expose_value:
@@ -58,11 +55,6 @@ def flags_of(command: str) -> dict[str, Flag]:
 
 def _nothing(**_: Any) -> None:
     """Have options, and do nothing."""
-
-
-def key_of(name: str) -> str:
-    """Return a flag's or key's one spelling."""
-    return name.removeprefix("--").replace("-", "_")
 
 
 def known_flags() -> set[str]:

@@ -121,13 +121,14 @@ class Check:
         is_whole = len(checker.sample) == counts.num_right
         found = simulate(
             iter(checker.sample),
-            replace(self._config, is_only_run=is_whole),  # a part says nothing of the file's end
+            self._config,
             self._tokenizer,
             self._limits,
             sizes=self._plan.sizes,
             num_blocks=self._num_blocks,
             num_stages=self._plan.machine.num_stages,
             read_ahead=read_ahead,
+            is_only_run=is_whole,  # a part says nothing of the file's end
         )
         scale = 1.0
         if not is_whole and checker.num_sample_tokens:

@@ -26,12 +26,11 @@ from lm_eval.models.utils import has_bos_prefix
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from fminfer.core.config import EngineConfig
+from fminfer.core.config import EngineConfig, refuse_unknown
 from fminfer.core.errors import FminferError, UsageError
 from fminfer.integrations.lm_eval_chat import ChatRenderer
 from fminfer.integrations.lm_eval_generation import Generation, plan_generation
 from fminfer.runtime.engine_api import Engine
-from fminfer.runtime.engine_options import refuse_old_names
 
 
 def check_length(asked: int | None, context_length: int) -> int:
@@ -52,14 +51,8 @@ def check_options(options: dict[str, Any], own: list[str]) -> None:
         options: meant for the engine.
         own: names of the other options.
     """
-    refuse_old_names(options)
     known = {field.name for field in fields(EngineConfig)} - {"model", "device"}
-    unknown = sorted(options.keys() - known)
-    if unknown:
-        raise UsageError(
-            f"model_args holds {', '.join(unknown)}, which fminfer does not know; it knows "
-            f"{', '.join([*own, *sorted(known)])}"
-        )
+    refuse_unknown(options, [*own, *sorted(known)])
 
 
 def answer_all(

@@ -52,7 +52,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
     ranks = [
         RankPlan(
             part.stage,
-            config.engine_number,
+            machine.engine_number,
             part,
             shard=(0, 1),
             takes=expect_bytes(plan, part),

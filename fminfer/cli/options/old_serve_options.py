@@ -6,49 +6,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from fminfer.cli.options.option_groups import OLD, GroupedOption, in_group
+from fminfer.cli.options.flags import OLD_PREFIX, GroupedOption
 
-PREFIX = "old_"  # of the parameters' names; a command takes none of them
-SAME = {  # what is only called otherwise, and the parameter of today
-    "old_http_host": "host",
-    "old_http_port": "port",
-    "old_max_batchsize": "max_rows",
-    "old_max_batch_size": "max_rows",
-    "old_queue_size": "queue_size",
-    "old_tp": "world_size",
-}
 DEFAULT_SIZE = "560m"  # of a random model
-_option = in_group(OLD)
+_option = partial(click.option, cls=GroupedOption, group="Old command lines", hidden=True)
 
-
-def _old_option(flag: str, **kwargs: Any) -> Any:
-    name = PREFIX + flag.removeprefix("--")
-    return _option(flag, name, hidden=True, **kwargs)
-
-
-OLD_SERVE_OPTIONS = [
-    _option(
-        "--config_file",
-        "config",
-        hidden=True,
-        expose_value=False,  # as --config
-        help="The same as --config.",
-    ),
-    _old_option("--name", help="The same as --model-name; with --random_init, --tokenizer."),
-    _old_option("--tp", type=int, help="The same as --world-size."),
-    _old_option("--http_host", help="The same as --host."),
-    _old_option("--http_port", type=int, help="The same as --port."),
-    _old_option("--max_batchsize", type=int, help="The same as --max-rows."),
-    _old_option("--max_batch_size", type=int, help="The same as --max-rows."),
-    _old_option("--queue_size", type=int, help="The same as --queue-size."),
-    _old_option("--random_init", type=bool, help="True: --random-init."),
-    _old_option("--random_model_size", help="Of --random_init True."),
+_OPTIONS = [
+    _option("--config_file", "config", expose_value=False, help="The same as --config."),
+    _option("--name", "old_name", help="The same as --model-name, or as --tokenizer."),
+    _option("--tp", "old_tp", type=int, help="The same as --world-size."),
+    _option("--random_init", "old_random_init", type=bool, help="True: --random-init."),
+    _option("--random_model_size", "old_random_model_size", help="Of --random_init True."),
 ]
+
+
+def old_serve_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the old flags that mean more than a name of today."""
+    for each in _OPTIONS:
+        command = each(command)
+    return command
 
 
 def flag_of(ctx: click.Context, name: str) -> str:
@@ -63,12 +46,10 @@ def translate_old_flags(ctx: click.Context) -> list[str]:
     Raises:
         click.UsageError: an old and a new flag that contradict each other.
     """
-    names = [p.name for p in ctx.command.params if isinstance(p, GroupedOption) and p.name]
-    old = {name: ctx.params.pop(name) for name in names if name.startswith(PREFIX)}
+    old = {name: ctx.params.pop(name) for name in [*ctx.params] if name.startswith(OLD_PREFIX)}
     given = {name: value for name, value in old.items() if value is not None}
-    for name, target in SAME.items():
-        if name in given:
-            _set(ctx, target, given[name], flag_of(ctx, name))
+    if "old_tp" in given:
+        _set(ctx, "world_size", given["old_tp"], "--tp")
     notices = _choose_model(ctx, given)
     if given.get("old_tp", 1) > 1:
         notices.append(tell_of_tensor_parallel("--tp", given["old_tp"]))

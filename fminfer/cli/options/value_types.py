@@ -26,16 +26,9 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]
         except ValueError:
             self.fail(f"{value!r} is not whole numbers with commas between them", param, ctx)
 
-
-class PipelineMode(click.ParamType):  # type: ignore[type-arg]
-    """The old tool's name for one of its schedules."""
-
-    name = "pipe_…"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if not str(value).startswith("pipe_"):
-            self.fail(f"{value!r} does not begin with pipe_", param, ctx)
-        return str(value)
+    def written(self, value: tuple[int, ...]) -> str:
+        """Write a value as people type it."""
+        return ",".join(map(str, value))
 
 
 class DTypeName(click.Choice):  # type: ignore[type-arg]
@@ -76,7 +69,7 @@ class Words(click.types.StringParamType):
         return [word for part in rv.split(",") if (word := part.strip())]
 
 
-class WholeText(click.types.StringParamType):
+class WholeText(Words):
     """A text of an option that may be repeated; a variable holds one, with all its spaces."""
 
     def split_envvar_value(self, rv: str) -> list[str]:
@@ -96,6 +89,10 @@ class Duration(click.ParamType):  # type: ignore[type-arg]
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
+    def written(self, value: float) -> str:
+        """Write a value as people type it."""
+        return f"{value:g}"
+
 
 class ByteSize(click.ParamType):  # type: ignore[type-arg]
     """Bytes, with a letter for their unit."""
@@ -112,3 +109,8 @@ class ByteSize(click.ParamType):  # type: ignore[type-arg]
                 f"{value!r} is no size; give a number and K, M, G or T, as in 80G", param, ctx
             )
         return size
+
+    def written(self, value: int) -> str:
+        """Write a value as people type it: 16777216 is 16M."""
+        power = max(n for n in range(5) if value % 1024**n == 0)
+        return f"{value // 1024**power}{['', *'KMGT'][power]}"

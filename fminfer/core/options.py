@@ -1,0 +1,196 @@
+"""Options as fields of dataclasses: each is declared once, with all that is said of it.
+
+From these fields come the flags of the commands, the arguments of `fminfer.Engine`, keys of
+configuration files, FMINFER_ variables, what journals record, what ranks compare, and the reference
+in docs/running.md.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, reduce
+from operator import or_
+from os import PathLike
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from fminfer.core.errors import UsageError
+
+Group = Literal[  # titles of the help, in its order
+    "Input and output",
+    "Server",
+    "Jobs",
+    "Queue",
+    "Check",
+    "Bench",
+    "Requests",
+    "Model",
+    "Speed and memory",
+    "Kept answers",
+    "Ranks",
+    "Made-up requests and --prompt",
+    "Configuration",
+    "Old command lines",
+    "Help",
+]
+GROUPS: tuple[Group, ...] = get_args(Group)
+Command = Literal["run", "serve", "check", "bench", "submit", "split"]
+OF_ENGINE: tuple[Command, ...] = ("run", "serve", "check", "bench")
+FILE = "the path of a file"  # a place whose content counts
+# How a value is written on the command line.
+Seconds = Annotated[float, "duration"]
+Bytes = Annotated[int, "size"]
+Folder = Annotated[Path, "folder"]
+WholeTexts = Annotated[tuple[str, ...], "whole"]  # a variable holds one text, with its commas
+
+
+@dataclass(slots=True, frozen=True)
+class Option:
+    """What is said of an option."""
+
+    help: str
+    group: Group | Mapping[Command, Group] = "Help"
+    commands: tuple[Command, ...] = ()  # that have it as a flag
+    flags: tuple[str, ...] = ()  # (): one that follows from the name
+    metavar: str | None = None
+    least: int | None = None
+    is_range: bool = False  # click refuses what is below the least, and shows it
+    place: str = ""  # what may be given for one that says where something is
+    # "answers": kept answers depend on it. "requests": it shows in prepared requests, or decides
+    # whether they are answered. Journals record both, if the value is not the default.
+    alters: Literal["", "answers", "requests"] = ""
+    is_always_recorded: bool = False  # also the default; of options older than this rule
+    must_agree: bool = False  # all ranks must have the same value
+    # What it was called elsewhere, with the values that mean others today. Names with -- are flags;
+    # others are keys of configuration files. {}: the values are the same.
+    old: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    name: str = ""  # this and what follows are the field's
+    default: Any = None
+    hint: Any = None
+
+    @property
+    def all_flags(self) -> tuple[str, ...]:
+        """Return the flags: of --wait, `is_wait`, `wait_s` and --wait-size, `wait_bytes`."""
+        plain = self.name.removeprefix("is_").removesuffix("_s")
+        return self.flags or (f"--{plain.replace('_bytes', '_size').replace('_', '-')}",)
+
+    @property
+    def told(self) -> str:
+        """What messages and journals call it."""
+        if self.commands or self.flags:
+            return self.all_flags[0]
+        return f"the {self.name.replace('_', ' ')}"
+
+    @property
+    def old_flags(self) -> dict[str, Mapping[str, Any]]:
+        """Old flags that `fminfer` shows, with what their values mean."""
+        return {name: values for name, values in self.old.items() if values and name[0] == "-"}
+
+    def refuse(self, value: Any, called: str) -> None:
+        """Refuse what no such option may be.
+
+        Raises:
+            UsageError: the value is that.
+        """
+        kind = type(None) if value is None else get_origin(plain_hint(self.hint))
+        if self.least is not None and value is not None and value < self.least:
+            raise UsageError(f"{called} is {value}; it must be at least {self.least}")
+        if kind is Literal and value not in (allowed := get_args(plain_hint(self.hint))):
+            raise UsageError(f"{called} is {value!r}; it must be one of {', '.join(allowed)}")
+        if self.place and not isinstance(value, str | PathLike | None):
+            raise UsageError(f"{called} is of type {type(value).__name__}; give {self.place}")
+
+
+def option(default: Any, help: str, *, is_positional: bool = False, **facts: Any) -> Any:
+    """Return a field of a dataclass that is an option; `Option` has the facts."""
+    its = Option(help, **facts)
+    return field(default=default, kw_only=not is_positional, metadata={"option": its})
+
+
+def plain_hint(hint: Any) -> Any:
+    """Return a type without None and without what says how it is written."""
+    if get_origin(hint) is Annotated:
+        return plain_hint(get_args(hint)[0])
+    kinds = [kind for kind in get_args(hint) if kind is not type(None)]
+    return plain_hint(reduce(or_, kinds)) if type(None) in get_args(hint) else hint
+
+
+def options_of(table: type, *, is_own: bool = False) -> dict[str, Option]:
+    """Return the options of a dataclass by name.
+
+    Args:
+        is_own: those that it declares itself, and none of the dataclasses that it inherits.
+    """
+    return _options_of(table, is_own)
+
+
+@cache
+def _options_of(table: type, is_own: bool) -> dict[str, Option]:
+    hints = get_type_hints(table, include_extras=True)
+    return {
+        each.name: replace(
+            each.metadata["option"], name=each.name, default=each.default, hint=hints[each.name]
+        )
+        for each in fields(table)
+        if "option" in each.metadata and not (is_own and each.name not in table.__annotations__)
+    }
+
+
+class Options:
+    """A dataclass of options, which refuses values that cannot be.
+
+    A subclass checks what belongs together by `check`.
+    """
+
+    calls_flags: ClassVar[bool] = False  # messages call options by their flags
+
+    def __post_init__(self) -> None:
+        for name, each in options_of(type(self)).items():
+            each.refuse(getattr(self, name), each.told if self.calls_flags else name)
+        for table in type(self).__mro__:
+            if "check" in vars(table):
+                table.check(self)  # type: ignore[attr-defined]
+
+
+def list_options(table: type) -> str:
+    """Return a line for each option: its name, type, default and help."""
+    lines = []
+    for name, each in options_of(table).items():
+        kind = plain_hint(each.hint)
+        written = {field.name: field.type for field in fields(table)}[name]
+        values = " | ".join(map(repr, get_args(kind))) if get_origin(kind) is Literal else written
+        lines.append(f"{name}: {values} = {each.default!r}  {each.help}")
+    return "\n".join(lines)
+
+
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+def shows_options(table: type, *, without: str) -> Callable[[Init], Init]:
+    """Have `help` list the options of an `__init__`, with their types, defaults and meanings.
+
+    Args:
+        without: one that it has as an argument of its own.
+    """
+
+    def show(init: Init) -> Init:
+        signature = inspect.signature(init)
+        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        options = [
+            inspect.Parameter(
+                each.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=each.default,
+                annotation=each.type,
+            )
+            for each in fields(table)
+            if each.name != without
+        ]
+        shown: Any = init
+        shown.__doc__ = f"Load the model. The options:\n\n{list_options(table)}\n"
+        shown.__signature__ = signature.replace(parameters=[*own, *options])
+        return init
+
+    return show
