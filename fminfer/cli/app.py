@@ -22,12 +22,7 @@ from fminfer.cli.foreign_names import say_of_command, say_of_option
 from fminfer.cli.options.flags import flags_of, take
 from fminfer.cli.options.option_table import BenchOptions
 from fminfer.cli.options.value_types import PathOrUrl
-from fminfer.cli.process_start import (
-    elapsed_s,
-    importing_engine,
-    start_children,
-    start_kernels,
-)
+from fminfer.cli.process_start import elapsed_s, importing_engine, start_children, start_kernels
 from fminfer.cli.report_command import report
 from fminfer.cli.serve_command import serve, service
 from fminfer.cli.serve_part_command import serve_part

@@ -37,9 +37,7 @@ class SubmitOptions(Options):
     """Which jobs are made, and how they wait in the queue."""
 
     infer_data: tuple[Path, ...] = _job(
-        (),
-        "A folder of input files, or a file. May be repeated.",
-        group="Input and output",
+        (), "A folder of input files, or a file. May be repeated.", group="Input and output"
     )
     scheduler: Literal["lsf", "slurm"] | None = _job(None, "bsub or sbatch.")
     mode: Literal["each", "array", "ranks"] = _job(

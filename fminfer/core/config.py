@@ -119,9 +119,7 @@ class ModelOptions(Options):
         is_always_recorded=True,
     )
     model_type: str | None = _model(
-        None,
-        "Checked against the model's config (opt, bloom, gptj, …).",
-        group="Old command lines",
+        None, "Checked against the model's config (opt, bloom, gptj, …).", group="Old command lines"
     )
 
     @property
@@ -256,9 +254,7 @@ class GroupSizes(Options):
     """Over how many processes a run is spread."""
 
     world_size: int | None = _rank(
-        None,
-        "Number of ranks: processes that share the model's layers.  [default: 1]",
-        least=1,
+        None, "Number of ranks: processes that share the model's layers.  [default: 1]", least=1
     )
     data_group_size: int = _rank(
         1, "Number of pipelines, each with the whole model. They share one input.", least=1

@@ -39,8 +39,7 @@ class Hyperparameters(Options):
         is_range=True,
     )
     temperature: float | None = _option(
-        None,
-        "A request's temperature. Made-up ones and --prompt take 0 if it is left out.",
+        None, "A request's temperature. Made-up ones and --prompt take 0 if it is left out."
     )
     top_p: float | None = _option(None, "A request's top_p.")
     top_k: int | None = _option(None, "A request's top_k.")

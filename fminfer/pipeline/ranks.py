@@ -57,9 +57,7 @@ class RankConfig(GroupSizes):
         metavar="HOST:PORT|FOLDER",
     )
     dist_url: str | None = _option(
-        None,
-        "Where rank 0 listens for ranks that are started apart.",
-        metavar="tcp://HOST:PORT",
+        None, "Where rank 0 listens for ranks that are started apart.", metavar="tcp://HOST:PORT"
     )
     join_timeout_s: float = _option(300.0, "Seconds that a rank may take to join.")
     rank_timeout_s: float = _option(30.0, "Seconds that a rank may be silent before the run ends.")

@@ -14,13 +14,13 @@ import fminfer
 from fminfer.cli.app import main
 from fminfer.cli.config_file import find_settings
 from fminfer.cli.foreign_names import COMMANDS, FLAGS
-from fminfer.cli.options.option_groups import HELP, IN_ORDER, GroupedCommand, GroupedOption
+from fminfer.cli.options.flags import GroupedCommand, GroupedOption
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.pipeline.ranks import RankConfig
 from fminfer.plan.opening import open_model
 from fminfer.plan.planning import plan_ahead
-from fminfer.runtime.engine_options import make_config
+from fminfer.core.config import make_config
 from fminfer.server.settings import ServerSettings
 
 GROUPED = {name: each for name, each in main.commands.items() if isinstance(each, GroupedCommand)}

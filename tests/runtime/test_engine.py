@@ -28,7 +28,7 @@ from fminfer.machine.device import why_slow
 from fminfer.models.layer_source import open_weights
 from fminfer.pipeline.local import LocalPipeline
 from fminfer.plan.opening import open_model
-from fminfer.runtime.engine_options import EngineOptions, make_config
+from fminfer.core.config import make_config
 from fminfer.text.encoded_prompt import EncodedPrompt
 
 Options = dict[str, Any]
