@@ -19,7 +19,7 @@ from fminfer.cli.ending import Ending, tell
 from fminfer.cli.exit_status import EXIT_SOME_ERRORS, EXIT_USAGE
 from fminfer.cli.families_command import families
 from fminfer.cli.foreign_names import say_of_command, say_of_option
-from fminfer.cli.options.flags import flags_of, take
+from fminfer.cli.options.flags import flags_of
 from fminfer.cli.options.option_table import BenchOptions
 from fminfer.cli.options.value_types import PathOrUrl
 from fminfer.cli.process_start import elapsed_s, importing_engine, start_children, start_kernels
@@ -32,6 +32,7 @@ from fminfer.cli.submit_command import submit
 from fminfer.cluster.job_names import infer_data_of
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, UsageError
+from fminfer.core.options import take
 from fminfer.core.version import __version__
 from fminfer.estimate.cost_model import COSTS
 from fminfer.files.cache_place import KeptAnswers

@@ -13,11 +13,12 @@ import click
 
 from fminfer.cli.config_file import ConfiguredCommand, tell_notices
 from fminfer.cli.exit_status import EXIT_FAILED, EXIT_SOME_ERRORS
-from fminfer.cli.options.flags import flags_of, take
+from fminfer.cli.options.flags import flags_of
 from fminfer.cli.options.option_table import MAX_TOLD, CheckOptions
 from fminfer.cli.options.value_types import PathOrUrl
 from fminfer.core.config import EngineConfig, GroupSizes
 from fminfer.core.errors import UsageError
+from fminfer.core.options import take
 from fminfer.files.input_folders import describe_empty, describe_left_out, find_inputs
 from fminfer.files.storage import Location, RemoteFolders, default_work_dir
 from fminfer.job.run_paths import JobOptions, refuse_other_models

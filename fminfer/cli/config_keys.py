@@ -13,7 +13,7 @@ import click
 from fminfer.cli.config_aliases import ALIASES, OLD_FLAGS, as_bool, key_of
 from fminfer.cli.foreign_names import FLAGS
 from fminfer.cli.options.flags import flags_of as flags_of_command
-from fminfer.cli.options.value_types import Numbers
+from fminfer.cli.options.value_types import NUMBERS
 from fminfer.core.errors import UsageError
 from fminfer.core.options import Command
 
@@ -86,7 +86,7 @@ def setting_of(flag: Flag, value: object, origin: str, *, is_variable: bool = Fa
     """
     option = flag.option
     if isinstance(value, list):
-        if not option.multiple and not isinstance(option.type, Numbers):
+        if not option.multiple and option.type is not NUMBERS:
             raise UsageError(f"{origin} is a list; give one value")
         texts = [_text(each, origin) for each in value]
         return Setting(texts if option.multiple else ",".join(texts), origin)

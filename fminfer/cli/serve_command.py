@@ -11,11 +11,12 @@ from click.core import ParameterSource
 
 from fminfer.cli.config_file import NOTICES, ConfiguredCommand, tell_notices
 from fminfer.cli.ending import Ending
-from fminfer.cli.options.flags import flags_of, take
+from fminfer.cli.options.flags import flags_of
 from fminfer.cli.options.old_serve_options import old_serve_options, translate_old_flags
 from fminfer.cli.process_start import elapsed_s, importing_engine, start_children
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
+from fminfer.core.options import take
 from fminfer.machine.stopper import Stopper
 from fminfer.pipeline.ranks import RankConfig
 from fminfer.runtime.launch.role import Role, find_role

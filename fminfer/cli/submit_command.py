@@ -13,12 +13,13 @@ import click
 
 from fminfer.cli.config_file import ConfiguredCommand
 from fminfer.cli.exit_status import EXIT_STOPPED
-from fminfer.cli.options.flags import GroupedCommand, flags_of, take
+from fminfer.cli.options.flags import GroupedCommand, flags_of
 from fminfer.cluster.job_names import parts_of
 from fminfer.cluster.resources import SubmitOptions, check_shared_files, job_values, parse_flags
 from fminfer.cluster.slurm_and_lsf import SCHEDULERS
 from fminfer.core.config import ModelOptions
 from fminfer.core.errors import UsageError
+from fminfer.core.options import take
 from fminfer.core.quantities import counted
 from fminfer.files.input_folders import describe_left_out, find_inputs
 from fminfer.files.output_paths import plan_outputs

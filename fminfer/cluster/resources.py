@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ import click
 from fminfer.cluster.slurm_and_lsf import Scheduler, format_duration
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
-from fminfer.core.options import Options, Seconds, option
+from fminfer.core.options import Options, Seconds, ShownAmount, ShownCount, option, take
 from fminfer.files.output_paths import STDOUT
 from fminfer.machine.stopper import check_times
 from fminfer.models.beside import refuse_what_is_beside
@@ -53,17 +53,11 @@ class SubmitOptions(Options):
     queue: str | None = _job(
         None, "LSF's queue or Slurm's partition.", flags=("--queue", "--partition")
     )
-    gpus: int | None = _job(
-        None,
-        "GPUs of a job, with a rank of the model on each.  [default: none]",
-        least=1,
-        is_range=True,
+    gpus: ShownCount | None = _job(
+        None, "GPUs of a job, with a rank of the model on each.  [default: none]"
     )
-    nodes: int = _job(
-        1,
-        "With --mode ranks: number of machines. Ranks and GPUs are spread evenly over them.",
-        least=1,
-        is_range=True,
+    nodes: ShownCount = _job(
+        1, "With --mode ranks: number of machines. Ranks and GPUs are spread evenly over them."
     )
     launcher: str | None = _job(
         None,
@@ -85,24 +79,16 @@ class SubmitOptions(Options):
         "Part of the jobs' names. By it, submit finds its own jobs in the queue.  [default: the "
         "last part of the model's]",
     )
-    max_queued: int = _queue(
+    max_queued: ShownCount = _queue(
         300,
         "Most jobs of this name in the queue, waiting or running. Each task of an array counts. "
         "submit waits for room.",
-        least=1,
-        is_range=True,
     )
-    max_running: int | None = _queue(
-        None,
-        "With --mode array: most tasks of an array that run at once.  [default: no limit]",
-        least=1,
-        is_range=True,
+    max_running: ShownCount | None = _queue(
+        None, "With --mode array: most tasks of an array that run at once.  [default: no limit]"
     )
-    max_requeues: int = _queue(
-        20,
-        "How often a job that runs out of time goes back into the queue by itself.",
-        least=0,
-        is_range=True,
+    max_requeues: ShownAmount = _queue(
+        20, "How often a job that runs out of time goes back into the queue by itself."
     )
     dry_run: bool = _queue(False, "Print what would be sent, and send nothing.")
     job_name: str | None = _job(
@@ -159,10 +145,8 @@ def parse_flags(
         raise UsageError("--output - would end in a job's log; give a folder")
     if flags["rank"] is not None or flags["dist_url"] is not None:
         raise UsageError("--rank and --dist-url are for ranks started by hand; see --mode ranks")
-    given = {field.name: flags[field.name] for field in fields(RankConfig)}
-    ranks = RankConfig(**given | {"world_size": count_ranks(flags, gpus)})
-    engine = {f.name: flags[f.name] for f in fields(EngineConfig) if f.name in flags}
-    config = EngineConfig(**engine)
+    told = {**flags, "world_size": count_ranks(flags, gpus)}
+    ranks, config = take(RankConfig, told), take(EngineConfig, told)
     check_model_path(config)
     check_split(config, ranks.num_stages)
     return flags

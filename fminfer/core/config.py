@@ -11,7 +11,18 @@ from typing import Any, Literal
 from typing_extensions import Self
 
 from fminfer.core.errors import UsageError
-from fminfer.core.options import FILE, OF_ENGINE, Options, list_options, option, options_of
+from fminfer.core.options import (
+    OF_ENGINE,
+    Amount,
+    ConfigPlace,
+    Count,
+    ModelPlace,
+    Options,
+    TextFile,
+    list_options,
+    option,
+    options_of,
+)
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 TokenFormat = Literal["auto", "vocab", "text"]
@@ -54,42 +65,39 @@ _model = partial(option, group="Model", commands=OF_ENGINE)
 _speed = partial(option, group="Speed and memory", commands=OF_ENGINE)
 _rank = partial(option, group="Ranks", commands=("run", "serve", "check"))
 _request = partial(option, group="Requests", commands=("run", "serve", "check"))
+_recorded = partial(_request, alters="requests", is_always_recorded=True)
 
 
 @dataclass(frozen=True)
 class ModelOptions(Options):
     """Which model answers, and how much of it."""
 
-    model: str | None = _model(
+    model: ModelPlace | None = _model(
         None,
         "A local folder, a Hugging Face hub id, or demo: the small model of the package.  "
         "[default: demo; a run then refuses lines that name another model]",
         flags=("--model-name", "--model"),
-        place="a path or hub id",
         is_positional=True,
         old={"checkpoint": {}},
     )
-    random_init: str | None = _model(
+    random_init: ConfigPlace | None = _model(
         None,
         "Random weights, for benchmarks, in the shape of a config.json, a hub id's, or a known "
         "size (llama-160m, bloom-176b, …).",
         metavar="CONFIG_OR_SIZE",
-        place="a path, hub id or size",
         is_positional=True,
     )
-    tokenizer: str | None = _model(
+    tokenizer: ModelPlace | None = _model(
         None,
         "A tokenizer from elsewhere: a local folder or hub id.  [default: the model's own]",
         metavar="FOLDER_OR_ID",
-        place="a path or hub id",
         old={"tokenizer_path": {}},
     )
-    model_config: str | None = _model(
+    model_config: ConfigPlace | None = _model(
         None,
         "A config from elsewhere: a config.json, its folder, a hub id or a known size.  "
         "[default: the model's own]",
         metavar="CONFIG_OR_SIZE",
-        place="a path, hub id or size",
     )
     revision: str | None = _model(
         None, "Branch, tag or commit of a hub model.  [default: its main branch]"
@@ -99,24 +107,18 @@ class ModelOptions(Options):
         "Answer with the model alone where a LoRA adapter lies beside it. Otherwise such a folder "
         "is refused: adapters are not applied.",
     )
-    max_model_len: int | None = _model(
+    max_model_len: Count | None = _model(
         None,
         "Most tokens of a prompt and its completion together.  [default: the model's context]",
-        least=1,
         alters="requests",
     )
-    max_layers: int | None = _model(
-        None,
-        "Use only the model's first N layers.",
-        least=1,
-        alters="answers",
-        is_always_recorded=True,
+    max_layers: Count | None = _model(
+        None, "Use only the model's first N layers.", alters="answers", is_always_recorded=True
     )
-    skip_tokenizer_init: bool = _request(
+    skip_tokenizer_init: bool = _recorded(
         False,
         "Load no tokenizer. Prompts must be token ids, and answers hold token ids.",
         alters="answers",
-        is_always_recorded=True,
     )
     model_type: str | None = _model(
         None, "Checked against the model's config (opt, bloom, gptj, …).", group="Old command lines"
@@ -171,11 +173,10 @@ class ComputeOptions(Options):
         "require: fail, with the reason, where auto would fall back.",
         old={"--attention": {"auto": "auto", "eager": "off", "compiled": "require"}},
     )
-    threads: int | None = _speed(
+    threads: Count | None = _speed(
         None,
         "Number of computing threads in each rank.  [default: OMP_NUM_THREADS, or the cores that "
         "this process may use, shared by the ranks of the machine]",
-        least=1,
     )
     cuda_ids: tuple[int, ...] = _rank(
         (),
@@ -196,35 +197,32 @@ class MemoryOptions(Options):
         "in a GPU beside weights, a step's work and 1.5 GiB]",
         must_agree=True,
     )
-    block_size: int = option(BLOCK_SIZE, "Tokens of a KV block.", least=1, must_agree=True)
-    chunk_size: int | None = _speed(
+    block_size: Count = option(BLOCK_SIZE, "Tokens of a KV block.", must_agree=True)
+    chunk_size: Count | None = _speed(
         None,
         f"Most tokens of one step.  [default: {ON_CPU.chunk_size}; on a GPU {ON_GPU.chunk_size}, "
         "divided among the ranks of a pipeline]",
-        least=1,
     )
-    max_rows: int | None = _speed(
+    max_rows: Count | None = _speed(
         None,
         "Most sequences that run at once.  "
         f"[default: {ON_CPU.max_rows}; on a GPU {ON_GPU.max_rows}]",
-        least=1,
         must_agree=True,
         old={"--max_batchsize": {}, "--max_batch_size": {}, "executor_max_batch_size": {}},
     )
-    micro_batches: int | None = _speed(
-        None, "Steps in flight.  [default: one more than there are ranks]", least=1
+    micro_batches: Count | None = _speed(
+        None, "Steps in flight.  [default: one more than there are ranks]"
     )
     prefix_cache: bool = _speed(
         True, "Compute once the prefixes that prompts share, and equal greedy requests."
     )
-    max_steps: int | None = option(
+    max_steps: Count | None = option(
         None,
         "Batches of made-up requests, 5 if left out. With input: stop after this many "
         "micro-batches, with exit status 1 if rows are left.  [default: no limit]",
         group="Made-up requests and --prompt",
         commands=("run",),
         flags=("--num-iters",),
-        least=1,
     )
 
     def step_sizes(self, device_type: str, num_stages: int) -> StepSizes:
@@ -253,14 +251,14 @@ class MemoryOptions(Options):
 class GroupSizes(Options):
     """Over how many processes a run is spread."""
 
-    world_size: int | None = _rank(
-        None, "Number of ranks: processes that share the model's layers.  [default: 1]", least=1
+    world_size: Count | None = _rank(
+        None, "Number of ranks: processes that share the model's layers.  [default: 1]"
     )
-    data_group_size: int = _rank(
-        1, "Number of pipelines, each with the whole model. They share one input.", least=1
+    data_group_size: Count = _rank(
+        1, "Number of pipelines, each with the whole model. They share one input."
     )
-    pipeline_group_size: int | None = _rank(
-        None, "Stages of the pipeline.  [default: the world's size]", least=1
+    pipeline_group_size: Count | None = _rank(
+        None, "Stages of the pipeline.  [default: the world's size]"
     )
 
     @property
@@ -293,10 +291,8 @@ class GroupSizes(Options):
 class RankOptions(GroupSizes):
     """How the model's layers are spread over processes."""
 
-    num_layers: int | None = _rank(
-        None,
-        "Layers of each rank; the last one may have fewer.  [default: balanced by cost]",
-        least=1,
+    num_layers: Count | None = _rank(
+        None, "Layers of each rank; the last one may have fewer.  [default: balanced by cost]"
     )
     stage_layers: tuple[int, ...] | None = _rank(None, "Layers of each rank: 9,9,8.")
 
@@ -305,69 +301,49 @@ class RankOptions(GroupSizes):
 class RequestOptions(Options):
     """What requests may ask for, and what they mean."""
 
-    seed: int = _request(
+    seed: int = _recorded(
         1,
         "Seed of requests without one of their own, and of random weights. A server draws such "
         "requests by chance.",
         commands=OF_ENGINE,
-        alters="requests",
-        is_always_recorded=True,
         must_agree=True,
     )
-    max_logprobs: int = _request(
-        100,
-        "Largest logprobs that a request may ask for.",
-        least=0,
-        alters="requests",
-        is_always_recorded=True,
-    )
-    on_too_long: OnTooLong = _request(
+    max_logprobs: Amount = _recorded(100, "Largest logprobs that a request may ask for.")
+    on_too_long: OnTooLong = _recorded(
         "error",
         "What to do with a prompt that leaves no room for max_tokens: refuse it, or cut its left "
         "or right end, with a warning.",
-        alters="requests",
-        is_always_recorded=True,
     )
-    token_format: TokenFormat = _request(
+    token_format: TokenFormat = _recorded(
         "auto",
         "Spelling of logprobs.tokens: vocabulary pieces, or text. auto: text for Batch lines.",
         alters="answers",
-        is_always_recorded=True,
     )
-    chat_template: str | None = _request(
+    chat_template: TextFile | None = _request(
         None,
         "A Jinja template of chat messages.  [default: the model's own]",
         metavar="FILE",
-        place=FILE,
         alters="requests",
     )
-    tool_call_parser: ToolCallParser = _request(
+    tool_call_parser: ToolCallParser = _recorded(
         "auto",
         "Form in which the model writes tool calls. auto: by its chat template. none: calls stay "
         "text.",
-        alters="requests",
-        is_always_recorded=True,
     )
-    generation_config: GenerationDefaults = _request(
+    generation_config: GenerationDefaults = _recorded(
         "openai",
         "Defaults of sampling parameters: those of the OpenAI API, or the model's own from "
         "generation_config.json.",
-        alters="requests",
-        is_always_recorded=True,
     )
-    strict: bool = _request(
+    strict: bool = _recorded(
         False,
         "Refuse requests with unknown parameters, best_of below n and the like. Otherwise they are "
         "answered with a warning.",
-        alters="requests",
-        is_always_recorded=True,
     )
-    check_model: bool = _request(
+    check_model: bool = _recorded(
         False,
         "Refuse requests whose model or engine is neither --model-name nor its last part (a server "
         "with status 404). A run without --model-name always does so.",
-        alters="requests",
-        is_always_recorded=True,
     )
     request_args: dict[str, Any] | None = option(
         None,

@@ -18,30 +18,41 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_ori
 
 from fminfer.core.errors import UsageError
 
-Group = Literal[  # titles of the help, in its order
-    "Input and output",
-    "Server",
-    "Jobs",
-    "Queue",
-    "Check",
-    "Bench",
-    "Requests",
-    "Model",
-    "Speed and memory",
-    "Kept answers",
-    "Ranks",
-    "Made-up requests and --prompt",
-    "Configuration",
-    "Old command lines",
-    "Help",
-]
-GROUPS: tuple[Group, ...] = get_args(Group)
+GROUPS = (  # titles of the help, in its order
+    *("Input and output", "Server", "Jobs", "Queue", "Check", "Bench", "Requests", "Model"),
+    *("Speed and memory", "Kept answers", "Ranks", "Made-up requests and --prompt"),
+    *("Configuration", "Old command lines", "Help"),
+)
 Command = Literal["run", "serve", "check", "bench", "submit", "split"]
 OF_ENGINE: tuple[Command, ...] = ("run", "serve", "check", "bench")
-FILE = "the path of a file"  # a place whose content counts
-# How a value is written on the command line.
+
+
+@dataclass(slots=True, frozen=True)
+class Least:
+    """The least value of a number; if it is shown, the command line refuses others itself."""
+
+    number: int
+    is_shown: bool = False
+
+
+@dataclass(slots=True, frozen=True)
+class Place:
+    """What may be given where something is looked for."""
+
+    told: str
+
+
+# Types that say more than Python's: limits, and how a value is written on the command line.
+Count = Annotated[int, Least(1)]
+Amount = Annotated[int, Least(0)]
+ShownCount = Annotated[int, Least(1, True)]
+ShownAmount = Annotated[int, Least(0, True)]
+ModelPlace = Annotated[str, Place("a path or hub id")]
+ConfigPlace = Annotated[str, Place("a path, hub id or size")]
+FILE = Place("the path of a file")  # whose content counts
+TextFile = Annotated[str, FILE]
 Seconds = Annotated[float, "duration"]
-Bytes = Annotated[int, "size"]
+Bytes = Annotated[int, "size", Least(1)]
 Folder = Annotated[Path, "folder"]
 WholeTexts = Annotated[tuple[str, ...], "whole"]  # a variable holds one text, with its commas
 
@@ -51,18 +62,16 @@ class Option:
     """What is said of an option."""
 
     help: str
-    group: Group | Mapping[Command, Group] = "Help"
+    group: str | Mapping[Command, str] = "Help"
     commands: tuple[Command, ...] = ()  # that have it as a flag
     flags: tuple[str, ...] = ()  # (): one that follows from the name
     metavar: str | None = None
-    least: int | None = None
-    is_range: bool = False  # click refuses what is below the least, and shows it
-    place: str = ""  # what may be given for one that says where something is
     # "answers": kept answers depend on it. "requests": it shows in prepared requests, or decides
     # whether they are answered. Journals record both, if the value is not the default.
     alters: Literal["", "answers", "requests"] = ""
     is_always_recorded: bool = False  # also the default; of options older than this rule
     must_agree: bool = False  # all ranks must have the same value
+    sets: str = ""  # a field of requests
     # What it was called elsewhere, with the values that mean others today. Names with -- are flags;
     # others are keys of configuration files. {}: the values are the same.
     old: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -84,6 +93,14 @@ class Option:
         return f"the {self.name.replace('_', ' ')}"
 
     @property
+    def type_name(self) -> str:
+        """The type as Python writes it, a closed set as its values."""
+        kind = plain_hint(self.hint)
+        name = getattr(kind, "__name__", "") if not get_args(kind) else str(kind)
+        name = " | ".join(map(repr, get_args(kind))) if get_origin(kind) is Literal else name
+        return f"{name} | None" if type(None) in get_args(self.hint) else name
+
+    @property
     def old_flags(self) -> dict[str, Mapping[str, Any]]:
         """Old flags that `fminfer` shows, with what their values mean."""
         return {name: values for name, values in self.old.items() if values and name[0] == "-"}
@@ -94,13 +111,16 @@ class Option:
         Raises:
             UsageError: the value is that.
         """
-        kind = type(None) if value is None else get_origin(plain_hint(self.hint))
-        if self.least is not None and value is not None and value < self.least:
-            raise UsageError(f"{called} is {value}; it must be at least {self.least}")
-        if kind is Literal and value not in (allowed := get_args(plain_hint(self.hint))):
+        if value is None:
+            return
+        kind, marks = plain_hint(self.hint), marks_of(self.hint)
+        if get_origin(kind) is Literal and value not in (allowed := get_args(kind)):
             raise UsageError(f"{called} is {value!r}; it must be one of {', '.join(allowed)}")
-        if self.place and not isinstance(value, str | PathLike | None):
-            raise UsageError(f"{called} is of type {type(value).__name__}; give {self.place}")
+        for mark in marks:
+            if isinstance(mark, Least) and value < mark.number:
+                raise UsageError(f"{called} is {value}; it must be at least {mark.number}")
+            if isinstance(mark, Place) and not isinstance(value, str | PathLike):
+                raise UsageError(f"{called} is of type {type(value).__name__}; give {mark.told}")
 
 
 def option(default: Any, help: str, *, is_positional: bool = False, **facts: Any) -> Any:
@@ -115,6 +135,14 @@ def plain_hint(hint: Any) -> Any:
         return plain_hint(get_args(hint)[0])
     kinds = [kind for kind in get_args(hint) if kind is not type(None)]
     return plain_hint(reduce(or_, kinds)) if type(None) in get_args(hint) else hint
+
+
+def marks_of(hint: Any) -> list[Any]:
+    """Return what a type says more than Python's."""
+    return [
+        *(hint.__metadata__ if get_origin(hint) is Annotated else ()),
+        *(mark for each in get_args(hint) for mark in marks_of(each)),
+    ]
 
 
 def options_of(table: type, *, is_own: bool = False) -> dict[str, Option]:
@@ -138,6 +166,18 @@ def _options_of(table: type, is_own: bool) -> dict[str, Option]:
     }
 
 
+Table = TypeVar("Table")
+
+
+def take(table: type[Table], params: dict[str, Any]) -> Table:
+    """Take a dataclass's options out of a command's parameters.
+
+    Raises:
+        UsageError: values that cannot be.
+    """
+    return table(**{name: params.pop(name) for name in options_of(table) if name in params})
+
+
 class Options:
     """A dataclass of options, which refuses values that cannot be.
 
@@ -156,13 +196,10 @@ class Options:
 
 def list_options(table: type) -> str:
     """Return a line for each option: its name, type, default and help."""
-    lines = []
-    for name, each in options_of(table).items():
-        kind = plain_hint(each.hint)
-        written = {field.name: field.type for field in fields(table)}[name]
-        values = " | ".join(map(repr, get_args(kind))) if get_origin(kind) is Literal else written
-        lines.append(f"{name}: {values} = {each.default!r}  {each.help}")
-    return "\n".join(lines)
+    return "\n".join(
+        f"{name}: {each.type_name} = {each.default!r}  {each.help}"
+        for name, each in options_of(table).items()
+    )
 
 
 Init = TypeVar("Init", bound=Callable[..., None])
@@ -180,13 +217,13 @@ def shows_options(table: type, *, without: str) -> Callable[[Init], Init]:
         own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
         options = [
             inspect.Parameter(
-                each.name,
+                name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=each.default,
-                annotation=each.type,
+                annotation=each.type_name,
             )
-            for each in fields(table)
-            if each.name != without
+            for name, each in options_of(table).items()
+            if name != without
         ]
         shown: Any = init
         shown.__doc__ = f"Load the model. The options:\n\n{list_options(table)}\n"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from fminfer.core.options import Options, WholeTexts, option, options_of
+from fminfer.core.options import Option, Options, ShownCount, WholeTexts, option, options_of
 
 _option = partial(option, group="Made-up requests and --prompt", commands=("run",))
 
@@ -20,47 +20,38 @@ class Hyperparameters(Options):
         "With input: the hyperparameters that follow replace each line's own.",
         flags=("--overwrite-request-args",),
     )
-    input_seq_length: int | None = _option(
-        None,
-        "Without input: make prompts up, each of this many random tokens.  [default: 128]",
-        least=1,
-        is_range=True,
+    input_seq_length: ShownCount | None = _option(
+        None, "Without input: make prompts up, each of this many random tokens.  [default: 128]"
     )
-    batch_size: int | None = _option(
-        None,
-        "Without input: number of made-up requests that run at once.  [default: 8]",
-        least=1,
-        is_range=True,
+    batch_size: ShownCount | None = _option(
+        None, "Without input: number of made-up requests that run at once.  [default: 8]"
     )
-    generate_seq_length: int | None = _option(
+    generate_seq_length: ShownCount | None = _option(
         None,
         "max_tokens of made-up requests; no end token ends them earlier.  [default: 32]",
-        least=1,
-        is_range=True,
+        sets="max_tokens",
     )
     temperature: float | None = _option(
-        None, "A request's temperature. Made-up ones and --prompt take 0 if it is left out."
+        None,
+        "A request's temperature. Made-up ones and --prompt take 0 if it is left out.",
+        sets="temperature",
     )
-    top_p: float | None = _option(None, "A request's top_p.")
-    top_k: int | None = _option(None, "A request's top_k.")
-    num_completions: int | None = _option(None, "A request's n.")
+    top_p: float | None = _option(None, "A request's top_p.", sets="top_p")
+    top_k: int | None = _option(None, "A request's top_k.", sets="top_k")
+    num_completions: int | None = _option(None, "A request's n.", sets="n")
     best_of: int | None = _option(
-        None, "A request's best_of: candidates to draw, of which the best n are returned."
+        None,
+        "A request's best_of: candidates to draw, of which the best n are returned.",
+        sets="best_of",
     )
-    stop: WholeTexts = _option((), "A request's stop. May be repeated.")
-    echo_prompt: bool = _option(False, "A request's echo.")
-    top_k_per_token: int | None = _option(None, "A request's logprobs.")
+    stop: WholeTexts = _option((), "A request's stop. May be repeated.", sets="stop")
+    echo_prompt: bool = _option(False, "A request's echo.", sets="echo")
+    top_k_per_token: int | None = _option(None, "A request's logprobs.", sets="logprobs")
 
     @property
     def flags(self) -> list[str]:
-        """Return the flags that are given; 0 is given, and equals False."""
-        return [
-            each.told
-            for name, each in options_of(type(self)).items()
-            if name != "is_overwriting"
-            and getattr(self, name) not in (None, ())
-            and getattr(self, name) is not False
-        ]
+        """Return the flags that are given and say something of requests."""
+        return [each.told for name, each in self._given.items() if name != "is_overwriting"]
 
     @property
     def flags_of_no_line(self) -> list[str]:
@@ -70,15 +61,17 @@ class Hyperparameters(Options):
     @property
     def request_fields(self) -> dict[str, Any]:
         """Return the fields of a request that the given flags name."""
-        named = {
-            "max_tokens": self.generate_seq_length,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "n": self.num_completions,
-            "best_of": self.best_of,
-            "stop": [*self.stop] or None,
-            "echo": self.echo_prompt or None,
-            "logprobs": self.top_k_per_token,
+        return {
+            each.sets: [*value] if isinstance(value := getattr(self, name), tuple) else value
+            for name, each in self._given.items()
+            if each.sets
         }
-        return {name: value for name, value in named.items() if value is not None}
+
+    @property
+    def _given(self) -> dict[str, Option]:
+        """Return the options that are given; 0 is given, and equals False."""
+        return {
+            name: each
+            for name, each in options_of(type(self)).items()
+            if getattr(self, name) not in (None, ()) and getattr(self, name) is not False
+        }

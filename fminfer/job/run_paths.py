@@ -14,7 +14,7 @@ from fminfer.contract.envelope import open_envelope, refuse_other_model
 from fminfer.contract.request import RAW_TOKENS
 from fminfer.core.config import ModelOptions
 from fminfer.core.errors import RequestError, UsageError
-from fminfer.core.options import Options, Seconds, option
+from fminfer.core.options import Options, Seconds, option, options_of
 from fminfer.files.cache_place import CachePlace
 from fminfer.files.input_folders import describe_left_out, find_inputs, find_lost, folders_read
 from fminfer.files.line_reader import read_lines
@@ -185,16 +185,10 @@ class JobPaths(JobOptions):
 
     def _no_files(self) -> Plan:
         """Return the plan of a prompt's answer, which is printed."""
-        others = {
-            "the files": bool(self.paths),
-            "--output": self.output is not None,
-            "--watch": self.is_watching,
-            "--limit": self.limit is not None,
-            "--stats": self.stats is not None,
-            "--trace": self.trace is not None,
-            "--report": self.report is not None,
-        }
-        if given := [name for name, is_given in others.items() if is_given]:
+        others = {name: each.told for name, each in options_of(JobOptions).items()}
+        names = ("output", "is_watching", "limit", "stats", "trace", "report")
+        given = [others[name] for name in names if getattr(self, name) not in (None, False)]
+        if given := ["the files"] * bool(self.paths) + given:
             raise UsageError(
                 f"--prompt answers one text and prints the answer; leave out {', '.join(given)}"
             )

@@ -13,7 +13,7 @@ import torch
 
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import CheckpointError, UsageError
-from fminfer.core.options import FILE, Option, options_of
+from fminfer.core.options import FILE, Option, marks_of, options_of
 from fminfer.core.version import DRAWING, __version__
 from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.models.stored.weight_file import read_weight_file
@@ -73,7 +73,7 @@ def _written(of: Option, value: object) -> str:
     """Return an option's value as a text; of a file it is a digest."""
     if isinstance(value, dict):
         return json.dumps(value, sort_keys=True)
-    if of.place != FILE:
+    if FILE not in marks_of(of.hint):
         return str(value)
     try:
         return hashlib.blake2b(Path(str(value)).read_bytes(), digest_size=8).hexdigest()

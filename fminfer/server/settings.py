@@ -13,7 +13,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from fminfer.core.errors import UsageError
-from fminfer.core.options import Bytes, Folder, Seconds, option
+from fminfer.core.options import Amount, Bytes, Count, Folder, Seconds, option
 from fminfer.files.cache_place import KeptAnswers
 from fminfer.machine.stopper import ProcessOptions
 
@@ -58,19 +58,19 @@ class ServerSettings(KeptAnswers, ProcessOptions):
         "FMINFER_API_KEY.  [default: none is asked for]",
         flags=("--api-key",),
     )
-    queue_size: int = _option(
+    queue_size: Amount = _option(
         1000,
         "Most requests that wait; further ones are refused with status 429. 0: no limit.",
         old={"--queue_size": {}, "executor_max_queue_size": {}},
     )
-    max_body_bytes: Bytes = _option(16 * 2**20, "Largest body of a request: 512K, 16M.", least=1)
+    max_body_bytes: Bytes = _option(16 * 2**20, "Largest body of a request: 512K, 16M.")
     state: Folder | None = _option(
         None,
         "Folder that keeps files and batches, also beyond a restart. With it the server has "
         "/v1/files and /v1/batches.  [default: none]",
     )
     max_upload_bytes: Bytes = _option(
-        DEFAULT_UPLOAD_BYTES, "Largest file of /v1/files: 500M, 10G. Needs --state.", least=1
+        DEFAULT_UPLOAD_BYTES, "Largest file of /v1/files: 500M, 10G. Needs --state."
     )
     allowed_origins: tuple[str, ...] = _option(
         (),
@@ -100,19 +100,18 @@ class ServerSettings(KeptAnswers, ProcessOptions):
         "is strange about requests, too. info: every 10 s what it does, too. debug: a line for "
         "each response, too.",
     )
-    cache_size: int = _option(
+    cache_size: Amount = _option(
         0,
         "Also keep in memory the answers to the last N requests, for equal ones. 0: none.",
         group="Kept answers",
         metavar="N",
     )
-    cache_list_size: int = _option(
+    cache_list_size: Count = _option(
         1,
         "Above 1: also keep in memory N answers to each request that draws without a seed. Once N "
         "are there, one of them comes back at random. Needs --cache-size.",
         group="Kept answers",
         metavar="N",
-        least=1,
     )
 
     def check(self) -> None:
@@ -121,10 +120,6 @@ class ServerSettings(KeptAnswers, ProcessOptions):
             raise UsageError("host is empty; give an address such as 127.0.0.1, or 0.0.0.0 for all")
         if not 0 <= self.port <= 65535:
             raise UsageError(f"port is {self.port}; it must be 0 (any free one) to 65535")
-        if self.queue_size < 0:
-            raise UsageError(f"queue_size is {self.queue_size}; it must be 0 (no limit) or more")
-        if self.cache_size < 0:
-            raise UsageError(f"cache_size is {self.cache_size}; it must be 0 (none) or more")
         if self.cache_list_size > 1 and not self.cache_size:
             raise UsageError(
                 f"cache_list_size is {self.cache_list_size}, and cache_size is 0: no answer is "

@@ -4,33 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import click
 
 from fminfer.cli.options.option_table import options_for
 from fminfer.cli.options.value_types import (
-    ByteSize,
+    BYTE_SIZE,
+    DURATION,
+    NUMBERS,
     DTypeName,
-    Duration,
-    Numbers,
     PathOrUrl,
+    Read,
     WholeText,
     Words,
 )
 from fminfer.core.config import DType
-from fminfer.core.options import GROUPS, OF_ENGINE, Command, Group, Option, plain_hint
+from fminfer.core.options import GROUPS, OF_ENGINE, Command, Least, Option, marks_of, plain_hint
 
 OLD_PREFIX = "old_"  # of the names of old flags' parameters
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-Table = TypeVar("Table")
-# Of a type, or of what says how a value is written.
-TYPES: Mapping[Any, Callable[[], click.ParamType[Any]]] = {
-    **{str: lambda: click.STRING, int: lambda: click.INT, float: lambda: click.FLOAT},
-    **{bool: lambda: click.BOOL, DType: DTypeName, tuple[int, ...]: Numbers},
-    **{Path: lambda: click.Path(path_type=Path), Path | str: lambda: PathOrUrl(path_type=Path)},
-    **{"duration": Duration, "size": ByteSize, tuple[str, ...]: Words, "whole": WholeText},
-    "folder": lambda: click.Path(file_okay=False, path_type=Path),
+PATH, LOCATION = click.Path(path_type=Path), PathOrUrl(path_type=Path)
+TYPES: Mapping[Any, click.ParamType[Any]] = {  # of Python's types, and of words that say more
+    **{str: click.STRING, int: click.INT, float: click.FLOAT, bool: click.BOOL},
+    **{Path: PATH, tuple[Path, ...]: PATH, tuple[int, ...]: NUMBERS, tuple[str, ...]: Words()},
+    **{Path | str: LOCATION, tuple[Path | str, ...]: LOCATION, DType: DTypeName()},
+    **{"duration": DURATION, "size": BYTE_SIZE, "whole": WholeText()},
+    "folder": click.Path(file_okay=False, path_type=Path),
 }
 
 
@@ -40,7 +40,7 @@ class GroupedOption(click.Option):
     def __init__(
         self,
         *args: Any,
-        group: Group,
+        group: str,
         old: Mapping[str, Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -126,19 +126,6 @@ def with_options(
     return add_all
 
 
-def take(table: type[Table], params: dict[str, Any]) -> Table:
-    """Take a dataclass's options out of a command's parameters.
-
-    Raises:
-        UsageError: values that cannot be.
-    """
-    return table(**{name: params.pop(name) for name in _names(table) if name in params})
-
-
-def _names(table: type) -> list[str]:
-    return [*table.__dataclass_fields__]  # type: ignore[attr-defined]
-
-
 def _make(option: Option, command: Command) -> Decorator:
     """Return a decorator that gives a command an option."""
     kind = plain_hint(option.hint)
@@ -149,8 +136,8 @@ def _make(option: Option, command: Command) -> Decorator:
         option.default is nothing for nothing in (None, (), False)
     )
     value_type = type_of(option)
-    if has_default and isinstance(value_type, Numbers | ByteSize | Duration):
-        help_text += f"  [default: {value_type.written(option.default)}]"
+    if has_default and isinstance(value_type, Read):
+        help_text += f"  [default: {value_type.write(option.default)}]"
         has_default = False
     group = option.group if isinstance(option.group, str) else option.group[command]
     return click.option(
@@ -160,7 +147,7 @@ def _make(option: Option, command: Command) -> Decorator:
         old=option.old if command == "serve" else option.old_flags,
         type=value_type,
         is_flag=kind is bool,
-        multiple=isinstance(value_type, Words) or _is_of_paths(kind),
+        multiple=get_origin(kind) is tuple and value_type is not NUMBERS,
         default=option.default,
         show_default=has_default,
         metavar=option.metavar,
@@ -170,25 +157,15 @@ def _make(option: Option, command: Command) -> Decorator:
 
 def type_of(option: Option) -> click.ParamType[Any]:
     """Return the type by which click reads an option's values."""
-    kind, written = plain_hint(option.hint), _written(option.hint)
-    if option.is_range:
-        return click.IntRange(min=option.least)
+    kind = plain_hint(option.hint)
     if get_origin(kind) is Literal and kind != DType:
         return click.Choice(get_args(kind), case_sensitive=False)
-    if _is_of_paths(kind):
-        kind = get_args(kind)[0]
-    return TYPES[written or kind]()
-
-
-def _written(hint: Any) -> str:
-    """Return what a type says of how its values are written; "": nothing."""
-    if get_origin(hint) is Annotated:
-        return str(hint.__metadata__[0])
-    return next((word for each in get_args(hint) if (word := _written(each))), "")
-
-
-def _is_of_paths(kind: Any) -> bool:
-    return get_origin(kind) is tuple and get_args(kind)[0] in (Path, Path | str)
+    for mark in marks_of(option.hint):
+        if isinstance(mark, Least) and mark.is_shown:
+            return click.IntRange(min=mark.number)
+        if isinstance(mark, str):
+            return TYPES[mark]
+    return TYPES[kind]
 
 
 def _old(option: Option, command: Command) -> Iterable[Decorator]:

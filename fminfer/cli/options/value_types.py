@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any, ClassVar, get_args
 
 import click
@@ -11,24 +12,44 @@ from fminfer.core.config import DType
 from fminfer.machine.stopper import parse_duration
 
 
-class Numbers(click.ParamType):  # type: ignore[type-arg]
-    """Whole numbers with commas between them."""
+class Read(click.ParamType):  # type: ignore[type-arg]
+    """Values that a function reads of a text, and another one writes."""
 
-    name = "N,N,…"
+    def __init__(
+        self, name: str, read: Callable[[str], Any], write: Callable[[Any], str], kind: type
+    ) -> None:
+        self.name, self._read, self.write, self._kind = name, read, write, kind
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            return tuple(int(part) for part in str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r} is not whole numbers with commas between them", param, ctx)
+            return value if isinstance(value, self._kind) else self._read(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
-    def written(self, value: tuple[int, ...]) -> str:
-        """Write a value as people type it."""
-        return ",".join(map(str, value))
+
+def _read_numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        raise ValueError(f"{text!r} is not whole numbers with commas between them") from None
+
+
+def _read_size(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(?:i?B)?", text, re.IGNORECASE)
+    size = int(float(found[1]) * 1024 ** (1 + "KMGT".index(found[2].upper()))) if found else 0
+    if size == 0:
+        raise ValueError(f"{text!r} is no size; give a number and K, M, G or T, as in 80G")
+    return size
+
+
+def _write_size(size: int) -> str:
+    power = max(n for n in range(5) if size % 1024**n == 0)
+    return f"{size // 1024**power}{['', *'KMGT'][power]}"
+
+
+NUMBERS = Read("N,N,…", _read_numbers, lambda value: ",".join(map(str, value)), tuple)
+DURATION = Read("H:MM:SS", parse_duration, "{:g}".format, float)
+BYTE_SIZE = Read("SIZE", _read_size, _write_size, int)
 
 
 class DTypeName(click.Choice):  # type: ignore[type-arg]
@@ -74,43 +95,3 @@ class WholeText(Words):
 
     def split_envvar_value(self, rv: str) -> list[str]:
         return [rv]
-
-
-class Duration(click.ParamType):  # type: ignore[type-arg]
-    """Seconds, or hours, minutes and seconds."""
-
-    name = "H:MM:SS"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        try:
-            return value if isinstance(value, float) else parse_duration(str(value))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-    def written(self, value: float) -> str:
-        """Write a value as people type it."""
-        return f"{value:g}"
-
-
-class ByteSize(click.ParamType):  # type: ignore[type-arg]
-    """Bytes, with a letter for their unit."""
-
-    name = "SIZE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(?:i?B)?", str(value), re.IGNORECASE)
-        size = int(float(found[1]) * 1024 ** (1 + "KMGT".index(found[2].upper()))) if found else 0
-        if size == 0:
-            self.fail(
-                f"{value!r} is no size; give a number and K, M, G or T, as in 80G", param, ctx
-            )
-        return size
-
-    def written(self, value: int) -> str:
-        """Write a value as people type it: 16777216 is 16M."""
-        power = max(n for n in range(5) if value % 1024**n == 0)
-        return f"{value // 1024**power}{['', *'KMGT'][power]}"
