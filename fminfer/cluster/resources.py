@@ -37,62 +37,56 @@ class SubmitOptions(Options):
     """Which jobs are made, and how they wait in the queue."""
 
     infer_data: tuple[Path, ...] = _job(
-        (), "A folder of input files, or a file. May be repeated.", group="Input and output"
+        "A folder of input files, or a file. May be repeated.", default=(), group="Input and output"
     )
-    scheduler: Literal["lsf", "slurm"] | None = _job(None, "bsub or sbatch.")
+    scheduler: Literal["lsf", "slurm"] | None = _job("bsub or sbatch.")
     mode: Literal["each", "array", "ranks"] = _job(
-        "each",
         "each: a job a file. array: job arrays, a task a file. ranks: one job for all files, a "
         "rank a task.",
+        default="each",
     )
     time_s: Seconds | None = _job(
-        None,
         "The jobs' wall-time limit. A job ends in good order a little before it, waits in the "
-        "queue again, and goes on.  [default: the queue's limit, which the jobs do not know]",
+        "queue again, and goes on.  [default: the queue's limit, which the jobs do not know]"
     )
-    queue: str | None = _job(
-        None, "LSF's queue or Slurm's partition.", flags=("--queue", "--partition")
-    )
+    queue: str | None = _job("LSF's queue or Slurm's partition.", flags=("--queue", "--partition"))
     gpus: ShownCount | None = _job(
-        None, "GPUs of a job, with a rank of the model on each.  [default: none]"
+        "GPUs of a job, with a rank of the model on each.  [default: none]"
     )
     nodes: ShownCount = _job(
-        1, "With --mode ranks: number of machines. Ranks and GPUs are spread evenly over them."
+        "With --mode ranks: number of machines. Ranks and GPUs are spread evenly over them.",
+        default=1,
     )
     launcher: str | None = _job(
-        None,
-        "With --mode ranks: the command that starts the ranks.  [default: srun; mpirun -n RANKS]",
+        "With --mode ranks: the command that starts the ranks.  [default: srun; mpirun -n RANKS]"
     )
     directives: tuple[str, ...] = _job(
-        (),
         "One more #SBATCH or #BSUB line: --directive=--account=lab. May be repeated.",
+        default=(),
         flags=("--directive",),
     )
-    template: Path | None = _job(None, "Your own Jinja2 template of the script (docs/clusters.md).")
+    template: Path | None = _job("Your own Jinja2 template of the script (docs/clusters.md).")
     job_dir: Path | None = _job(
-        None,
         "Folder for logs and lists of files.  [default: jobs/ beside the answers, or above one "
-        "whose name holds a %]",
+        "whose name holds a %]"
     )
     name: str | None = _queue(
-        None,
         "Part of the jobs' names. By it, submit finds its own jobs in the queue.  [default: the "
-        "last part of the model's]",
+        "last part of the model's]"
     )
     max_queued: ShownCount = _queue(
-        300,
         "Most jobs of this name in the queue, waiting or running. Each task of an array counts. "
         "submit waits for room.",
+        default=300,
     )
     max_running: ShownCount | None = _queue(
-        None, "With --mode array: most tasks of an array that run at once.  [default: no limit]"
+        "With --mode array: most tasks of an array that run at once.  [default: no limit]"
     )
     max_requeues: ShownAmount = _queue(
-        20, "How often a job that runs out of time goes back into the queue by itself."
+        "How often a job that runs out of time goes back into the queue by itself.", default=20
     )
-    dry_run: bool = _queue(False, "Print what would be sent, and send nothing.")
+    dry_run: bool = _queue("Print what would be sent, and send nothing.", default=False)
     job_name: str | None = _job(
-        None,
         "A job's name in FM Inference. It means --name NAME --infer-data PATH --scheduler lsf.",
         group="Old command lines",
         metavar="lsf_NAME#PATH",

@@ -73,7 +73,6 @@ class ModelOptions(Options):
     """Which model answers, and how much of it."""
 
     model: ModelPlace | None = _model(
-        None,
         "A local folder, a Hugging Face hub id, or demo: the small model of the package.  "
         "[default: demo; a run then refuses lines that name another model]",
         flags=("--model-name", "--model"),
@@ -81,47 +80,43 @@ class ModelOptions(Options):
         old={"checkpoint": {}},
     )
     random_init: ConfigPlace | None = _model(
-        None,
         "Random weights, for benchmarks, in the shape of a config.json, a hub id's, or a known "
         "size (llama-160m, bloom-176b, …).",
         metavar="CONFIG_OR_SIZE",
         is_positional=True,
     )
     tokenizer: ModelPlace | None = _model(
-        None,
         "A tokenizer from elsewhere: a local folder or hub id.  [default: the model's own]",
         metavar="FOLDER_OR_ID",
         old={"tokenizer_path": {}},
     )
     model_config: ConfigPlace | None = _model(
-        None,
         "A config from elsewhere: a config.json, its folder, a hub id or a known size.  "
         "[default: the model's own]",
         metavar="CONFIG_OR_SIZE",
     )
     revision: str | None = _model(
-        None, "Branch, tag or commit of a hub model.  [default: its main branch]"
+        "Branch, tag or commit of a hub model.  [default: its main branch]"
     )
     without_adapter: bool = _model(
-        False,
         "Answer with the model alone where a LoRA adapter lies beside it. Otherwise such a folder "
         "is refused: adapters are not applied.",
+        default=False,
     )
     max_model_len: Count | None = _model(
-        None,
         "Most tokens of a prompt and its completion together.  [default: the model's context]",
         alters="requests",
     )
     max_layers: Count | None = _model(
-        None, "Use only the model's first N layers.", alters="answers", is_always_recorded=True
+        "Use only the model's first N layers.", alters="answers", is_always_recorded=True
     )
     skip_tokenizer_init: bool = _recorded(
-        False,
         "Load no tokenizer. Prompts must be token ids, and answers hold token ids.",
+        default=False,
         alters="answers",
     )
     model_type: str | None = _model(
-        None, "Checked against the model's config (opt, bloom, gptj, …).", group="Old command lines"
+        "Checked against the model's config (opt, bloom, gptj, …).", group="Old command lines"
     )
 
     @property
@@ -154,33 +149,32 @@ class ComputeOptions(Options):
     """What computes, and in which types."""
 
     dtype: DType = _speed(
-        "auto",
         "Type of the arithmetic. auto: bfloat16 where the machine is fast in it; on a GPU, "
         "float16 checkpoints stay float16. With float32 on a CPU, weights that are stored in "
         "bfloat16 stay bfloat16 in memory, unless --kernels off is set.",
+        default="auto",
         old={"--fp16": {"true": "float16"}, "half": {"true": "float16", "false": "float32"}},
     )
     kv_dtype: DType = _speed(
-        "auto",
         "Type of the KV cache. auto: as --dtype. 16 bits beside float32 take half the memory, and "
         "round keys and values. Answers then repeat only as well as in 16 bits.",
+        default="auto",
     )
-    device: str = _speed("auto", "auto, cpu, cuda, cuda:0, …")
+    device: str = _speed("auto, cpu, cuda, cuda:0, …", default="auto")
     kernels: Kernels = _speed(
-        "auto",
         "Use of fminfer's own kernels, which g++ builds for a CPU, and Triton for a GPU. auto: "
         "where they serve the model and pass their trial, plain torch elsewhere. off: plain torch. "
         "require: fail, with the reason, where auto would fall back.",
+        default="auto",
         old={"--attention": {"auto": "auto", "eager": "off", "compiled": "require"}},
     )
     threads: Count | None = _speed(
-        None,
         "Number of computing threads in each rank.  [default: OMP_NUM_THREADS, or the cores that "
-        "this process may use, shared by the ranks of the machine]",
+        "this process may use, shared by the ranks of the machine]"
     )
     cuda_ids: tuple[int, ...] = _rank(
-        (),
         "The GPUs of this machine's ranks, in their order: 0,1,2.  [default: all]",
+        default=(),
         flags=("--cuda-id",),
         commands=("run", "serve"),
     )
@@ -191,33 +185,29 @@ class MemoryOptions(Options):
     """How much is held in memory, and computed at once."""
 
     budget: int | None = _speed(
-        None,
         "Size of the KV cache in tokens (prompts and new tokens of all rows that run at once), "
         f"rounded up to blocks of {BLOCK_SIZE}.  [default: what fits in half of the free RAM, or "
         "in a GPU beside weights, a step's work and 1.5 GiB]",
         must_agree=True,
     )
-    block_size: Count = option(BLOCK_SIZE, "Tokens of a KV block.", must_agree=True)
+    block_size: Count = option("Tokens of a KV block.", default=BLOCK_SIZE, must_agree=True)
     chunk_size: Count | None = _speed(
-        None,
         f"Most tokens of one step.  [default: {ON_CPU.chunk_size}; on a GPU {ON_GPU.chunk_size}, "
-        "divided among the ranks of a pipeline]",
+        "divided among the ranks of a pipeline]"
     )
     max_rows: Count | None = _speed(
-        None,
         "Most sequences that run at once.  "
         f"[default: {ON_CPU.max_rows}; on a GPU {ON_GPU.max_rows}]",
         must_agree=True,
         old={"--max_batchsize": {}, "--max_batch_size": {}, "executor_max_batch_size": {}},
     )
     micro_batches: Count | None = _speed(
-        None, "Steps in flight.  [default: one more than there are ranks]"
+        "Steps in flight.  [default: one more than there are ranks]"
     )
     prefix_cache: bool = _speed(
-        True, "Compute once the prefixes that prompts share, and equal greedy requests."
+        "Compute once the prefixes that prompts share, and equal greedy requests.", default=True
     )
     max_steps: Count | None = option(
-        None,
         "Batches of made-up requests, 5 if left out. With input: stop after this many "
         "micro-batches, with exit status 1 if rows are left.  [default: no limit]",
         group="Made-up requests and --prompt",
@@ -252,13 +242,13 @@ class GroupSizes(Options):
     """Over how many processes a run is spread."""
 
     world_size: Count | None = _rank(
-        None, "Number of ranks: processes that share the model's layers.  [default: 1]"
+        "Number of ranks: processes that share the model's layers.  [default: 1]"
     )
     data_group_size: Count = _rank(
-        1, "Number of pipelines, each with the whole model. They share one input."
+        "Number of pipelines, each with the whole model. They share one input.", default=1
     )
     pipeline_group_size: Count | None = _rank(
-        None, "Stages of the pipeline.  [default: the world's size]"
+        "Stages of the pipeline.  [default: the world's size]"
     )
 
     @property
@@ -292,9 +282,9 @@ class RankOptions(GroupSizes):
     """How the model's layers are spread over processes."""
 
     num_layers: Count | None = _rank(
-        None, "Layers of each rank; the last one may have fewer.  [default: balanced by cost]"
+        "Layers of each rank; the last one may have fewer.  [default: balanced by cost]"
     )
-    stage_layers: tuple[int, ...] | None = _rank(None, "Layers of each rank: 9,9,8.")
+    stage_layers: tuple[int, ...] | None = _rank("Layers of each rank: 9,9,8.")
 
 
 @dataclass(frozen=True)
@@ -302,51 +292,49 @@ class RequestOptions(Options):
     """What requests may ask for, and what they mean."""
 
     seed: int = _recorded(
-        1,
         "Seed of requests without one of their own, and of random weights. A server draws such "
         "requests by chance.",
+        default=1,
         commands=OF_ENGINE,
         must_agree=True,
     )
-    max_logprobs: Amount = _recorded(100, "Largest logprobs that a request may ask for.")
+    max_logprobs: Amount = _recorded("Largest logprobs that a request may ask for.", default=100)
     on_too_long: OnTooLong = _recorded(
-        "error",
         "What to do with a prompt that leaves no room for max_tokens: refuse it, or cut its left "
         "or right end, with a warning.",
+        default="error",
     )
     token_format: TokenFormat = _recorded(
-        "auto",
         "Spelling of logprobs.tokens: vocabulary pieces, or text. auto: text for Batch lines.",
+        default="auto",
         alters="answers",
     )
     chat_template: TextFile | None = _request(
-        None,
         "A Jinja template of chat messages.  [default: the model's own]",
         metavar="FILE",
         alters="requests",
     )
     tool_call_parser: ToolCallParser = _recorded(
-        "auto",
         "Form in which the model writes tool calls. auto: by its chat template. none: calls stay "
         "text.",
+        default="auto",
     )
     generation_config: GenerationDefaults = _recorded(
-        "openai",
         "Defaults of sampling parameters: those of the OpenAI API, or the model's own from "
         "generation_config.json.",
+        default="openai",
     )
     strict: bool = _recorded(
-        False,
         "Refuse requests with unknown parameters, best_of below n and the like. Otherwise they are "
         "answered with a warning.",
+        default=False,
     )
     check_model: bool = _recorded(
-        False,
         "Refuse requests whose model or engine is neither --model-name nor its last part (a server "
         "with status 404). A run without --model-name always does so.",
+        default=False,
     )
     request_args: dict[str, Any] | None = option(
-        None,
         "Fields that replace each request's own.",
         flags=("--overwrite-request-args",),
         alters="requests",

@@ -123,7 +123,7 @@ class Option:
                 raise UsageError(f"{called} is of type {type(value).__name__}; give {mark.told}")
 
 
-def option(default: Any, help: str, *, is_positional: bool = False, **facts: Any) -> Any:
+def option(help: str, *, default: Any = None, is_positional: bool = False, **facts: Any) -> Any:
     """Return a field of a dataclass that is an option; `Option` has the facts."""
     its = Option(help, **facts)
     return field(default=default, kw_only=not is_positional, metadata={"option": its})
@@ -213,21 +213,12 @@ def shows_options(table: type, *, without: str) -> Callable[[Init], Init]:
     """
 
     def show(init: Init) -> Init:
-        signature = inspect.signature(init)
-        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-        options = [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=each.default,
-                annotation=each.type_name,
-            )
-            for name, each in options_of(table).items()
-            if name != without
-        ]
+        ours, its = inspect.signature(init), inspect.signature(table).parameters.values()
+        own = [each for each in ours.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        options = [e.replace(kind=e.KEYWORD_ONLY) for e in its if e.name != without]
         shown: Any = init
         shown.__doc__ = f"Load the model. The options:\n\n{list_options(table)}\n"
-        shown.__signature__ = signature.replace(parameters=[*own, *options])
+        shown.__signature__ = ours.replace(parameters=[*own, *options])
         return init
 
     return show

@@ -30,7 +30,6 @@ class KeptAnswers(Options):
     """
 
     result_cache: Path | str | None = option(
-        None,
         "Keep answers here, and take them for equal requests of other runs and servers. This "
         "serves greedy and scored requests, and those with a seed of their own.  [default: none is "
         "kept]",
@@ -39,7 +38,6 @@ class KeptAnswers(Options):
         metavar="FOLDER",
     )
     result_cache_bytes: Bytes | None = option(
-        None,
         "Most disk space of these answers: 500M, 10G. The one that was not used for longest goes "
         f"first.  [default: {DEFAULT_BYTES // 2**30}G]",
         group="Kept answers",

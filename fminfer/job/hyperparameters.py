@@ -16,37 +16,33 @@ class Hyperparameters(Options):
     """The flags that set request parameters; None, () and False: not given."""
 
     is_overwriting: bool = _option(
-        False,
         "With input: the hyperparameters that follow replace each line's own.",
+        default=False,
         flags=("--overwrite-request-args",),
     )
     input_seq_length: ShownCount | None = _option(
-        None, "Without input: make prompts up, each of this many random tokens.  [default: 128]"
+        "Without input: make prompts up, each of this many random tokens.  [default: 128]"
     )
     batch_size: ShownCount | None = _option(
-        None, "Without input: number of made-up requests that run at once.  [default: 8]"
+        "Without input: number of made-up requests that run at once.  [default: 8]"
     )
     generate_seq_length: ShownCount | None = _option(
-        None,
         "max_tokens of made-up requests; no end token ends them earlier.  [default: 32]",
         sets="max_tokens",
     )
     temperature: float | None = _option(
-        None,
         "A request's temperature. Made-up ones and --prompt take 0 if it is left out.",
         sets="temperature",
     )
-    top_p: float | None = _option(None, "A request's top_p.", sets="top_p")
-    top_k: int | None = _option(None, "A request's top_k.", sets="top_k")
-    num_completions: int | None = _option(None, "A request's n.", sets="n")
+    top_p: float | None = _option("A request's top_p.", sets="top_p")
+    top_k: int | None = _option("A request's top_k.", sets="top_k")
+    num_completions: int | None = _option("A request's n.", sets="n")
     best_of: int | None = _option(
-        None,
-        "A request's best_of: candidates to draw, of which the best n are returned.",
-        sets="best_of",
+        "A request's best_of: candidates to draw, of which the best n are returned.", sets="best_of"
     )
-    stop: WholeTexts = _option((), "A request's stop. May be repeated.", sets="stop")
-    echo_prompt: bool = _option(False, "A request's echo.", sets="echo")
-    top_k_per_token: int | None = _option(None, "A request's logprobs.", sets="logprobs")
+    stop: WholeTexts = _option("A request's stop. May be repeated.", default=(), sets="stop")
+    echo_prompt: bool = _option("A request's echo.", default=False, sets="echo")
+    top_k_per_token: int | None = _option("A request's logprobs.", sets="logprobs")
 
     @property
     def flags(self) -> list[str]:

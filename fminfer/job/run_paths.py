@@ -36,60 +36,55 @@ class JobOptions(Options):
     """What a run reads and writes."""
 
     infer_data: tuple[Location, ...] = _option(
-        (),
         "A .jsonl, .ndjson or .json file of requests, also .gz or .zst; a folder of them (outputs "
         "of earlier runs left out); a URL of one or the other (s3://…); or - for stdin. May be "
         "repeated.",
+        default=(),
         commands=("run", "check"),
     )
     prompt: str | None = _option(
-        None,
         "Answer this text and print the answer, for a first try: as the user's message of a chat, "
         "if the model has a chat template. Without --temperature the likeliest tokens are taken, "
         "at most 1,024 of a chat and 256 of a completion (--generate-seq-length).",
         metavar="TEXT",
     )
     is_raw: bool = _option(
-        False,
         "Have the model go on with --prompt as plain text, as completions do; at most "
         f"{RAW_TOKENS} tokens, or --generate-seq-length.",
+        default=False,
     )
     output: Location | None = _option(
-        None,
         "A .jsonl file, a folder (made if only it is missing), a URL of one or the other, or - for "
         "stdout (errors then go to stderr).  [default: output_<name>.jsonl beside the input; "
-        "stdout for stdin]",
+        "stdout for stdin]"
     )
     work_dir: Path | None = _option(
-        None,
         "Folder for local copies and the journal, if inputs or outputs are URLs.  "
-        "[default: ~/.cache/fminfer/remote]",
+        "[default: ~/.cache/fminfer/remote]"
     )
     restart: bool = _option(
-        False,
         "Answer every line from the start. Otherwise a run keeps what earlier runs finished, if "
         "its lines are still in the input.",
+        default=False,
     )
     is_watching: bool = _option(
-        False,
         "When all files of the folder are answered, wait for more, until told to stop.",
+        default=False,
         flags=("--watch",),
     )
     limit: int | None = _option(
-        None,
         "Answer only the first N requests of each input. The same command with a larger limit or "
-        "none answers the others.",
+        "none answers the others."
     )
     deadline_s: Seconds | None = _option(
-        None,
         "End within this time from the start: 3:50:00, 45m. No rows begin in its last --grace and "
-        "5 s.  [default: never]",
+        "5 s.  [default: never]"
     )
-    stats: Path | None = _option(None, "Write the summary as JSON.")
+    stats: Path | None = _option("Write the summary as JSON.")
     report: Path | None = _option(
-        None, "Write an HTML page about the answers when the run ends, as fminfer report does."
+        "Write an HTML page about the answers when the run ends, as fminfer report does."
     )
-    trace: Path | None = _option(None, "Write a timeline of each rank, for ui.perfetto.dev.")
+    trace: Path | None = _option("Write a timeline of each rank, for ui.perfetto.dev.")
 
 
 @dataclass(frozen=True, kw_only=True)

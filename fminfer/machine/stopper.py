@@ -45,15 +45,15 @@ class ProcessOptions(Options):
     """How a process of a command ends, and how much it says."""
 
     grace_s: Seconds = _option(
-        10.0,
         "Time that running rows have to end once the command is told to stop. A second Ctrl-C ends "
         "it at once.",
+        default=10.0,
     )
     is_quiet: bool = _option(
-        False, "Print only errors, and why a kernel is not used.", flags=("-q", "--quiet")
+        "Print only errors, and why a kernel is not used.", default=False, flags=("-q", "--quiet")
     )
     is_verbose: bool = _option(
-        False, "Show tracebacks and library warnings.", flags=("-v", "--verbose")
+        "Show tracebacks and library warnings.", default=False, flags=("-v", "--verbose")
     )
 
 

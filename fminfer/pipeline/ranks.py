@@ -49,20 +49,20 @@ class RankConfig(GroupSizes):
 
     calls_flags = True
 
-    rank: int | None = _option(None, "Be this rank. You start the others yourself.")
+    rank: int | None = _option("Be this rank. You start the others yourself.")
     rendezvous: str | None = _option(
-        None,
         "Where ranks that are started apart, in any order, find each other. Without --rank they "
         "are numbered as they come.",
         metavar="HOST:PORT|FOLDER",
     )
     dist_url: str | None = _option(
-        None, "Where rank 0 listens for ranks that are started apart.", metavar="tcp://HOST:PORT"
+        "Where rank 0 listens for ranks that are started apart.", metavar="tcp://HOST:PORT"
     )
-    join_timeout_s: float = _option(300.0, "Seconds that a rank may take to join.")
-    rank_timeout_s: float = _option(30.0, "Seconds that a rank may be silent before the run ends.")
+    join_timeout_s: float = _option("Seconds that a rank may take to join.", default=300.0)
+    rank_timeout_s: float = _option(
+        "Seconds that a rank may be silent before the run ends.", default=30.0
+    )
     pp_mode: str | None = _option(
-        None,
         "Any name that begins with pipe_. There is one schedule.",
         group="Old command lines",
         commands=("run",),

@@ -35,81 +35,80 @@ class ServerSettings(KeptAnswers, ProcessOptions):
     """
 
     host: str = _option(
-        "127.0.0.1",
         "Address to listen at. The default is reached from this machine only; 0.0.0.0 from any. "
         "Then ask for a key.",
+        default="127.0.0.1",
         is_positional=True,
         old={"--http_host": {}, "server_host": {}},
     )
     port: int = _option(
-        8000,
         "Port to listen at. 0: any free one, which is printed.",
+        default=8000,
         old={"--http_port": {}, "server_port": {}},
     )
     served_model_names: tuple[str, ...] = _option(
-        (),
         "Name of the model for clients. May be repeated.  [default: the model's own]",
+        default=(),
         flags=("--served-model-name",),
     )
     api_keys: tuple[str, ...] = _option(
-        (),
         "Key that a client must send: Authorization: Bearer KEY. May be repeated; each opens. "
         "Other users of this machine can read it on a command line, so rather set "
         "FMINFER_API_KEY.  [default: none is asked for]",
+        default=(),
         flags=("--api-key",),
     )
     queue_size: Amount = _option(
-        1000,
         "Most requests that wait; further ones are refused with status 429. 0: no limit.",
+        default=1000,
         old={"--queue_size": {}, "executor_max_queue_size": {}},
     )
-    max_body_bytes: Bytes = _option(16 * 2**20, "Largest body of a request: 512K, 16M.")
+    max_body_bytes: Bytes = _option("Largest body of a request: 512K, 16M.", default=16 * 2**20)
     state: Folder | None = _option(
-        None,
         "Folder that keeps files and batches, also beyond a restart. With it the server has "
-        "/v1/files and /v1/batches.  [default: none]",
+        "/v1/files and /v1/batches.  [default: none]"
     )
     max_upload_bytes: Bytes = _option(
-        DEFAULT_UPLOAD_BYTES, "Largest file of /v1/files: 500M, 10G. Needs --state."
+        "Largest file of /v1/files: 500M, 10G. Needs --state.", default=DEFAULT_UPLOAD_BYTES
     )
     allowed_origins: tuple[str, ...] = _option(
-        (),
         "Origin whose pages may call the server from a browser (CORS), such as "
         "https://example.org; * is any. May be repeated.  [default: none]",
+        default=(),
         flags=("--allow-origin",),
         old={"allow_cors": {"true": ["*"]}},
     )
     allowed_hosts: tuple[str, ...] = _option(
-        (),
         "Host that requests may be sent to beside localhost: a name, or name:port. May be "
         "repeated; others get status 403.  [default: only localhost, if --host is of this machine "
         "alone and no key is asked for; otherwise any]",
+        default=(),
         flags=("--allow-host", "--allowed-host"),
     )
-    ssl_certfile: Path | None = _option(None, "PEM file of the certificate: serve https.")
-    ssl_keyfile: Path | None = _option(None, "PEM file of the certificate's key.")
+    ssl_certfile: Path | None = _option("PEM file of the certificate: serve https.")
+    ssl_keyfile: Path | None = _option("PEM file of the certificate's key.")
     keep_alive_s: Seconds = _option(
-        75.0,
         "Time that an idle connection stays open. A proxy or client that reuses connections needs "
         "a shorter one.",
+        default=75.0,
         old={"timeout_keep_alive": {}},
     )
     log_level: LogLevel = _option(
-        "info",
         "What the server tells. critical: why it ends. error: its own faults, too. warning: what "
         "is strange about requests, too. info: every 10 s what it does, too. debug: a line for "
         "each response, too.",
+        default="info",
     )
     cache_size: Amount = _option(
-        0,
         "Also keep in memory the answers to the last N requests, for equal ones. 0: none.",
+        default=0,
         group="Kept answers",
         metavar="N",
     )
     cache_list_size: Count = _option(
-        1,
         "Above 1: also keep in memory N answers to each request that draws without a seed. Once N "
         "are there, one of them comes back at random. Needs --cache-size.",
+        default=1,
         group="Kept answers",
         metavar="N",
     )

@@ -33,18 +33,17 @@ class CheckOptions(Options):
     """How `fminfer check` plans, and what it prints."""
 
     device_bytes: Bytes | None = _check(
-        None,
         "Plan for another machine: each rank has a GPU with this much memory (80G). With --device "
         "cpu, each rank has this much RAM.  [default: what is free here]",
         flags=("--device-memory",),
     )
     no_weights: bool = _check(
-        False,
         "Need no weights: the folder may hold only the small files. If there is an index, check "
         "the names of tensors by it.",
+        default=False,
     )
-    is_json: bool = _check(False, "Print one JSON object, all errors in it.")
-    is_all: bool = _check(False, f"Print all errors, not the first {MAX_TOLD}.")
+    is_json: bool = _check("Print one JSON object, all errors in it.", default=False)
+    is_all: bool = _check(f"Print all errors, not the first {MAX_TOLD}.", default=False)
 
 
 @dataclass(frozen=True)
@@ -52,11 +51,11 @@ class BenchOptions(Options):
     """What `fminfer bench` times."""
 
     batch_sizes: tuple[int, ...] = _bench(
-        (1, 8, 16, 32, 64, 128), "Rows at once, one batch after another."
+        "Rows at once, one batch after another.", default=(1, 8, 16, 32, 64, 128)
     )
-    new_tokens: int = _bench(100, "Tokens to generate for each row.")
+    new_tokens: int = _bench("Tokens to generate for each row.", default=100)
     calibrate: bool = _bench(
-        False, "Instead, time steps of many shapes, and keep their costs for fminfer check."
+        "Instead, time steps of many shapes, and keep their costs for fminfer check.", default=False
     )
 
 
