@@ -97,9 +97,8 @@ for command in (serve, check, split, merge, submit, status, report, families, se
     main.add_command(command)
 
 
-@main.command(cls=ConfiguredCommand, settings_of="run")
+@main.command(cls=ConfiguredCommand, settings_of="run", params=flags_of("run"))
 @click.argument("paths", nargs=-1, type=PathOrUrl(path_type=Path))
-@flags_of("run")
 def run(paths: tuple[Location, ...], **options: Any) -> None:
     """Answer every line of the given files.
 
@@ -202,8 +201,7 @@ def _make_up(
     return replace(job, synthetic=synthetic), replace(config, max_steps=None, max_rows=max_rows)
 
 
-@main.command(cls=ConfiguredCommand, settings_of="run")
-@flags_of("bench")
+@main.command(cls=ConfiguredCommand, settings_of="run", params=flags_of("bench"))
 def bench(**options: Any) -> None:
     """Time the generation of short rows at several batch sizes.
 

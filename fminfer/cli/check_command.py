@@ -25,9 +25,8 @@ from fminfer.job.run_paths import JobOptions, refuse_other_models
 from fminfer.machine.library_imports import import_transformers
 
 
-@click.command(cls=ConfiguredCommand, settings_of="run")
+@click.command(cls=ConfiguredCommand, settings_of="run", params=flags_of("check"))
 @click.argument("paths", nargs=-1, type=PathOrUrl(path_type=Path))
-@flags_of("check")
 def check(paths: tuple[Location, ...], **options: Any) -> None:
     """Check every line of the given files, and predict what their run takes.
 

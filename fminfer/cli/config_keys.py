@@ -6,13 +6,12 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import click
 
 from fminfer.cli.config_aliases import ALIASES, OLD_FLAGS, as_bool, key_of
 from fminfer.cli.foreign_names import FLAGS
-from fminfer.cli.options.flags import flags_of as flags_of_command
+from fminfer.cli.options import flags
 from fminfer.cli.options.value_types import NUMBERS
 from fminfer.core.errors import UsageError
 from fminfer.core.options import Command
@@ -41,9 +40,8 @@ class Setting:
 @cache
 def flags_of(command: Command) -> dict[str, Flag]:
     """Return the flags of a command by their keys: the long names, with underscores."""
-    options = click.command()(flags_of_command(command)(_nothing)).params
     found = {}
-    for option in options:
+    for option in flags.flags_of(command):
         if not isinstance(option, click.Option) or option.hidden or not option.expose_value:
             continue
         named = [(name, False) for name in option.opts]
@@ -51,10 +49,6 @@ def flags_of(command: Command) -> dict[str, Flag]:
             if name.startswith("--"):
                 found[key_of(name)] = Flag(option, is_negative)
     return found
-
-
-def _nothing(**_: Any) -> None:
-    """Have options, and do nothing."""
 
 
 def known_flags() -> set[str]:

@@ -7,12 +7,11 @@ import os
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from fminfer.cli.config_file import NOTICES, ConfiguredCommand, tell_notices
 from fminfer.cli.ending import Ending
 from fminfer.cli.options.flags import flags_of
-from fminfer.cli.options.old_serve_options import old_serve_options, translate_old_flags
+from fminfer.cli.options.old_serve_options import OLD_SERVE_OPTIONS, translate_old_flags
 from fminfer.cli.process_start import elapsed_s, importing_engine, start_children
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
@@ -30,32 +29,17 @@ class _ServeCommand(ConfiguredCommand):
     """Takes the start line of EnergonAI's services, too."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the flags, and translate the old ones."""
+        """Read the flags, and translate MODEL and the old ones."""
         rest = super().parse_args(ctx, args)
         if not ctx.resilient_parsing:
             ctx.meta.setdefault(NOTICES, []).extend(translate_old_flags(ctx))
-            _take_argument(ctx)
         return rest
 
 
-def _take_argument(ctx: click.Context) -> None:
-    """Let MODEL be the same as --model-name."""
-    model = ctx.params.pop("model_argument")
-    if model is None:
-        return
-    is_typed = ctx.get_parameter_source("model") is ParameterSource.COMMANDLINE
-    if is_typed and ctx.params["model"] != model:
-        raise click.UsageError(
-            f"{model} and --model-name {ctx.params['model']} contradict each other; give one", ctx
-        )
-    ctx.params["model"] = model
-    ctx.set_parameter_source("model", ParameterSource.COMMANDLINE)
-
-
-@click.command(cls=_ServeCommand, settings_of="serve")
+@click.command(
+    cls=_ServeCommand, settings_of="serve", params=[*flags_of("serve"), *OLD_SERVE_OPTIONS]
+)
 @click.argument("model_argument", required=False, metavar="[MODEL]")
-@flags_of("serve")
-@old_serve_options
 def serve(**options: Any) -> None:
     """Answer HTTP requests in OpenAI's form.
 

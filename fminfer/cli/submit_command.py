@@ -26,9 +26,8 @@ from fminfer.files.output_paths import plan_outputs
 from fminfer.job.run_paths import refuse_other_models
 
 
-@click.command("fminfer run", cls=ConfiguredCommand, settings_of="run")
+@click.command("fminfer run", cls=ConfiguredCommand, settings_of="run", params=flags_of("run"))
 @click.argument("paths", nargs=-1)
-@flags_of("run")
 def run_stand_in(**flags: Any) -> None:
     """Take the flags of `fminfer run`, and do nothing."""
 
@@ -36,8 +35,7 @@ def run_stand_in(**flags: Any) -> None:
 NAME = re.compile(r"\w[\w.@+=-]*")
 
 
-@click.command(cls=GroupedCommand)
-@flags_of("submit")
+@click.command(cls=GroupedCommand, params=flags_of("submit"))
 @click.argument("run_flags", nargs=-1, type=click.UNPROCESSED, metavar="[-- FLAGS OF FMINFER RUN]")
 def submit(run_flags: tuple[str, ...], **options: Any) -> None:
     """Submit jobs that answer files on a cluster.

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import click
 
 from fminfer.cluster.slurm_and_lsf import Scheduler, format_duration
-from fminfer.core.config import EngineConfig
+from fminfer.core.config import EngineConfig, GroupSizes
 from fminfer.core.errors import UsageError
 from fminfer.core.options import Options, Seconds, ShownAmount, ShownCount, option, take
 from fminfer.files.output_paths import STDOUT
@@ -37,7 +37,7 @@ class SubmitOptions(Options):
     """Which jobs are made, and how they wait in the queue."""
 
     infer_data: tuple[Path, ...] = _job(
-        "A folder of input files, or a file. May be repeated.", default=(), group="Input and output"
+        "A folder of input files, or a file. May be repeated.", group="Input and output"
     )
     scheduler: Literal["lsf", "slurm"] | None = _job("bsub or sbatch.")
     mode: Literal["each", "array", "ranks"] = _job(
@@ -62,7 +62,6 @@ class SubmitOptions(Options):
     )
     directives: tuple[str, ...] = _job(
         "One more #SBATCH or #BSUB line: --directive=--account=lab. May be repeated.",
-        default=(),
         flags=("--directive",),
     )
     template: Path | None = _job("Your own Jinja2 template of the script (docs/clusters.md).")
@@ -85,7 +84,7 @@ class SubmitOptions(Options):
     max_requeues: ShownAmount = _queue(
         "How often a job that runs out of time goes back into the queue by itself.", default=20
     )
-    dry_run: bool = _queue("Print what would be sent, and send nothing.", default=False)
+    dry_run: bool = _queue("Print what would be sent, and send nothing.")
     job_name: str | None = _job(
         "A job's name in FM Inference. It means --name NAME --infer-data PATH --scheduler lsf.",
         group="Old command lines",
@@ -148,11 +147,7 @@ def parse_flags(
 
 def count_ranks(flags: dict[str, Any], gpus: int | None) -> int:
     """Return how many ranks a job has in all."""
-    if flags["world_size"]:
-        return int(flags["world_size"])
-    if flags["pipeline_group_size"]:
-        return int(flags["pipeline_group_size"] * flags["data_group_size"])
-    return gpus or int(flags["data_group_size"])
+    return take(GroupSizes, {**flags}).told_ranks or gpus or int(flags["data_group_size"])
 
 
 def check_model_path(config: EngineConfig) -> None:

@@ -100,8 +100,7 @@ class ModelOptions(Options):
     )
     without_adapter: bool = _model(
         "Answer with the model alone where a LoRA adapter lies beside it. Otherwise such a folder "
-        "is refused: adapters are not applied.",
-        default=False,
+        "is refused: adapters are not applied."
     )
     max_model_len: Count | None = _model(
         "Most tokens of a prompt and its completion together.  [default: the model's context]",
@@ -112,7 +111,6 @@ class ModelOptions(Options):
     )
     skip_tokenizer_init: bool = _recorded(
         "Load no tokenizer. Prompts must be token ids, and answers hold token ids.",
-        default=False,
         alters="answers",
     )
     model_type: str | None = _model(
@@ -174,7 +172,6 @@ class ComputeOptions(Options):
     )
     cuda_ids: tuple[int, ...] = _rank(
         "The GPUs of this machine's ranks, in their order: 0,1,2.  [default: all]",
-        default=(),
         flags=("--cuda-id",),
         commands=("run", "serve"),
     )
@@ -264,6 +261,11 @@ class GroupSizes(Options):
         return self.told_stages or 1
 
     @property
+    def told_ranks(self) -> int | None:
+        """Processes of all pipelines, if that is told."""
+        return None if self.told_stages is None else self.num_ranks
+
+    @property
     def num_ranks(self) -> int:
         """Processes of all pipelines."""
         return self.num_stages * self.data_group_size
@@ -326,13 +328,11 @@ class RequestOptions(Options):
     )
     strict: bool = _recorded(
         "Refuse requests with unknown parameters, best_of below n and the like. Otherwise they are "
-        "answered with a warning.",
-        default=False,
+        "answered with a warning."
     )
     check_model: bool = _recorded(
         "Refuse requests whose model or engine is neither --model-name nor its last part (a server "
-        "with status 404). A run without --model-name always does so.",
-        default=False,
+        "with status 404). A run without --model-name always does so."
     )
     request_args: dict[str, Any] | None = option(
         "Fields that replace each request's own.",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import cache, reduce
 from operator import or_
 from os import PathLike
@@ -124,7 +124,11 @@ class Option:
 
 
 def option(help: str, *, default: Any = None, is_positional: bool = False, **facts: Any) -> Any:
-    """Return a field of a dataclass that is an option; `Option` has the facts."""
+    """Return a field of a dataclass that is an option; `Option` has the facts.
+
+    Args:
+        default: None is False for a bool, and () for a tuple.
+    """
     its = Option(help, **facts)
     return field(default=default, kw_only=not is_positional, metadata={"option": its})
 
@@ -185,6 +189,13 @@ class Options:
     """
 
     calls_flags: ClassVar[bool] = False  # messages call options by their flags
+
+    def __init_subclass__(cls) -> None:
+        """Turn switches off and leave lists empty where the table says no default."""
+        for name, kind in cls.__annotations__.items():
+            its = vars(cls).get(name)
+            if isinstance(its, Field) and its.default is None:
+                its.default = {"bool": False, "tuple": ()}.get(str(kind).partition("[")[0])
 
     def __post_init__(self) -> None:
         for name, each in options_of(type(self)).items():

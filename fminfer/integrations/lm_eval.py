@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import fields
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -28,6 +27,7 @@ from tqdm import tqdm
 
 from fminfer.core.config import EngineConfig, refuse_unknown
 from fminfer.core.errors import FminferError, UsageError
+from fminfer.core.options import options_of
 from fminfer.integrations.lm_eval_chat import ChatRenderer
 from fminfer.integrations.lm_eval_generation import Generation, plan_generation
 from fminfer.runtime.engine_api import Engine
@@ -42,17 +42,6 @@ def check_length(asked: int | None, context_length: int) -> int:
             f"max_length is {asked}; it must be from 2 to the model's context, {context_length}"
         )
     return asked
-
-
-def check_options(options: dict[str, Any], own: list[str]) -> None:
-    """Refuse what is no option.
-
-    Args:
-        options: meant for the engine.
-        own: names of the other options.
-    """
-    known = {field.name for field in fields(EngineConfig)} - {"model", "device"}
-    refuse_unknown(options, [*own, *sorted(known)])
 
 
 def answer_all(
@@ -144,7 +133,8 @@ class FminferLM(TemplateLM):
         **options: Any,
     ) -> None:
         super().__init__()
-        check_options(options, OWN_OPTIONS)
+        known = {*options_of(EngineConfig)} - {"model", "device"}
+        refuse_unknown(options, [*OWN_OPTIONS, *sorted(known)])
         if batch_size not in (None, 1, "1", "auto"):
             log.warning("batch_size %s is not used; see the engine's budget", batch_size)
         device = "auto" if device == LM_EVAL_DEVICE else device

@@ -17,7 +17,6 @@ class Hyperparameters(Options):
 
     is_overwriting: bool = _option(
         "With input: the hyperparameters that follow replace each line's own.",
-        default=False,
         flags=("--overwrite-request-args",),
     )
     input_seq_length: ShownCount | None = _option(
@@ -41,7 +40,7 @@ class Hyperparameters(Options):
         "A request's best_of: candidates to draw, of which the best n are returned.", sets="best_of"
     )
     stop: WholeTexts = _option("A request's stop. May be repeated.", default=(), sets="stop")
-    echo_prompt: bool = _option("A request's echo.", default=False, sets="echo")
+    echo_prompt: bool = _option("A request's echo.", sets="echo")
     top_k_per_token: int | None = _option("A request's logprobs.", sets="logprobs")
 
     @property

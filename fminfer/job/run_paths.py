@@ -39,7 +39,6 @@ class JobOptions(Options):
         "A .jsonl, .ndjson or .json file of requests, also .gz or .zst; a folder of them (outputs "
         "of earlier runs left out); a URL of one or the other (s3://…); or - for stdin. May be "
         "repeated.",
-        default=(),
         commands=("run", "check"),
     )
     prompt: str | None = _option(
@@ -50,8 +49,7 @@ class JobOptions(Options):
     )
     is_raw: bool = _option(
         "Have the model go on with --prompt as plain text, as completions do; at most "
-        f"{RAW_TOKENS} tokens, or --generate-seq-length.",
-        default=False,
+        f"{RAW_TOKENS} tokens, or --generate-seq-length."
     )
     output: Location | None = _option(
         "A .jsonl file, a folder (made if only it is missing), a URL of one or the other, or - for "
@@ -64,12 +62,10 @@ class JobOptions(Options):
     )
     restart: bool = _option(
         "Answer every line from the start. Otherwise a run keeps what earlier runs finished, if "
-        "its lines are still in the input.",
-        default=False,
+        "its lines are still in the input."
     )
     is_watching: bool = _option(
         "When all files of the folder are answered, wait for more, until told to stop.",
-        default=False,
         flags=("--watch",),
     )
     limit: int | None = _option(

@@ -50,11 +50,9 @@ class ProcessOptions(Options):
         default=10.0,
     )
     is_quiet: bool = _option(
-        "Print only errors, and why a kernel is not used.", default=False, flags=("-q", "--quiet")
+        "Print only errors, and why a kernel is not used.", flags=("-q", "--quiet")
     )
-    is_verbose: bool = _option(
-        "Show tracebacks and library warnings.", default=False, flags=("-v", "--verbose")
-    )
+    is_verbose: bool = _option("Show tracebacks and library warnings.", flags=("-v", "--verbose"))
 
 
 def parse_duration(text: str) -> float:

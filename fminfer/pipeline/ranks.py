@@ -80,11 +80,6 @@ class RankConfig(GroupSizes):
         if not (self.pp_mode or "pipe_").startswith("pipe_"):
             raise UsageError(f"--pp-mode is {self.pp_mode!r}; it must begin with pipe_")
 
-    @property
-    def told_ranks(self) -> int | None:
-        """Ranks of all pipelines, if that is told."""
-        return None if self.told_stages is None else self.num_ranks
-
 
 @dataclass(slots=True, frozen=True)
 class RankFacts:

@@ -48,14 +48,12 @@ class ServerSettings(KeptAnswers, ProcessOptions):
     )
     served_model_names: tuple[str, ...] = _option(
         "Name of the model for clients. May be repeated.  [default: the model's own]",
-        default=(),
         flags=("--served-model-name",),
     )
     api_keys: tuple[str, ...] = _option(
         "Key that a client must send: Authorization: Bearer KEY. May be repeated; each opens. "
         "Other users of this machine can read it on a command line, so rather set "
         "FMINFER_API_KEY.  [default: none is asked for]",
-        default=(),
         flags=("--api-key",),
     )
     queue_size: Amount = _option(
@@ -74,7 +72,6 @@ class ServerSettings(KeptAnswers, ProcessOptions):
     allowed_origins: tuple[str, ...] = _option(
         "Origin whose pages may call the server from a browser (CORS), such as "
         "https://example.org; * is any. May be repeated.  [default: none]",
-        default=(),
         flags=("--allow-origin",),
         old={"allow_cors": {"true": ["*"]}},
     )
@@ -82,7 +79,6 @@ class ServerSettings(KeptAnswers, ProcessOptions):
         "Host that requests may be sent to beside localhost: a name, or name:port. May be "
         "repeated; others get status 403.  [default: only localhost, if --host is of this machine "
         "alone and no key is asked for; otherwise any]",
-        default=(),
         flags=("--allow-host", "--allowed-host"),
     )
     ssl_certfile: Path | None = _option("PEM file of the certificate: serve https.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -22,8 +22,6 @@ from fminfer.cli.options.value_types import (
 from fminfer.core.config import DType
 from fminfer.core.options import GROUPS, OF_ENGINE, Command, Least, Option, marks_of, plain_hint
 
-OLD_PREFIX = "old_"  # of the names of old flags' parameters
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 PATH, LOCATION = click.Path(path_type=Path), PathOrUrl(path_type=Path)
 TYPES: Mapping[Any, click.ParamType[Any]] = {  # of Python's types, and of words that say more
     **{str: click.STRING, int: click.INT, float: click.FLOAT, bool: click.BOOL},
@@ -65,7 +63,7 @@ class GroupedOption(click.Option):
             if self.type(opts[self.name], self, ctx) != self.type(meant, self, ctx):
                 old, new = flag if typed is True else f"{flag} {typed}", self.opts[0]
                 raise click.UsageError(
-                    f"{new} {opts[self.name]} and {old} contradict each other: {old} is the old "
+                    f"{old} and {new} {opts[self.name]} contradict each other: {old} is the old "
                     f"name of {new} {meant}. Give {new} alone",
                     ctx,
                 )
@@ -88,9 +86,8 @@ class GroupedCommand(click.Command):
                     formatter.write_dl(records)
 
 
-CONFIG_OPTION = click.option(
-    "--config",
-    cls=GroupedOption,
+CONFIG_OPTION = GroupedOption(
+    ["--config"],
     group="Configuration",
     metavar="FILE",
     expose_value=False,  # `ConfiguredCommand` reads it
@@ -102,54 +99,40 @@ CONFIG_OPTION = click.option(
 
 def old_name(flag: str) -> str:
     """Return the name of an old flag's parameter."""
-    return OLD_PREFIX + flag.removeprefix("--")
+    return f"old_{flag.removeprefix('--')}"
 
 
-def flags_of(command: Command) -> Decorator:
-    """Return a decorator that gives a command its options."""
-    more = [CONFIG_OPTION] if command in OF_ENGINE else []
-    return with_options(options_for(command), command, more)
+def flags_of(command: Command) -> list[click.Parameter]:
+    """Return the options of a command, in their order."""
+    made = make_flags(options_for(command), command)
+    return [*made, CONFIG_OPTION] if command in OF_ENGINE else made
 
 
-def with_options(
-    options: Iterable[Option], command: Command, more: Iterable[Decorator] = ()
-) -> Decorator:
-    """Return a decorator that gives a command these options, in their order, and more of click."""
-    made = [each for option in options for each in (_make(option, command), *_old(option, command))]
-    made += more
-
-    def add_all(body: Callable[..., Any]) -> Callable[..., Any]:
-        for each in reversed(made):
-            body = each(body)
-        return body
-
-    return add_all
+def make_flags(options: Iterable[Option], command: Command) -> list[click.Parameter]:
+    """Return what click knows of options, and the flags that they had before."""
+    return [e for each in options for e in (_make(each, command), *_old(each, command))]
 
 
-def _make(option: Option, command: Command) -> Decorator:
-    """Return a decorator that gives a command an option."""
+def _make(option: Option, command: Command) -> GroupedOption:
     kind = plain_hint(option.hint)
     flags, help_text = option.all_flags, option.help
     if kind is bool and option.default:
         flags = tuple(f"{flag}/--no-{flag.removeprefix('--')}" for flag in flags)
-    has_default = "[default:" not in help_text and not any(
-        option.default is nothing for nothing in (None, (), False)
-    )
+    is_told = "[default:" in help_text or option.default in (None, ()) or option.default is False
     value_type = type_of(option)
-    if has_default and isinstance(value_type, Read):
+    if not is_told and isinstance(value_type, Read):
         help_text += f"  [default: {value_type.write(option.default)}]"
-        has_default = False
+        is_told = True
     group = option.group if isinstance(option.group, str) else option.group[command]
-    return click.option(
-        *(*flags, option.name),
-        cls=GroupedOption,
+    return GroupedOption(
+        [*flags, option.name],
         group=group,
         old=option.old if command == "serve" else option.old_flags,
         type=value_type,
         is_flag=kind is bool,
         multiple=get_origin(kind) is tuple and value_type is not NUMBERS,
         default=option.default,
-        show_default=has_default,
+        show_default=not is_told,
         metavar=option.metavar,
         help=help_text,
     )
@@ -168,7 +151,7 @@ def type_of(option: Option) -> click.ParamType[Any]:
     return TYPES[kind]
 
 
-def _old(option: Option, command: Command) -> Iterable[Decorator]:
+def _old(option: Option, command: Command) -> Iterable[GroupedOption]:
     """Yield the flags that an option had before: those of EnergonAI's servers are not shown."""
     new = option.all_flags[0]
     for flag, values in option.old.items():
@@ -176,9 +159,8 @@ def _old(option: Option, command: Command) -> Iterable[Decorator]:
             continue
         *first, last = values.values() or [""]
         meant = f"{', '.join(first)} or {last}" if first else last
-        yield click.option(
-            *(flag, old_name(flag)),
-            cls=GroupedOption,
+        yield GroupedOption(
+            [flag, old_name(flag)],
             group="Old command lines",
             is_flag="true" in values,
             type=click.Choice([*values]) if values and "true" not in values else None,

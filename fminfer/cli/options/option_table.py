@@ -39,11 +39,10 @@ class CheckOptions(Options):
     )
     no_weights: bool = _check(
         "Need no weights: the folder may hold only the small files. If there is an index, check "
-        "the names of tensors by it.",
-        default=False,
+        "the names of tensors by it."
     )
-    is_json: bool = _check("Print one JSON object, all errors in it.", default=False)
-    is_all: bool = _check(f"Print all errors, not the first {MAX_TOLD}.", default=False)
+    is_json: bool = _check("Print one JSON object, all errors in it.")
+    is_all: bool = _check(f"Print all errors, not the first {MAX_TOLD}.")
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class BenchOptions(Options):
     )
     new_tokens: int = _bench("Tokens to generate for each row.", default=100)
     calibrate: bool = _bench(
-        "Instead, time steps of many shapes, and keep their costs for fminfer check.", default=False
+        "Instead, time steps of many shapes, and keep their costs for fminfer check."
     )
 
 
