@@ -32,7 +32,7 @@ from fminfer.cli.submit_command import submit
 from fminfer.cluster.job_names import infer_data_of
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, UsageError
-from fminfer.core.options import take
+from fminfer.core.option import take
 from fminfer.core.version import __version__
 from fminfer.estimate.cost_model import COSTS
 from fminfer.files.cache_place import KeptAnswers

@@ -18,7 +18,7 @@ from fminfer.cli.options.option_table import MAX_TOLD, CheckOptions
 from fminfer.cli.options.value_types import PathOrUrl
 from fminfer.core.config import EngineConfig, GroupSizes
 from fminfer.core.errors import UsageError
-from fminfer.core.options import take
+from fminfer.core.option import take
 from fminfer.files.input_folders import describe_empty, describe_left_out, find_inputs
 from fminfer.files.storage import Location, RemoteFolders, default_work_dir
 from fminfer.job.run_paths import JobOptions, refuse_other_models

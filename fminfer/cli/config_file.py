@@ -27,7 +27,7 @@ from fminfer.cli.config_keys import (
 )
 from fminfer.cli.options.flags import GroupedCommand
 from fminfer.core.errors import UsageError
-from fminfer.core.options import Command
+from fminfer.core.option import Command
 
 # Of EnergonAI's files: where its own processes met, and how it made its engine.
 OF_ITS_OWN = ("host", "port", "backend", "engine_server", "model_type")

@@ -14,7 +14,7 @@ from fminfer.cli.foreign_names import FLAGS
 from fminfer.cli.options import flags
 from fminfer.cli.options.value_types import NUMBERS
 from fminfer.core.errors import UsageError
-from fminfer.core.options import Command
+from fminfer.core.option import Command
 
 TABLES: tuple[Command, ...] = ("run", "serve")  # of a file
 # One of these takes the place of the other, where it is told nearer to the command line.

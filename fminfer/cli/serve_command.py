@@ -15,7 +15,7 @@ from fminfer.cli.options.old_serve_options import OLD_SERVE_OPTIONS, translate_o
 from fminfer.cli.process_start import elapsed_s, importing_engine, start_children
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
-from fminfer.core.options import take
+from fminfer.core.option import take
 from fminfer.machine.stopper import Stopper
 from fminfer.pipeline.ranks import RankConfig
 from fminfer.runtime.launch.role import Role, find_role

@@ -19,7 +19,7 @@ from fminfer.cluster.resources import SubmitOptions, check_shared_files, job_val
 from fminfer.cluster.slurm_and_lsf import SCHEDULERS
 from fminfer.core.config import ModelOptions
 from fminfer.core.errors import UsageError
-from fminfer.core.options import take
+from fminfer.core.option import take
 from fminfer.core.quantities import counted
 from fminfer.files.input_folders import describe_left_out, find_inputs
 from fminfer.files.output_paths import plan_outputs

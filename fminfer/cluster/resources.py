@@ -17,7 +17,7 @@ import click
 from fminfer.cluster.slurm_and_lsf import Scheduler, format_duration
 from fminfer.core.config import EngineConfig, GroupSizes
 from fminfer.core.errors import UsageError
-from fminfer.core.options import Options, Seconds, ShownAmount, ShownCount, option, take
+from fminfer.core.option import Options, Seconds, ShownAmount, ShownCount, option, take
 from fminfer.files.output_paths import STDOUT
 from fminfer.machine.stopper import check_times
 from fminfer.models.beside import refuse_what_is_beside

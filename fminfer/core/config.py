@@ -11,7 +11,7 @@ from typing import Any, Literal
 from typing_extensions import Self
 
 from fminfer.core.errors import UsageError
-from fminfer.core.options import (
+from fminfer.core.option import (
     OF_ENGINE,
     Amount,
     ConfigPlace,

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from fminfer.compute.registry import find_library
 from fminfer.contract.record import Record
 from fminfer.core.config import EngineConfig
-from fminfer.core.options import options_of
+from fminfer.core.option import options_of
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.engine.loop import EngineLoop

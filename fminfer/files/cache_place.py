@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fminfer.core.errors import UsageError
-from fminfer.core.options import Bytes, Options, option
+from fminfer.core.option import Bytes, Options, option
 from fminfer.core.quantities import show_bytes
 
 DEFAULT_BYTES = 4 * 2**30

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from fminfer.core.config import EngineConfig, refuse_unknown
 from fminfer.core.errors import FminferError, UsageError
-from fminfer.core.options import options_of
+from fminfer.core.option import options_of
 from fminfer.integrations.lm_eval_chat import ChatRenderer
 from fminfer.integrations.lm_eval_generation import Generation, plan_generation
 from fminfer.runtime.engine_api import Engine

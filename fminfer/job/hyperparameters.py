@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from fminfer.core.options import Option, Options, ShownCount, WholeTexts, option, options_of
+from fminfer.core.option import Option, Options, ShownCount, WholeTexts, option, options_of
 
 _option = partial(option, group="Made-up requests and --prompt", commands=("run",))
 

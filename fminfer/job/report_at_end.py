@@ -12,7 +12,7 @@ import click
 
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, OutputError
-from fminfer.core.options import options_of
+from fminfer.core.option import options_of
 from fminfer.files.output_paths import Plan
 from fminfer.job.report.report_file import write_report
 from fminfer.job.report.told_outputs import is_there, open_output

@@ -16,7 +16,7 @@ from functools import partial
 from types import FrameType
 
 from fminfer.core.errors import StoppedError, UsageError
-from fminfer.core.options import Options, Seconds, option
+from fminfer.core.option import Options, Seconds, option
 
 # Slurm's --signal and LSF's -wa send one of the user's choice; LSF's run limit sends SIGUSR2.
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)

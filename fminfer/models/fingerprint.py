@@ -13,7 +13,7 @@ import torch
 
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import CheckpointError, UsageError
-from fminfer.core.options import FILE, Option, marks_of, options_of
+from fminfer.core.option import FILE, Option, marks_of, options_of
 from fminfer.core.version import DRAWING, __version__
 from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.models.stored.weight_file import read_weight_file

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fminfer.core.config import GroupSizes
 from fminfer.core.errors import UsageError
-from fminfer.core.options import option
+from fminfer.core.option import option
 
 SECRET = "FMINFER_SECRET"  # which every rank of a run that is started apart has
 HOW_TO_SHARE = (

@@ -12,7 +12,7 @@ import torch
 
 from fminfer.compute.weights import Format, Use
 from fminfer.core.config import EngineConfig, StepSizes
-from fminfer.core.options import options_of
+from fminfer.core.option import options_of
 from fminfer.core.partition import Part
 from fminfer.core.version import __version__
 from fminfer.models.checkpoint import Checkpoint

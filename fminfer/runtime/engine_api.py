@@ -17,7 +17,7 @@ from fminfer.contract.record import Record
 from fminfer.core.config import EngineConfig, make_config
 from fminfer.core.errors import UsageError
 from fminfer.core.messages import StepTrace
-from fminfer.core.options import shows_options
+from fminfer.core.option import shows_options
 from fminfer.engine.engine_core import Facts
 from fminfer.engine.events import Event
 from fminfer.engine.intake import Intake, RequestLimits

@@ -13,7 +13,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from fminfer.core.errors import UsageError
-from fminfer.core.options import Amount, Bytes, Count, Folder, Seconds, option
+from fminfer.core.option import Amount, Bytes, Count, Folder, Seconds, option
 from fminfer.files.cache_place import KeptAnswers
 from fminfer.machine.stopper import ProcessOptions
 

@@ -285,7 +285,9 @@ def test_what_a_process_is_told_arrives_as_it_was() -> None:
         "a model", cuda_ids=(1, 0), stage_layers=(3, 4), request_args={"stop": ["a", "\ud800"]}
     )
     for task in (
-        Task(Role("rank", Spread(2, 1, 5.0, 6.0), facts), config, ChildOptions(1.0, True, True)),
+        Task(
+            Role("rank", Spread(2, 1, 5.0, 6.0, 4, 3), facts), config, ChildOptions(1.0, True, True)
+        ),
         Task(Role("member", Spread(1, 2), None, RunLink(5)), EngineConfig(), ChildOptions()),
     ):
         line = task.to_json()

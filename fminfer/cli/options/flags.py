@@ -20,7 +20,7 @@ from fminfer.cli.options.value_types import (
     Words,
 )
 from fminfer.core.config import DType
-from fminfer.core.options import GROUPS, OF_ENGINE, Command, Least, Option, marks_of, plain_hint
+from fminfer.core.option import GROUPS, OF_ENGINE, Command, Least, Option, marks_of, plain_hint
 
 PATH, LOCATION = click.Path(path_type=Path), PathOrUrl(path_type=Path)
 TYPES: Mapping[Any, click.ParamType[Any]] = {  # of Python's types, and of words that say more

@@ -15,7 +15,7 @@ from fminfer.core.config import (
     RankOptions,
     RequestOptions,
 )
-from fminfer.core.options import Bytes, Command, Option, Options, option, options_of
+from fminfer.core.option import Bytes, Command, Option, Options, option, options_of
 from fminfer.files.cache_place import KeptAnswers
 from fminfer.job.hyperparameters import Hyperparameters
 from fminfer.job.run_paths import JobOptions

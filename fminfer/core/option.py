@@ -36,7 +36,7 @@ class Least:
 
 
 @dataclass(slots=True, frozen=True)
-class Place:
+class PlaceHint:
     """What may be given where something is looked for."""
 
     told: str
@@ -47,9 +47,9 @@ Count = Annotated[int, Least(1)]
 Amount = Annotated[int, Least(0)]
 ShownCount = Annotated[int, Least(1, True)]
 ShownAmount = Annotated[int, Least(0, True)]
-ModelPlace = Annotated[str, Place("a path or hub id")]
-ConfigPlace = Annotated[str, Place("a path, hub id or size")]
-FILE = Place("the path of a file")  # whose content counts
+ModelPlace = Annotated[str, PlaceHint("a path or hub id")]
+ConfigPlace = Annotated[str, PlaceHint("a path, hub id or size")]
+FILE = PlaceHint("the path of a file")  # whose content counts
 TextFile = Annotated[str, FILE]
 Seconds = Annotated[float, "duration"]
 Bytes = Annotated[int, "size", Least(1)]
@@ -119,7 +119,7 @@ class Option:
         for mark in marks:
             if isinstance(mark, Least) and value < mark.number:
                 raise UsageError(f"{called} is {value}; it must be at least {mark.number}")
-            if isinstance(mark, Place) and not isinstance(value, str | PathLike):
+            if isinstance(mark, PlaceHint) and not isinstance(value, str | PathLike):
                 raise UsageError(f"{called} is of type {type(value).__name__}; give {mark.told}")
 
 
@@ -195,7 +195,8 @@ class Options:
         for name, kind in cls.__annotations__.items():
             its = vars(cls).get(name)
             if isinstance(its, Field) and its.default is None:
-                its.default = {"bool": False, "tuple": ()}.get(str(kind).partition("[")[0])
+                is_list = str(kind).endswith("...]")
+                its.default = False if kind in ("bool", bool) else () if is_list else None
 
     def __post_init__(self) -> None:
         for name, each in options_of(type(self)).items():
