@@ -23,7 +23,7 @@ GROUPS = (  # titles of the help, in its order
     *("Speed and memory", "Kept answers", "Ranks", "Made-up requests and --prompt"),
     *("Configuration", "Old command lines", "Help"),
 )
-Command = Literal["run", "serve", "check", "bench", "submit", "split"]
+Command = Literal["run", "serve", "check", "bench", "submit"]
 OF_ENGINE: tuple[Command, ...] = ("run", "serve", "check", "bench")
 
 

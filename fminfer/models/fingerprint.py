@@ -55,7 +55,7 @@ def fingerprint_of(
     }
     if kv_dtype != dtype:
         found["--kv-dtype"] = str(kv_dtype).removeprefix("torch.")
-    for name, each in options_of(EngineConfig).items():
+    for name, each in options_of(type(config)).items():
         value = getattr(config, name)
         if each.alters and (each.is_always_recorded or value not in (each.default, {})):
             found[each.told] = _written(each, value)

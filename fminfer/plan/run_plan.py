@@ -127,7 +127,7 @@ class RunPlan:
             "the layers of each rank": [rank.part.num_layers for rank in self.ranks],
         } | {
             each.told: getattr(self.config, name)
-            for name, each in options_of(EngineConfig).items()
+            for name, each in options_of(type(self.config)).items()
             if each.must_agree
         }
 

@@ -278,7 +278,7 @@ def test_the_example_starts_a_server_whose_flags_are_known(tmp_path: Path) -> No
         ({"keep_alive_s": float("nan")}, "keep_alive_s is nan"),
         ({"grace_s": -1.0}, "grace_s is -1.0"),
         ({"served_model_names": ("",)}, "give each model a name"),
-        ({"cache_size": -1}, "cache_size is -1; it must be 0 "),
+        ({"cache_size": -1}, "cache_size is -1; it must be at least 0"),
         ({"cache_list_size": 0}, "cache_list_size is 0; it must be at least 1"),
         ({"cache_list_size": 2}, "cache_size is 0: no answer is kept. Give --cache-size"),
         ({"result_cache_bytes": 2**30}, "has no effect without --result-cache"),
