@@ -154,7 +154,7 @@ def run(paths: tuple[Location, ...], **options: Any) -> None:
         if job.prompt is None and not files and flags.flags:
             job, config = _make_up(job, config, flags)
         elif job.prompt is None and flags.is_overwriting:
-            config = replace(config, request_args=_request_args(flags))
+            config = replace(config, request_args=flags.request_fields)
         check_times(process.grace_s, job.deadline_s)
         if job.deadline_s is not None:
             stopper.set_deadline(time.monotonic() + job.deadline_s - elapsed_s())
@@ -180,16 +180,6 @@ def _tell_ignored(flags: Hyperparameters) -> None:
     )
     if ignored:
         click.echo(f"{', '.join(ignored)}: only for requests that are made up{own}.", err=True)
-
-
-def _request_args(flags: Hyperparameters) -> dict[str, Any]:
-    """Return the fields that replace each line's own."""
-    if not flags.request_fields:
-        raise UsageError(
-            "--overwrite-request-args has nothing to overwrite with; give hyperparameters, such as "
-            "--temperature 0 --generate-seq-length 20"
-        )
-    return flags.request_fields
 
 
 def _make_up(

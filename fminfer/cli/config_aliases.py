@@ -47,7 +47,10 @@ def translate(
             entries.append(Entry(name, key, value))
         elif (meant := ALIASES[key](value, name)) is not None:
             entries.append(Entry(name, *meant))
-    sizes = {key: count_of(table[key], name_of(key)) for key in PARALLEL if key in table}
+    sizes: dict[str, Any] = {key: table[key] for key in PARALLEL if key in table}
+    for key, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise UsageError(f"{name_of(key)} is {size!r}; it must be a whole number from 1")
     if sizes:
         product = sizes.get(PARALLEL[0], 1) * sizes.get(PARALLEL[1], 1)
         entries.append(Entry(" × ".join(map(name_of, sizes)), "world_size", product))
@@ -71,17 +74,6 @@ def as_bool(value: object, name: str) -> bool:
         return bool(click.BOOL.convert(str(value), None, None))
     except click.BadParameter:
         raise UsageError(f"{name} is {value!r}; give true or false") from None
-
-
-def count_of(value: object, name: str, least: int = 1) -> int:
-    """Return a value that must be a whole number.
-
-    Raises:
-        UsageError: it is none, or too small.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UsageError(f"{name} is {value!r}; it must be a whole number from {least}")
-    return value
 
 
 def _meaning_of(ours: str, values: Mapping[str, Any]) -> Meaning:

@@ -103,11 +103,8 @@ class SubmitOptions(Options):
             raise UsageError(
                 "--launcher needs --mode ranks; other jobs start their ranks themselves"
             )
-        lines = (
-            ("--queue", self.queue or ""),
-            *(("--directive", each) for each in self.directives),
-        )
-        for flag, text in lines:
+        texts = [("--queue", self.queue or ""), *(("--directive", e) for e in self.directives)]
+        for flag, text in texts:
             if not text.isprintable():
                 raise UsageError(
                     f"{flag} {text!r} holds characters that no line of a script may hold"
@@ -204,14 +201,10 @@ def job_values(
                 f"the job's start and end. For `fminfer run`: {error}"
             ) from None
         more_flags += ["--deadline", format_duration(time_s - spare_s)]
-    values: dict[str, object] = {
+    as_asked = ("queue", "gpus", "nodes", "directives", "max_requeues")
+    values: dict[str, object] = {name: getattr(asked, name) for name in as_asked} | {
         "time": None if time_s is None else scheduler.format_time(time_s),
-        "queue": asked.queue,
-        "gpus": asked.gpus,
-        "nodes": asked.nodes,
         "tasks": num_ranks if asked.mode == "ranks" else 1,
         "launcher": start,
-        "directives": asked.directives,
-        "max_requeues": asked.max_requeues,
     }
     return values, more_flags

@@ -217,20 +217,12 @@ def list_options(table: type) -> str:
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
-def shows_options(table: type, *, without: str) -> Callable[[Init], Init]:
-    """Have `help` list the options of an `__init__`, with their types, defaults and meanings.
-
-    Args:
-        without: one that it has as an argument of its own.
-    """
-
-    def show(init: Init) -> Init:
-        ours, its = inspect.signature(init), inspect.signature(table).parameters.values()
-        own = [each for each in ours.parameters.values() if each.kind is not each.VAR_KEYWORD]
-        options = [e.replace(kind=e.KEYWORD_ONLY) for e in its if e.name != without]
-        shown: Any = init
-        shown.__doc__ = f"Load the model. The options:\n\n{list_options(table)}\n"
-        shown.__signature__ = ours.replace(parameters=[*own, *options])
-        return init
-
-    return show
+def show_options(init: Init, table: type) -> Init:
+    """Have `help` list the options that an `__init__` takes, with types, defaults and meanings."""
+    ours, its = inspect.signature(init), inspect.signature(table).parameters.values()
+    own = [each for each in ours.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    more = [e.replace(kind=e.KEYWORD_ONLY) for e in its if e.name not in ours.parameters]
+    shown: Any = init
+    shown.__doc__ = f"Load the model. The options:\n\n{list_options(table)}\n"
+    shown.__signature__ = ours.replace(parameters=[*own, *more])
+    return init

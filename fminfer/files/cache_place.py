@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fminfer.core.errors import UsageError
@@ -21,6 +22,9 @@ class CachePlace:
     max_bytes: int
 
 
+_option = partial(option, group="Kept answers", commands=("run", "serve"))
+
+
 @dataclass(frozen=True)
 class KeptAnswers(Options):
     """Whether answers are kept on the disk.
@@ -29,19 +33,15 @@ class KeptAnswers(Options):
         UsageError: a place or size that cannot be.
     """
 
-    result_cache: Path | str | None = option(
+    result_cache: Path | str | None = _option(
         "Keep answers here, and take them for equal requests of other runs and servers. This "
         "serves greedy and scored requests, and those with a seed of their own.  [default: none is "
         "kept]",
-        group="Kept answers",
-        commands=("run", "serve"),
         metavar="FOLDER",
     )
-    result_cache_bytes: Bytes | None = option(
+    result_cache_bytes: Bytes | None = _option(
         "Most disk space of these answers: 500M, 10G. The one that was not used for longest goes "
-        f"first.  [default: {DEFAULT_BYTES // 2**30}G]",
-        group="Kept answers",
-        commands=("run", "serve"),
+        f"first.  [default: {DEFAULT_BYTES // 2**30}G]"
     )
 
     def check(self) -> None:

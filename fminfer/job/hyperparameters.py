@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from fminfer.core.errors import UsageError
 from fminfer.core.option import Option, Options, ShownCount, WholeTexts, option, options_of
 
 _option = partial(option, group="Made-up requests and --prompt", commands=("run",))
@@ -43,30 +44,36 @@ class Hyperparameters(Options):
     echo_prompt: bool = _option("A request's echo.", sets="echo")
     top_k_per_token: int | None = _option("A request's logprobs.", sets="logprobs")
 
+    def check(self) -> None:
+        """Refuse to overwrite with nothing."""
+        if self.is_overwriting and not self.request_fields:
+            raise UsageError(
+                "--overwrite-request-args has nothing to overwrite with; give hyperparameters, "
+                "such as --temperature 0 --generate-seq-length 20"
+            )
+
     @property
     def flags(self) -> list[str]:
         """Return the flags that are given and say something of requests."""
-        return [each.told for name, each in self._given.items() if name != "is_overwriting"]
+        return [each.told for each in self._given.values()]
 
     @property
     def flags_of_no_line(self) -> list[str]:
         """Return the given flags that are not fields of a request."""
-        return [flag for flag in self.flags if flag in ("--input-seq-length", "--batch-size")]
+        return [each.told for each in self._given.values() if not each.sets]
 
     @property
     def request_fields(self) -> dict[str, Any]:
         """Return the fields of a request that the given flags name."""
-        return {
-            each.sets: [*value] if isinstance(value := getattr(self, name), tuple) else value
-            for name, each in self._given.items()
-            if each.sets
-        }
+        found = {each.sets: getattr(self, name) for name, each in self._given.items() if each.sets}
+        return found | ({"stop": [*self.stop]} if self.stop else {})
 
     @property
     def _given(self) -> dict[str, Option]:
         """Return the options that are given; 0 is given, and equals False."""
+        told = {
+            name: each for name, each in options_of(type(self)).items() if name != "is_overwriting"
+        }
         return {
-            name: each
-            for name, each in options_of(type(self)).items()
-            if getattr(self, name) not in (None, ()) and getattr(self, name) is not False
+            name: each for name, each in told.items() if getattr(self, name) is not each.default
         }

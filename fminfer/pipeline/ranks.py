@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fminfer.core.config import GroupSizes
 from fminfer.core.errors import UsageError
-from fminfer.core.option import option
+from fminfer.core.option import option, options_of
 
 SECRET = "FMINFER_SECRET"  # which every rank of a run that is started apart has
 HOW_TO_SHARE = (
@@ -75,7 +75,7 @@ class RankConfig(GroupSizes):
             raise UsageError("give either --dist-url or --rendezvous, not both")
         for name in ("rank_timeout_s", "join_timeout_s"):
             if getattr(self, name) <= 0:
-                flag = f"--{name.removesuffix('_s').replace('_', '-')}"
+                flag = options_of(RankConfig)[name].told
                 raise UsageError(f"{flag} is {getattr(self, name)}; it must be above 0 seconds")
         if not (self.pp_mode or "pipe_").startswith("pipe_"):
             raise UsageError(f"--pp-mode is {self.pp_mode!r}; it must begin with pipe_")

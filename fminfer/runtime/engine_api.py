@@ -6,6 +6,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from fminfer.contract.record import Record
 from fminfer.core.config import EngineConfig, make_config
 from fminfer.core.errors import UsageError
 from fminfer.core.messages import StepTrace
-from fminfer.core.option import shows_options
+from fminfer.core.option import show_options
 from fminfer.engine.engine_core import Facts
 from fminfer.engine.events import Event
 from fminfer.engine.intake import Intake, RequestLimits
@@ -74,7 +75,7 @@ class Engine:
         OutOfMemoryError: memory for the smallest step cannot be had.
     """
 
-    @shows_options(EngineConfig, without="model")
+    @partial(show_options, table=EngineConfig)
     def __init__(
         self,
         model: str | EngineConfig | None = None,

@@ -3,33 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import click
 
 from fminfer.cli.options.option_table import options_for
-from fminfer.cli.options.value_types import (
-    BYTE_SIZE,
-    DURATION,
-    NUMBERS,
-    DTypeName,
-    PathOrUrl,
-    Read,
-    WholeText,
-    Words,
-)
+from fminfer.cli.options.value_types import NUMBERS, TYPES, Read
 from fminfer.core.config import DType
 from fminfer.core.option import GROUPS, OF_ENGINE, Command, Least, Option, marks_of, plain_hint
-
-PATH, LOCATION = click.Path(path_type=Path), PathOrUrl(path_type=Path)
-TYPES: Mapping[Any, click.ParamType[Any]] = {  # of Python's types, and of words that say more
-    **{str: click.STRING, int: click.INT, float: click.FLOAT, bool: click.BOOL},
-    **{Path: PATH, tuple[Path, ...]: PATH, tuple[int, ...]: NUMBERS, tuple[str, ...]: Words()},
-    **{Path | str: LOCATION, tuple[Path | str, ...]: LOCATION, DType: DTypeName()},
-    **{"duration": DURATION, "size": BYTE_SIZE, "whole": WholeText()},
-    "folder": click.Path(file_okay=False, path_type=Path),
-}
 
 
 class GroupedOption(click.Option):
@@ -54,7 +35,7 @@ class GroupedOption(click.Option):
             click.UsageError: both are given, and contradict each other.
         """
         for flag, values in self._old.items():
-            typed = opts.get(old_name(flag))
+            typed = opts.get(f"old_{flag[2:]}")
             meant = values.get(str(typed).lower()) if values else typed
             if typed is None or meant is None:  # click itself refuses a word that means nothing
                 continue
@@ -95,11 +76,6 @@ CONFIG_OPTION = GroupedOption(
     "one command; check and bench take those of run. FMINFER_PORT and so on go before the file, "
     "and the command line goes before both. Paths in it are relative to the working directory.",
 )
-
-
-def old_name(flag: str) -> str:
-    """Return the name of an old flag's parameter."""
-    return f"old_{flag.removeprefix('--')}"
 
 
 def flags_of(command: Command) -> list[click.Parameter]:
@@ -160,7 +136,7 @@ def _old(option: Option, command: Command) -> Iterable[GroupedOption]:
         *first, last = values.values() or [""]
         meant = f"{', '.join(first)} or {last}" if first else last
         yield GroupedOption(
-            [flag, old_name(flag)],
+            [flag, f"old_{flag[2:]}"],
             group="Old command lines",
             is_flag="true" in values,
             type=click.Choice([*values]) if values and "true" not in values else None,

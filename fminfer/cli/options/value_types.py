@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 import click
@@ -95,3 +96,13 @@ class WholeText(Words):
 
     def split_envvar_value(self, rv: str) -> list[str]:
         return [rv]
+
+
+PATH, LOCATION = click.Path(path_type=Path), PathOrUrl(path_type=Path)
+TYPES: Mapping[Any, click.ParamType[Any]] = {  # of Python's types, and of words that say more
+    **{str: click.STRING, int: click.INT, float: click.FLOAT, bool: click.BOOL},
+    **{Path: PATH, tuple[Path, ...]: PATH, tuple[int, ...]: NUMBERS, tuple[str, ...]: Words()},
+    **{Path | str: LOCATION, tuple[Path | str, ...]: LOCATION, DType: DTypeName()},
+    **{"duration": DURATION, "size": BYTE_SIZE, "whole": WholeText()},
+    "folder": click.Path(file_okay=False, path_type=Path),
+}
