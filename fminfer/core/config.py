@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -370,7 +370,7 @@ def make_config(model: str | EngineConfig | None, **options: Any) -> EngineConfi
     Raises:
         UsageError: an option that does not exist, or cannot be.
     """
-    refuse_unknown(options, [each.name for each in fields(EngineConfig)])
+    refuse_unknown(options, options_of(EngineConfig))
     if isinstance(model, EngineConfig):
         return replace(model, **options)
     return EngineConfig(model, **options)
@@ -382,20 +382,14 @@ def refuse_unknown(names: Iterable[str], known: Collection[str]) -> None:
     Raises:
         UsageError: it says what is meant, as far as that can be guessed.
     """
-    old = {
-        flag.removeprefix("--"): (each.name, values)
-        for each in options_of(EngineConfig).values()
-        for flag, values in each.old_flags.items()
-    }
     for name in names:
+        for each in options_of(EngineConfig).values():
+            if values := each.old_flags.get(f"--{name}"):
+                meant = [f"{v!r} (it was {k!r})" if k != v else repr(v) for k, v in values.items()]
+                now = f"{each.name} now; give {each.name}={', '.join(meant)}"
+                raise UsageError(f"the option {name} is called {now}")
         if name in known:
             continue
-        if name in old:
-            new, values = old[name]
-            meant = [f"{v!r} (it was {k!r})" if k != v else repr(v) for k, v in values.items()]
-            raise UsageError(
-                f"the option {name} is called {new} now; give {new}={', '.join(meant)}"
-            )
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]}? The" if near else "the"
         raise UsageError(f"there is no option {name}; {hint} options are {', '.join(known)}")

@@ -71,9 +71,8 @@ class Hyperparameters(Options):
     @property
     def _given(self) -> dict[str, Option]:
         """Return the options that are given; 0 is given, and equals False."""
-        told = {
-            name: each for name, each in options_of(type(self)).items() if name != "is_overwriting"
-        }
         return {
-            name: each for name, each in told.items() if getattr(self, name) is not each.default
+            name: each
+            for name, each in options_of(type(self)).items()
+            if name != "is_overwriting" and getattr(self, name) is not each.default
         }

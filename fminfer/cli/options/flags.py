@@ -80,13 +80,9 @@ CONFIG_OPTION = GroupedOption(
 
 def flags_of(command: Command) -> list[click.Parameter]:
     """Return the options of a command, in their order."""
-    made = make_flags(options_for(command), command)
-    return [*made, CONFIG_OPTION] if command in OF_ENGINE else made
-
-
-def make_flags(options: Iterable[Option], command: Command) -> list[click.Parameter]:
-    """Return what click knows of options, and the flags that they had before."""
-    return [e for each in options for e in (_make(each, command), *_old(each, command))]
+    options = options_for(command)
+    made = [e for each in options for e in (_make(each, command), *_old(each, command))]
+    return [*made, CONFIG_OPTION] if command in OF_ENGINE else [*made]
 
 
 def _make(option: Option, command: Command) -> GroupedOption:
