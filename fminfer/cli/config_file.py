@@ -149,12 +149,7 @@ def _read_file(found: Settings, command: Command, path: Path, source: str) -> No
 
 
 def _put_table(
-    found: Settings,
-    command: Command,
-    table: Mapping[str, Any],
-    where: str,
-    *,
-    allowed: Iterable[str],
+    found: Settings, command: Command, table: Mapping[str, Any], where: str, allowed: Iterable[str]
 ) -> None:
     _refuse_unknown(table, where, allowed)
     names: dict[str, str] = {}

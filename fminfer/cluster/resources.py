@@ -15,7 +15,7 @@ from typing import Any, Literal
 import click
 
 from fminfer.cluster.slurm_and_lsf import Scheduler, format_duration
-from fminfer.core.config import EngineConfig, GroupSizes
+from fminfer.core.config import EngineConfig, GroupSizes, ModelOptions
 from fminfer.core.errors import UsageError
 from fminfer.core.option import Options, Seconds, ShownAmount, ShownCount, option, take
 from fminfer.files.output_paths import STDOUT
@@ -147,7 +147,7 @@ def count_ranks(flags: dict[str, Any], gpus: int | None) -> int:
     return take(GroupSizes, {**flags}).told_ranks or gpus or int(flags["data_group_size"])
 
 
-def check_model_path(config: EngineConfig) -> None:
+def check_model_path(config: ModelOptions) -> None:
     """Refuse a model that is written as a path and is not there; a hub id is the job's to fetch.
 
     Raises:

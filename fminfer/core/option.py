@@ -51,7 +51,7 @@ ModelPlace = Annotated[str, PlaceHint("a path or hub id")]
 ConfigPlace = Annotated[str, PlaceHint("a path, hub id or size")]
 FILE = PlaceHint("the path of a file")  # whose content counts
 TextFile = Annotated[str, FILE]
-Seconds = Annotated[float, "duration"]
+Seconds = Annotated[float, "duration", Least(0)]
 Bytes = Annotated[int, "size", Least(1)]
 Folder = Annotated[Path, "folder"]
 WholeTexts = Annotated[tuple[str, ...], "whole"]  # a variable holds one text, with its commas
@@ -117,7 +117,7 @@ class Option:
         if get_origin(kind) is Literal and value not in (allowed := get_args(kind)):
             raise UsageError(f"{called} is {value!r}; it must be one of {', '.join(allowed)}")
         for mark in marks:
-            if isinstance(mark, Least) and value < mark.number:
+            if isinstance(mark, Least) and not value >= mark.number:  # or nan
                 raise UsageError(f"{called} is {value}; it must be at least {mark.number}")
             if isinstance(mark, PlaceHint) and not isinstance(value, str | PathLike):
                 raise UsageError(f"{called} is of type {type(value).__name__}; give {mark.told}")

@@ -122,9 +122,6 @@ class ServerSettings(KeptAnswers, ProcessOptions):
             )
         if self.state is None and self.max_upload_bytes != DEFAULT_UPLOAD_BYTES:
             raise UsageError("--max-upload-size has no effect without --state FOLDER")
-        for name in ("keep_alive_s", "grace_s"):
-            if not getattr(self, name) >= 0:  # a nan is refused, too
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be 0 seconds or more")
         if "" in self.served_model_names:
             raise UsageError("served_model_names holds an empty name; give each model a name")
         self._check_keys()
