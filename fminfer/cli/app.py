@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,11 @@ from fminfer.cli.ending import Ending, tell
 from fminfer.cli.exit_status import EXIT_SOME_ERRORS, EXIT_USAGE
 from fminfer.cli.families_command import families
 from fminfer.cli.foreign_names import say_of_command, say_of_option
+from fminfer.cli.options.flags import flags_of
+from fminfer.cli.options.option_table import BenchOptions
 from fminfer.cli.options.value_types import PathOrUrl
-from fminfer.cli.process_start import (
-    elapsed_s,
-    importing_engine,
-    start_children,
-    start_kernels,
-)
+from fminfer.cli.process_start import elapsed_s, importing_engine, start_children, start_kernels
 from fminfer.cli.report_command import report
-from fminfer.cli.run_options import bench_options, dtype_name, run_options
 from fminfer.cli.serve_command import serve, service
 from fminfer.cli.serve_part_command import serve_part
 from fminfer.cli.split_command import merge, split
@@ -36,21 +32,20 @@ from fminfer.cli.submit_command import submit
 from fminfer.cluster.job_names import infer_data_of
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, UsageError
+from fminfer.core.option import take
 from fminfer.core.version import __version__
 from fminfer.estimate.cost_model import COSTS
-from fminfer.files.cache_place import find_place
+from fminfer.files.cache_place import KeptAnswers
 from fminfer.files.storage import Location, RemoteFolders, default_work_dir
 from fminfer.job.hyperparameters import Hyperparameters
 from fminfer.job.progress import TimeBar
-from fminfer.job.run_paths import JobPaths, refuse_other_models
+from fminfer.job.run_paths import JobOptions, JobPaths, refuse_other_models
 from fminfer.job.synthetic import NUM_BATCHES, Synthetic
 from fminfer.machine.processor import cap_libraries
 from fminfer.machine.start_up import importing, prepare_torch
-from fminfer.machine.stopper import Stopper, check_times
+from fminfer.machine.stopper import ProcessOptions, Stopper, check_times
 from fminfer.pipeline.ranks import RankConfig
 from fminfer.runtime.launch.role import Role, find_role
-
-_HYPERPARAMETERS = fields(Hyperparameters)
 
 
 class _Commands(click.Group):
@@ -102,33 +97,9 @@ for command in (serve, check, split, merge, submit, status, report, families, se
     main.add_command(command)
 
 
-@main.command(cls=ConfiguredCommand, settings_of="run")
+@main.command(cls=ConfiguredCommand, settings_of="run", params=flags_of("run"))
 @click.argument("paths", nargs=-1, type=PathOrUrl(path_type=Path))
-@run_options
-def run(
-    paths: tuple[Location, ...],
-    infer_data: tuple[Location, ...],
-    output: Location | None,
-    work_dir: Path | None,
-    fp16: bool,
-    restart: bool,
-    is_watching: bool,
-    limit: int | None,
-    prompt: str | None,
-    is_raw: bool,
-    is_overwriting: bool,
-    stats: Path | None,
-    report_file: Path | None,
-    quiet: bool,
-    verbose: bool,
-    trace: Path | None,
-    pp_mode: str | None,
-    grace_s: float,
-    deadline_s: float | None,
-    result_cache: Location | None,
-    result_cache_bytes: int | None,
-    **options: Any,
-) -> None:
+def run(paths: tuple[Location, ...], **options: Any) -> None:
     """Answer every line of the given files.
 
     \b
@@ -157,67 +128,58 @@ def run(
     avx512 or avx512_bf16 limits a newer processor to those instructions, so that it computes as an
     older one would.
     """
-    options["dtype"] = dtype_name(fp16, options["dtype"])
-    rank_options = {field.name: options.pop(field.name) for field in fields(RankConfig)}
-    hyperparameters = Hyperparameters(**{f.name: options.pop(f.name) for f in _HYPERPARAMETERS})
-    ending = Ending(is_verbose=verbose)
-    stopper = Stopper(grace_s, is_quiet=quiet, end=ending.stop)
-    given, named = [*infer_data, *paths], infer_data_of(os.environ)
-    files = given or [named] if named is not None else given
-    remote = RemoteFolders(work_dir or default_work_dir(), is_quiet=quiet)
-    job = JobPaths(files, output, restart, stats, trace, quiet, remote, is_watching)
-    job = replace(job, limit=limit, report=report_file, prompt=prompt, is_raw=is_raw)
-    job = replace(job, prompt_fields=hyperparameters.request_fields)
+    process, flags = take(ProcessOptions, options), take(Hyperparameters, options)
+    ending, is_quiet = Ending(is_verbose=process.is_verbose), process.is_quiet
+    stopper = Stopper(process.grace_s, is_quiet=is_quiet, end=ending.stop)
     try:
-        job = replace(job, result_cache=find_place(result_cache, result_cache_bytes))
-        ranks = RankConfig(**rank_options)
-        config = EngineConfig(**options, is_only_run=True)
-        if prompt is not None and (hyperparameters.input_seq_length or hyperparameters.batch_size):
+        asked, named = take(JobOptions, options), infer_data_of(os.environ)
+        given = [*asked.infer_data, *paths]
+        files = given or [named] if named is not None else given
+        job = JobPaths(
+            **vars(asked),
+            paths=files,
+            is_quiet=is_quiet,
+            remote=RemoteFolders(asked.work_dir or default_work_dir(), is_quiet=is_quiet),
+            prompt_fields=flags.request_fields,
+            result_cache=take(KeptAnswers, options).cache_place,
+        )
+        ranks, config = take(RankConfig, options), take(EngineConfig, options)
+        if job.prompt is not None and (flags.input_seq_length or flags.batch_size):
             raise UsageError(
                 "--input-seq-length and --batch-size are of prompts that are made up; leave them "
                 "out with --prompt"
             )
-        if is_raw and (prompt is None or config.chat_template is not None):
+        if job.is_raw and (job.prompt is None or config.chat_template is not None):
             raise UsageError("--raw is of --prompt, and takes no --chat-template; leave it out")
-        if prompt is None and not files and hyperparameters.flags:
-            job, config = _make_up(job, config, hyperparameters)
-        elif prompt is None and is_overwriting:
-            config = replace(config, request_args=_request_args(hyperparameters))
-        check_times(grace_s, deadline_s)
-        if deadline_s is not None:
-            stopper.set_deadline(time.monotonic() + deadline_s - elapsed_s())
+        if job.prompt is None and not files and flags.flags:
+            job, config = _make_up(job, config, flags)
+        elif job.prompt is None and flags.is_overwriting:
+            config = replace(config, request_args=flags.request_fields)
+        check_times(process.grace_s, job.deadline_s)
+        if job.deadline_s is not None:
+            stopper.set_deadline(time.monotonic() + job.deadline_s - elapsed_s())
         role = find_role(ranks, os.environ)
         if role.is_first:
-            tell_notices(is_quiet=quiet)
-        if files != given and role.is_first and not quiet:
+            tell_notices(is_quiet=is_quiet)
+        if files != given and role.is_first and not is_quiet:
             click.echo(f"Answering {named}, which is in this job's name.", err=True)
-        if files and role.is_first and not quiet:
-            _tell_ignored(hyperparameters, is_overwriting)
+        if files and role.is_first and not is_quiet:
+            _tell_ignored(flags)
         status = _run(job, config, role, stopper, ending)
     except (Exception, KeyboardInterrupt) as error:
         ending.fail(error, stopper.reason)
     sys.exit(status)
 
 
-def _tell_ignored(flags: Hyperparameters, is_overwriting: bool) -> None:
+def _tell_ignored(flags: Hyperparameters) -> None:
     """Say which request parameters of the command line have no effect on lines of files."""
-    ignored = flags.flags_of_no_line if is_overwriting else flags.flags
+    ignored = flags.flags_of_no_line if flags.is_overwriting else flags.flags
     own = (
         "; each line's own hyperparameters count. --overwrite-request-args puts these in their "
-        "place" * (not is_overwriting)
+        "place" * (not flags.is_overwriting)
     )
     if ignored:
         click.echo(f"{', '.join(ignored)}: only for requests that are made up{own}.", err=True)
-
-
-def _request_args(flags: Hyperparameters) -> dict[str, Any]:
-    """Return the fields that replace each line's own."""
-    if not flags.request_fields:
-        raise UsageError(
-            "--overwrite-request-args has nothing to overwrite with; give hyperparameters, such as "
-            "--temperature 0 --generate-seq-length 20"
-        )
-    return flags.request_fields
 
 
 def _make_up(
@@ -229,15 +191,8 @@ def _make_up(
     return replace(job, synthetic=synthetic), replace(config, max_steps=None, max_rows=max_rows)
 
 
-@main.command(cls=ConfiguredCommand, settings_of="run")
-@bench_options
-def bench(
-    batch_sizes: tuple[int, ...],
-    new_tokens: int,
-    fp16: bool,
-    is_calibration: bool,
-    **options: Any,
-) -> None:
+@main.command(cls=ConfiguredCommand, settings_of="run", params=flags_of("bench"))
+def bench(**options: Any) -> None:
     """Time the generation of short rows at several batch sizes.
 
     \b
@@ -250,16 +205,16 @@ def bench(
     a line of JSON last.
     """
     tell_notices(is_quiet=False)
-    options["dtype"] = dtype_name(fp16, options["dtype"])
+    asked, config = take(BenchOptions, options), take(EngineConfig, options)
     prepare_torch()
-    start_kernels(options["kernels"], options["device"])
-    if is_calibration:
-        return _calibrate(EngineConfig(**options))
+    start_kernels(config)
+    if asked.calibrate:
+        return _calibrate(config)
     with importing():
         from fminfer.estimate.bench import run_bench
 
     rows = []
-    for figures in run_bench(EngineConfig(**options), batch_sizes, new_tokens, elapsed_s):
+    for figures in run_bench(config, asked.batch_sizes, asked.new_tokens, elapsed_s):
         click.echo(f"{figures.to_text()}\n")
         rows.append(asdict(figures) | {"ms_per_token": figures.ms_per_token})
     click.echo("batch size        " + "".join(f"{row['batch_size']:>9}" for row in rows))

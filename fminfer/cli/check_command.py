@@ -13,33 +13,21 @@ import click
 
 from fminfer.cli.config_file import ConfiguredCommand, tell_notices
 from fminfer.cli.exit_status import EXIT_FAILED, EXIT_SOME_ERRORS
+from fminfer.cli.options.flags import flags_of
+from fminfer.cli.options.option_table import MAX_TOLD, CheckOptions
 from fminfer.cli.options.value_types import PathOrUrl
-from fminfer.cli.run_options import MAX_TOLD, check_options, dtype_name
-from fminfer.core.config import EngineConfig
+from fminfer.core.config import EngineConfig, GroupSizes
 from fminfer.core.errors import UsageError
+from fminfer.core.option import take
 from fminfer.files.input_folders import describe_empty, describe_left_out, find_inputs
 from fminfer.files.storage import Location, RemoteFolders, default_work_dir
-from fminfer.job.run_paths import refuse_other_models
+from fminfer.job.run_paths import JobOptions, refuse_other_models
 from fminfer.machine.library_imports import import_transformers
-from fminfer.pipeline.ranks import RankConfig
 
 
-@click.command(cls=ConfiguredCommand, settings_of="run")
+@click.command(cls=ConfiguredCommand, settings_of="run", params=flags_of("check"))
 @click.argument("paths", nargs=-1, type=PathOrUrl(path_type=Path))
-@check_options
-def check(
-    paths: tuple[Location, ...],
-    infer_data: tuple[Location, ...],
-    world_size: int | None,
-    pipeline_group_size: int | None,
-    data_group_size: int,
-    device_bytes: int | None,
-    no_weights: bool,
-    fp16: bool,
-    is_json: bool,
-    is_all: bool,
-    **options: Any,
-) -> None:
+def check(paths: tuple[Location, ...], **options: Any) -> None:
     """Check every line of the given files, and predict what their run takes.
 
     \b
@@ -59,13 +47,13 @@ def check(
     Exit status: 0 every line is right; 1 the model does not run or does not fit; 2 wrong usage;
     3 some lines are wrong.
     """
-    tell_notices(is_quiet=is_json)
-    options["dtype"] = dtype_name(fp16, options["dtype"])
-    config = EngineConfig(**options)
-    ranks = RankConfig(world_size, pipeline_group_size, data_group_size)
-    remote = RemoteFolders(default_work_dir(), is_quiet=is_json)
-    inputs = find_inputs([file for path in (*infer_data, *paths) for file in remote.fetch(path)])
-    folders = [path for path in (*infer_data, *paths) if isinstance(path, Path) and path.is_dir()]
+    asked, sizes = take(CheckOptions, options), take(GroupSizes, options)
+    paths = (*take(JobOptions, options).infer_data, *paths)
+    config = take(EngineConfig, options)
+    tell_notices(is_quiet=asked.is_json)
+    remote = RemoteFolders(default_work_dir(), is_quiet=asked.is_json)
+    inputs = find_inputs([file for path in paths for file in remote.fetch(path)])
+    folders = [path for path in paths if isinstance(path, Path) and path.is_dir()]
     for text in describe_left_out(folders, has_lost=True):
         click.echo(f"Left out: {text}.", err=True)
     for text in describe_empty(inputs):
@@ -78,14 +66,17 @@ def check(
     from fminfer.plan.machine_facts import Machine
 
     machine = Machine(
-        num_stages=ranks.size or 1, num_pipelines=data_group_size, device_bytes=device_bytes
+        num_stages=sizes.num_stages,
+        num_pipelines=sizes.data_group_size,
+        device_bytes=asked.device_bytes,
     )
     with tempfile.TemporaryFile() as spool:
-        errors = _Errors(inputs, spool, None if is_all or is_json else MAX_TOLD, is_json)
-        report = Check(config, machine, has_weights=not no_weights).run(
-            inputs, errors.add, is_quiet=is_json
+        most = None if asked.is_all or asked.is_json else MAX_TOLD
+        errors = _Errors(inputs, spool, most, asked.is_json)
+        report = Check(config, machine, has_weights=not asked.no_weights).run(
+            inputs, errors.add, is_quiet=asked.is_json
         )
-        if is_json:
+        if asked.is_json:
             _print_json(report.to_dict(), spool)
         else:
             errors.tell_rest()

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 
-from fminfer.cli.options.old_options import KERNELS_OF_OLD
 from fminfer.cli.options.old_serve_options import tell_of_tensor_parallel
+from fminfer.cli.options.option_table import options_for
 from fminfer.core.errors import UsageError
 from fminfer.models.known_sizes import SIZES, size_fields
 
@@ -47,13 +47,21 @@ def translate(
             entries.append(Entry(name, key, value))
         elif (meant := ALIASES[key](value, name)) is not None:
             entries.append(Entry(name, *meant))
-    sizes = {key: count_of(table[key], name_of(key)) for key in PARALLEL if key in table}
+    sizes: dict[str, Any] = {key: table[key] for key in PARALLEL if key in table}
+    for key, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise UsageError(f"{name_of(key)} is {size!r}; it must be a whole number from 1")
     if sizes:
         product = sizes.get(PARALLEL[0], 1) * sizes.get(PARALLEL[1], 1)
         entries.append(Entry(" × ".join(map(name_of, sizes)), "world_size", product))
     if sizes.get(PARALLEL[0], 1) > 1:
         notices.append(tell_of_tensor_parallel(PARALLEL[0], sizes[PARALLEL[0]]))
     return entries, notices
+
+
+def key_of(name: str) -> str:
+    """Return a flag's or key's one spelling."""
+    return name.removeprefix("--").replace("-", "_")
 
 
 def as_bool(value: object, name: str) -> bool:
@@ -68,33 +76,24 @@ def as_bool(value: object, name: str) -> bool:
         raise UsageError(f"{name} is {value!r}; give true or false") from None
 
 
-def count_of(value: object, name: str, least: int = 1) -> int:
-    """Return a value that must be a whole number.
+def _meaning_of(ours: str, values: Mapping[str, Any]) -> Meaning:
+    """Return what a key says that a flag of ours had before.
 
-    Raises:
-        UsageError: it is none, or too small.
+    Args:
+        values: what its values mean; {}: the same.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UsageError(f"{name} is {value!r}; it must be a whole number from {least}")
-    return value
 
-
-def _rename(ours: str) -> Meaning:
-    return lambda value, name: (ours, value)
-
-
-def _by_bool(ours: str, if_true: object, if_false: object = None) -> Meaning:
     def meaning(value: object, name: str) -> tuple[str, object] | None:
-        meant = if_true if as_bool(value, name) else if_false
+        if "true" in values:
+            value = str(as_bool(value, name)).lower()
+        elif values and value not in values:
+            allowed = [str(each) for each in values.values()]
+            said = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
+            raise UsageError(f"{name} is {value!r}; give {ours}: {said}")
+        meant = values.get(str(value)) if values else value
         return None if meant is None else (ours, meant)
 
     return meaning
-
-
-def _kernels(value: object, name: str) -> tuple[str, object]:
-    if value not in KERNELS_OF_OLD:
-        raise UsageError(f"{name} is {value!r}; give kernels: auto, off or require")
-    return "kernels", KERNELS_OF_OLD[str(value)]
 
 
 def _config_of_class(value: object, name: str) -> tuple[str, object]:
@@ -111,19 +110,15 @@ def _config_of_class(value: object, name: str) -> tuple[str, object]:
 
 
 PARALLEL = ("tp_init_size", "pp_init_size")  # whose product is the number of ranks
-OLD_FLAGS = ("fp16", "attention")  # of ours, which other flags say today
+_KEYS = [option for command in ("run", "serve") for option in options_for(command)]
+OLD_FLAGS = {key_of(old) for option in _KEYS for old in option.old_flags}
 ALIASES: Mapping[str, Meaning] = {
-    "fp16": _by_bool("dtype", "float16"),
-    "attention": _kernels,
     "model_class": _config_of_class,
-    "checkpoint": _rename("model_name"),
-    "tokenizer_path": _rename("tokenizer"),
     **dict.fromkeys(PARALLEL, lambda value, name: None),  # `translate` takes both together
-    "half": _by_bool("dtype", "float16", "float32"),
-    "server_host": _rename("host"),
-    "server_port": _rename("port"),
-    "executor_max_batch_size": _rename("max_rows"),
-    "executor_max_queue_size": _rename("queue_size"),
-    "allow_cors": _by_bool("allow_origin", ["*"]),
-    "timeout_keep_alive": _rename("keep_alive"),
+    **{
+        key_of(old): _meaning_of(key_of(option.all_flags[0]), values)
+        for option in _KEYS
+        for old, values in option.old.items()
+        if values or not old.startswith("--")
+    },
 }

@@ -14,20 +14,20 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from fminfer.cli.config_aliases import ALIASES, Entry, translate
+from fminfer.cli.config_aliases import ALIASES, Entry, key_of, translate
 from fminfer.cli.config_keys import (
     RIVALS,
     TABLES,
     Setting,
     flags_of,
-    key_of,
     known_flags,
     known_keys,
     nearest,
     setting_of,
 )
-from fminfer.cli.options.option_groups import GroupedCommand
+from fminfer.cli.options.flags import GroupedCommand
 from fminfer.core.errors import UsageError
+from fminfer.core.option import Command
 
 # Of EnergonAI's files: where its own processes met, and how it made its engine.
 OF_ITS_OWN = ("host", "port", "backend", "engine_server", "model_type")
@@ -115,7 +115,7 @@ class Settings:
         self.of.update(layer)
 
 
-def find_settings(command: str, file: str | None, environ: Mapping[str, str]) -> Settings:
+def find_settings(command: Command, file: str | None, environ: Mapping[str, str]) -> Settings:
     """Return what is set for `run` or `serve` beside its command line.
 
     Args:
@@ -132,7 +132,7 @@ def find_settings(command: str, file: str | None, environ: Mapping[str, str]) ->
     return found
 
 
-def _read_file(found: Settings, command: str, path: Path, source: str) -> None:
+def _read_file(found: Settings, command: Command, path: Path, source: str) -> None:
     top = _read_toml(path, source)
     tables = {name: top.pop(name) for name in [*top] if isinstance(top[name], dict)}
     if wrong := [name for name in tables if name not in TABLES]:
@@ -149,7 +149,7 @@ def _read_file(found: Settings, command: str, path: Path, source: str) -> None:
 
 
 def _put_table(
-    found: Settings, command: str, table: Mapping[str, Any], where: str, *, allowed: Iterable[str]
+    found: Settings, command: Command, table: Mapping[str, Any], where: str, allowed: Iterable[str]
 ) -> None:
     _refuse_unknown(table, where, allowed)
     names: dict[str, str] = {}
@@ -178,7 +178,7 @@ def _refuse_unknown(table: Mapping[str, Any], where: str, allowed: Iterable[str]
 
 
 def _settle(
-    command: str, entries: Iterable[Entry], *, are_variables: bool = False
+    command: Command, entries: Iterable[Entry], *, are_variables: bool = False
 ) -> dict[str, Setting]:
     """Return the settings of one layer, by parameter; keys of the other command are left out."""
     flags, layer = flags_of(command), dict[str, Setting]()
@@ -196,7 +196,7 @@ def _settle(
     return layer
 
 
-def _read_variables(found: Settings, command: str, environ: Mapping[str, str]) -> None:
+def _read_variables(found: Settings, command: Command, environ: Mapping[str, str]) -> None:
     known, plain = known_flags(), dict[str, object]()
     for variable, value in environ.items():
         if not variable.startswith(PREFIX) or variable in OTHERS or variable.startswith(OF_TESTS):
@@ -244,7 +244,7 @@ class ConfiguredCommand(GroupedCommand):
             not have are left.
     """
 
-    def __init__(self, *args: Any, settings_of: str, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, settings_of: Command, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._settings_of = settings_of
 

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import click
 
-from fminfer.cli.config_aliases import ALIASES, OLD_FLAGS, as_bool
+from fminfer.cli.config_aliases import ALIASES, OLD_FLAGS, as_bool, key_of
 from fminfer.cli.foreign_names import FLAGS
-from fminfer.cli.options.option_groups import Decorator, with_options
-from fminfer.cli.options.value_types import Numbers
-from fminfer.cli.run_options import RUN_OPTIONS, SERVE_OPTIONS
+from fminfer.cli.options import flags
+from fminfer.cli.options.value_types import NUMBERS
 from fminfer.core.errors import UsageError
+from fminfer.core.option import Command
 
-TABLES: Mapping[str, list[Decorator]] = {"run": RUN_OPTIONS, "serve": SERVE_OPTIONS}
+TABLES: tuple[Command, ...] = ("run", "serve")  # of a file
 # One of these takes the place of the other, where it is told nearer to the command line.
-RIVALS = {
-    **{"model": "random_init", "model_argument": "random_init", "random_init": "model"},
-    "fp16": "dtype",
-}
+RIVALS = {"model": "random_init", "model_argument": "random_init", "random_init": "model"}
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,11 +38,10 @@ class Setting:
 
 
 @cache
-def flags_of(command: str) -> dict[str, Flag]:
+def flags_of(command: Command) -> dict[str, Flag]:
     """Return the flags of a command by their keys: the long names, with underscores."""
-    options = click.command()(with_options(TABLES[command])(_nothing)).params
     found = {}
-    for option in options:
+    for option in flags.flags_of(command):
         if not isinstance(option, click.Option) or option.hidden or not option.expose_value:
             continue
         named = [(name, False) for name in option.opts]
@@ -54,15 +49,6 @@ def flags_of(command: str) -> dict[str, Flag]:
             if name.startswith("--"):
                 found[key_of(name)] = Flag(option, is_negative)
     return found
-
-
-def _nothing(**_: Any) -> None:
-    """Have options, and do nothing."""
-
-
-def key_of(name: str) -> str:
-    """Return a flag's or key's one spelling."""
-    return name.removeprefix("--").replace("-", "_")
 
 
 def known_flags() -> set[str]:
@@ -94,7 +80,7 @@ def setting_of(flag: Flag, value: object, origin: str, *, is_variable: bool = Fa
     """
     option = flag.option
     if isinstance(value, list):
-        if not option.multiple and not isinstance(option.type, Numbers):
+        if not option.multiple and option.type is not NUMBERS:
             raise UsageError(f"{origin} is a list; give one value")
         texts = [_text(each, origin) for each in value]
         return Setting(texts if option.multiple else ",".join(texts), origin)

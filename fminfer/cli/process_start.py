@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fminfer.cli.ending import Ending
 from fminfer.compute.kernels.kernel_build import start_build
-from fminfer.core.config import EngineConfig, Kernels
+from fminfer.core.config import ComputeOptions, EngineConfig
 from fminfer.machine.host_memory import reading_files, touching_memory
 from fminfer.machine.start_up import importing, prepare_torch
 from fminfer.machine.stopper import Stopper
@@ -53,7 +53,7 @@ def importing_engine(config: EngineConfig, role: Role) -> Iterator[None]:
     if role.kind != "alone":  # torch's own words on broken connections say less than ours
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     prepare_torch()
-    start_kernels(config.kernels, config.device)
+    start_kernels(config)
     files: dict[Path, int] = {}
     if role.kind == "alone" and config.model is not None and _is_for_cpu(config.device):
         files = find_weight_files(config.model)
@@ -62,9 +62,9 @@ def importing_engine(config: EngineConfig, role: Role) -> Iterator[None]:
         yield
 
 
-def start_kernels(asked: Kernels, device: str) -> None:
+def start_kernels(options: ComputeOptions) -> None:
     """Build the CPU's kernels beside what comes next, if a command is likely to want them."""
-    if asked != "off" and _is_for_cpu(device):
+    if options.kernels != "off" and _is_for_cpu(options.device):
         start_build()
 
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from dataclasses import fields
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from fminfer.cli.config_file import NOTICES, ConfiguredCommand, tell_notices
 from fminfer.cli.ending import Ending
-from fminfer.cli.options.old_serve_options import translate_old_flags
+from fminfer.cli.options.flags import flags_of
+from fminfer.cli.options.old_serve_options import OLD_SERVE_OPTIONS, translate_old_flags
 from fminfer.cli.process_start import elapsed_s, importing_engine, start_children
-from fminfer.cli.run_options import dtype_name, serve_options
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
+from fminfer.core.option import take
 from fminfer.machine.stopper import Stopper
 from fminfer.pipeline.ranks import RankConfig
 from fminfer.runtime.launch.role import Role, find_role
@@ -30,32 +29,18 @@ class _ServeCommand(ConfiguredCommand):
     """Takes the start line of EnergonAI's services, too."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the flags, and translate the old ones."""
+        """Read the flags, and translate MODEL and the old ones."""
         rest = super().parse_args(ctx, args)
         if not ctx.resilient_parsing:
             ctx.meta.setdefault(NOTICES, []).extend(translate_old_flags(ctx))
-            _take_argument(ctx)
         return rest
 
 
-def _take_argument(ctx: click.Context) -> None:
-    """Let MODEL be the same as --model-name."""
-    model = ctx.params.pop("model_argument")
-    if model is None:
-        return
-    is_typed = ctx.get_parameter_source("model") is ParameterSource.COMMANDLINE
-    if is_typed and ctx.params["model"] != model:
-        raise click.UsageError(
-            f"{model} and --model-name {ctx.params['model']} contradict each other; give one", ctx
-        )
-    ctx.params["model"] = model
-    ctx.set_parameter_source("model", ParameterSource.COMMANDLINE)
-
-
-@click.command(cls=_ServeCommand, settings_of="serve")
+@click.command(
+    cls=_ServeCommand, settings_of="serve", params=[*flags_of("serve"), *OLD_SERVE_OPTIONS]
+)
 @click.argument("model_argument", required=False, metavar="[MODEL]")
-@serve_options
-def serve(quiet: bool, verbose: bool, fp16: bool, **options: Any) -> None:
+def serve(**options: Any) -> None:
     """Answer HTTP requests in OpenAI's form.
 
     \b
@@ -75,18 +60,13 @@ def serve(quiet: bool, verbose: bool, fp16: bool, **options: Any) -> None:
     Exit status: 0 told to stop, and every request that ran has its answer; 1 it failed;
     2 wrong usage; 129 hung up, 130 interrupted, 143 terminated before that.
     """
-    options["dtype"] = dtype_name(fp16, options["dtype"])
-    ranks = {field.name: options.pop(field.name) for field in fields(RankConfig)}
-    # One of the two takes its own name from each option.
-    of_server = {f.name: options.pop(f.name) for f in fields(ServerSettings) if f.name in options}
-    ending = Ending(is_verbose=verbose)
-    stopper = Stopper(of_server["grace_s"], is_quiet=quiet, end=ending.stop)
+    ending = Ending(is_verbose=options["is_verbose"])
+    stopper = Stopper(options["grace_s"], is_quiet=options["is_quiet"], end=ending.stop)
     try:
-        settings = ServerSettings(**of_server, is_quiet=quiet)
-        config = EngineConfig(**options)
-        role = find_role(RankConfig(**ranks), os.environ)
+        settings, ranks = take(ServerSettings, options), take(RankConfig, options)
+        config, role = take(EngineConfig, options), find_role(ranks, os.environ)
         if role.is_first:
-            tell_notices(is_quiet=quiet)
+            tell_notices(is_quiet=settings.is_quiet)
             _require_extra()
             _warn_of_open_door(settings)
         _serve(settings, config, role, stopper, ending)

@@ -63,7 +63,7 @@ def _serve(ending: Ending, stopper: Stopper, parent: int) -> None:
         import transformers
 
         transformers.logging.set_verbosity_error()
-    start_kernels(task.config.kernels, task.config.device)
+    start_kernels(task.config)
 
     def end(kind: str) -> None:
         sys.stderr.flush()

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
 from fminfer.cluster.slurm_and_lsf import Scheduler, format_duration
-from fminfer.core.config import EngineConfig
+from fminfer.core.config import EngineConfig, GroupSizes, ModelOptions
 from fminfer.core.errors import UsageError
+from fminfer.core.option import Options, Seconds, ShownAmount, ShownCount, option, take
 from fminfer.files.output_paths import STDOUT
 from fminfer.machine.stopper import check_times
 from fminfer.models.beside import refuse_what_is_beside
@@ -24,6 +26,89 @@ from fminfer.pipeline.ranks import RankConfig
 
 # Of the time limit: what the job's start takes before `fminfer run` counts, and its end after.
 MIN_SPARE_S, MAX_SPARE_S, SPARE_SHARE = 15.0, 120.0, 0.05
+
+
+_job = partial(option, group="Jobs", commands=("submit",))
+_queue = partial(option, group="Queue", commands=("submit",))
+
+
+@dataclass(frozen=True)
+class SubmitOptions(Options):
+    """Which jobs are made, and how they wait in the queue."""
+
+    infer_data: tuple[Path, ...] = _job(
+        "A folder of input files, or a file. May be repeated.", group="Input and output"
+    )
+    scheduler: Literal["lsf", "slurm"] | None = _job("bsub or sbatch.")
+    mode: Literal["each", "array", "ranks"] = _job(
+        "each: a job a file. array: job arrays, a task a file. ranks: one job for all files, a "
+        "rank a task.",
+        default="each",
+    )
+    time_s: Seconds | None = _job(
+        "The jobs' wall-time limit. A job ends in good order a little before it, waits in the "
+        "queue again, and goes on.  [default: the queue's limit, which the jobs do not know]"
+    )
+    queue: str | None = _job("LSF's queue or Slurm's partition.", flags=("--queue", "--partition"))
+    gpus: ShownCount | None = _job(
+        "GPUs of a job, with a rank of the model on each.  [default: none]"
+    )
+    nodes: ShownCount = _job(
+        "With --mode ranks: number of machines. Ranks and GPUs are spread evenly over them.",
+        default=1,
+    )
+    launcher: str | None = _job(
+        "With --mode ranks: the command that starts the ranks.  [default: srun; mpirun -n RANKS]"
+    )
+    directives: tuple[str, ...] = _job(
+        "One more #SBATCH or #BSUB line: --directive=--account=lab. May be repeated.",
+        flags=("--directive",),
+    )
+    template: Path | None = _job("Your own Jinja2 template of the script (docs/clusters.md).")
+    job_dir: Path | None = _job(
+        "Folder for logs and lists of files.  [default: jobs/ beside the answers, or above one "
+        "whose name holds a %]"
+    )
+    name: str | None = _queue(
+        "Part of the jobs' names. By it, submit finds its own jobs in the queue.  [default: the "
+        "last part of the model's]"
+    )
+    max_queued: ShownCount = _queue(
+        "Most jobs of this name in the queue, waiting or running. Each task of an array counts. "
+        "submit waits for room.",
+        default=300,
+    )
+    max_running: ShownCount | None = _queue(
+        "With --mode array: most tasks of an array that run at once.  [default: no limit]"
+    )
+    max_requeues: ShownAmount = _queue(
+        "How often a job that runs out of time goes back into the queue by itself.", default=20
+    )
+    dry_run: bool = _queue("Print what would be sent, and send nothing.")
+    job_name: str | None = _job(
+        "A job's name in FM Inference. It means --name NAME --infer-data PATH --scheduler lsf.",
+        group="Old command lines",
+        metavar="lsf_NAME#PATH",
+    )
+
+    def check(self) -> None:
+        """Refuse flags that mean nothing in this mode."""
+        if self.max_running is not None and self.mode != "array":
+            raise UsageError(
+                "--max-running is for --mode array; for separate jobs see --max-queued"
+            )
+        if self.mode != "ranks" and self.nodes > 1:
+            raise UsageError(f"--nodes {self.nodes} needs --mode ranks: a file has one node")
+        if self.mode != "ranks" and self.launcher is not None:
+            raise UsageError(
+                "--launcher needs --mode ranks; other jobs start their ranks themselves"
+            )
+        texts = [("--queue", self.queue or ""), *(("--directive", e) for e in self.directives)]
+        for flag, text in texts:
+            if not text.isprintable():
+                raise UsageError(
+                    f"{flag} {text!r} holds characters that no line of a script may hold"
+                )
 
 
 def parse_flags(
@@ -50,25 +135,19 @@ def parse_flags(
         raise UsageError("--output - would end in a job's log; give a folder")
     if flags["rank"] is not None or flags["dist_url"] is not None:
         raise UsageError("--rank and --dist-url are for ranks started by hand; see --mode ranks")
-    given = {field.name: flags[field.name] for field in fields(RankConfig)}
-    ranks = RankConfig(**given | {"world_size": count_ranks(flags, gpus)})
-    engine = {f.name: flags[f.name] for f in fields(EngineConfig) if f.name in flags}
-    config = EngineConfig(**engine)
+    told = {**flags, "world_size": count_ranks(flags, gpus)}
+    ranks, config = take(RankConfig, told), take(EngineConfig, told)
     check_model_path(config)
-    check_split(config, ranks.size or 1)
+    check_split(config, ranks.num_stages)
     return flags
 
 
 def count_ranks(flags: dict[str, Any], gpus: int | None) -> int:
     """Return how many ranks a job has in all."""
-    if flags["world_size"]:
-        return int(flags["world_size"])
-    if flags["pipeline_group_size"]:
-        return int(flags["pipeline_group_size"] * flags["data_group_size"])
-    return gpus or int(flags["data_group_size"])
+    return take(GroupSizes, {**flags}).told_ranks or gpus or int(flags["data_group_size"])
 
 
-def check_model_path(config: EngineConfig) -> None:
+def check_model_path(config: ModelOptions) -> None:
     """Refuse a model that is written as a path and is not there; a hub id is the job's to fetch.
 
     Raises:
@@ -85,20 +164,6 @@ def check_model_path(config: EngineConfig) -> None:
             raise UsageError(f"--model-name {config.model}: there is no config.json in it")
 
 
-def check_mode(mode: str, max_running: int | None, resources: dict[str, Any]) -> None:
-    """Refuse flags that mean nothing in this mode.
-
-    Raises:
-        UsageError: there is one.
-    """
-    if max_running is not None and mode != "array":
-        raise UsageError("--max-running is for --mode array; for separate jobs see --max-queued")
-    if mode != "ranks" and resources["nodes"] > 1:
-        raise UsageError(f"--nodes {resources['nodes']} needs --mode ranks: a file has one node")
-    if mode != "ranks" and resources["launcher"] is not None:
-        raise UsageError("--launcher needs --mode ranks; other jobs start their ranks themselves")
-
-
 def check_shared_files(mode: str, flags: dict[str, Any], num_inputs: int) -> None:
     """Refuse a file that several jobs would write.
 
@@ -111,33 +176,20 @@ def check_shared_files(mode: str, flags: dict[str, Any], num_inputs: int) -> Non
 
 
 def job_values(
-    scheduler: Scheduler,
-    mode: str,
-    flags: dict[str, Any],
-    *,
-    time_s: float | None,
-    queue: str | None,
-    gpus: int | None,
-    nodes: int,
-    launcher: str | None,
-    directives: tuple[str, ...],
-    max_requeues: int,
+    scheduler: Scheduler, asked: SubmitOptions, flags: dict[str, Any]
 ) -> tuple[dict[str, object], list[str]]:
     """Return the template's values, and flags for `fminfer run`.
 
     Raises:
-        UsageError: numbers that do not fit together, or text that no line can hold.
+        UsageError: numbers that do not fit together.
     """
-    num_ranks = count_ranks(flags, gpus)
-    for what, count in (("ranks", num_ranks), ("GPUs", gpus or 0)):
-        if count % nodes:
-            raise UsageError(f"{count} {what} cannot be spread evenly over --nodes {nodes}")
-    for flag, text in (("--queue", queue or ""), *(("--directive", line) for line in directives)):
-        if not text.isprintable():
-            raise UsageError(f"{flag} {text!r} holds characters that no line of a script may hold")
-    start = shlex.split(launcher) if launcher else scheduler.launcher(num_ranks)
+    num_ranks, time_s = count_ranks(flags, asked.gpus), asked.time_s
+    for what, count in (("ranks", num_ranks), ("GPUs", asked.gpus or 0)):
+        if count % asked.nodes:
+            raise UsageError(f"{count} {what} cannot be spread evenly over --nodes {asked.nodes}")
+    start = shlex.split(asked.launcher) if asked.launcher else scheduler.launcher(num_ranks)
     more_flags = []
-    if mode != "ranks" and num_ranks > 1 and not flags["world_size"]:
+    if asked.mode != "ranks" and num_ranks > 1 and not flags["world_size"]:
         more_flags += ["--world-size", str(num_ranks)]
     if time_s is not None and flags["deadline_s"] is None:
         spare_s = min(MAX_SPARE_S, max(MIN_SPARE_S, SPARE_SHARE * time_s))
@@ -149,14 +201,10 @@ def job_values(
                 f"the job's start and end. For `fminfer run`: {error}"
             ) from None
         more_flags += ["--deadline", format_duration(time_s - spare_s)]
-    values: dict[str, object] = {
+    as_asked = ("queue", "gpus", "nodes", "directives", "max_requeues")
+    values: dict[str, object] = {name: getattr(asked, name) for name in as_asked} | {
         "time": None if time_s is None else scheduler.format_time(time_s),
-        "queue": queue,
-        "gpus": gpus,
-        "nodes": nodes,
-        "tasks": num_ranks if mode == "ranks" else 1,
+        "tasks": num_ranks if asked.mode == "ranks" else 1,
         "launcher": start,
-        "directives": directives,
-        "max_requeues": max_requeues,
     }
     return values, more_flags

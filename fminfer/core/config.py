@@ -1,29 +1,32 @@
-"""What an engine is told: every option of the engine with its default, written once.
+"""The options of an engine, in five parts by subject; `option` says what each field holds."""
 
-The command line reads its defaults from here. It knows nothing of files or of torch.
-"""
-
-# ruff: noqa: RUF009  (_option makes a field, as dataclasses.field does)
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from os import PathLike
-from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+import difflib
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
 
 from typing_extensions import Self
 
 from fminfer.core.errors import UsageError
+from fminfer.core.option import (
+    OF_ENGINE,
+    Amount,
+    ConfigPlace,
+    Count,
+    ModelPlace,
+    Options,
+    TextFile,
+    list_options,
+    option,
+    options_of,
+)
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 TokenFormat = Literal["auto", "vocab", "text"]
 Kernels = Literal["auto", "off", "require"]
-PLACES = {  # what the fields that say where a model comes from may hold
-    "model": "a path or hub id",
-    "random_init": "a path, hub id or size",
-    "tokenizer": "a path or hub id",
-    "model_config": "a path, hub id or size",
-    "chat_template": "the path of a file",
-}
 NO_CONFIG = ("glm", "yalm")  # model types of the old tool: GLM-130B and YaLM-100B
 OnTooLong = Literal["error", "truncate-left", "truncate-right"]
 GenerationDefaults = Literal["openai", "model"]
@@ -42,15 +45,6 @@ class Constraint:
     whitespace: str = ""  # a regex of what may stand between JSON tokens; "": ours; "none": nothing
 
 
-Value = TypeVar("Value")
-
-
-def _option(default: Value, meaning: str) -> Value:
-    """Return a field of a dataclass with its default, and the meaning that `help` shows."""
-    made: Any = field(default=default, metadata={"meaning": meaning})
-    return cast(Value, made)
-
-
 @dataclass(slots=True, frozen=True)
 class StepSizes:
     """How much is computed at once."""
@@ -64,56 +58,159 @@ class StepSizes:
         return min(self.chunk_size, self.max_rows)
 
 
-@dataclass(slots=True, frozen=True)
-class EngineConfig:
-    """Options of one engine.
+ON_CPU, ON_GPU = StepSizes(512, 256), StepSizes(4096, 1024)
+BLOCK_SIZE = 32
 
-    Raises:
-        UsageError: a value outside its limits.
-    """
+_model = partial(option, group="Model", commands=OF_ENGINE)
+_speed = partial(option, group="Speed and memory", commands=OF_ENGINE)
+_rank = partial(option, group="Ranks", commands=("run", "serve", "check"))
+_request = partial(option, group="Requests", commands=("run", "serve", "check"))
+_recorded = partial(_request, alters="requests", is_always_recorded=True)
 
-    model: str | None = _option(
-        None, "a folder, a hub id, or demo; None: the demo model, not named"
+
+@dataclass(frozen=True)
+class ModelOptions(Options):
+    """Which model answers, and how much of it."""
+
+    model: ModelPlace | None = _model(
+        "A local folder, a Hugging Face hub id, or demo: the small model of the package.  "
+        "[default: demo; a run then refuses lines that name another model]",
+        flags=("--model-name", "--model"),
+        is_positional=True,
+        old={"checkpoint": {}},
     )
-    random_init: str | None = _option(None, "a config.json, its folder, a hub id, or a size")
-    tokenizer: str | None = _option(None, "a folder or hub id; None: the model's own")
-    model_config: str | None = _option(None, "a config for the model's weights; None: its own")
-    revision: str | None = _option(None, "of a model of the hub: a branch, tag or commit")
-    without_adapter: bool = _option(False, "leave out a LoRA adapter beside the model")
-    model_type: str | None = _option(None, "checked against the config's")
-    dtype: DType = _option("auto", "of weights and hidden states")
-    kv_dtype: DType = _option("auto", "of the KV cache; auto: that of hidden states")
-    device: str = _option("auto", "auto, cpu, cuda, cuda:1, …")
-    seed: int = _option(1, "for requests without a seed of their own, and for random weights")
-    budget: int | None = _option(None, "tokens of KV cache for all rows; None: what fits")
-    block_size: int = _option(32, "tokens a KV block")
-    chunk_size: int | None = _option(None, "most tokens of one step; None: what suits the device")
-    max_rows: int | None = _option(None, "most sequences at once; None: what suits the device")
-    micro_batches: int | None = _option(None, "steps in flight; None: one more than stages")
-    prefix_cache: bool = _option(True, "compute shared prefixes and equal requests once")
-    max_model_len: int | None = _option(None, "tokens of a sequence; None: the model's context")
-    on_too_long: OnTooLong = _option("error", "a prompt that leaves no room for max_tokens")
-    max_logprobs: int = _option(100, "largest `logprobs` a request may ask for")
-    token_format: TokenFormat = _option("auto", "of logprobs; auto: text in Batch lines, or vocab")
-    skip_tokenizer_init: bool = _option(False, "prompts are token ids, and answers have no text")
-    chat_template: str | None = _option(None, "a file, to render messages; None: the model's own")
-    tool_call_parser: ToolCallParser = _option("auto", "form of tool calls; auto: by the template")
-    generation_config: GenerationDefaults = _option("openai", "whose defaults fill missing params")
-    strict: bool = _option(False, "what is otherwise only warned of is the line's error")
-    request_args: dict[str, Any] | None = _option(None, "fields that replace each line's own")
-    check_model: bool = _option(False, "a line that names another model is an error")
-    kernels: Kernels = _option("auto", "our own; off: plain torch; require: never plain torch")
-    threads: int | None = _option(None, "that compute in each rank; None: its share of cores")
-    max_steps: int | None = _option(None, "micro-batches after which a run stops; None: no limit")
-    is_only_run: bool = _option(False, "prefixes need not be kept for another run of the engine")
-    cuda_ids: tuple[int, ...] = _option((), "the GPUs of this machine's ranks, in their order")
-    num_layers: int | None = _option(None, "layers of each rank; None: balanced by cost")
-    max_layers: int | None = _option(None, "the model's first so many; others are left out")
-    stage_layers: tuple[int, ...] | None = _option(None, "layers of each rank, one by one")
-    world_size: int | None = _option(None, "processes, of all pipelines; None: one each")
-    data_group_size: int = _option(1, "pipelines, each with the whole model")
-    num_engines: int = _option(1, "on this machine, which share its cores, memory and GPUs")
-    engine_number: int = _option(0, "of this one among them")
+    random_init: ConfigPlace | None = _model(
+        "Random weights, for benchmarks, in the shape of a config.json, a hub id's, or a known "
+        "size (llama-160m, bloom-176b, …).",
+        metavar="CONFIG_OR_SIZE",
+        is_positional=True,
+    )
+    tokenizer: ModelPlace | None = _model(
+        "A tokenizer from elsewhere: a local folder or hub id.  [default: the model's own]",
+        metavar="FOLDER_OR_ID",
+        old={"tokenizer_path": {}},
+    )
+    model_config: ConfigPlace | None = _model(
+        "A config from elsewhere: a config.json, its folder, a hub id or a known size.  "
+        "[default: the model's own]",
+        metavar="CONFIG_OR_SIZE",
+    )
+    revision: str | None = _model(
+        "Branch, tag or commit of a hub model.  [default: its main branch]"
+    )
+    without_adapter: bool = _model(
+        "Answer with the model alone where a LoRA adapter lies beside it. Otherwise such a folder "
+        "is refused: adapters are not applied."
+    )
+    max_model_len: Count | None = _model(
+        "Most tokens of a prompt and its completion together.  [default: the model's context]",
+        alters="requests",
+    )
+    max_layers: Count | None = _model(
+        "Use only the model's first N layers.", alters="answers", is_always_recorded=True
+    )
+    skip_tokenizer_init: bool = _recorded(
+        "Load no tokenizer. Prompts must be token ids, and answers hold token ids.",
+        alters="answers",
+    )
+    model_type: str | None = _model(
+        "Checked against the model's config (opt, bloom, gptj, …).", group="Old command lines"
+    )
+
+    @property
+    def is_unnamed_demo(self) -> bool:
+        """Whether the demo model answers because no model was named."""
+        return self.model is None and self.random_init is None
+
+    def check(self) -> None:
+        """Refuse names that contradict each other."""
+        if self.model_type in NO_CONFIG:
+            raise UsageError(
+                f"--model-type {self.model_type}: transformers has no public config of it, so that "
+                "it does not run. glm4 does (zai-org/GLM-4-9B-0414, for one)"
+            )
+        for one, other, are_both in (
+            ("--model-name", "--random-init", None not in (self.model, self.random_init)),
+            ("--tokenizer", "--skip-tokenizer-init", self.tokenizer and self.skip_tokenizer_init),
+        ):
+            if are_both:
+                raise UsageError(f"{one} and {other} contradict each other; give one of them")
+        for name in ("model_config", "revision"):
+            value = getattr(self, name)
+            if value is not None and self.model is None:
+                flag = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{flag} is {value!r}; give the model too, by --model-name")
+
+
+@dataclass(frozen=True)
+class ComputeOptions(Options):
+    """What computes, and in which types."""
+
+    dtype: DType = _speed(
+        "Type of the arithmetic. auto: bfloat16 where the machine is fast in it; on a GPU, "
+        "float16 checkpoints stay float16. With float32 on a CPU, weights that are stored in "
+        "bfloat16 stay bfloat16 in memory, unless --kernels off is set.",
+        default="auto",
+        old={"--fp16": {"true": "float16"}, "half": {"true": "float16", "false": "float32"}},
+    )
+    kv_dtype: DType = _speed(
+        "Type of the KV cache. auto: as --dtype. 16 bits beside float32 take half the memory, and "
+        "round keys and values. Answers then repeat only as well as in 16 bits.",
+        default="auto",
+    )
+    device: str = _speed("auto, cpu, cuda, cuda:0, …", default="auto")
+    kernels: Kernels = _speed(
+        "Use of fminfer's own kernels, which g++ builds for a CPU, and Triton for a GPU. auto: "
+        "where they serve the model and pass their trial, plain torch elsewhere. off: plain torch. "
+        "require: fail, with the reason, where auto would fall back.",
+        default="auto",
+        old={"--attention": {"auto": "auto", "eager": "off", "compiled": "require"}},
+    )
+    threads: Count | None = _speed(
+        "Number of computing threads in each rank.  [default: OMP_NUM_THREADS, or the cores that "
+        "this process may use, shared by the ranks of the machine]"
+    )
+    cuda_ids: tuple[int, ...] = _rank(
+        "The GPUs of this machine's ranks, in their order: 0,1,2.  [default: all]",
+        flags=("--cuda-id",),
+        commands=("run", "serve"),
+    )
+
+
+@dataclass(frozen=True)
+class MemoryOptions(Options):
+    """How much is held in memory, and computed at once."""
+
+    budget: int | None = _speed(
+        "Size of the KV cache in tokens (prompts and new tokens of all rows that run at once), "
+        f"rounded up to blocks of {BLOCK_SIZE}.  [default: what fits in half of the free RAM, or "
+        "in a GPU beside weights, a step's work and 1.5 GiB]",
+        must_agree=True,
+    )
+    block_size: Count = option("Tokens of a KV block.", default=BLOCK_SIZE, must_agree=True)
+    chunk_size: Count | None = _speed(
+        f"Most tokens of one step.  [default: {ON_CPU.chunk_size}; on a GPU {ON_GPU.chunk_size}, "
+        "divided among the ranks of a pipeline]"
+    )
+    max_rows: Count | None = _speed(
+        "Most sequences that run at once.  "
+        f"[default: {ON_CPU.max_rows}; on a GPU {ON_GPU.max_rows}]",
+        must_agree=True,
+        old={"--max_batchsize": {}, "--max_batch_size": {}, "executor_max_batch_size": {}},
+    )
+    micro_batches: Count | None = _speed(
+        "Steps in flight.  [default: one more than there are ranks]"
+    )
+    prefix_cache: bool = _speed(
+        "Compute once the prefixes that prompts share, and equal greedy requests.", default=True
+    )
+    max_steps: Count | None = option(
+        "Batches of made-up requests, 5 if left out. With input: stop after this many "
+        "micro-batches, with exit status 1 if rows are left.  [default: no limit]",
+        group="Made-up requests and --prompt",
+        commands=("run",),
+        flags=("--num-iters",),
+    )
 
     def step_sizes(self, device_type: str, num_stages: int) -> StepSizes:
         """Return what was asked for, and of the rest what suits a device.
@@ -125,24 +222,137 @@ class EngineConfig:
             device_type: cpu or cuda.
             num_stages: of the pipeline.
         """
-        on_gpu = device_type == "cuda"
-        chunk_size = max(512, 4096 // num_stages) if on_gpu else 512
-        return StepSizes(self.chunk_size or chunk_size, self.max_rows or (1024 if on_gpu else 256))
+        most = ON_GPU if device_type == "cuda" else ON_CPU
+        chunk_size = max(ON_CPU.chunk_size, most.chunk_size // num_stages)
+        return StepSizes(self.chunk_size or chunk_size, self.max_rows or most.max_rows)
+
+    def check(self) -> None:
+        """Refuse a KV cache that holds nothing."""
+        if self.budget is not None and self.budget < self.block_size:
+            raise UsageError(
+                f"budget is {self.budget} tokens; it must hold one block, {self.block_size} tokens"
+            )
+
+
+@dataclass(frozen=True)
+class GroupSizes(Options):
+    """Over how many processes a run is spread."""
+
+    world_size: Count | None = _rank(
+        "Number of ranks: processes that share the model's layers.  [default: 1]"
+    )
+    data_group_size: Count = _rank(
+        "Number of pipelines, each with the whole model. They share one input.", default=1
+    )
+    pipeline_group_size: Count | None = _rank(
+        "Stages of the pipeline.  [default: the world's size]"
+    )
 
     @property
-    def is_unnamed_demo(self) -> bool:
-        """Whether the demo model answers because no model was named."""
-        return self.model is None and self.random_init is None
+    def told_stages(self) -> int | None:
+        """Processes of a pipeline, if that is told."""
+        if self.pipeline_group_size is None and self.world_size is not None:
+            return self.world_size // self.data_group_size
+        return self.pipeline_group_size
 
     @property
     def num_stages(self) -> int:
         """Processes of each pipeline."""
-        return self.num_ranks // self.data_group_size
+        return self.told_stages or 1
+
+    @property
+    def told_ranks(self) -> int | None:
+        """Processes of all pipelines, if that is told."""
+        return None if self.told_stages is None else self.num_ranks
 
     @property
     def num_ranks(self) -> int:
         """Processes of all pipelines."""
-        return self.world_size or self.data_group_size
+        return self.num_stages * self.data_group_size
+
+    def check(self) -> None:
+        """Refuse numbers that do not fit together."""
+        if self.world_size not in (None, self.num_ranks):
+            raise UsageError(
+                f"--world-size {self.world_size} is not --pipeline-group-size "
+                f"{self.pipeline_group_size or '(any)'} × --data-group-size {self.data_group_size}"
+            )
+
+
+@dataclass(frozen=True)
+class RankOptions(GroupSizes):
+    """How the model's layers are spread over processes."""
+
+    num_layers: Count | None = _rank(
+        "Layers of each rank; the last one may have fewer.  [default: balanced by cost]"
+    )
+    stage_layers: tuple[int, ...] | None = _rank("Layers of each rank: 9,9,8.")
+
+
+@dataclass(frozen=True)
+class RequestOptions(Options):
+    """What requests may ask for, and what they mean."""
+
+    seed: int = _recorded(
+        "Seed of requests without one of their own, and of random weights. A server draws such "
+        "requests by chance.",
+        default=1,
+        commands=OF_ENGINE,
+        must_agree=True,
+    )
+    max_logprobs: Amount = _recorded("Largest logprobs that a request may ask for.", default=100)
+    on_too_long: OnTooLong = _recorded(
+        "What to do with a prompt that leaves no room for max_tokens: refuse it, or cut its left "
+        "or right end, with a warning.",
+        default="error",
+    )
+    token_format: TokenFormat = _recorded(
+        "Spelling of logprobs.tokens: vocabulary pieces, or text. auto: text for Batch lines.",
+        default="auto",
+        alters="answers",
+    )
+    chat_template: TextFile | None = _request(
+        "A Jinja template of chat messages.  [default: the model's own]",
+        metavar="FILE",
+        alters="requests",
+    )
+    tool_call_parser: ToolCallParser = _recorded(
+        "Form in which the model writes tool calls. auto: by its chat template. none: calls stay "
+        "text.",
+        default="auto",
+    )
+    generation_config: GenerationDefaults = _recorded(
+        "Defaults of sampling parameters: those of the OpenAI API, or the model's own from "
+        "generation_config.json.",
+        default="openai",
+    )
+    strict: bool = _recorded(
+        "Refuse requests with unknown parameters, best_of below n and the like. Otherwise they are "
+        "answered with a warning."
+    )
+    check_model: bool = _recorded(
+        "Refuse requests whose model or engine is neither --model-name nor its last part (a server "
+        "with status 404). A run without --model-name always does so."
+    )
+    request_args: dict[str, Any] | None = option(
+        "Fields that replace each request's own.",
+        flags=("--overwrite-request-args",),
+        alters="requests",
+    )
+
+    def check(self) -> None:
+        """Refuse a seed that no kernel can hold."""
+        if not -(2**63) <= self.seed < 2**63:
+            raise UsageError(f"seed is {self.seed}; it must fit 64 bits, with a sign")
+
+
+@dataclass(frozen=True)
+class EngineConfig(RequestOptions, RankOptions, MemoryOptions, ComputeOptions, ModelOptions):
+    """Options of one engine.
+
+    Raises:
+        UsageError: a value outside its limits.
+    """
 
     @classmethod
     def from_fields(cls, told: dict[str, Any]) -> Self:
@@ -150,67 +360,36 @@ class EngineConfig:
         lists = {name: tuple(value) for name, value in told.items() if isinstance(value, list)}
         return cls(**told | lists)
 
-    def __post_init__(self) -> None:
-        sizes = ("block_size", "chunk_size", "max_rows", "micro_batches", "max_model_len")
-        counts = ("num_layers", "max_layers", "max_steps", "threads", "world_size")
-        for name in (*sizes, *counts, "data_group_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name} is {value}; it must be at least 1")
-        if (self.world_size or self.data_group_size) % self.data_group_size:
-            raise UsageError(
-                f"world_size is {self.world_size}, which data_group_size {self.data_group_size} "
-                "does not divide"
-            )
-        if not -(2**63) <= self.seed < 2**63:
-            raise UsageError(f"seed is {self.seed}; it must fit 64 bits, with a sign")
-        if self.max_logprobs < 0:
-            raise UsageError(f"max_logprobs is {self.max_logprobs}; it must be at least 0")
-        if self.budget is not None and self.budget < self.block_size:
-            raise UsageError(
-                f"budget is {self.budget} tokens; it must hold one block, {self.block_size} tokens"
-            )
-        for name, allowed in (
-            ("dtype", get_args(DType)),
-            ("kv_dtype", get_args(DType)),
-            ("kernels", get_args(Kernels)),
-            ("tool_call_parser", get_args(ToolCallParser)),
-            ("generation_config", get_args(GenerationDefaults)),
-        ):
-            if (value := getattr(self, name)) not in allowed:
-                raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
-        for name, place in PLACES.items():
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, str | PathLike):
-                raise UsageError(f"{name} is of type {type(value).__name__}; give {place}")
-        if self.model_type in NO_CONFIG:
-            raise UsageError(
-                f"--model-type {self.model_type}: transformers has no public config of it, so that "
-                "it does not run. glm4 does (zai-org/GLM-4-9B-0414, for one)"
-            )
-        if self.model is not None and self.random_init is not None:
-            raise UsageError(
-                "--model-name and --random-init contradict each other; give one of them"
-            )
-        for name in ("model_config", "revision"):
-            value = getattr(self, name)
-            if value is not None and self.model is None:
-                flag = f"--{name.replace('_', '-')}"
-                raise UsageError(f"{flag} is {value!r}; give the model too, by --model-name")
-        if self.tokenizer is not None and self.skip_tokenizer_init:
-            raise UsageError(
-                "--tokenizer and --skip-tokenizer-init contradict each other; give one of them"
-            )
+
+EngineConfig.__doc__ = f"{EngineConfig.__doc__}\nOptions:\n{list_options(EngineConfig)}\n"
 
 
-def list_options() -> str:
-    """Return a line for each option: its name, type, default and meaning."""
-    types, lines = get_type_hints(EngineConfig), []
-    for each in fields(EngineConfig):
-        kind = types[each.name]
-        values = " | ".join(map(repr, get_args(kind))) if get_origin(kind) is Literal else each.type
-        lines.append(f"{each.name}: {values} = {each.default!r}  {each.metadata['meaning']}")
-    return "\n".join(lines)
+def make_config(model: str | EngineConfig | None, **options: Any) -> EngineConfig:
+    """Return the config that a model's name, or another config, and options make.
+
+    Raises:
+        UsageError: an option that does not exist, or cannot be.
+    """
+    refuse_unknown(options, options_of(EngineConfig))
+    if isinstance(model, EngineConfig):
+        return replace(model, **options)
+    return EngineConfig(model, **options)
 
 
-EngineConfig.__doc__ = f"{EngineConfig.__doc__}\nOptions:\n{list_options()}\n"
+def refuse_unknown(names: Iterable[str], known: Collection[str]) -> None:
+    """Refuse options that do not exist, or are called otherwise now.
+
+    Raises:
+        UsageError: it says what is meant, as far as that can be guessed.
+    """
+    for name in names:
+        for each in options_of(EngineConfig).values():
+            if values := each.old_flags.get(f"--{name}"):
+                meant = [f"{v!r} (it was {k!r})" if k != v else repr(v) for k, v in values.items()]
+                now = f"{each.name} now; give {each.name}={', '.join(meant)}"
+                raise UsageError(f"the option {name} is called {now}")
+        if name in known:
+            continue
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]}? The" if near else "the"
+        raise UsageError(f"there is no option {name}; {hint} options are {', '.join(known)}")

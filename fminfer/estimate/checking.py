@@ -16,6 +16,7 @@ from tqdm import tqdm
 from fminfer.compute.registry import find_library
 from fminfer.contract.record import Record
 from fminfer.core.config import EngineConfig
+from fminfer.core.option import options_of
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.engine.loop import EngineLoop
@@ -36,6 +37,18 @@ from fminfer.runtime.build.assembly import build_loop, find_limits, load_tokeniz
 from fminfer.runtime.lines.line_intake import LineIntake
 from fminfer.runtime.lines.runner import LOOKAHEAD, WINDOW
 from fminfer.text.tokenizer import Tokenizer
+
+# The options on which the time of steps depends.
+OF_COSTS = (
+    "model",
+    "random_init",
+    "model_config",
+    "dtype",
+    "kv_dtype",
+    "device",
+    "kernels",
+    "threads",
+)
 
 
 class Check:
@@ -121,13 +134,14 @@ class Check:
         is_whole = len(checker.sample) == counts.num_right
         found = simulate(
             iter(checker.sample),
-            replace(self._config, is_only_run=is_whole),  # a part says nothing of the file's end
+            self._config,
             self._tokenizer,
             self._limits,
             sizes=self._plan.sizes,
             num_blocks=self._num_blocks,
             num_stages=self._plan.machine.num_stages,
             read_ahead=read_ahead,
+            is_only_run=is_whole,  # a part says nothing of the file's end
         )
         scale = 1.0
         if not is_whole and checker.num_sample_tokens:
@@ -168,16 +182,13 @@ class Check:
 
 def _how_to_calibrate(config: EngineConfig) -> str:
     """Say which command times the steps of such runs."""
-    flags = {
-        "--model-name": config.model,
-        "--random-init": config.random_init,
-        "--model-config": config.model_config,
-        "--dtype": None if config.dtype == "auto" else config.dtype,
-        "--kv-dtype": None if config.kv_dtype == "auto" else config.kv_dtype,
-        "--device": None if config.device == "auto" else config.device,
-        "--kernels": None if config.kernels == "auto" else config.kernels,
-        "--threads": config.threads,
+    told = {
+        each.told: (getattr(config, n), each.default)
+        for n, each in options_of(EngineConfig).items()
+        if n in OF_COSTS
     }
-    given = [f" {flag} {shlex.quote(str(value))}" for flag, value in flags.items() if value]
+    given = [
+        f" {flag} {shlex.quote(str(v))}" for flag, (v, default) in told.items() if v != default
+    ]
     command = f"fminfer bench --calibrate{''.join(given)}"
     return f"first time the model's steps on this machine, in about a minute: {command}"

@@ -164,6 +164,7 @@ def simulate(
     num_blocks: int,
     num_stages: int,
     read_ahead: int,
+    is_only_run: bool,
 ) -> Simulation:
     """Answer lines without a model.
 
@@ -171,6 +172,7 @@ def simulate(
         num_blocks: the size of the KV cache.
         num_stages: of the pipeline.
         read_ahead: prompts that a run reads before there is room for them.
+        is_only_run: the lines are all that the engine answers.
     """
     pipeline = PretendPipeline(config.block_size)
     loop = build_loop(
@@ -188,7 +190,7 @@ def simulate(
         RecordForm("", 0),
         read_ahead=read_ahead,
         joins_equal=config.prefix_cache,
-        is_only_run=config.is_only_run,
+        is_only_run=is_only_run,
     )
     for record in runner.run(lines):
         assert record.error is None, record.error

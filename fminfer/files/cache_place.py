@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fminfer.core.errors import UsageError
+from fminfer.core.option import Bytes, Options, option
 from fminfer.core.quantities import show_bytes
 
 DEFAULT_BYTES = 4 * 2**30
@@ -20,25 +22,45 @@ class CachePlace:
     max_bytes: int
 
 
-def find_place(folder: Path | str | None, max_bytes: int | None) -> CachePlace | None:
-    """Return what --result-cache and --result-cache-size say; None: no answers are kept.
+_option = partial(option, group="Kept answers", commands=("run", "serve"))
 
-    Args:
-        folder: a text is a URL.
+
+@dataclass(frozen=True)
+class KeptAnswers(Options):
+    """Whether answers are kept on the disk.
 
     Raises:
-        UsageError: they cannot be.
+        UsageError: a place or size that cannot be.
     """
-    if folder is None:
-        if max_bytes is not None:
+
+    result_cache: Path | str | None = _option(
+        "Keep answers here, and take them for equal requests of other runs and servers. This "
+        "serves greedy and scored requests, and those with a seed of their own.  [default: none is "
+        "kept]",
+        metavar="FOLDER",
+    )
+    result_cache_bytes: Bytes | None = _option(
+        "Most disk space of these answers: 500M, 10G. The one that was not used for longest goes "
+        f"first.  [default: {DEFAULT_BYTES // 2**30}G]"
+    )
+
+    def check(self) -> None:
+        """Refuse a place that is no folder, and a size without a place or below the least."""
+        folder, size = self.result_cache, self.result_cache_bytes
+        if folder is None and size is not None:
             raise UsageError("--result-cache-size has no effect without --result-cache FOLDER")
-        return None
-    if isinstance(folder, str):
-        raise UsageError(f"--result-cache {folder} is a URL; give a folder of a file system")
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"--result-cache {folder} is a file; give a folder")
-    if max_bytes is not None and max_bytes < LEAST_BYTES:
-        raise UsageError(
-            f"--result-cache-size is {max_bytes:,} bytes; give at least {show_bytes(LEAST_BYTES)}"
-        )
-    return CachePlace(folder, max_bytes or DEFAULT_BYTES)
+        if isinstance(folder, str):
+            raise UsageError(f"--result-cache {folder} is a URL; give a folder of a file system")
+        if folder is not None and folder.exists() and not folder.is_dir():
+            raise UsageError(f"--result-cache {folder} is a file; give a folder")
+        if size is not None and size < LEAST_BYTES:
+            raise UsageError(
+                f"--result-cache-size is {size:,} bytes; give at least {show_bytes(LEAST_BYTES)}"
+            )
+
+    @property
+    def cache_place(self) -> CachePlace | None:
+        """Where answers are kept on the disk; None: nowhere."""
+        if not isinstance(self.result_cache, Path):
+            return None
+        return CachePlace(self.result_cache, self.result_cache_bytes or DEFAULT_BYTES)

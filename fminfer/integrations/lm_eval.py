@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import fields
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -26,12 +25,12 @@ from lm_eval.models.utils import has_bos_prefix
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from fminfer.core.config import EngineConfig
+from fminfer.core.config import EngineConfig, refuse_unknown
 from fminfer.core.errors import FminferError, UsageError
+from fminfer.core.option import options_of
 from fminfer.integrations.lm_eval_chat import ChatRenderer
 from fminfer.integrations.lm_eval_generation import Generation, plan_generation
 from fminfer.runtime.engine_api import Engine
-from fminfer.runtime.engine_options import refuse_old_names
 
 
 def check_length(asked: int | None, context_length: int) -> int:
@@ -43,23 +42,6 @@ def check_length(asked: int | None, context_length: int) -> int:
             f"max_length is {asked}; it must be from 2 to the model's context, {context_length}"
         )
     return asked
-
-
-def check_options(options: dict[str, Any], own: list[str]) -> None:
-    """Refuse what is no option.
-
-    Args:
-        options: meant for the engine.
-        own: names of the other options.
-    """
-    refuse_old_names(options)
-    known = {field.name for field in fields(EngineConfig)} - {"model", "device"}
-    unknown = sorted(options.keys() - known)
-    if unknown:
-        raise UsageError(
-            f"model_args holds {', '.join(unknown)}, which fminfer does not know; it knows "
-            f"{', '.join([*own, *sorted(known)])}"
-        )
 
 
 def answer_all(
@@ -151,7 +133,8 @@ class FminferLM(TemplateLM):
         **options: Any,
     ) -> None:
         super().__init__()
-        check_options(options, OWN_OPTIONS)
+        known = {*options_of(EngineConfig)} - {"model", "device"}
+        refuse_unknown(options, [*OWN_OPTIONS, *sorted(known)])
         if batch_size not in (None, 1, "1", "auto"):
             log.warning("batch_size %s is not used; see the engine's budget", batch_size)
         device = "auto" if device == LM_EVAL_DEVICE else device

@@ -31,6 +31,7 @@ from ray.data.expressions import monotonically_increasing_id
 
 from fminfer.contract.envelope import open_envelope
 from fminfer.contract.line import Line
+from fminfer.core.config import make_config
 from fminfer.core.errors import UsageError
 from fminfer.files.file_names import beside
 from fminfer.files.input_folders import find_inputs
@@ -39,7 +40,6 @@ from fminfer.files.ordered_output import ORDERED, errors_path
 from fminfer.files.pieces import CutValue, cut_if_long
 from fminfer.files.streams import STDIN
 from fminfer.runtime.engine_api import Engine
-from fminfer.runtime.engine_options import make_config
 from fminfer.runtime.lines.line_intake import EqualLines
 from fminfer.runtime.lines.runner import WINDOW
 

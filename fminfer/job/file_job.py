@@ -109,7 +109,9 @@ def _answer(
     left = [file.num_left for file in inputs.files]
     # Whoever writes a stream may wait.
     runner = engine.start_run(
-        LOOKAHEAD if None in left else WINDOW, lambda line: _name_line(line, inputs, summary)
+        LOOKAHEAD if None in left else WINDOW,
+        lambda line: _name_line(line, inputs, summary),
+        is_only_run=True,
     )
     lines = _lines(inputs, runner, stopper)
     try:

@@ -2,51 +2,77 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from fminfer.core.errors import UsageError
+from fminfer.core.option import Option, Options, ShownCount, WholeTexts, option, options_of
 
-@dataclass(slots=True, frozen=True)
-class Hyperparameters:
+_option = partial(option, group="Made-up requests and --prompt", commands=("run",))
+
+
+@dataclass(frozen=True)
+class Hyperparameters(Options):
     """The flags that set request parameters; None, () and False: not given."""
 
-    input_seq_length: int | None = None  # tokens of a made-up prompt
-    batch_size: int | None = None  # made-up requests that run at once
-    generate_seq_length: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    num_completions: int | None = None
-    best_of: int | None = None
-    stop: tuple[str, ...] = ()
-    echo_prompt: bool = False
-    top_k_per_token: int | None = None
+    is_overwriting: bool = _option(
+        "With input: the hyperparameters that follow replace each line's own.",
+        flags=("--overwrite-request-args",),
+    )
+    input_seq_length: ShownCount | None = _option(
+        "Without input: make prompts up, each of this many random tokens.  [default: 128]"
+    )
+    batch_size: ShownCount | None = _option(
+        "Without input: number of made-up requests that run at once.  [default: 8]"
+    )
+    generate_seq_length: ShownCount | None = _option(
+        "max_tokens of made-up requests; no end token ends them earlier.  [default: 32]",
+        sets="max_tokens",
+    )
+    temperature: float | None = _option(
+        "A request's temperature. Made-up ones and --prompt take 0 if it is left out.",
+        sets="temperature",
+    )
+    top_p: float | None = _option("A request's top_p.", sets="top_p")
+    top_k: int | None = _option("A request's top_k.", sets="top_k")
+    num_completions: int | None = _option("A request's n.", sets="n")
+    best_of: int | None = _option(
+        "A request's best_of: candidates to draw, of which the best n are returned.", sets="best_of"
+    )
+    stop: WholeTexts = _option("A request's stop. May be repeated.", default=(), sets="stop")
+    echo_prompt: bool = _option("A request's echo.", sets="echo")
+    top_k_per_token: int | None = _option("A request's logprobs.", sets="logprobs")
+
+    def check(self) -> None:
+        """Refuse to overwrite with nothing."""
+        if self.is_overwriting and not self.request_fields:
+            raise UsageError(
+                "--overwrite-request-args has nothing to overwrite with; give hyperparameters, "
+                "such as --temperature 0 --generate-seq-length 20"
+            )
 
     @property
     def flags(self) -> list[str]:
-        """Return the flags that are given."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        # 0 is given, and equals False.
-        given = [name for name, v in values.items() if not (v is None or v is False or v == ())]
-        return [f"--{name.replace('_', '-')}" for name in given]
+        """Return the flags that are given and say something of requests."""
+        return [each.told for each in self._given.values()]
 
     @property
     def flags_of_no_line(self) -> list[str]:
         """Return the given flags that are not fields of a request."""
-        return [flag for flag in self.flags if flag in ("--input-seq-length", "--batch-size")]
+        return [each.told for each in self._given.values() if not each.sets]
 
     @property
     def request_fields(self) -> dict[str, Any]:
         """Return the fields of a request that the given flags name."""
-        named = {
-            "max_tokens": self.generate_seq_length,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "n": self.num_completions,
-            "best_of": self.best_of,
-            "stop": [*self.stop] or None,
-            "echo": self.echo_prompt or None,
-            "logprobs": self.top_k_per_token,
+        found = {each.sets: getattr(self, name) for name, each in self._given.items() if each.sets}
+        return found | ({"stop": [*self.stop]} if self.stop else {})
+
+    @property
+    def _given(self) -> dict[str, Option]:
+        """Return the options that are given; 0 is given, and equals False."""
+        return {
+            name: each
+            for name, each in options_of(type(self)).items()
+            if name != "is_overwriting" and getattr(self, name) is not each.default
         }
-        return {name: value for name, value in named.items() if value is not None}

@@ -6,13 +6,13 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 
 import click
 
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, OutputError
+from fminfer.core.option import options_of
 from fminfer.files.output_paths import Plan
 from fminfer.job.report.report_file import write_report
 from fminfer.job.report.told_outputs import is_there, open_output
@@ -20,18 +20,16 @@ from fminfer.job.run_paths import JobPaths
 from fminfer.job.run_summary import JobSummary
 
 AFTER_STOP_S = 2.0  # that a report may take when the run was told to stop; it is killed after 5 s
-UNTOLD = ("model", "is_only_run", "num_engines", "engine_number", "request_args")
+UNTOLD = ("model", "request_args")
 MAX_CHARS = 200  # of a setting
 
 
 def name_settings(config: EngineConfig) -> dict[str, str]:
     """Return the engine's options that are not the defaults, for the status file."""
-    told = (each for each in fields(config) if each.name not in UNTOLD)
-    values = {each.name: (getattr(config, each.name), each.default) for each in told}
     return {
-        f"--{name.replace('_', '-')}": str(value)[:MAX_CHARS]
-        for name, (value, default) in values.items()
-        if value != default
+        each.told: str(getattr(config, name))[:MAX_CHARS]
+        for name, each in options_of(EngineConfig).items()
+        if name not in UNTOLD and getattr(config, name) != each.default
     }
 
 

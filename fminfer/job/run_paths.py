@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from fminfer.contract.envelope import open_envelope, refuse_other_model
-from fminfer.core.config import EngineConfig
+from fminfer.contract.request import RAW_TOKENS
+from fminfer.core.config import ModelOptions
 from fminfer.core.errors import RequestError, UsageError
+from fminfer.core.option import Options, Seconds, option, options_of
 from fminfer.files.cache_place import CachePlace
 from fminfer.files.input_folders import describe_left_out, find_inputs, find_lost, folders_read
 from fminfer.files.line_reader import read_lines
@@ -25,25 +28,71 @@ from fminfer.runtime.launch.processes import ProcessContext
 MOST_LOOKED_AT = 100  # files, and lines of each, for one that names a model
 
 
-@dataclass(slots=True, frozen=True)
-class JobPaths:
+_option = partial(option, group="Input and output", commands=("run",))
+
+
+@dataclass(frozen=True)
+class JobOptions(Options):
+    """What a run reads and writes."""
+
+    infer_data: tuple[Location, ...] = _option(
+        "A .jsonl, .ndjson or .json file of requests, also .gz or .zst; a folder of them (outputs "
+        "of earlier runs left out); a URL of one or the other (s3://…); or - for stdin. May be "
+        "repeated.",
+        commands=("run", "check"),
+    )
+    prompt: str | None = _option(
+        "Answer this text and print the answer, for a first try: as the user's message of a chat, "
+        "if the model has a chat template. Without --temperature the likeliest tokens are taken, "
+        "at most 1,024 of a chat and 256 of a completion (--generate-seq-length).",
+        metavar="TEXT",
+    )
+    is_raw: bool = _option(
+        "Have the model go on with --prompt as plain text, as completions do; at most "
+        f"{RAW_TOKENS} tokens, or --generate-seq-length."
+    )
+    output: Location | None = _option(
+        "A .jsonl file, a folder (made if only it is missing), a URL of one or the other, or - for "
+        "stdout (errors then go to stderr).  [default: output_<name>.jsonl beside the input; "
+        "stdout for stdin]"
+    )
+    work_dir: Path | None = _option(
+        "Folder for local copies and the journal, if inputs or outputs are URLs.  "
+        "[default: ~/.cache/fminfer/remote]"
+    )
+    restart: bool = _option(
+        "Answer every line from the start. Otherwise a run keeps what earlier runs finished, if "
+        "its lines are still in the input."
+    )
+    is_watching: bool = _option(
+        "When all files of the folder are answered, wait for more, until told to stop.",
+        flags=("--watch",),
+    )
+    limit: int | None = _option(
+        "Answer only the first N requests of each input. The same command with a larger limit or "
+        "none answers the others."
+    )
+    deadline_s: Seconds | None = _option(
+        "End within this time from the start: 3:50:00, 45m. No rows begin in its last --grace and "
+        "5 s.  [default: never]"
+    )
+    stats: Path | None = _option("Write the summary as JSON.")
+    report: Path | None = _option(
+        "Write an HTML page about the answers when the run ends, as fminfer report does."
+    )
+    trace: Path | None = _option("Write a timeline of each rank, for ui.perfetto.dev.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobPaths(JobOptions):
     """What to answer, where to, and how much to say."""
 
     paths: list[Location]
-    output: Location | None
-    restart: bool
-    stats: Path | None
-    trace: Path | None
     is_quiet: bool
     remote: RemoteFolders
-    is_watching: bool = False
-    prompt: str | None = None  # a text to answer, in the place of files
     prompt_fields: dict[str, Any] = field(default_factory=dict)  # of its request
-    is_raw: bool = False  # it is completed, and not asked as a chat
-    limit: int | None = None  # of each input, the first so many requests are answered
     synthetic: Synthetic | None = None  # the requests to make up, in the place of inputs
     result_cache: CachePlace | None = None  # for answers that other runs may take
-    report: Path | None = None  # the HTML page to write at the end
     keeps_output: bool = True  # otherwise what is written is of no use after the run
 
     @property
@@ -127,16 +176,10 @@ class JobPaths:
 
     def _no_files(self) -> Plan:
         """Return the plan of a prompt's answer, which is printed."""
-        others = {
-            "the files": bool(self.paths),
-            "--output": self.output is not None,
-            "--watch": self.is_watching,
-            "--limit": self.limit is not None,
-            "--stats": self.stats is not None,
-            "--trace": self.trace is not None,
-            "--report": self.report is not None,
-        }
-        if given := [name for name, is_given in others.items() if is_given]:
+        others = {name: each.told for name, each in options_of(JobOptions).items()}
+        names = ("output", "is_watching", "limit", "stats", "trace", "report")
+        given = [others[name] for name in names if getattr(self, name) not in (None, False)]
+        if given := ["the files"] * bool(self.paths) + given:
             raise UsageError(
                 f"--prompt answers one text and prints the answer; leave out {', '.join(given)}"
             )
@@ -149,7 +192,7 @@ class JobPaths:
         return replace(self, paths=[path], output=output, synthetic=None, keeps_output=keeps_output)
 
 
-def refuse_other_models(config: EngineConfig, inputs: Iterable[Path]) -> None:
+def refuse_other_models(config: ModelOptions, inputs: Iterable[Path]) -> None:
     """Refuse a run without --model-name if the first model that its lines name is not the demo's.
 
     The flag was forgotten, so nothing is begun. A later line of another model costs only itself.

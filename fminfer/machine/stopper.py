@@ -11,9 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 
 from fminfer.core.errors import StoppedError, UsageError
+from fminfer.core.option import Options, Seconds, option
 
 # Slurm's --signal and LSF's -wa send one of the user's choice; LSF's run limit sends SIGUSR2.
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
@@ -30,6 +33,26 @@ DURATIONS = (
 )
 REPEAT_S = 1.0  # a signal to all processes of a job comes by the launcher once more
 REPEAT_CTRL_C_S = 0.3  # the same of Ctrl-C, which people press twice within a second
+
+
+_option = partial(
+    option, group={"run": "Input and output", "serve": "Server"}, commands=("run", "serve")
+)
+
+
+@dataclass(frozen=True)
+class ProcessOptions(Options):
+    """How a process of a command ends, and how much it says."""
+
+    grace_s: Seconds = _option(
+        "Time that running rows have to end once the command is told to stop. A second Ctrl-C ends "
+        "it at once.",
+        default=10.0,
+    )
+    is_quiet: bool = _option(
+        "Print only errors, and why a kernel is not used.", flags=("-q", "--quiet")
+    )
+    is_verbose: bool = _option("Show tracebacks and library warnings.", flags=("-v", "--verbose"))
 
 
 def parse_duration(text: str) -> float:

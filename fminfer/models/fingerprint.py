@@ -13,6 +13,7 @@ import torch
 
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import CheckpointError, UsageError
+from fminfer.core.option import FILE, Option, marks_of, options_of
 from fminfer.core.version import DRAWING, __version__
 from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.models.stored.weight_file import read_weight_file
@@ -27,22 +28,11 @@ TOKENIZER_FILES = (
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
 FURTHER_TEMPLATES = "additional_chat_templates/*.jinja"  # such as one for requests with tools
-SETTINGS = (
-    *("seed", "on_too_long", "max_logprobs", "token_format", "skip_tokenizer_init"),
-    *("strict", "check_model"),
-)
-
-CHAT_SETTINGS = ("tool_call_parser", "generation_config")  # named if they are not the defaults
-
 # What of a fingerprint either shows in a request once it is prepared (its ids, its params), decides
 # whether there is an answer at all, or stands around it. Kept answers do not depend on it.
 NOT_OF_ANSWERS = frozenset(
-    {
-        *("--model-name", "--seed", "--strict", "--check-model", "--max-logprobs"),
-        *("--on-too-long", "--max-model-len", "--overwrite-request-args"),
-        *("--chat-template", "--tool-call-parser", "--generation-config"),
-    }
-)
+    each.told for each in options_of(EngineConfig).values() if each.alters == "requests"
+) | {"--model-name"}
 
 
 def fingerprint_of(
@@ -58,25 +48,17 @@ def fingerprint_of(
     found = {
         "fminfer's version": __version__,
         DRAWING: "Gumbel-max",
-        "the model": _model_digest(config, checkpoint),
+        "the model": _model_digest(config.seed, checkpoint),
         "the tokenizer": _files_digest(checkpoint),
         "the dtype": str(dtype).removeprefix("torch."),
-        "--max-layers": str(config.max_layers),
         "--model-name": checkpoint.name,  # it stands in records
     }
     if kv_dtype != dtype:
         found["--kv-dtype"] = str(kv_dtype).removeprefix("torch.")
-    if config.max_model_len is not None:
-        found["--max-model-len"] = str(config.max_model_len)
-    if config.request_args:
-        found["--overwrite-request-args"] = json.dumps(config.request_args, sort_keys=True)
-    if config.chat_template is not None:
-        found["--chat-template"] = _template_digest(Path(config.chat_template))
-    for name in CHAT_SETTINGS:
-        if (value := getattr(config, name)) != getattr(EngineConfig, name):
-            found[f"--{name.replace('_', '-')}"] = str(value)
-    for name in SETTINGS:
-        found[f"--{name.replace('_', '-')}"] = str(getattr(config, name))
+    for name, each in options_of(type(config)).items():
+        value = getattr(config, name)
+        if each.alters and (each.is_always_recorded or value not in (each.default, {})):
+            found[each.told] = _written(each, value)
     if config.is_unnamed_demo:
         found["--check-model"] = "on without --model-name"
     return found
@@ -87,20 +69,25 @@ def terms_of_answers(fingerprint: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in fingerprint.items() if name not in NOT_OF_ANSWERS}
 
 
-def _template_digest(file: Path) -> str:
+def _written(of: Option, value: object) -> str:
+    """Return an option's value as a text; of a file it is a digest."""
+    if isinstance(value, dict):
+        return json.dumps(value, sort_keys=True)
+    if FILE not in marks_of(of.hint):
+        return str(value)
     try:
-        return hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+        return hashlib.blake2b(Path(str(value)).read_bytes(), digest_size=8).hexdigest()
     except OSError as error:
-        raise UsageError(f"--chat-template {file} cannot be read: {error}") from error
+        raise UsageError(f"{of.told} {value} cannot be read: {error}") from error
 
 
-def _model_digest(config: EngineConfig, checkpoint: Checkpoint) -> str:
+def _model_digest(seed: int, checkpoint: Checkpoint) -> str:
     fields = checkpoint.config.to_dict()
     fields.pop("_name_or_path", None)
     digest = hashlib.blake2b(digest_size=8)
     digest.update(json.dumps(fields, sort_keys=True, default=str).encode())
     if checkpoint.folder is None:
-        digest.update(b"random %d" % config.seed)
+        digest.update(b"random %d" % seed)
     else:
         for file in weight_files(checkpoint.folder):
             _add_weights(digest, file)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fminfer.core.config import EngineConfig
+from fminfer.core.config import EngineConfig, ModelOptions
 from fminfer.core.partition import split_layers
 from fminfer.models.known_sizes import folder_of, size_fields
 
@@ -30,7 +30,7 @@ def check_split(config: EngineConfig, num_stages: int) -> None:
         )
 
 
-def _count_layers(config: EngineConfig) -> int | None:
+def _count_layers(config: ModelOptions) -> int | None:
     """Return None for a model that is not here, or a config.json that is not plain."""
     name = config.random_init or config.model_config
     fields = size_fields(name)

@@ -8,9 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
+from fminfer.core.config import GroupSizes
 from fminfer.core.errors import UsageError
+from fminfer.core.option import option, options_of
 
 SECRET = "FMINFER_SECRET"  # which every rank of a run that is started apart has
 HOW_TO_SHARE = (
@@ -33,52 +36,49 @@ LOCAL_SIZES = {
 }
 
 
-@dataclass(slots=True, frozen=True)
-class RankConfig:
+_option = partial(option, group="Ranks", commands=("run", "serve"))
+
+
+@dataclass(frozen=True)
+class RankConfig(GroupSizes):
     """How a run is spread over ranks, as the command line says it.
 
     Raises:
         UsageError: numbers that do not fit together.
     """
 
-    world_size: int | None = None
-    pipeline_group_size: int | None = None  # left out: the world's
-    data_group_size: int = 1
-    rank: int | None = None
-    dist_url: str | None = None  # tcp://host:port
-    rendezvous: str | None = None  # host:port, or a folder that all ranks see
-    rank_timeout_s: float = 30.0  # how long a rank may be silent
-    join_timeout_s: float = 300.0  # how long a rank may take to come
+    calls_flags = True
 
-    def __post_init__(self) -> None:
-        for name in ("world_size", "pipeline_group_size", "data_group_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
-        stages = self.pipeline_group_size or (self.world_size or 1) // self.data_group_size
-        if self.world_size not in (None, stages * self.data_group_size):
-            raise UsageError(
-                f"--world-size {self.world_size} is not --pipeline-group-size "
-                f"{self.pipeline_group_size or '(any)'} × --data-group-size {self.data_group_size}"
-            )
+    rank: int | None = _option("Be this rank. You start the others yourself.")
+    rendezvous: str | None = _option(
+        "Where ranks that are started apart, in any order, find each other. Without --rank they "
+        "are numbered as they come.",
+        metavar="HOST:PORT|FOLDER",
+    )
+    dist_url: str | None = _option(
+        "Where rank 0 listens for ranks that are started apart.", metavar="tcp://HOST:PORT"
+    )
+    join_timeout_s: float = _option("Seconds that a rank may take to join.", default=300.0)
+    rank_timeout_s: float = _option(
+        "Seconds that a rank may be silent before the run ends.", default=30.0
+    )
+    pp_mode: str | None = _option(
+        "Any name that begins with pipe_. There is one schedule.",
+        group="Old command lines",
+        commands=("run",),
+        metavar="PIPE_…",
+    )
+
+    def check(self) -> None:
+        """Refuse two meeting places, and times in which nothing can happen."""
         if self.dist_url is not None and self.rendezvous is not None:
             raise UsageError("give either --dist-url or --rendezvous, not both")
         for name in ("rank_timeout_s", "join_timeout_s"):
             if getattr(self, name) <= 0:
-                flag = f"--{name.removesuffix('_s').replace('_', '-')}"
+                flag = options_of(RankConfig)[name].told
                 raise UsageError(f"{flag} is {getattr(self, name)}; it must be above 0 seconds")
-
-    @property
-    def size(self) -> int | None:
-        """Ranks of a pipeline, if that is told."""
-        if self.pipeline_group_size is None and self.world_size is not None:
-            return self.world_size // self.data_group_size
-        return self.pipeline_group_size
-
-    @property
-    def num_ranks(self) -> int | None:
-        """Ranks of all pipelines, if that is told."""
-        return None if self.size is None else self.size * self.data_group_size
+        if not (self.pp_mode or "pipe_").startswith("pipe_"):
+            raise UsageError(f"--pp-mode is {self.pp_mode!r}; it must begin with pipe_")
 
 
 @dataclass(slots=True, frozen=True)
@@ -117,9 +117,9 @@ def _find_place(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | N
         if rank_name not in environ or _number(environ, size_name, 1) < 2:
             continue
         rank, size = _number(environ, rank_name), _number(environ, size_name)
-        if config.num_ranks not in (None, size):
+        if config.told_ranks not in (None, size):
             raise UsageError(
-                f"--world-size is {config.num_ranks}, but {launcher} started {size} ranks; leave "
+                f"--world-size is {config.told_ranks}, but {launcher} started {size} ranks; leave "
                 "the flag out"
             )
         if size % config.data_group_size:
@@ -134,9 +134,9 @@ def _find_place(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | N
         host, port = _address_of_job(launcher, environ)
         return RankFacts(rank, size, host, port, holds_store=rank == 0, source=launcher)
     if config.rendezvous is not None:
-        if config.num_ranks is None:
+        if config.told_ranks is None:
             raise UsageError("--rendezvous needs --world-size: how many ranks will come")
-        return _by_rendezvous(config.rendezvous, None, config.num_ranks, "--rendezvous")
+        return _by_rendezvous(config.rendezvous, None, config.told_ranks, "--rendezvous")
     return None
 
 
@@ -149,7 +149,7 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 
 def _by_hand(config: RankConfig) -> RankFacts | None:
-    size = config.num_ranks
+    size = config.told_ranks
     if config.rank is None:
         if size in (None, 1):
             return None

@@ -16,7 +16,7 @@ from fminfer.compute.kernels.kernel_build import may_have_library
 from fminfer.compute.linear.packed_linear import torch_takes
 from fminfer.compute.linear.product_kernel import kernel_takes
 from fminfer.compute.weights import Dense
-from fminfer.core.config import EngineConfig
+from fminfer.core.config import ComputeOptions
 from fminfer.core.errors import UsageError
 from fminfer.machine.device import free_bytes, is_fast_in_bfloat16
 from fminfer.machine.host_memory import free_swap_bytes
@@ -41,13 +41,15 @@ class Machine:
     rank: int = 0
     local_rank: int = 0  # of so many ranks that the pipeline has on this machine
     local_size: int = 1
+    num_engines: int = 1  # on this machine, which share its cores, memory and GPUs
+    engine_number: int = 0  # of this one among them
 
 
 ALONE = Machine()  # one process
 
 
 def find_machine(
-    config: EngineConfig, known: Machine = ALONE, *, is_computing: bool = True
+    config: ComputeOptions, known: Machine = ALONE, *, is_computing: bool = True
 ) -> Machine:
     """Look up what this machine has for a run.
 
@@ -80,7 +82,7 @@ def find_machine(
 
 
 def choose_device(
-    config: EngineConfig, machine: Machine, rank: int, engine_number: int | None = None
+    config: ComputeOptions, machine: Machine, rank: int, engine_number: int | None = None
 ) -> torch.device:
     """Return the device of a rank. The ranks of all engines on a machine take its GPUs in turn.
 
@@ -99,7 +101,7 @@ def choose_device(
     if name == "auto":
         name = "cuda" if machine.num_gpus or is_planned else "cpu"
     if name == "cuda" and machine.num_gpus and not is_planned:
-        engine = config.engine_number if engine_number is None else engine_number
+        engine = machine.engine_number if engine_number is None else engine_number
         local_rank = (machine.local_rank + rank - machine.rank) % machine.local_size
         ids = config.cuda_ids or range(machine.num_gpus)
         name = f"cuda:{ids[(engine * machine.local_size + local_rank) % len(ids)]}"
@@ -121,13 +123,13 @@ def choose_device(
     return device
 
 
-def count_sharers(config: EngineConfig, machine: Machine) -> int:
+def count_sharers(config: ComputeOptions, machine: Machine) -> int:
     """Return how many engines of this machine take the memory of this process's device."""
     device, first = choose_device(config, machine, machine.rank), machine.rank - machine.local_rank
     ranks = range(first, first + machine.local_size)
     return sum(
         any(choose_device(config, machine, rank, engine) == device for rank in ranks)
-        for engine in range(config.num_engines)
+        for engine in range(machine.num_engines)
     )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fminfer.core.config import EngineConfig
+from fminfer.core.config import ModelOptions
 from fminfer.core.errors import UsageError
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint, open_random
 
 
-def open_model(config: EngineConfig, *, has_weights: bool = True) -> Checkpoint:
+def open_model(config: ModelOptions, *, has_weights: bool = True) -> Checkpoint:
     """Find the model that a run is to use.
 
     Args:

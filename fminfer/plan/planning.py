@@ -51,11 +51,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
     )
     ranks = [
         RankPlan(
-            part.stage,
-            config.engine_number,
-            part,
-            shard=(0, 1),
-            takes=expect_bytes(plan, part),
+            part.stage, machine.engine_number, part, shard=(0, 1), takes=expect_bytes(plan, part)
         )
         for part in split_model(config, checkpoint, machine.num_stages)
     ]

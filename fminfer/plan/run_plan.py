@@ -12,6 +12,7 @@ import torch
 
 from fminfer.compute.weights import Format, Use
 from fminfer.core.config import EngineConfig, StepSizes
+from fminfer.core.option import options_of
 from fminfer.core.partition import Part
 from fminfer.core.version import __version__
 from fminfer.models.checkpoint import Checkpoint
@@ -124,10 +125,10 @@ class RunPlan:
             "the dtype": name_of(self.dtype),
             "the KV cache's dtype": name_of(self.kv_dtype),
             "the layers of each rank": [rank.part.num_layers for rank in self.ranks],
-            "--budget": self.config.budget,
-            "the block size": self.config.block_size,
-            "--max-rows": self.config.max_rows,
-            "--seed": self.config.seed,
+        } | {
+            each.told: getattr(self.config, name)
+            for name, each in options_of(type(self.config)).items()
+            if each.must_agree
         }
 
 

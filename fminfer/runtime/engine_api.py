@@ -6,17 +6,19 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from typing_extensions import Self, Unpack
+from typing_extensions import Self
 
 from fminfer.compute.step import StepTrace
 from fminfer.contract.envelope import Envelope
 from fminfer.contract.line import Line, as_line
 from fminfer.contract.record import Record
-from fminfer.core.config import EngineConfig
+from fminfer.core.config import EngineConfig, make_config
 from fminfer.core.errors import UsageError
+from fminfer.core.option import show_options
 from fminfer.engine.engine_core import Facts
 from fminfer.engine.events import Event
 from fminfer.engine.intake import Intake, RequestLimits
@@ -28,7 +30,6 @@ from fminfer.plan.opening import open_model
 from fminfer.runtime.build.assembly import find_limits, load_tokenizer
 from fminfer.runtime.build.one_pipeline import OnePipeline
 from fminfer.runtime.computing import Compute, Computing, start_computing
-from fminfer.runtime.engine_options import EngineOptions, make_config, shows_options
 from fminfer.runtime.lines.asked import RecordForm
 from fminfer.runtime.lines.lanes import Lane, Lanes
 from fminfer.runtime.lines.line_intake import LineIntake, NameLine
@@ -74,7 +75,7 @@ class Engine:
         OutOfMemoryError: memory for the smallest step cannot be had.
     """
 
-    @shows_options
+    @partial(show_options, table=EngineConfig)
     def __init__(
         self,
         model: str | EngineConfig | None = None,
@@ -83,7 +84,7 @@ class Engine:
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         checkpoint: Checkpoint | None = None,
         compute: Compute | None = None,
-        **options: Unpack[EngineOptions],
+        **options: Any,
     ) -> None:
         started = time.perf_counter()
         if model is not None and model_name not in (None, model):
@@ -212,13 +213,18 @@ class Engine:
             raise
 
     def start_run(
-        self, read_ahead: int = LOOKAHEAD, name_line: NameLine | None = None
+        self,
+        read_ahead: int = LOOKAHEAD,
+        name_line: NameLine | None = None,
+        *,
+        is_only_run: bool = False,
     ) -> LineRunner:
         """Start a run over lines: add them to what is returned, and step that.
 
         Args:
             read_ahead: lines that may be read before there is room for them.
             name_line: says with what a line's warning is told; None: its number.
+            is_only_run: prefixes need not be kept for another run of the engine.
 
         Raises:
             UsageError: an earlier run is not finished.
@@ -234,7 +240,7 @@ class Engine:
             RecordForm(self.model_name, int(time.time())),
             read_ahead=read_ahead,
             joins_equal=self.config.prefix_cache,
-            is_only_run=self.config.is_only_run,
+            is_only_run=is_only_run,
             cache=self.result_cache,
             on_others=self._left.extend,
         )

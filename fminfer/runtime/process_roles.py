@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import TypeVar
 
 import transformers
@@ -78,12 +77,12 @@ def _be_one_of_several(
     process: Context, facts: RankFacts, prepare: Opening, lead: Lead[Context, Led]
 ) -> Led | None:
     """Be one of the ranks of several pipelines; rank 0 leads all of them."""
-    spread = process.role.spread
-    apart = Apart(facts, spread, prepare=prepare, end=process.end)
+    config = process.config
+    apart = Apart(facts, process.role.spread, prepare=prepare, end=process.end)
     try:
         checkpoint = prepare.checkpoint.with_weights()
-        plan = plan_ahead(process.config, checkpoint, spread.num_stages)
-        config = apart.part(process.config, plan.fingerprint())
+        plan = plan_ahead(config, checkpoint, apart.spread.num_stages)
+        apart.agree(plan.fingerprint())
     except StoppedError:
         raise
     except Exception as error:
@@ -97,17 +96,17 @@ def _be_one_of_several(
             )
 
         with apart.leading():
-            return lead(replace(process, config=config), checkpoint, make_engine)
+            return lead(process, checkpoint, make_engine)
     process.stopper.leave_to_rank_0()
     if not apart.await_start():
         return None
     stage, link = apart.take_stage()
     if stage is None:
         assert link is not None, "its pipeline has no other rank"
-        serve_pipeline(config, None, link, checkpoint)
+        serve_pipeline(config, None, link, apart.spread, checkpoint)
         return None
     try:
-        be_a_stage(config, stage, spread, link, process.end, checkpoint)
+        be_a_stage(config, stage, apart.spread, link, process.end, checkpoint)
     except FminferError as error:
         error.args = (f"{apart.pipeline_name}: {error}",)
         raise
@@ -143,7 +142,7 @@ def do_task(task: Task, ranks: Processes, end: End) -> None:
     group = None
     if ranks.all:
         group = lead_ranks(config, ranks, role.spread, task.child_options, end)
-    serve_pipeline(config, group, role.link)
+    serve_pipeline(config, group, role.link, role.spread)
 
 
 def be_a_stage(
@@ -166,10 +165,10 @@ def be_a_stage(
     opening = Opening(config, checkpoint)
     group = meet(facts, spread, opening, end)
     if link is None:
-        serve_rank(group, config, opening.checkpoint)
+        serve_rank(group, config, opening.checkpoint, spread)
         return
     with group.telling():
-        serve_pipeline(config, group, link, opening.checkpoint)
+        serve_pipeline(config, group, link, spread, opening.checkpoint)
 
 
 def meet(facts: RankFacts, spread: Spread, prepare: Opening, end: End) -> Group:

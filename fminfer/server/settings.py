@@ -6,21 +6,27 @@ import re
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 from urllib.parse import urlsplit
 
 from fminfer.core.errors import UsageError
-from fminfer.files.cache_place import CachePlace, find_place
+from fminfer.core.option import Amount, Bytes, Count, Folder, Seconds, option
+from fminfer.files.cache_place import KeptAnswers
+from fminfer.machine.stopper import ProcessOptions
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 DEFAULT_UPLOAD_BYTES = 2**30
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([0-9a-z._-]+))(?::([0-9]{0,5}))?")
 
 
-@dataclass(slots=True, frozen=True)
-class ServerSettings:
+_option = partial(option, group="Server", commands=("serve",))
+
+
+@dataclass(frozen=True)
+class ServerSettings(KeptAnswers, ProcessOptions):
     """Options of one server.
 
     Raises:
@@ -28,54 +34,94 @@ class ServerSettings:
             one of the two TLS files without the other.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_names: tuple[str, ...] = ()  # what /v1/models lists; empty: the model's own
-    api_keys: tuple[str, ...] = ()  # any of them opens; empty: no key is asked for
-    queue_size: int = 1000  # requests that may wait; 0: any number
-    max_body_bytes: int = 16 * 2**20
-    state: Path | None = None  # the folder of files and batches; None: there are none
-    max_upload_bytes: int = DEFAULT_UPLOAD_BYTES  # of one file
-    allowed_origins: tuple[str, ...] = ()  # of pages that may call (CORS); *: any
-    allowed_hosts: tuple[str, ...] = ()  # that requests may be sent to, beside loopback names
-    ssl_certfile: Path | None = None
-    ssl_keyfile: Path | None = None
-    keep_alive_s: float = 75.0  # that an idle connection stays open
-    result_cache: Path | str | None = None  # a folder for answers; None: none is kept
-    result_cache_bytes: int | None = None  # most room of these
-    cache_size: int = 0  # requests whose answers are kept in memory
-    cache_list_size: int = 1  # answers to one that draws without a seed; 1: none is kept
-    log_level: LogLevel = "info"
-    grace_s: float = 10.0  # that running requests have to end once the server is told to stop
-    is_quiet: bool = False
+    host: str = _option(
+        "Address to listen at. The default is reached from this machine only; 0.0.0.0 from any. "
+        "Then ask for a key.",
+        default="127.0.0.1",
+        is_positional=True,
+        old={"--http_host": {}, "server_host": {}},
+    )
+    port: int = _option(
+        "Port to listen at. 0: any free one, which is printed.",
+        default=8000,
+        old={"--http_port": {}, "server_port": {}},
+    )
+    served_model_names: tuple[str, ...] = _option(
+        "Name of the model for clients. May be repeated.  [default: the model's own]",
+        flags=("--served-model-name",),
+    )
+    api_keys: tuple[str, ...] = _option(
+        "Key that a client must send: Authorization: Bearer KEY. May be repeated; each opens. "
+        "Other users of this machine can read it on a command line, so rather set "
+        "FMINFER_API_KEY.  [default: none is asked for]",
+        flags=("--api-key",),
+    )
+    queue_size: Amount = _option(
+        "Most requests that wait; further ones are refused with status 429. 0: no limit.",
+        default=1000,
+        old={"--queue_size": {}, "executor_max_queue_size": {}},
+    )
+    max_body_bytes: Bytes = _option("Largest body of a request: 512K, 16M.", default=16 * 2**20)
+    state: Folder | None = _option(
+        "Folder that keeps files and batches, also beyond a restart. With it the server has "
+        "/v1/files and /v1/batches.  [default: none]"
+    )
+    max_upload_bytes: Bytes = _option(
+        "Largest file of /v1/files: 500M, 10G. Needs --state.", default=DEFAULT_UPLOAD_BYTES
+    )
+    allowed_origins: tuple[str, ...] = _option(
+        "Origin whose pages may call the server from a browser (CORS), such as "
+        "https://example.org; * is any. May be repeated.  [default: none]",
+        flags=("--allow-origin",),
+        old={"allow_cors": {"true": ["*"]}},
+    )
+    allowed_hosts: tuple[str, ...] = _option(
+        "Host that requests may be sent to beside localhost: a name, or name:port. May be "
+        "repeated; others get status 403.  [default: only localhost, if --host is of this machine "
+        "alone and no key is asked for; otherwise any]",
+        flags=("--allow-host", "--allowed-host"),
+    )
+    ssl_certfile: Path | None = _option("PEM file of the certificate: serve https.")
+    ssl_keyfile: Path | None = _option("PEM file of the certificate's key.")
+    keep_alive_s: Seconds = _option(
+        "Time that an idle connection stays open. A proxy or client that reuses connections needs "
+        "a shorter one.",
+        default=75.0,
+        old={"timeout_keep_alive": {}},
+    )
+    log_level: LogLevel = _option(
+        "What the server tells. critical: why it ends. error: its own faults, too. warning: what "
+        "is strange about requests, too. info: every 10 s what it does, too. debug: a line for "
+        "each response, too.",
+        default="info",
+    )
+    cache_size: Amount = _option(
+        "Also keep in memory the answers to the last N requests, for equal ones. 0: none.",
+        default=0,
+        group="Kept answers",
+        metavar="N",
+    )
+    cache_list_size: Count = _option(
+        "Above 1: also keep in memory N answers to each request that draws without a seed. Once N "
+        "are there, one of them comes back at random. Needs --cache-size.",
+        default=1,
+        group="Kept answers",
+        metavar="N",
+    )
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Refuse values that cannot be, and those that no client could send."""
         if not self.host.strip():
             raise UsageError("host is empty; give an address such as 127.0.0.1, or 0.0.0.0 for all")
         if not 0 <= self.port <= 65535:
             raise UsageError(f"port is {self.port}; it must be 0 (any free one) to 65535")
-        if self.queue_size < 0:
-            raise UsageError(f"queue_size is {self.queue_size}; it must be 0 (no limit) or more")
-        if self.cache_size < 0:
-            raise UsageError(f"cache_size is {self.cache_size}; it must be 0 (none) or more")
         if self.cache_list_size > 1 and not self.cache_size:
             raise UsageError(
                 f"cache_list_size is {self.cache_list_size}, and cache_size is 0: no answer is "
                 "kept. Give --cache-size the number of requests whose answers to keep"
             )
-        find_place(self.result_cache, self.result_cache_bytes)
-        for name in ("cache_list_size", "max_body_bytes", "max_upload_bytes"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.state is None and self.max_upload_bytes != DEFAULT_UPLOAD_BYTES:
             raise UsageError("--max-upload-size has no effect without --state FOLDER")
-        for name in ("keep_alive_s", "grace_s"):
-            if not getattr(self, name) >= 0:  # a nan is refused, too
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be 0 seconds or more")
-        if self.log_level not in (allowed := get_args(LogLevel)):
-            raise UsageError(
-                f"log_level is {self.log_level!r}; it must be one of {', '.join(allowed)}"
-            )
         if "" in self.served_model_names:
             raise UsageError("served_model_names holds an empty name; give each model a name")
         self._check_keys()
@@ -88,11 +134,6 @@ class ServerSettings:
                     "llm.example.org or [fd00::1]:8000"
                 )
         self._check_tls()
-
-    @property
-    def cache_place(self) -> CachePlace | None:
-        """Where answers are kept on the disk; None: nowhere."""
-        return find_place(self.result_cache, self.result_cache_bytes)
 
     @property
     def is_loopback(self) -> bool:

@@ -85,7 +85,7 @@ def test_flags_of_every_kind(file: Path) -> None:
     }
     assert params("run") == both | {
         **{"infer_data": (Path("x.jsonl"), Path("y.jsonl")), "stop": ("\n, ",)},
-        **{"quiet": True, "top_k": 3},
+        **{"is_quiet": True, "top_k": 3},
     }
 
 
@@ -99,7 +99,7 @@ def test_every_flag_of_both_commands_is_a_key() -> None:
             for flag in (*param.opts, *param.secondary_opts)
             if flag.startswith("--")
         }
-        assert flags - flags_of(name).keys() == {"config", "attention"}
+        assert flags - flags_of(name).keys() == {"config", "attention", "fp16"}
         assert {"model_name", "no_prefix_cache", "grace"} <= flags_of(name).keys()
 
 
@@ -127,7 +127,7 @@ def test_variables_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(f"FMINFER_{name}", value)
     both = {
         **{"model": "m", "cuda_ids": (0, 1), "strict": True, "prefix_cache": False},
-        **{"dtype": "float16", "kernels": "off", "grace_s": 60.0, "quiet": False},
+        **{"dtype": "float16", "kernels": "off", "grace_s": 60.0, "is_quiet": False},
     }
     assert params("serve", "") == both | {"api_keys": ("a", "b")}
     files = ("s3://x/y", Path("z"))
@@ -142,7 +142,7 @@ def test_variables_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
         ('random-init = "llama-160m"', "m", {"model": "m"}),
         ('model-name = "n"', "m", {"model": "m"}),
         ("fp16 = true", "--dtype float32", {"dtype": "float32"}),
-        ('dtype = "float32"', "--fp16", {"fp16": True}),
+        ('dtype = "float32"', "--fp16", {"dtype": "float16"}),
         ('attention = "eager"', "--kernels auto", {"kernels": "auto"}),
         ('kernels = "auto"', "--attention eager", {"kernels": "off"}),
         ("tp_init_size = 4", "--world-size 2", {"world_size": 2}),

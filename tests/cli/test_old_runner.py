@@ -14,6 +14,7 @@ import pytest
 from fminfer.cli.submit_command import run_stand_in
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
+from fminfer.pipeline.ranks import RankConfig
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "scripts" / "dist_inference_runner.py"
@@ -40,7 +41,8 @@ def test_the_loops_flags_are_those_of_run(runner: Any) -> None:
     flags, unused = runner.translate(LOOP.split())
     assert flags == LOOP.split() and not unused
     found = run_stand_in.make_context("run", flags).params
-    assert found["max_steps"] == 99999999999999 and found["rank"] == 3 and found["fp16"]
+    assert found["max_steps"] == 99999999999999 and found["rank"] == 3
+    assert found["dtype"] == "float16"
 
 
 def test_booleans_take_a_value_and_stop_several(runner: Any) -> None:
@@ -86,8 +88,8 @@ def test_models_without_a_public_config_are_refused_by_name(model_type: str) -> 
 def test_any_old_schedule_is_the_one_there_is() -> None:
     found = run_stand_in.make_context("run", ["--pp-mode", "pipe_of_tomorrow"])
     assert found.params["pp_mode"] == "pipe_of_tomorrow"
-    with pytest.raises(Exception, match="does not begin with pipe_"):
-        run_stand_in.make_context("run", ["--pp-mode", "gpipe"])
+    with pytest.raises(UsageError, match="--pp-mode is 'gpipe'; it must begin with pipe_"):
+        RankConfig(pp_mode="gpipe")
 
 
 def test_it_answers(tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ import fminfer
 from fminfer.cli.app import main
 from fminfer.cli.config_file import find_settings
 from fminfer.cli.foreign_names import COMMANDS, FLAGS
-from fminfer.cli.options.option_groups import HELP, IN_ORDER, GroupedCommand, GroupedOption
-from fminfer.core.config import EngineConfig
+from fminfer.cli.options.flags import GroupedCommand, GroupedOption
+from fminfer.core.config import EngineConfig, make_config
 from fminfer.core.errors import UsageError
+from fminfer.core.option import GROUPS
 from fminfer.pipeline.ranks import RankConfig
 from fminfer.plan.opening import open_model
 from fminfer.plan.planning import plan_ahead
-from fminfer.runtime.engine_options import make_config
 from fminfer.server.settings import ServerSettings
 
 GROUPED = {name: each for name, each in main.commands.items() if isinstance(each, GroupedCommand)}
@@ -55,9 +55,9 @@ def test_every_option_belongs_to_a_group(name: str) -> None:
     assert not [each.name for each in options if not each.help]
     options = [each for each in options if not each.hidden]
     sections = sections_of(name)
-    assert [*sections] == [group for group in IN_ORDER if group in sections]
+    assert [*sections] == [group for group in GROUPS if group in sections]
     # click keeps the option of whoever asked first, and only `fminfer` itself has -h.
-    assert sections.pop(HELP)[-1] == "--help"
+    assert sections.pop("Help")[-1] == "--help"
     shown = sorted(flag for flags in sections.values() for flag in flags)
     assert shown == sorted(f for each in options for f in (*each.opts, *each.secondary_opts))
     for option in options:

@@ -64,7 +64,7 @@ def test_every_setting_has_a_flag_and_reaches_the_server(
         "m --host ::1 --port 0 --served-model-name a --served-model-name b --api-key k "
         f"--api-key l --queue-size 0 --max-body-size 2M --allow-origin https://x.org "
         "--allow-host x.org --allowed-host y.org:8443 "
-        f"--ssl-certfile {cert} --ssl-keyfile {key} --keep-alive 1m --log-level DEBUG -q "
+        f"--ssl-certfile {cert} --ssl-keyfile {key} --keep-alive 1m --log-level DEBUG -q -v "
         f"--grace 0:00:30 --result-cache {tmp_path} --result-cache-size 10G --cache-size 50 "
         f"--cache-list-size 2 --state {tmp_path} --max-upload-size 3G --max-rows 3 --strict "
         "--check-model --fp16"
@@ -92,6 +92,7 @@ def test_every_setting_has_a_flag_and_reaches_the_server(
         log_level="debug",
         grace_s=30.0,
         is_quiet=True,
+        is_verbose=True,
     )
     default = ServerSettings()
     assert not [f for f in fields(default) if getattr(settings, f.name) == getattr(default, f.name)]
@@ -118,7 +119,7 @@ def test_flags_of_files_are_not_there() -> None:
     ("flags", "says"),
     [
         ("--port 70000", "port is 70000; it must be 0 (any free one) to 65535"),
-        ("--queue-size -1", "queue_size is -1; it must be 0 (no limit) or more"),
+        ("--queue-size -1", "queue_size is -1; it must be at least 0"),
         ("--grace -1", "'--grace'"),
         ("--max-body-size 0", "'0' is no size"),
         ("--ssl-certfile setup.cfg", "without ssl_keyfile; give both, or neither"),
@@ -277,7 +278,7 @@ def test_the_example_starts_a_server_whose_flags_are_known(tmp_path: Path) -> No
         ({"keep_alive_s": float("nan")}, "keep_alive_s is nan"),
         ({"grace_s": -1.0}, "grace_s is -1.0"),
         ({"served_model_names": ("",)}, "give each model a name"),
-        ({"cache_size": -1}, "cache_size is -1; it must be 0 "),
+        ({"cache_size": -1}, "cache_size is -1; it must be at least 0"),
         ({"cache_list_size": 0}, "cache_list_size is 0; it must be at least 1"),
         ({"cache_list_size": 2}, "cache_size is 0: no answer is kept. Give --cache-size"),
         ({"result_cache_bytes": 2**30}, "has no effect without --result-cache"),

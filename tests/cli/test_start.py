@@ -26,6 +26,7 @@ from click.testing import CliRunner
 
 import fminfer
 from fminfer.cli import app, process_start
+from fminfer.core.config import ComputeOptions
 from fminfer.machine import control_groups, host_memory, library_imports
 from fminfer.machine.host_memory import free_host_bytes, read_mapped, reading_files, touching_memory
 from fminfer.models.stored.weight_folder import find_weight_files
@@ -494,8 +495,8 @@ def test_the_cpus_kernels_are_not_built_for_a_gpu(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(process_start, "start_build", lambda: built.append("built"))
     monkeypatch.setattr(process_start, "GPU_DRIVERS", ())
     for kernels, device in (("auto", "cuda"), ("require", "cuda:1"), ("off", "cpu")):
-        process_start.start_kernels(kernels, device)
+        process_start.start_kernels(ComputeOptions(kernels=kernels, device=device))
     assert not built
     for device in ("cpu", "auto"):
-        process_start.start_kernels("auto", device)
+        process_start.start_kernels(ComputeOptions(device=device))
     assert built == ["built"] * 2

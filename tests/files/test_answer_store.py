@@ -22,7 +22,7 @@ import pytest
 from fminfer.core.errors import UsageError
 from fminfer.files import answer_file, answer_store
 from fminfer.files.answer_store import FILE, AnswerStore
-from fminfer.files.cache_place import DEFAULT_BYTES, CachePlace, find_place
+from fminfer.files.cache_place import DEFAULT_BYTES, CachePlace, KeptAnswers
 
 MIB = 2**20
 
@@ -451,6 +451,6 @@ def test_what_the_options_refuse(tmp_path: Path) -> None:
     ]
     for folder, size, says in wrong:
         with pytest.raises(UsageError, match=says):
-            find_place(folder, size)
-    assert find_place(None, None) is None
-    assert find_place(tmp_path, None) == CachePlace(tmp_path, DEFAULT_BYTES)
+            KeptAnswers(result_cache=folder, result_cache_bytes=size)
+    assert KeptAnswers().cache_place is None
+    assert KeptAnswers(result_cache=tmp_path).cache_place == CachePlace(tmp_path, DEFAULT_BYTES)

@@ -162,7 +162,7 @@ def test_a_watched_folder_may_hold_a_lost_link_only(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").symlink_to("../b.jsonl")
     remote = RemoteFolders(tmp_path, is_quiet=True)
-    job = JobPaths([tmp_path / "in"], None, False, None, None, True, remote, True)
+    job = JobPaths(paths=[tmp_path / "in"], is_quiet=True, remote=remote, is_watching=True)
     assert [*job.plan().refused] == [tmp_path / "in" / "a.jsonl"]
     (tmp_path / "b.jsonl").write_text(LINE)
     assert not job.plan().refused and names(job.plan().inputs) == ["a.jsonl"]

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from contextlib import closing
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,26 +73,26 @@ def test_a_planned_gpu_has_no_number_and_need_not_be_here() -> None:
 def test_engines_of_a_machine_take_gpus_in_turn_and_share_those_they_have_to() -> None:
     """The forecast asked GPU 0 for every engine, and each took an eighth of its own card."""
     for num_engines, local_size, shares in ((4, 1, 1), (2, 2, 1), (8, 1, 2), (4, 2, 2), (2, 4, 2)):
-        config = EngineConfig(num_engines=num_engines)
         found = []
         for number in range(num_engines):
-            engine = replace(config, engine_number=number)
             for rank in range(local_size):
                 machine = Machine(
+                    num_engines=num_engines,
+                    engine_number=number,
                     num_gpus=4,
                     num_stages=local_size,
                     local_size=local_size,
                     rank=rank,
                     local_rank=rank,
                 )
-                found.append(choose_device(engine, machine, rank).index)
-                assert count_sharers(engine, machine) == shares
+                found.append(choose_device(EngineConfig(), machine, rank).index)
+                assert count_sharers(EngineConfig(), machine) == shares
         assert found == [turn % 4 for turn in range(num_engines * local_size)]
-    shared = EngineConfig(num_engines=3, device="cuda:1")
-    machine = Machine(num_gpus=4)
-    assert choose_device(replace(shared, engine_number=2), machine, 0) == torch.device("cuda:1")
+    shared = EngineConfig(device="cuda:1")
+    machine = Machine(num_gpus=4, num_engines=3, engine_number=2)
+    assert choose_device(shared, machine, 0) == torch.device("cuda:1")
     assert count_sharers(shared, machine) == 3
-    assert count_sharers(EngineConfig(num_engines=3), Machine()) == 3
+    assert count_sharers(EngineConfig(), Machine(num_engines=3)) == 3
 
 
 def test_each_engine_looks_at_its_own_card(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,8 +110,8 @@ def test_each_engine_looks_at_its_own_card(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(f"fminfer.{module}.free_bytes", free)
     monkeypatch.setattr("fminfer.runtime.build.agreement.memory_name", lambda *given: "a card")
     checkpoint = open_random("llama-160m")
-    config = EngineConfig(num_engines=8, engine_number=5)
-    found = make_plan(config, checkpoint, find_machine(config))
+    config, place = EngineConfig(), Machine(num_engines=8, engine_number=5)
+    found = make_plan(config, checkpoint, find_machine(config, place))
     assert found.device == torch.device("cuda:5") and not found.shortage
     alone = EngineConfig(device="cuda:5")
     assert count_blocks(found) == count_blocks(make_plan(alone, checkpoint, find_machine(alone)))

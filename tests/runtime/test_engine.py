@@ -22,13 +22,12 @@ import fminfer
 from fminfer.compute.sampling.sampler import score
 from fminfer.compute.step import Step, StepResult
 from fminfer.core import errors
-from fminfer.core.config import EngineConfig
+from fminfer.core.config import EngineConfig, make_config
 from fminfer.core.errors import StepLimitError
 from fminfer.machine.device import why_slow
 from fminfer.models.layer_source import open_weights
 from fminfer.pipeline.local import LocalPipeline
 from fminfer.plan.opening import open_model
-from fminfer.runtime.engine_options import EngineOptions, make_config
 from fminfer.text.encoded_prompt import EncodedPrompt
 
 Options = dict[str, Any]
@@ -291,16 +290,18 @@ def test_help_names_every_option() -> None:
         assert doc is not None
         for field in dataclasses.fields(EngineConfig):
             (line,) = re.findall(rf"^{field.name}: (.+)$", doc, flags=re.M)
-            assert f" = {field.default!r}  {field.metadata['meaning']}" in line
-        assert "kernels: 'auto' | 'off' | 'require' = 'auto'  our own; off: plain torch" in doc
+            assert f" = {field.default!r}  {field.metadata['option'].help}" in line
+        assert "kernels: 'auto' | 'off' | 'require' = 'auto'  Use of fminfer's own" in doc
+        assert "max_rows: int | None = None  Most sequences that run at once." in doc
     shown = inspect.signature(fminfer.Engine).parameters
     for field in dataclasses.fields(EngineConfig):
         assert field.name == "model" or shown[field.name].default == field.default, field.name
-    assert {*EngineOptions.__annotations__, "model"} == {
-        field.name for field in dataclasses.fields(EngineConfig)
-    }, "an option of EngineConfig is missing in EngineOptions, or the other way round"
-    with pytest.raises(fminfer.UsageError, match="no option buget; the options are"):
-        fminfer.Engine(buget=5)  # type: ignore[call-arg]
+    with pytest.raises(
+        fminfer.UsageError, match=r"no option buget; did you mean budget\? The options are model, "
+    ):
+        fminfer.Engine(buget=5)
+    with pytest.raises(fminfer.UsageError, match="no option zzz; the options are model, "):
+        fminfer.Engine(zzz=5)
 
 
 def test_a_config_travels_as_an_object(engine: fminfer.Engine) -> None:

@@ -123,7 +123,7 @@ def test_mistakes_leave_no_rank(tmp_path: Path, no_rank_is_left: None) -> None:
         fminfer.Engine(world_size=2, num_layers=99)
     with pytest.raises(fminfer.CheckpointError, match="no config"):
         fminfer.Engine(str(tmp_path), world_size=2)
-    with pytest.raises(UsageError, match="does not divide"):
+    with pytest.raises(UsageError, match="is not --pipeline-group-size"):
         EngineConfig(world_size=3, data_group_size=2)
 
 
@@ -285,7 +285,9 @@ def test_what_a_process_is_told_arrives_as_it_was() -> None:
         "a model", cuda_ids=(1, 0), stage_layers=(3, 4), request_args={"stop": ["a", "\ud800"]}
     )
     for task in (
-        Task(Role("rank", Spread(2, 1, 5.0, 6.0), facts), config, ChildOptions(1.0, True, True)),
+        Task(
+            Role("rank", Spread(2, 1, 5.0, 6.0, 4, 3), facts), config, ChildOptions(1.0, True, True)
+        ),
         Task(Role("member", Spread(1, 2), None, RunLink(5)), EngineConfig(), ChildOptions()),
     ):
         line = task.to_json()

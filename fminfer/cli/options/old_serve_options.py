@@ -6,72 +6,48 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from fminfer.cli.options.option_groups import OLD, GroupedOption, in_group
+from fminfer.cli.options.flags import GroupedOption
 
-PREFIX = "old_"  # of the parameters' names; a command takes none of them
-SAME = {  # what is only called otherwise, and the parameter of today
-    "old_http_host": "host",
-    "old_http_port": "port",
-    "old_max_batchsize": "max_rows",
-    "old_max_batch_size": "max_rows",
-    "old_queue_size": "queue_size",
-    "old_tp": "world_size",
-}
 DEFAULT_SIZE = "560m"  # of a random model
-_option = in_group(OLD)
-
-
-def _old_option(flag: str, **kwargs: Any) -> Any:
-    name = PREFIX + flag.removeprefix("--")
-    return _option(flag, name, hidden=True, **kwargs)
-
+_option = partial(GroupedOption, group="Old command lines", hidden=True)
 
 OLD_SERVE_OPTIONS = [
-    _option(
-        "--config_file",
-        "config",
-        hidden=True,
-        expose_value=False,  # as --config
-        help="The same as --config.",
-    ),
-    _old_option("--name", help="The same as --model-name; with --random_init, --tokenizer."),
-    _old_option("--tp", type=int, help="The same as --world-size."),
-    _old_option("--http_host", help="The same as --host."),
-    _old_option("--http_port", type=int, help="The same as --port."),
-    _old_option("--max_batchsize", type=int, help="The same as --max-rows."),
-    _old_option("--max_batch_size", type=int, help="The same as --max-rows."),
-    _old_option("--queue_size", type=int, help="The same as --queue-size."),
-    _old_option("--random_init", type=bool, help="True: --random-init."),
-    _old_option("--random_model_size", help="Of --random_init True."),
+    _option(["--config_file", "config"], expose_value=False, help="The same as --config."),
+    _option(["--name", "old_name"], help="The same as --model-name, or as --tokenizer."),
+    _option(["--tp", "old_tp"], type=int, help="The same as --world-size."),
+    _option(["--random_init", "old_random_init"], type=bool, help="True: --random-init."),
+    _option(["--random_model_size", "old_random_model_size"], help="Of --random_init True."),
 ]
 
 
-def flag_of(ctx: click.Context, name: str) -> str:
-    """Return a parameter as it is typed."""
-    option = next(param for param in ctx.command.params if param.name == name)
-    return option.opts[0]
-
-
 def translate_old_flags(ctx: click.Context) -> list[str]:
-    """Put what the old flags mean into the parameters of today; return what to tell of it.
+    """Put what MODEL and the old flags mean into the parameters of today; return what to tell.
 
     Raises:
         click.UsageError: an old and a new flag that contradict each other.
     """
-    names = [p.name for p in ctx.command.params if isinstance(p, GroupedOption) and p.name]
-    old = {name: ctx.params.pop(name) for name in names if name.startswith(PREFIX)}
-    given = {name: value for name, value in old.items() if value is not None}
-    for name, target in SAME.items():
-        if name in given:
-            _set(ctx, target, given[name], flag_of(ctx, name))
-    notices = _choose_model(ctx, given)
-    if given.get("old_tp", 1) > 1:
-        notices.append(tell_of_tensor_parallel("--tp", given["old_tp"]))
+    names = ("model_argument", "old_name", "old_tp", "old_random_init", "old_random_model_size")
+    model, name, tp, is_random, size = (ctx.params.pop(each) for each in names)
+    if model is not None:
+        _set(ctx, "model", model, "")
+    if tp is not None:
+        _set(ctx, "world_size", tp, "--tp ")
+    if is_random:
+        _set(ctx, "random_init", size or DEFAULT_SIZE, "--random_model_size ")
+        _set(ctx, "tokenizer", name or ctx.params["tokenizer"], "--name ")
+        _set(ctx, "model", None, "--random_init True")
+    elif name is not None:
+        _set(ctx, "model", name, "--name ")
+        _set(ctx, "random_init", None, "--name")
+    notices = [tell_of_tensor_parallel("--tp", tp)] if (tp or 1) > 1 else []
+    if size is not None and not is_random:
+        notices.append("--random_model_size means nothing without --random_init True")
     return notices
 
 
@@ -83,39 +59,17 @@ def tell_of_tensor_parallel(name: str, count: int) -> str:
     )
 
 
-def _choose_model(ctx: click.Context, given: dict[str, Any]) -> list[str]:
-    """Decide what --name names: a random model's tokenizer, or the model."""
-    name, size = given.get("old_name"), given.get("old_random_model_size")
-    if given.get("old_random_init"):
-        _set(ctx, "random_init", size or DEFAULT_SIZE, "--random_model_size")
-        if name is not None:
-            _set(ctx, "tokenizer", name, "--name")
-        _drop(ctx, "model", "--random_init True")
-        return []
-    if name is not None:
-        _set(ctx, "model", name, "--name")
-        _drop(ctx, "random_init", "--name")
-    return [] if size is None else ["--random_model_size means nothing without --random_init True"]
+def _set(ctx: click.Context, target: str, value: Any, old: str) -> None:
+    """Put a value where a file or a variable may say another; None: none.
 
-
-def _is_typed(ctx: click.Context, target: str) -> bool:
-    return ctx.get_parameter_source(target) is ParameterSource.COMMANDLINE
-
-
-def _set(ctx: click.Context, target: str, value: Any, old_flag: str) -> None:
-    if _is_typed(ctx, target) and ctx.params[target] != value:
-        raise click.UsageError(
-            f"{old_flag} {value} and {flag_of(ctx, target)} {ctx.params[target]} contradict each "
-            f"other; give {flag_of(ctx, target)} alone",
-            ctx,
-        )
+    Args:
+        old: what was typed before the value.
+    """
+    typed, source = ctx.params[target], ctx.get_parameter_source(target)
+    if source is ParameterSource.COMMANDLINE and typed != value:
+        flag = next(param for param in ctx.command.params if param.name == target).opts[0]
+        ours, its = (old, flag) if value is None else (f"{old}{value}", f"{flag} {typed}")
+        raise click.UsageError(f"{ours} and {its} contradict each other; give {flag} alone", ctx)
     ctx.params[target] = value
-    ctx.set_parameter_source(target, ParameterSource.COMMANDLINE)
-
-
-def _drop(ctx: click.Context, target: str, old_flag: str) -> None:
-    """Leave out what a file or a variable says; the command line has chosen otherwise."""
-    if _is_typed(ctx, target):
-        flag = flag_of(ctx, target)
-        raise click.UsageError(f"{old_flag} and {flag} contradict each other; give one", ctx)
-    ctx.params[target] = None
+    if value is not None:
+        ctx.set_parameter_source(target, ParameterSource.COMMANDLINE)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 import click
@@ -11,31 +13,44 @@ from fminfer.core.config import DType
 from fminfer.machine.stopper import parse_duration
 
 
-class Numbers(click.ParamType):  # type: ignore[type-arg]
-    """Whole numbers with commas between them."""
+class Read(click.ParamType):  # type: ignore[type-arg]
+    """Values that a function reads of a text, and another one writes."""
 
-    name = "N,N,…"
+    def __init__(
+        self, name: str, read: Callable[[str], Any], write: Callable[[Any], str], kind: type
+    ) -> None:
+        self.name, self._read, self.write, self._kind = name, read, write, kind
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            return tuple(int(part) for part in str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r} is not whole numbers with commas between them", param, ctx)
+            return value if isinstance(value, self._kind) else self._read(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
-class PipelineMode(click.ParamType):  # type: ignore[type-arg]
-    """The old tool's name for one of its schedules."""
+def _read_numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        raise ValueError(f"{text!r} is not whole numbers with commas between them") from None
 
-    name = "pipe_…"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if not str(value).startswith("pipe_"):
-            self.fail(f"{value!r} does not begin with pipe_", param, ctx)
-        return str(value)
+def _read_size(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(?:i?B)?", text, re.IGNORECASE)
+    size = int(float(found[1]) * 1024 ** (1 + "KMGT".index(found[2].upper()))) if found else 0
+    if size == 0:
+        raise ValueError(f"{text!r} is no size; give a number and K, M, G or T, as in 80G")
+    return size
+
+
+def _write_size(size: int) -> str:
+    power = max(n for n in range(5) if size % 1024**n == 0)
+    return f"{size // 1024**power}{['', *'KMGT'][power]}"
+
+
+NUMBERS = Read("N,N,…", _read_numbers, lambda value: ",".join(map(str, value)), tuple)
+DURATION = Read("H:MM:SS", parse_duration, "{:g}".format, float)
+BYTE_SIZE = Read("SIZE", _read_size, _write_size, int)
 
 
 class DTypeName(click.Choice):  # type: ignore[type-arg]
@@ -76,39 +91,18 @@ class Words(click.types.StringParamType):
         return [word for part in rv.split(",") if (word := part.strip())]
 
 
-class WholeText(click.types.StringParamType):
+class WholeText(Words):
     """A text of an option that may be repeated; a variable holds one, with all its spaces."""
 
     def split_envvar_value(self, rv: str) -> list[str]:
         return [rv]
 
 
-class Duration(click.ParamType):  # type: ignore[type-arg]
-    """Seconds, or hours, minutes and seconds."""
-
-    name = "H:MM:SS"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        try:
-            return value if isinstance(value, float) else parse_duration(str(value))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
-class ByteSize(click.ParamType):  # type: ignore[type-arg]
-    """Bytes, with a letter for their unit."""
-
-    name = "SIZE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(?:i?B)?", str(value), re.IGNORECASE)
-        size = int(float(found[1]) * 1024 ** (1 + "KMGT".index(found[2].upper()))) if found else 0
-        if size == 0:
-            self.fail(
-                f"{value!r} is no size; give a number and K, M, G or T, as in 80G", param, ctx
-            )
-        return size
+PATH, LOCATION = click.Path(path_type=Path), PathOrUrl(path_type=Path)
+TYPES: Mapping[Any, click.ParamType[Any]] = {  # of Python's types, and of words that say more
+    **{str: click.STRING, int: click.INT, float: click.FLOAT, bool: click.BOOL},
+    **{Path: PATH, tuple[Path, ...]: PATH, tuple[int, ...]: NUMBERS, tuple[str, ...]: Words()},
+    **{Path | str: LOCATION, tuple[Path | str, ...]: LOCATION, DType: DTypeName()},
+    **{"duration": DURATION, "size": BYTE_SIZE, "whole": WholeText()},
+    "folder": click.Path(file_okay=False, path_type=Path),
+}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from fminfer.machine.out_of_memory import is_out_of_memory
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import name_differences
 from fminfer.pipeline.group import Group
-from fminfer.plan.machine_facts import ALONE, Machine, count_sharers, find_machine
+from fminfer.plan.machine_facts import Machine, count_sharers, find_machine
 from fminfer.plan.planning import make_plan, plan_ahead
 from fminfer.plan.run_plan import RunPlan
 from fminfer.plan.shortage import (
@@ -29,21 +29,27 @@ from fminfer.plan.shortage import (
     fit_kv_tokens,
     no_cache,
 )
-from fminfer.runtime.launch.role import Spread
+from fminfer.runtime.launch.role import ALONE, Spread
 
 END_S = 3.0  # time for rank 0 to say what is wrong, and to end, once ranks know it
 
 
-def plan_run(config: EngineConfig, checkpoint: Checkpoint, group: Group | None = None) -> RunPlan:
+def plan_run(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    group: Group | None = None,
+    spread: Spread = ALONE,
+) -> RunPlan:
     """Plan this rank's run on this machine, and refuse one that does not fit its memory.
 
     Args:
         group: the ranks of the pipeline; None: this process alone runs the model.
+        spread: with this engine's place among those on the machine.
 
     Raises:
         UsageError: an option that cannot be, or weights or a --budget for which there is no room.
     """
-    plan = make_plan(config, checkpoint, find_machine(config, place_of(group)))
+    plan = make_plan(config, checkpoint, find_machine(config, _place_of(group, spread)))
     shortage = plan.shortage
     if group is not None:  # none reads its weights before all have looked
         free = (plan.machine.free or 0) + plan.machine.swap
@@ -59,11 +65,13 @@ def plan_run(config: EngineConfig, checkpoint: Checkpoint, group: Group | None =
     return plan
 
 
-def place_of(group: Group | None) -> Machine:
-    """Return of a machine's facts those that say where this process stands in its pipeline."""
+def _place_of(group: Group | None, spread: Spread) -> Machine:
+    """Return of a machine's facts those that say where this process stands."""
+    engine = Machine(num_engines=spread.num_engines, engine_number=spread.engine_number)
     if group is None:
-        return ALONE
-    return Machine(
+        return engine
+    return replace(
+        engine,
         num_stages=group.world_size,
         rank=group.rank,
         local_rank=group.local_rank,

@@ -13,7 +13,13 @@ from pathlib import Path
 from fminfer.contract.field_table import FIELDS
 from fminfer.contract.fields import INT64, integer
 from fminfer.contract.request import DEFAULTS, SamplingParams
-from fminfer.core.config import EngineConfig, StepSizes
+from fminfer.core.config import (
+    EngineConfig,
+    MemoryOptions,
+    ModelOptions,
+    RequestOptions,
+    StepSizes,
+)
 from fminfer.core.errors import CheckpointError, RequestError, UsageError
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
@@ -61,7 +67,7 @@ def find_limits(
 
 
 def build_loop(
-    config: EngineConfig,
+    config: MemoryOptions,
     starter: Starter,
     pipeline: Pipeline,
     form: AnswerForm,
@@ -97,7 +103,7 @@ def build_loop(
     )
 
 
-def load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer:
+def load_tokenizer(config: ModelOptions, checkpoint: Checkpoint) -> Tokenizer:
     """Load the tokenizer of a run; random weights have one of bytes, and a run may have none.
 
     Raises:
@@ -148,7 +154,7 @@ def find_ends(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def _find_defaults(
-    config: EngineConfig, checkpoint: Checkpoint
+    config: RequestOptions, checkpoint: Checkpoint
 ) -> tuple[SamplingParams, int | None]:
     """Return what params mean that a request leaves out, and the most tokens of such a chat.
 
@@ -180,7 +186,7 @@ def _find_defaults(
         ) from error
 
 
-def _read_template(config: EngineConfig) -> str | None:
+def _read_template(config: RequestOptions) -> str | None:
     """Return the chat template that a run was given.
 
     Raises:

@@ -34,9 +34,9 @@ from fminfer.runtime.build.agreement import (
     compare_weights,
     connect_gpus,
     count_blocks,
-    place_of,
     plan_run,
 )
+from fminfer.runtime.launch.role import ALONE, Spread
 
 
 @dataclass(slots=True, frozen=True)
@@ -97,11 +97,12 @@ def load_part(
     config, checkpoint, device = plan.config, plan.checkpoint, plan.device
     use_device(device)
     hidden_group = None
-    num_processes = (1 if group is None else group.local_size) * config.num_engines
+    num_engines = plan.machine.num_engines
+    num_processes = (1 if group is None else group.local_size) * num_engines
     threads = ThreadCount(
         config.threads, torch.get_num_threads(), num_processes, torch.set_num_threads
     )
-    is_alone = group is None and config.num_engines == 1
+    is_alone = group is None and num_engines == 1
     digests = {} if is_alone else digest_files(checkpoint)
     if group is not None:
         agree(group, plan)
@@ -109,7 +110,7 @@ def load_part(
         hidden_group = connect_gpus(group, device)
     registry = open_registry(config.kernels, plan.dtype, device)
     if registry.library is None and plan.packed_by == "kernels":  # their build failed
-        plan = make_plan(config, checkpoint, find_machine(config, place_of(group)))
+        plan = make_plan(config, checkpoint, find_machine(config, plan.machine))
     source = open_weights(
         checkpoint,
         plan.own.part,
@@ -191,6 +192,7 @@ def build(
     config: EngineConfig,
     checkpoint: Checkpoint,
     group: Group | None = None,
+    spread: Spread = ALONE,
     *,
     on_progress: OnProgress = lambda done, total: None,
     on_loaded: Callable[[dict[str, str]], None] = lambda digests: None,
@@ -199,11 +201,12 @@ def build(
 
     Args:
         group: the ranks; None: this process alone runs the model.
+        spread: with this engine's place among those on the machine.
         on_progress: called with (bytes read, bytes in all) while weights load.
         on_loaded: called when the weights are in memory, before the KV cache is, with a digest of
             each of their files if others must have the same.
     """
-    loaded = load_part(plan_run(config, checkpoint, group), group, on_progress)
+    loaded = load_part(plan_run(config, checkpoint, group, spread), group, on_progress)
     on_loaded(loaded.file_digests)
     num_tokens = count_blocks(loaded.plan, group) * config.block_size
     loaded = replace(loaded, plan=replace(loaded.plan, num_kv_tokens=num_tokens))

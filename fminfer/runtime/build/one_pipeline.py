@@ -30,6 +30,7 @@ from fminfer.plan.run_plan import name_of
 from fminfer.runtime.build.agreement import END_S
 from fminfer.runtime.build.assembly import build_loop, find_ends
 from fminfer.runtime.build.builder import LoadedPart, build
+from fminfer.runtime.launch.role import ALONE, Spread
 from fminfer.text.tokenizer import Tokenizer
 
 
@@ -41,6 +42,7 @@ class OnePipeline:
         on_loaded: called when the weights are in memory, before the KV cache is, with a digest of
             each of their files if others must have the same.
         group: the ranks among which this process is rank 0; None: it runs the model alone.
+        spread: with this engine's place among those on the machine.
 
     Raises:
         CheckpointError: the model cannot be loaded.
@@ -57,9 +59,10 @@ class OnePipeline:
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         on_loaded: Callable[[dict[str, str]], None] = lambda digests: None,
         group: Group | None = None,
+        spread: Spread = ALONE,
     ) -> None:
         loaded, stage, why = build(
-            config, checkpoint, group, on_progress=on_progress, on_loaded=on_loaded
+            config, checkpoint, group, spread, on_progress=on_progress, on_loaded=on_loaded
         )
         self.plan = plan = loaded.plan
         takes, weight_bytes = plan.own.takes, loaded.network.weight_bytes
@@ -138,7 +141,9 @@ class OnePipeline:
             group.leave()
 
 
-def serve_rank(group: Group, config: EngineConfig, checkpoint: Checkpoint) -> None:
+def serve_rank(
+    group: Group, config: EngineConfig, checkpoint: Checkpoint, spread: Spread = ALONE
+) -> None:
     """Be a rank other than 0: load its layers, and compute until rank 0 says stop.
 
     What goes wrong ends this process and the run.
@@ -148,7 +153,7 @@ def serve_rank(group: Group, config: EngineConfig, checkpoint: Checkpoint) -> No
     """
     try:
         checkpoint = checkpoint.with_weights()
-        loaded, stage, _ = build(config, checkpoint, group)
+        loaded, stage, _ = build(config, checkpoint, group, spread)
         serve(stage, loaded.part, loaded.form, on_stop=group.watch.stop)
     except Exception as error:
         group.fail(error)

@@ -32,6 +32,11 @@ class Spread:
     num_pipelines: int = 1
     join_timeout_s: float = DEFAULTS.join_timeout_s
     rank_timeout_s: float = DEFAULTS.rank_timeout_s
+    num_engines: int = 1  # on this machine, which share its cores, memory and GPUs
+    engine_number: int = 0  # of this process's one among them
+
+
+ALONE = Spread()  # one process
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,7 +57,7 @@ class Role:
     kind: Kind
     spread: Spread = field(default_factory=Spread)
     facts: RankFacts | None = None  # its place among ranks that meet; None: it meets none
-    link: RunLink | None = None  # of a member: its way to the run, and its share of the machine
+    link: RunLink | None = None  # of a member: its way to the run
 
     @property
     def is_first(self) -> bool:
@@ -80,7 +85,7 @@ def find_role(ranks: RankConfig, environ: Mapping[str, str]) -> Role:
         UsageError: half of what a rank needs, or flags that a launcher's variables contradict.
     """
     facts, groups = find_facts(ranks, environ), ranks.data_group_size
-    num_stages = ranks.size or 1 if facts is None else facts.world_size // groups
+    num_stages = ranks.num_stages if facts is None else facts.world_size // groups
     spread = Spread(num_stages, groups, ranks.join_timeout_s, ranks.rank_timeout_s)
     if facts is not None:
         return Role("apart", spread, facts)

@@ -53,7 +53,7 @@ class Apart(Meeting):
             prepare=prepare,
             end=end,
         )
-        self._spread, self._num_stages = spread, spread.num_stages
+        self.spread, self._num_stages = spread, spread.num_stages
         self._number, self._stage = divmod(self.rank, self._num_stages)
         self._is_over = False  # each pipeline goes its own way, or none is needed
         # Of this pipeline's own meeting, which is in the same store.
@@ -72,8 +72,8 @@ class Apart(Meeting):
         """Return what messages call this rank's pipeline, whose ranks they count from 0."""
         return f"pipeline {self._number}"
 
-    def part(self, config: EngineConfig, fingerprint: dict[str, str]) -> EngineConfig:
-        """Return the options of this rank's pipeline, once all ranks have the same run.
+    def agree(self, fingerprint: dict[str, str]) -> None:
+        """Find this pipeline's place on its machine, once all ranks have the same run.
 
         Args:
             fingerprint: what answers depend on.
@@ -87,7 +87,7 @@ class Apart(Meeting):
         self.gather("agreed", True)
         self.forget()
         index = numbers.index(self._number)
-        return replace(config, num_engines=len(numbers), engine_number=index)
+        self.spread = replace(self.spread, num_engines=len(numbers), engine_number=index)
 
     @contextmanager
     def leading(self) -> Iterator[None]:
@@ -132,9 +132,9 @@ class Apart(Meeting):
         self._end_meeting(is_needed=True)
         member = Processes([self.pipeline_name], has_line=True).all[0]
         facts = replace(self._facts, parent=os.getpid()) if self._num_stages > 1 else None
-        first = start_pipeline(0, member, config, self._spread, child_options, facts)
+        first = start_pipeline(0, member, config, self.spread, child_options, facts)
         try:
-            return [first, *map(self._await_line, range(1, self._spread.num_pipelines))]
+            return [first, *map(self._await_line, range(1, self.spread.num_pipelines))]
         except BaseException:
             first.close()
             first.end(0)
@@ -146,7 +146,7 @@ class Apart(Meeting):
         if self._stage > 0:
             return facts, None
         peer = self._place.connect().become_line(self._number)
-        end_when_silent(peer, self._spread.rank_timeout_s, is_always_read=False)
+        end_when_silent(peer, self.spread.rank_timeout_s, is_always_read=False)
         return facts, RunLink(peer.detach())
 
     def _compare(self, mine: dict[str, str], theirs: dict[str, str]) -> None:
@@ -172,14 +172,14 @@ class Apart(Meeting):
 
     def _await_line(self, number: int) -> DistantPipeline:
         assert self._place.holder is not None
-        until_s = time.monotonic() + self._spread.join_timeout_s
+        until_s = time.monotonic() + self.spread.join_timeout_s
         while number not in self._place.holder.lines:
             if time.monotonic() > until_s:
                 raise PipelineError(
                     f"rank {number * self._num_stages}, the first of pipeline {number}, did not "
-                    f"connect within {self._spread.join_timeout_s:g} s (--join-timeout)"
+                    f"connect within {self.spread.join_timeout_s:g} s (--join-timeout)"
                 )
             time.sleep(STOP_POLL_S)
         peer = self._place.holder.lines.pop(number)
-        end_when_silent(peer, self._spread.rank_timeout_s, is_always_read=True)
+        end_when_silent(peer, self.spread.rank_timeout_s, is_always_read=True)
         return DistantPipeline(number, Connection(peer.detach()))

@@ -18,7 +18,7 @@ from fminfer.pipeline.group import Group
 from fminfer.plan.opening import open_model
 from fminfer.runtime.build.assembly import load_tokenizer
 from fminfer.runtime.build.one_pipeline import OnePipeline
-from fminfer.runtime.launch.role import RunLink
+from fminfer.runtime.launch.role import RunLink, Spread
 from fminfer.runtime.team.team_messages import (
     END,
     GO_ON,
@@ -37,12 +37,17 @@ STATS_EVERY_S = 0.5
 
 
 def serve_pipeline(
-    config: EngineConfig, group: Group | None, link: RunLink, checkpoint: Checkpoint | None = None
+    config: EngineConfig,
+    group: Group | None,
+    link: RunLink,
+    spread: Spread,
+    checkpoint: Checkpoint | None = None,
 ) -> None:
     """Answer the run's requests until it says that there are no more.
 
     Args:
         group: the ranks of this pipeline, of which this process is the first.
+        spread: with the pipeline's place among those on this machine.
         checkpoint: the model, if it was opened before.
 
     Raises:
@@ -50,7 +55,7 @@ def serve_pipeline(
     """
     connection = link.connect()
     try:
-        TeamMember(config, group, connection, checkpoint).serve()
+        TeamMember(config, group, connection, spread, checkpoint).serve()
     except (EOFError, ConnectionError, TimeoutError):
         os._exit(1)  # the run is gone, or the network to it
     except Exception as error:
@@ -69,6 +74,7 @@ class TeamMember:
         config: EngineConfig,
         group: Group | None,
         connection: Connection,
+        spread: Spread,
         checkpoint: Checkpoint | None,
     ) -> None:
         self._connection = connection
@@ -87,7 +93,7 @@ class TeamMember:
         checkpoint = (checkpoint or open_model(config)).with_weights()
         tokenizer = load_tokenizer(config, checkpoint)
         self._computing = OnePipeline(
-            config, checkpoint, tokenizer, group=group, on_loaded=wait_for_others
+            config, checkpoint, tokenizer, group=group, spread=spread, on_loaded=wait_for_others
         )
         self._core = self._computing.core
 

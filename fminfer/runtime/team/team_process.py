@@ -177,8 +177,9 @@ def start_pipelines(
 ) -> list[TeamPipeline]:
     """Give each process its pipeline, all of them on this machine."""
     count = len(members.all)
+    shared = replace(spread, num_engines=count)
     return [
-        start_pipeline(number, process, replace(config, num_engines=count), spread, child_options)
+        start_pipeline(number, process, config, shared, child_options)
         for number, process in enumerate(members.all)
     ]
 
@@ -194,10 +195,10 @@ def start_pipeline(
     """Give a process its pipeline.
 
     Args:
-        config: with the number of engines on this machine.
+        spread: with the number of engines on this machine.
         facts: its place among the pipeline's ranks, if these were started apart.
     """
-    config = replace(config, world_size=spread.num_stages, data_group_size=1, engine_number=number)
+    spread = replace(spread, engine_number=number)
     role = Role("member", spread, facts, RunLink(process.descriptor))
     process.give(Task(role, config, child_options))
     return PipelineProcess(number, process)

@@ -1,0 +1,74 @@
+"""The table of all options: the dataclasses that declare them, two commands' own among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from fminfer.cluster.resources import SubmitOptions
+from fminfer.core.config import (
+    ComputeOptions,
+    GroupSizes,
+    MemoryOptions,
+    ModelOptions,
+    RankOptions,
+    RequestOptions,
+)
+from fminfer.core.option import Bytes, Command, Option, Options, option, options_of
+from fminfer.files.cache_place import KeptAnswers
+from fminfer.job.hyperparameters import Hyperparameters
+from fminfer.job.run_paths import JobOptions
+from fminfer.machine.stopper import ProcessOptions
+from fminfer.pipeline.ranks import RankConfig
+from fminfer.server.settings import ServerSettings
+
+MAX_TOLD = 20  # wrong lines that `fminfer check` prints, unless all are asked for
+_check = partial(option, group="Check", commands=("check",))
+_bench = partial(option, group="Bench", commands=("bench",))
+
+
+@dataclass(frozen=True)
+class CheckOptions(Options):
+    """How `fminfer check` plans, and what it prints."""
+
+    device_bytes: Bytes | None = _check(
+        "Plan for another machine: each rank has a GPU with this much memory (80G). With --device "
+        "cpu, each rank has this much RAM.  [default: what is free here]",
+        flags=("--device-memory",),
+    )
+    no_weights: bool = _check(
+        "Need no weights: the folder may hold only the small files. If there is an index, check "
+        "the names of tensors by it."
+    )
+    is_json: bool = _check("Print one JSON object, all errors in it.")
+    is_all: bool = _check(f"Print all errors, not the first {MAX_TOLD}.")
+
+
+@dataclass(frozen=True)
+class BenchOptions(Options):
+    """What `fminfer bench` times."""
+
+    batch_sizes: tuple[int, ...] = _bench(
+        "Rows at once, one batch after another.", default=(1, 8, 16, 32, 64, 128)
+    )
+    new_tokens: int = _bench("Tokens to generate for each row.", default=100)
+    calibrate: bool = _bench(
+        "Instead, time steps of many shapes, and keep their costs for fminfer check."
+    )
+
+
+# In this order the help shows the options of a group.
+TABLES: tuple[type[Options], ...] = (
+    *(SubmitOptions, JobOptions, CheckOptions, BenchOptions, KeptAnswers, ServerSettings),
+    *(ProcessOptions, RequestOptions, ModelOptions, GroupSizes, RankOptions, RankConfig),
+    *(ComputeOptions, MemoryOptions, Hyperparameters),
+)
+
+
+def options_for(command: Command) -> Iterator[Option]:
+    """Yield the options of a command."""
+    for table in TABLES:
+        for each in options_of(table, is_own=True).values():
+            if command in each.commands:
+                yield each

@@ -1,0 +1,228 @@
+"""Options as fields of dataclasses: each is declared once, with all that is said of it.
+
+From these fields come the flags of the commands, the arguments of `fminfer.Engine`, keys of
+configuration files, FMINFER_ variables, what journals record, what ranks compare, and the reference
+in docs/running.md.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields, replace
+from functools import cache, reduce
+from operator import or_
+from os import PathLike
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from fminfer.core.errors import UsageError
+
+GROUPS = (  # titles of the help, in its order
+    *("Input and output", "Server", "Jobs", "Queue", "Check", "Bench", "Requests", "Model"),
+    *("Speed and memory", "Kept answers", "Ranks", "Made-up requests and --prompt"),
+    *("Configuration", "Old command lines", "Help"),
+)
+Command = Literal["run", "serve", "check", "bench", "submit"]
+OF_ENGINE: tuple[Command, ...] = ("run", "serve", "check", "bench")
+
+
+@dataclass(slots=True, frozen=True)
+class Least:
+    """The least value of a number; if it is shown, the command line refuses others itself."""
+
+    number: int
+    is_shown: bool = False
+
+
+@dataclass(slots=True, frozen=True)
+class PlaceHint:
+    """What may be given where something is looked for."""
+
+    told: str
+
+
+# Types that say more than Python's: limits, and how a value is written on the command line.
+Count = Annotated[int, Least(1)]
+Amount = Annotated[int, Least(0)]
+ShownCount = Annotated[int, Least(1, True)]
+ShownAmount = Annotated[int, Least(0, True)]
+ModelPlace = Annotated[str, PlaceHint("a path or hub id")]
+ConfigPlace = Annotated[str, PlaceHint("a path, hub id or size")]
+FILE = PlaceHint("the path of a file")  # whose content counts
+TextFile = Annotated[str, FILE]
+Seconds = Annotated[float, "duration", Least(0)]
+Bytes = Annotated[int, "size", Least(1)]
+Folder = Annotated[Path, "folder"]
+WholeTexts = Annotated[tuple[str, ...], "whole"]  # a variable holds one text, with its commas
+
+
+@dataclass(slots=True, frozen=True)
+class Option:
+    """What is said of an option."""
+
+    help: str
+    group: str | Mapping[Command, str] = "Help"
+    commands: tuple[Command, ...] = ()  # that have it as a flag
+    flags: tuple[str, ...] = ()  # (): one that follows from the name
+    metavar: str | None = None
+    # "answers": kept answers depend on it. "requests": it shows in prepared requests, or decides
+    # whether they are answered. Journals record both, if the value is not the default.
+    alters: Literal["", "answers", "requests"] = ""
+    is_always_recorded: bool = False  # also the default; of options older than this rule
+    must_agree: bool = False  # all ranks must have the same value
+    sets: str = ""  # a field of requests
+    # What it was called elsewhere, with the values that mean others today. Names with -- are flags;
+    # others are keys of configuration files. {}: the values are the same.
+    old: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    name: str = ""  # this and what follows are the field's
+    default: Any = None
+    hint: Any = None
+
+    @property
+    def all_flags(self) -> tuple[str, ...]:
+        """Return the flags: of --wait, `is_wait`, `wait_s` and --wait-size, `wait_bytes`."""
+        plain = self.name.removeprefix("is_").removesuffix("_s")
+        return self.flags or (f"--{plain.replace('_bytes', '_size').replace('_', '-')}",)
+
+    @property
+    def told(self) -> str:
+        """What messages and journals call it."""
+        if self.commands or self.flags:
+            return self.all_flags[0]
+        return f"the {self.name.replace('_', ' ')}"
+
+    @property
+    def type_name(self) -> str:
+        """The type as Python writes it, a closed set as its values."""
+        kind = plain_hint(self.hint)
+        name = getattr(kind, "__name__", "") if not get_args(kind) else str(kind)
+        name = " | ".join(map(repr, get_args(kind))) if get_origin(kind) is Literal else name
+        return f"{name} | None" if type(None) in get_args(self.hint) else name
+
+    @property
+    def old_flags(self) -> dict[str, Mapping[str, Any]]:
+        """Old flags that `fminfer` shows, with what their values mean."""
+        return {name: values for name, values in self.old.items() if values and name[0] == "-"}
+
+    def refuse(self, value: Any, called: str) -> None:
+        """Refuse what no such option may be.
+
+        Raises:
+            UsageError: the value is that.
+        """
+        if value is None:
+            return
+        kind, marks = plain_hint(self.hint), marks_of(self.hint)
+        if get_origin(kind) is Literal and value not in (allowed := get_args(kind)):
+            raise UsageError(f"{called} is {value!r}; it must be one of {', '.join(allowed)}")
+        for mark in marks:
+            if isinstance(mark, Least) and not value >= mark.number:  # or nan
+                raise UsageError(f"{called} is {value}; it must be at least {mark.number}")
+            if isinstance(mark, PlaceHint) and not isinstance(value, str | PathLike):
+                raise UsageError(f"{called} is of type {type(value).__name__}; give {mark.told}")
+
+
+def option(help: str, *, default: Any = None, is_positional: bool = False, **facts: Any) -> Any:
+    """Return a field of a dataclass that is an option; `Option` has the facts.
+
+    Args:
+        default: None is False for a bool, and () for a tuple.
+    """
+    its = Option(help, **facts)
+    return field(default=default, kw_only=not is_positional, metadata={"option": its})
+
+
+def plain_hint(hint: Any) -> Any:
+    """Return a type without None and without what says how it is written."""
+    if get_origin(hint) is Annotated:
+        return plain_hint(get_args(hint)[0])
+    kinds = [kind for kind in get_args(hint) if kind is not type(None)]
+    return plain_hint(reduce(or_, kinds)) if type(None) in get_args(hint) else hint
+
+
+def marks_of(hint: Any) -> list[Any]:
+    """Return what a type says more than Python's."""
+    return [
+        *(hint.__metadata__ if get_origin(hint) is Annotated else ()),
+        *(mark for each in get_args(hint) for mark in marks_of(each)),
+    ]
+
+
+def options_of(table: type, *, is_own: bool = False) -> dict[str, Option]:
+    """Return the options of a dataclass by name.
+
+    Args:
+        is_own: those that it declares itself, and none of the dataclasses that it inherits.
+    """
+    return _options_of(table, is_own)
+
+
+@cache
+def _options_of(table: type, is_own: bool) -> dict[str, Option]:
+    hints = get_type_hints(table, include_extras=True)
+    return {
+        each.name: replace(
+            each.metadata["option"], name=each.name, default=each.default, hint=hints[each.name]
+        )
+        for each in fields(table)
+        if "option" in each.metadata and not (is_own and each.name not in table.__annotations__)
+    }
+
+
+Table = TypeVar("Table")
+
+
+def take(table: type[Table], params: dict[str, Any]) -> Table:
+    """Take a dataclass's options out of a command's parameters.
+
+    Raises:
+        UsageError: values that cannot be.
+    """
+    return table(**{name: params.pop(name) for name in options_of(table) if name in params})
+
+
+class Options:
+    """A dataclass of options, which refuses values that cannot be.
+
+    A subclass checks what belongs together by `check`.
+    """
+
+    calls_flags: ClassVar[bool] = False  # messages call options by their flags
+
+    def __init_subclass__(cls) -> None:
+        """Turn switches off and leave lists empty where the table says no default."""
+        for name, kind in cls.__annotations__.items():
+            its = vars(cls).get(name)
+            if isinstance(its, Field) and its.default is None:
+                is_list = str(kind).endswith("...]")
+                its.default = False if kind in ("bool", bool) else () if is_list else None
+
+    def __post_init__(self) -> None:
+        for name, each in options_of(type(self)).items():
+            each.refuse(getattr(self, name), each.told if self.calls_flags else name)
+        for table in type(self).__mro__:
+            if "check" in vars(table):
+                table.check(self)  # type: ignore[attr-defined]
+
+
+def list_options(table: type) -> str:
+    """Return a line for each option: its name, type, default and help."""
+    return "\n".join(
+        f"{name}: {each.type_name} = {each.default!r}  {each.help}"
+        for name, each in options_of(table).items()
+    )
+
+
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+def show_options(init: Init, table: type) -> Init:
+    """Have `help` list the options that an `__init__` takes, with types, defaults and meanings."""
+    ours, its = inspect.signature(init), inspect.signature(table).parameters.values()
+    own = [each for each in ours.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    more = [e.replace(kind=e.KEYWORD_ONLY) for e in its if e.name not in ours.parameters]
+    shown: Any = init
+    shown.__doc__ = f"Load the model. The options:\n\n{list_options(table)}\n"
+    shown.__signature__ = ours.replace(parameters=[*own, *more])
+    return init
