@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Protocol
 
 from fminfer.engine.events import Event
 from fminfer.engine.sequence import Prepared
@@ -35,33 +36,90 @@ Origin = Literal["computed", "copied", "kept"]
 BEHIND_ALL = -(2**62)  # the priority of requests that wait behind all others
 
 
-class EngineCore(Protocol):
-    """Takes prepared requests, and returns events.
+@dataclass(slots=True, frozen=True)
+class EngineState:
+    """How an engine stands. A team has it of its pipelines as they last said it."""
 
-    `add`, `cancel` and `wait` may be called from any thread, the rest from one.
-    """
+    num_waiting: int = 0  # prompts, of a team requests, that have not begun; not those behind all
+    num_waiting_behind: int = 0  # those whose priority is `BEHIND_ALL`
+    num_running: int = 0  # sequences that hold KV cache
+    kv_usage: float = 0.0  # the part of the KV cache that they hold, from 0 to 1
+    has_begun: bool = False  # rows run, or have run and are to run again
+    longest_row: int = 0  # the most tokens that a running row may still draw
+    num_begun: int = 0  # requests so far that no longer wait: admitted, or ended without
+    num_begun_behind: int = 0  # those whose priority is `BEHIND_ALL`
+
+    @classmethod
+    def of_all(cls, states: Sequence[EngineState], **known: Any) -> EngineState:
+        """Return the state of several pipelines together, in which some fields are known."""
+        every = {f.name: [getattr(state, f.name) for state in states] for f in fields(cls)}
+        total = {name: sum(values) for name, values in every.items()}
+        total["kv_usage"] /= max(1, len(states))
+        total["has_begun"] = any(every["has_begun"])
+        total["longest_row"] = max(every["longest_row"], default=0)
+        return cls(**total | known)
+
+
+class Observed(Protocol):
+    """What any thread may ask of an engine, at any moment."""
 
     @property
-    def stats(self) -> EngineStats: ...
+    def stats(self) -> EngineStats:
+        """What was counted so far."""
+
+    @property
+    def state(self) -> EngineState:
+        """How it stands. It looks at every row, so hot loops ask for parts of it."""
+
+
+class RequestCore(Protocol):
+    """Takes prepared requests, and returns events."""
+
+    def add(self, prepared: Prepared, *, is_counted: bool = False) -> int:
+        """Queue a request; return the id by which events name it.
+
+        Args:
+            is_counted: it was counted as a line that was read.
+        """
+
+    def cancel(self, request_id: int) -> None:
+        """Forget a request, in any state."""
+
+    def step(self) -> list[Event]:
+        """Return the next events."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that have not begun."""
+
+
+class EngineCore(RequestCore, Observed, Protocol):
+    """A whole engine. `add`, `cancel` and `wait` are for any thread, other methods for one."""
+
+    lines: EngineStats  # counts of lines that were read, a part of `stats`
 
     def add(
         self,
         prepared: Prepared,
         *,
+        is_counted: bool = False,
         priority: int = 0,
         is_streamed: bool = False,
-        is_counted: bool = False,
     ) -> int:
-        """Queue a request; return the id by which events name it."""
+        """Queue a request; return the id by which events name it.
 
-    def cancel(self, request_id: int) -> None:
-        """Forget a request."""
+        Args:
+            is_counted: it was counted as a line that was read.
+            priority: higher ones are admitted first, and may preempt rows of lower ones.
+            is_streamed: return its tokens as they come.
+        """
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for work, at most until the timeout; return whether there is any."""
-
-    def step(self) -> list[Event]:
-        """Compute a step and return its events."""
 
     def start_run(self) -> None:
         """Count the steps of a run anew; no longer drain."""
@@ -80,32 +138,9 @@ class EngineCore(Protocol):
     def check_idle(self) -> None:
         """Prove the books once nothing is left to do."""
 
-    def count_row(self, prepared: Prepared | None, origin: Origin = "computed") -> None:
-        """Count a line that was read, for progress.
-
-        Args:
-            prepared: its request; None: it is wrong.
-        """
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a step would do anything."""
-
-    @property
-    def num_waiting(self) -> int:
-        """Prompts that have not begun."""
-
     @property
     def num_waiting_behind(self) -> int:
-        """Those of them whose priority is `BEHIND_ALL`. Any thread may ask."""
-
-    @property
-    def num_running(self) -> int:
-        """Sequences that hold KV cache. Any thread may ask, as for `num_waiting`."""
-
-    @property
-    def kv_usage(self) -> float:
-        """The part of the KV cache that sequences hold, from 0 to 1. Any thread may ask."""
+        """As in the state."""
 
     @property
     def is_computing(self) -> bool:
@@ -113,8 +148,4 @@ class EngineCore(Protocol):
 
     @property
     def has_begun(self) -> bool:
-        """Whether rows run, or have run and are to run again."""
-
-    @property
-    def longest_row(self) -> int:
-        """The most tokens that a running row may still draw, as far as it is known."""
+        """As in the state."""

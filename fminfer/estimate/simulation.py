@@ -191,6 +191,7 @@ def simulate(
         loop,
         LineIntake(Intake(tokenizer, limits)),
         RecordForm("", 0),
+        engine=loop,
         read_ahead=read_ahead,
         joins_equal=config.prefix_cache,
         is_only_run=config.is_only_run,

@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fminfer.core.errors import FminferError, StoppedError, UncompiledError
 from fminfer.engine.events import Delta, Event, Finished
 from fminfer.engine.sequence import Prepared
+from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.result_cache import ResultCache
 from fminfer.server.http_errors import HttpError, shutting_down
 from fminfer.server.metrics import Metrics, RequestTimes
@@ -26,25 +27,6 @@ TOKENIZERS = 2  # requests that are tokenized at once
 MOST_LOOKING = 16  # requests that a full queue tokenizes at once, to look for a kept answer
 MOST_RETRY_S = 60
 Result = TypeVar("Result")
-
-
-class DispatchedEngine(Protocol):
-    """What of an `Engine` is needed here."""
-
-    @property
-    def num_waiting(self) -> int: ...
-
-    def prepare(
-        self, request: Mapping[str, Any], *, is_chat: bool | None = None, compiles: bool = True
-    ) -> Prepared: ...
-
-    def add(self, request: Prepared, *, priority: int = 0, is_streamed: bool = False) -> int: ...
-
-    def cancel(self, request_id: int) -> None: ...
-
-    def wait(self, timeout_s: float | None = None) -> bool: ...
-
-    def step(self) -> list[Event]: ...
 
 
 class Dispatcher:
@@ -58,7 +40,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        engine: DispatchedEngine,
+        engine: Engine,
         queue_size: int,
         metrics: Metrics,
         cache: ResultCache | None = None,

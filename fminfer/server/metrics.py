@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -20,35 +20,8 @@ from prometheus_client.registry import Collector
 
 from fminfer.engine.events import Finished
 from fminfer.engine.stats import EngineStats
-
-
-class MetricsSource(Protocol):
-    """What is read of an engine, at any moment and from any thread."""
-
-    @property
-    def stats(self) -> EngineStats: ...
-
-    @property
-    def num_waiting(self) -> int: ...
-
-    @property
-    def num_running(self) -> int: ...
-
-    @property
-    def kv_usage(self) -> float: ...
-
-    @property
-    def gpu_memory(self) -> dict[str, int]: ...
-
-
-class CacheCounts(Protocol):
-    """What is read of a cache of answers."""
-
-    @property
-    def num_asked(self) -> int: ...
-
-    @property
-    def num_found(self) -> int: ...
+from fminfer.runtime.engine_api import Engine
+from fminfer.runtime.result_cache import ResultCache
 
 
 @dataclass(slots=True, frozen=True)
@@ -94,9 +67,7 @@ class Metrics:
         cache: of answers; None: the server has none.
     """
 
-    def __init__(
-        self, engine: MetricsSource, model_name: str, cache: CacheCounts | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, model_name: str, cache: ResultCache | None = None) -> None:
         self._registry = registry = CollectorRegistry()
         self._model_name = model_name
         registry.register(_EngineMetrics(engine, model_name, cache))
@@ -172,16 +143,24 @@ class Metrics:
 class _EngineMetrics:
     """Reads an engine each time that somebody asks for the metrics."""
 
-    def __init__(self, engine: MetricsSource, model_name: str, cache: CacheCounts | None) -> None:
+    def __init__(self, engine: Engine, model_name: str, cache: ResultCache | None) -> None:
         self._engine, self._model_name, self._cache = engine, model_name, cache
 
     def collect(self) -> Iterator[Metric]:
         """Yield what the engine has counted, and how it stands."""
-        stats, gpu = self._engine.stats, self._engine.gpu_memory
-        for name, (meaning, read) in STATE.items():
-            yield self._add_value(
-                GaugeMetricFamily(name, meaning, labels=LABELS), read(self._engine)
-            )
+        stats, state, gpu = self._engine.stats, self._engine.state, self._engine.gpu_memory
+        gauges = {
+            ("vllm:num_requests_running", "Sequences that run."): state.num_running,
+            ("vllm:num_requests_waiting", "Prompts that have not begun."): state.num_waiting,
+            (
+                "vllm:kv_cache_usage_perc",
+                "Part of the KV cache that running sequences hold, from 0 to 1.",
+            ): state.kv_usage,
+            ("fminfer:kv_cache_tokens", "Tokens that the KV cache can hold."): stats.num_kv_tokens,
+            ("fminfer:peak_memory_bytes", "Most memory that this process has had."): _peak_bytes(),
+        }
+        for (name, meaning), value in gauges.items():
+            yield self._add_value(GaugeMetricFamily(name, meaning, labels=LABELS), value)
         for name, (meaning, count) in COUNTS.items():
             yield self._add_value(CounterMetricFamily(name, meaning, labels=LABELS), count(stats))
         for name, (meaning, read_cache) in OF_CACHE.items():
@@ -214,25 +193,6 @@ LABELS = ["model_name"]
 SECONDS = _steps(-3, 2)  # limits of buckets
 TOKENS = _steps(0, 5)
 Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
-STATE: dict[str, tuple[str, Callable[[MetricsSource], float]]] = {
-    "vllm:num_requests_running": ("Sequences that run.", lambda engine: engine.num_running),
-    "vllm:num_requests_waiting": (
-        "Prompts that have not begun.",
-        lambda engine: engine.num_waiting,
-    ),
-    "vllm:kv_cache_usage_perc": (
-        "Part of the KV cache that running sequences hold, from 0 to 1.",
-        lambda engine: engine.kv_usage,
-    ),
-    "fminfer:kv_cache_tokens": (
-        "Tokens that the KV cache can hold.",
-        lambda engine: engine.stats.num_kv_tokens,
-    ),
-    "fminfer:peak_memory_bytes": (
-        "Most memory that this process has had.",
-        lambda engine: _peak_bytes(),
-    ),
-}
 COUNTS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "vllm:prompt_tokens": (
         "Prompt tokens that were computed, or found in the prefix cache.",
@@ -260,7 +220,7 @@ COUNTS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     ),
     "fminfer:engine_steps": ("Steps that were computed.", lambda stats: stats.num_steps),
 }
-OF_CACHE: dict[str, tuple[str, Callable[[CacheCounts], int]]] = {
+OF_CACHE: dict[str, tuple[str, Callable[[ResultCache], int]]] = {
     "fminfer:result_cache_queries": (
         "Requests that were looked up among the kept answers.",
         lambda cache: cache.num_asked,

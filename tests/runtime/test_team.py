@@ -20,7 +20,7 @@ import pytest
 
 from fminfer.contract.request import SamplingParams
 from fminfer.core.errors import RequestError, UsageError
-from fminfer.engine.engine_core import Facts
+from fminfer.engine.engine_core import EngineState, Facts
 from fminfer.engine.events import Delta, Failed, Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineStats, ReadWork, StageStats
@@ -31,7 +31,6 @@ from fminfer.runtime.team.team_messages import (
     Broken,
     Cancel,
     Loaded,
-    Order,
     Ready,
     Told,
     decode,
@@ -273,7 +272,7 @@ MESSAGES = [
         is_counted=False,
     ),
     Cancel(7),
-    Order("drain"),
+    "drain",
     Loaded({"a.safetensors": "digest"}),
     Ready(
         Facts(
@@ -298,14 +297,10 @@ MESSAGES = [
             Delta(7, 1, "\ud800", [5], {"tokens": ["list"], "top_logprobs": None}, "stop", 5),
             Finished(7, [{"list": {"bytes": -0.1}, "text": "\ud800", "big": 2**70}], {"n": 1}, {}),
         ],
-        3,
-        True,
-        4,
-        2,
-        0.1,
+        EngineState(3, 2, 1, 0.1, True, 4, 2, 1),
         EngineStats(num_steps=3, stages=[StageStats(0.1, 1e-300, math.inf)], read=ReadWork(4, 5)),
     ),
-    Told([Failed(7, RequestError("out_of_range", "n is 0", "n"))], 0, False, 0, 0, 0.0, None),
+    Told([Failed(7, RequestError("out_of_range", "n is 0", "n"))], EngineState(), None),
 ]
 
 

@@ -47,17 +47,23 @@ def find_limits(
     return RequestLimits(
         checkpoint.context_length,
         checkpoint.config.vocab_size,
-        config.max_logprobs,
         find_ends(checkpoint, tokenizer),
-        config.on_too_long,
-        config.strict,
+        config,
         _model_names(config, checkpoint.name),
-        config.request_args,
         *_find_defaults(config, checkpoint),
         kv_size=None if num_blocks is None else KvSize(num_blocks, config.block_size),
         chat_template=_read_template(config),
-        tool_call_parser=config.tool_call_parser,
     )
+
+
+def make_intake(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    num_blocks: int | None = None,
+) -> Intake:
+    """Return what prepares requests within these limits."""
+    return Intake(tokenizer, find_limits(config, checkpoint, tokenizer, num_blocks))
 
 
 def build_loop(
@@ -202,7 +208,6 @@ def line_counting(config: EngineConfig, checkpoint: Checkpoint) -> Callable[[], 
 
     @cache
     def load() -> Intake:
-        tokenizer = load_tokenizer(config, checkpoint)
-        return Intake(tokenizer, find_limits(config, checkpoint, tokenizer))
+        return make_intake(config, checkpoint, load_tokenizer(config, checkpoint))
 
     return lambda: LineIntake(load())

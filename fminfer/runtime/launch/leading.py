@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from fminfer.core.config import EngineConfig
-from fminfer.models.layer_count import check_split
-from fminfer.pipeline.group import Group, require_no_group
+from fminfer.pipeline.group import Group
 from fminfer.pipeline.meeting import End
-from fminfer.runtime.launch.processes import Processes, start_ranks
+from fminfer.runtime.launch.processes import Processes
 from fminfer.runtime.launch.role import ChildOptions, Spread
 
 
@@ -29,15 +28,3 @@ def lead_ranks(
         end=end,
         children=ranks,
     )
-
-
-def start_own_ranks(config: EngineConfig) -> Group:
-    """Start the other ranks of an engine, in somebody's program."""
-    require_no_group()
-    check_split(config, config.num_stages)
-    ranks = start_ranks(config.num_stages)
-    try:
-        return lead_ranks(config, ranks, Spread(config.num_stages), ChildOptions(), None)
-    except BaseException:
-        ranks.end()
-        raise

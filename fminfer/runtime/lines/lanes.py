@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import count
 
 from fminfer.core.errors import FminferError, row_error
-from fminfer.engine.engine_core import BEHIND_ALL, EngineCore, Origin
+from fminfer.engine.engine_core import BEHIND_ALL, EngineCore
 from fminfer.engine.events import Delta, Event, Failed
 from fminfer.engine.sequence import Prepared
 
@@ -22,7 +22,7 @@ FEW = 32  # with fewer in its lane, a run brings more
 
 
 class Lane:
-    """One run's way to the engine. It is a `LineCore`, whose methods the run's thread calls."""
+    """One run's way to the engine. It is a `RequestCore`, whose methods the run's thread calls."""
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
@@ -88,35 +88,10 @@ class Lane:
         """Leave the engine. The run has cancelled what is still asked."""
         self._lanes.remove(self)
 
-    def start_run(self) -> None:
-        """Nothing: the engine has other requests, too."""
-
-    def drain(self, until_s: float) -> None:
-        """Nothing, for the same reason."""
-
-    def expect_no_more(self) -> None:
-        """Nothing: others may still come."""
-
-    def check_idle(self) -> None:
-        """Nothing: the engine need not be idle."""
-
-    def count_row(self, prepared: Prepared | None, origin: Origin = "computed") -> None:
-        """Nothing: the engine counts requests as it takes them in."""
-
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to tell."""
         return bool(self._events) or self._failure is not None
-
-    @property
-    def is_computing(self) -> bool:
-        """Always so: the run has a thread of its own."""
-        return True
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether requests are with the engine."""
-        return bool(self.core_ids)
 
     # For `Lanes`, which has its lock:
 

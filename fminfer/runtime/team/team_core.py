@@ -14,15 +14,14 @@ from dataclasses import replace
 from multiprocessing.connection import wait
 
 from fminfer.core.errors import FminferError, PipelineError, UsageError, error_of
-from fminfer.core.messages import StepTrace
 from fminfer.core.quantities import counted
-from fminfer.engine.counting import count_row
-from fminfer.engine.engine_core import Origin
+from fminfer.engine.engine_core import EngineState
 from fminfer.engine.events import Delta, Event
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineStats
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import digest_files, name_differences
+from fminfer.runtime.build.one_pipeline import OnStep, OnWork
 from fminfer.runtime.team.team_messages import (
     END,
     GO_ON,
@@ -63,7 +62,7 @@ class Team:
         say: Callable[[str], None],
     ) -> None:
         self._say = say
-        self._on_work: Callable[[int, int], None] = lambda num_fed, num_drawn: None
+        self._on_work: OnWork | None = None
         self._ids = itertools.count()
         self._added: deque[SentRequest] = deque()  # by other threads
         self._cancelled: deque[int] = deque()
@@ -72,7 +71,7 @@ class Team:
         self._is_closed = False
         self._wake_out, self._wake_in = os.pipe()
         os.set_blocking(self._wake_in, False)
-        self._own = EngineStats()  # rows, which pipelines do not see
+        self.lines = EngineStats()  # that were read, which pipelines do not see
         self._is_draining = False
         self._until_s: float | None = None  # when a step is over at the latest
         self._expects_more = True
@@ -101,9 +100,7 @@ class Team:
         """Nothing: each pipeline has GPUs of its own."""
         return {}
 
-    def follow(
-        self, on_work: Callable[[int, int], None], on_step: Callable[[StepTrace], None] | None
-    ) -> None:
+    def follow(self, on_work: OnWork | None = None, on_step: OnStep | None = None) -> None:
         """Call a function now and then with the numbers of tokens that were fed and drawn."""
         self._on_work = on_work
 
@@ -113,7 +110,7 @@ class Team:
         total = EngineStats()
         for pipeline in self._pipelines:
             total.add(pipeline.stats)
-        total.add(self._own)
+        total.add(self.lines)
         return total
 
     def add(
@@ -172,13 +169,13 @@ class Team:
     def start_run(self) -> None:
         """Count the steps of a run anew; no longer drain."""
         self._is_draining, self._until_s, self._expects_more = False, None, True
-        self._order(Order("start_run"))
+        self._order("start_run")
 
     def drain(self, until_s: float = math.inf) -> None:
         """Let no more requests begin; those whose rows run go on. `step` returns by then."""
         if not self._is_draining:
             self._is_draining = True
-            self._order(Order("drain"))
+            self._order("drain")
         self._until_s = until_s if until_s < math.inf else None
 
     def expect_no_more(self) -> None:
@@ -186,14 +183,10 @@ class Team:
         self._take_in()
         if self._expects_more and not self._waiting:
             self._expects_more = False
-            self._order(Order("expect_no_more"))
+            self._order("expect_no_more")
 
     def check_idle(self) -> None:
         """Nothing: the books are the pipelines'."""
-
-    def count_row(self, prepared: Prepared | None, origin: Origin = "computed") -> None:
-        """Count a line that was read, for progress."""
-        count_row(self._own, prepared, origin)
 
     @property
     def has_work(self) -> bool:
@@ -205,27 +198,27 @@ class Team:
         return bool(self._waiting) or self.is_computing
 
     @property
+    def state(self) -> EngineState:
+        """How the pipelines together stand, and what waits for them."""
+        return EngineState.of_all(
+            [pipeline.state for pipeline in self._living],
+            num_waiting=self.num_waiting,
+            num_waiting_behind=self.num_waiting_behind,
+            has_begun=self.has_begun,
+        )
+
+    @property
     def num_waiting(self) -> int:
-        """Requests that have not begun."""
+        """Requests that have not begun, but for those behind all others."""
         at_pipelines = sum(pipeline.num_waiting for pipeline in self._living)
-        return len(self._added) + len(self._waiting) + at_pipelines
+        num_all = len(self._added) + len(self._waiting) + at_pipelines
+        return max(0, num_all - self.num_waiting_behind)
 
     @property
     def num_waiting_behind(self) -> int:
-        """Those of them whose priority is `BEHIND_ALL`."""
+        """Those behind all others."""
         here = sum(asking.is_behind for asking in (*tuple(self._added), *tuple(self._waiting)))
         return here + sum(pipeline.num_waiting_behind for pipeline in self._living)
-
-    @property
-    def num_running(self) -> int:
-        """Sequences that hold KV cache, as the pipelines last said it."""
-        return sum(pipeline.num_running for pipeline in self._living)
-
-    @property
-    def kv_usage(self) -> float:
-        """The mean part of their KV caches that sequences hold, as the pipelines last said it."""
-        living = self._living
-        return sum(pipeline.kv_usage for pipeline in living) / max(1, len(living))
 
     @property
     def is_computing(self) -> bool:
@@ -235,12 +228,7 @@ class Team:
     @property
     def has_begun(self) -> bool:
         """Whether rows run, as the pipelines last said it."""
-        return any(pipeline.has_begun and pipeline.asked for pipeline in self._living)
-
-    @property
-    def longest_row(self) -> int:
-        """The most tokens that a running row may still draw, as the pipelines last said it."""
-        return max((pipeline.longest_row for pipeline in self._living), default=0)
+        return any(pipeline.state.has_begun and pipeline.asked for pipeline in self._living)
 
     def close(self) -> None:
         """End all pipelines: idle ones in good order, the others at once."""
@@ -339,10 +327,7 @@ class Team:
             if isinstance(report, Ready):
                 pipeline.ready = report
             elif isinstance(report, Told):
-                pipeline.num_begun, pipeline.has_begun = report.num_begun, report.has_begun
-                pipeline.num_begun_behind = report.num_begun_behind
-                pipeline.longest_row = report.longest_row
-                pipeline.num_running, pipeline.kv_usage = report.num_running, report.kv_usage
+                pipeline.state = report.state
                 if report.stats is not None:
                     self._take_stats(pipeline, report.stats)
                 for event in report.events:
@@ -361,7 +346,9 @@ class Team:
     def _take_stats(self, pipeline: TeamPipeline, stats: EngineStats) -> None:
         before, pipeline.stats = pipeline.stats, stats
         num_fed = stats.num_prompt_tokens - before.num_prompt_tokens
-        self._on_work(num_fed, stats.num_generated_tokens - before.num_generated_tokens)
+        num_drawn = stats.num_generated_tokens - before.num_generated_tokens
+        if self._on_work is not None:
+            self._on_work(num_fed, num_drawn, self.state.num_running)
 
     def _reports(self, timeout_s: float | None) -> Iterator[tuple[TeamPipeline, Report]]:
         """Yield reports of the pipelines, and bury the dead ones."""

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from fminfer.core.config import EngineConfig
-from fminfer.engine.engine_core import BEHIND_ALL
+from fminfer.engine.engine_core import BEHIND_ALL, EngineState
 from fminfer.engine.events import Delta
 from fminfer.engine.stats import EngineStats
 from fminfer.pipeline.ranks import RankFacts
@@ -104,22 +104,19 @@ class TeamPipeline(ABC):
         self.ready: Ready | None = None
         self.stats = EngineStats()
         self.asked: dict[int, SentRequest] = {}  # that it has, and has not answered
-        self.num_sent = self.num_begun = 0  # requests so far
-        self.num_sent_behind = self.num_begun_behind = 0  # those whose priority is `BEHIND_ALL`
-        self.has_begun = False
-        self.num_running = self.longest_row = 0  # sequences; most tokens that one may still draw
-        self.kv_usage = 0.0  # the part of its KV cache
+        self.state = EngineState()  # as it last said it
+        self.num_sent = self.num_sent_behind = 0  # requests so far, and those behind all others
         self.cost = 0  # of its requests
 
     @property
     def num_waiting(self) -> int:
         """Requests that it has not begun."""
-        return self.num_sent - self.num_begun
+        return self.num_sent - self.state.num_begun
 
     @property
     def num_waiting_behind(self) -> int:
-        """Those of them whose priority is `BEHIND_ALL`."""
-        return self.num_sent_behind - self.num_begun_behind
+        """Those of them that wait behind all others."""
+        return self.num_sent_behind - self.state.num_begun_behind
 
     def ask(self, asking: SentRequest) -> None:
         """Give it a request to answer."""
