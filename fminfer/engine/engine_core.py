@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from fminfer.engine.events import Event
 from fminfer.engine.sequence import Prepared
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import EngineStats, Observed
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,42 +33,6 @@ class Facts:
 Origin = Literal["computed", "copied", "kept"]
 
 BEHIND_ALL = -(2**62)  # the priority of requests that wait behind all others
-
-
-@dataclass(slots=True, frozen=True)
-class EngineState:
-    """How an engine stands. A team has it of its pipelines as they last said it."""
-
-    num_waiting: int = 0  # prompts, of a team requests, that have not begun; not those behind all
-    num_waiting_behind: int = 0  # those whose priority is `BEHIND_ALL`
-    num_running: int = 0  # sequences that hold KV cache
-    kv_usage: float = 0.0  # the part of the KV cache that they hold, from 0 to 1
-    has_begun: bool = False  # rows run, or have run and are to run again
-    longest_row: int = 0  # the most tokens that a running row may still draw
-    num_begun: int = 0  # requests so far that no longer wait: admitted, or ended without
-    num_begun_behind: int = 0  # those whose priority is `BEHIND_ALL`
-
-    @classmethod
-    def of_all(cls, states: Sequence[EngineState], **known: Any) -> EngineState:
-        """Return the state of several pipelines together, in which some fields are known."""
-        every = {f.name: [getattr(state, f.name) for state in states] for f in fields(cls)}
-        total = {name: sum(values) for name, values in every.items()}
-        total["kv_usage"] /= max(1, len(states))
-        total["has_begun"] = any(every["has_begun"])
-        total["longest_row"] = max(every["longest_row"], default=0)
-        return cls(**total | known)
-
-
-class Observed(Protocol):
-    """What any thread may ask of an engine, at any moment."""
-
-    @property
-    def stats(self) -> EngineStats:
-        """What was counted so far."""
-
-    @property
-    def state(self) -> EngineState:
-        """How it stands. It looks at every row, so hot loops ask for parts of it."""
 
 
 class RequestCore(Protocol):

@@ -20,7 +20,7 @@ from fminfer.core.timing import RowClock
 from fminfer.engine.answer import AnswerForm, build_answer
 from fminfer.engine.counting import count_admitted, count_request, count_shareable
 from fminfer.engine.deltas import Deltas
-from fminfer.engine.engine_core import BEHIND_ALL, EngineState
+from fminfer.engine.engine_core import BEHIND_ALL
 from fminfer.engine.events import Event
 from fminfer.engine.order import plan_order
 from fminfer.engine.packing import PlannedStep
@@ -30,7 +30,7 @@ from fminfer.engine.room import check_room
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import Prepared, RequestState, Sequence
 from fminfer.engine.start import Starter
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import EngineState, EngineStats
 
 
 class Pipeline(Protocol):

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from fminfer.core.quantities import counted
 from fminfer.core.quantities import show_dtypes as show_dtypes
 from fminfer.core.quantities import show_seconds as show_seconds
-from fminfer.engine.engine_core import Observed
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import EngineStats, Observed
 from fminfer.job.time_left import TimeLeft
 from fminfer.runtime.bars import make_bar, num_columns
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from fminfer.engine.engine_core import Observed
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import EngineStats, Observed
 
 # A step takes as long as so many of its tokens: its weights are read, its kernels started.
 # The CPU's figure is that of llamas of 12 × 768. The GPU's is assumed.

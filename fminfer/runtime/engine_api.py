@@ -13,10 +13,10 @@ from typing_extensions import Self, Unpack
 from fminfer.contract.record import Record
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
-from fminfer.engine.engine_core import EngineState, Facts
+from fminfer.engine.engine_core import Facts
 from fminfer.engine.events import Event
 from fminfer.engine.sequence import Prepared
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.engine.text_request import request_of_text
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.plan.opening import open_model

@@ -142,7 +142,11 @@ def do_task(task: Task, ranks: Processes, end: End) -> None:
     group = None
     if ranks.all:
         group = lead_ranks(config, ranks, role.spread, task.child_options, end)
-    serve_pipeline(config, group, role.link)
+    try:
+        serve_pipeline(config, group, role.link)
+    except FminferError as error:
+        error.is_told = True  # by the run, whose stderr is this process's, too
+        raise
 
 
 def be_a_stage(

@@ -17,11 +17,10 @@ from fminfer.contract.line import Line
 from fminfer.core.config import EngineConfig, StepSizes
 from fminfer.core.messages import StepResult
 from fminfer.engine.answer import AnswerForm
-from fminfer.engine.engine_core import EngineState
 from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.engine.packing import PlannedStep, pack
 from fminfer.engine.start import Starter
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.estimate.simulation import PretendPipeline
 from fminfer.job.progress import ProgressBar
 from fminfer.runtime.build.assembly import build_loop

@@ -15,10 +15,9 @@ from fminfer.contract.line import Line
 from fminfer.core.config import EngineConfig
 from fminfer.core.messages import Step, StepResult, StepTrace
 from fminfer.engine.answer import AnswerForm
-from fminfer.engine.engine_core import EngineState
 from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.engine.start import Starter
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.estimate.cost_model import CostModel, StepWork
 from fminfer.estimate.simulation import PretendPipeline
 from fminfer.job.progress import ProgressBar

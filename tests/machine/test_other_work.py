@@ -12,8 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fminfer.engine.engine_core import EngineState
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.job.progress import ProgressBar
 from fminfer.job.run_summary import JobSummary
 from fminfer.machine import control_groups, other_work

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import fminfer
 from fminfer.core.errors import FminferError, RequestError
-from fminfer.engine.engine_core import BEHIND_ALL
+from fminfer.engine.engine_core import BEHIND_ALL, EngineCore, RequestCore
 from fminfer.engine.events import Event, Failed, Finished
 from fminfer.engine.sequence import Prepared
-from fminfer.runtime.lines.lanes import MOST_WAITING, Lanes
+from fminfer.runtime.lines import lanes as lanes_module
+from fminfer.runtime.lines.lanes import MOST_WAITING, Lane, Lanes
 
 
 class FakeCore:
@@ -161,6 +164,17 @@ def test_closed_lanes_feed_nothing(core: FakeCore, lanes: Lanes) -> None:
     assert core.order == []
     lane.close()
     lane.close()
+
+
+def test_a_lane_has_what_a_run_asks_of_it_and_nothing_that_does_nothing() -> None:
+    """It had six methods for runs that have the engine for themselves."""
+    asked = {name for name in vars(RequestCore) if not name.startswith("_")}
+    assert asked == {"add", "cancel", "step", "has_work", "num_waiting"}
+    of_engine = {name for name in vars(EngineCore) if not name.startswith("_")} - asked
+    assert not of_engine - {"wait"} & set(dir(Lane))
+    for method in ast.walk(ast.parse(Path(lanes_module.__file__).read_text())):
+        if isinstance(method, ast.FunctionDef):
+            assert ast.get_docstring(method) is None or len(method.body) > 1, method.name
 
 
 @pytest.fixture(scope="module", params=[1, 2])

@@ -12,9 +12,8 @@ from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 import fminfer
-from fminfer.engine.engine_core import EngineState
 from fminfer.engine.events import Finished
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.server.batches.batch_metrics import BatchMetrics
 from fminfer.server.batches.batch_run import DoneRows
 from fminfer.server.metrics import Metrics, RequestTimes

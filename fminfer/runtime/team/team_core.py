@@ -15,10 +15,9 @@ from multiprocessing.connection import wait
 
 from fminfer.core.errors import FminferError, PipelineError, UsageError, error_of
 from fminfer.core.quantities import counted
-from fminfer.engine.engine_core import EngineState
 from fminfer.engine.events import Delta, Event
 from fminfer.engine.sequence import Prepared
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import digest_files, name_differences
 from fminfer.runtime.build.one_pipeline import OnStep, OnWork
@@ -76,6 +75,8 @@ class Team:
         self._until_s: float | None = None  # when a step is over at the latest
         self._expects_more = True
         self._file_digests = digest_files(checkpoint)
+        self._dead: list[TeamPipeline] = []  # in the order in which they ended
+        self._has_started = False
         self._pipelines = start()
         try:
             self._start()
@@ -265,6 +266,15 @@ class Team:
             pipeline.tell(order)
 
     def _start(self) -> None:
+        """Wait until all pipelines can answer; then tell of those that cannot."""
+        try:
+            self._await_start()
+        finally:
+            self._has_started = True
+            for pipeline in self._dead:
+                self._tell_end(pipeline)
+
+    def _await_start(self) -> None:
         """Wait until every pipeline has loaded, then until each has its KV cache."""
         waiting = {pipeline.number for pipeline in self._pipelines}
         while waiting:
@@ -372,6 +382,7 @@ class Team:
     def _bury(self, pipeline: TeamPipeline) -> None:
         """Give a dead pipeline's requests to the others."""
         pipeline.is_alive = False
+        self._dead.append(pipeline)
         left = sorted(pipeline.asked.values(), key=lambda asking: asking.ask.request_id)
         pipeline.asked.clear()
         for asking in left:
@@ -379,23 +390,36 @@ class Team:
                 heard.begin_anew()
         left_first = sorted([*left, *self._waiting], key=lambda asking: -asking.ask.priority)
         self._waiting = deque(left_first)
-        why = "ended" if pipeline.failure is None else f"failed: {pipeline.failure.text}"
+        if self._has_started:
+            self._tell_end(pipeline, len(left))
+
+    def _tell_end(self, pipeline: TeamPipeline, num_left: int = 0) -> None:
+        """Tell the user of a dead pipeline, unless the error that ends the run is alike."""
+        failure, fatal = pipeline.failure, self._fatal
+        if failure is not None and fatal is not None and failure.kind == fatal.kind:
+            return
+        why = "ended" if failure is None else f"failed: {failure.text}"
         others = "; no other is left."
         if self._living:
             others = "; the others go on" + (
-                f", and answer its {counted(len(left), 'row')}." * bool(left) or "."
+                f", and answer its {counted(num_left, 'row')}." * bool(num_left) or "."
             )
         self._say(f"Pipeline {pipeline.number} {why}{others}")
+
+    @property
+    def _fatal(self) -> Broken | None:
+        """The failure that ends the run: the last one, once no pipeline lives."""
+        failures = [each.failure for each in self._dead if each.failure is not None]
+        return failures[-1] if failures and not self._living else None
 
     def _check_any_lives(self) -> None:
         if self._is_closed:
             raise UsageError("the engine is closed; make a new one")
         if self._living:
             return
-        failures = [p.failure for p in self._pipelines if p.failure is not None]
-        if not failures:
+        if (fatal := self._fatal) is None:
             raise PipelineError(
                 "every pipeline has ended (the system kills processes when memory runs out). "
                 "Finished rows are kept"
             )
-        raise error_of(failures[0].kind, failures[0].text)
+        raise error_of(fatal.kind, fatal.text)

@@ -17,10 +17,10 @@ import orjson
 from fminfer.contract.request import SamplingParams
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
-from fminfer.engine.engine_core import EngineState, Facts
+from fminfer.engine.engine_core import Facts
 from fminfer.engine.events import Delta, Event, Failed, Finished
 from fminfer.engine.sequence import Prepared
-from fminfer.engine.stats import EngineStats, ReadWork, StageStats
+from fminfer.engine.stats import EngineState, EngineStats, ReadWork, StageStats
 from fminfer.text.encoded_prompt import EncodedPrompt
 
 # Down go what is defined first, and words:

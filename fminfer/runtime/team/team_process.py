@@ -10,9 +10,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from fminfer.core.config import EngineConfig
-from fminfer.engine.engine_core import BEHIND_ALL, EngineState
+from fminfer.engine.engine_core import BEHIND_ALL
 from fminfer.engine.events import Delta
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.pipeline.ranks import RankFacts
 from fminfer.runtime.launch.processes import Process, Processes
 from fminfer.runtime.launch.role import ChildOptions, Role, RunLink, Spread, Task
