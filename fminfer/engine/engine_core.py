@@ -72,6 +72,7 @@ class EngineCore(RequestCore, Observed, Protocol):
         is_counted: bool = False,
         priority: int = 0,
         is_streamed: bool = False,
+        request_id: int | None = None,
     ) -> int:
         """Queue a request; return the id by which events name it.
 
@@ -79,6 +80,10 @@ class EngineCore(RequestCore, Observed, Protocol):
             is_counted: it was counted as a line that was read.
             priority: higher ones are admitted first, and may preempt rows of lower ones.
             is_streamed: return its tokens as they come.
+            request_id: its id, where others give ids, too; None: the next one.
+
+        Raises:
+            RequestError: it can never run here. A team tells so by an event.
         """
 
     def wait(self, timeout_s: float | None = None) -> bool:

@@ -104,17 +104,7 @@ class EngineLoop:
         is_counted: bool = False,
         request_id: int | None = None,
     ) -> int:
-        """Queue a request; return the id by which events name it.
-
-        Args:
-            priority: higher ones are admitted first, and may preempt rows of lower ones.
-            is_streamed: return its tokens as they come.
-            is_counted: `count_row` has counted it.
-            request_id: its id, where others give ids to all requests; None: the next one.
-
-        Raises:
-            RequestError: it can never run here.
-        """
+        """Queue a request, as `EngineCore.add` says."""
         state = self.open(prepared)
         if request_id is not None:
             state.id = request_id

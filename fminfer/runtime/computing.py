@@ -11,11 +11,12 @@ from fminfer.engine.engine_core import EngineCore, Facts
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.layer_count import check_split
 from fminfer.models.layer_source import OnProgress
-from fminfer.pipeline.group import require_no_group
+from fminfer.pipeline.group import Group, require_no_group
+from fminfer.pipeline.meeting import End
+from fminfer.pipeline.ranks import RankFacts
 from fminfer.runtime.bars import say
 from fminfer.runtime.build.agreement import require_room_for_all
 from fminfer.runtime.build.one_pipeline import OnePipeline, OnStep, OnWork
-from fminfer.runtime.launch.leading import lead_ranks
 from fminfer.runtime.launch.processes import ProcessContext, Processes
 from fminfer.runtime.launch.role import ChildOptions, Spread, pipeline_names, rank_names
 from fminfer.runtime.team.team_core import Team
@@ -66,32 +67,53 @@ def start_computing(
     """
     spread = Spread(config.num_stages, config.data_group_size) if run is None else run.role.spread
     options = ChildOptions() if run is None else run.child_options
-    is_team, num_stages = spread.num_pipelines > 1, spread.num_stages
+    is_team = spread.num_pipelines > 1
     if is_team:
         require_room_for_all(config, checkpoint, spread)
-    elif run is None and num_stages > 1:
-        require_no_group()
-        check_split(config, num_stages)
-    if run is not None:
-        children = run.children
-    elif is_team:
-        names = pipeline_names(spread.num_pipelines)
-        children = Processes(names, num_ranks=num_stages - 1, has_line=True)
-    else:
-        children = Processes(rank_names(num_stages))
+    children = _start_children(config, spread) if run is None else run.children
     group = None
     try:
         if is_team:
+            tell = log.warning if run is None else say
             return Team(
-                checkpoint,
-                lambda: start_pipelines(children, config, spread, options),
-                log.warning if run is None else say,
+                checkpoint, lambda: start_pipelines(children, config, spread, options), tell
             )
         if children.all:
+            facts = children.become_ranks(config, spread, options)
             end = None if run is None else run.end
-            group = lead_ranks(config, children, spread, options, end)
+            group = meet(facts, spread, end=end, children=children)
         return OnePipeline(config, checkpoint, tokenizer, on_progress, group=group)
     except BaseException:
         if run is None:
             (children.end if group is None else group.abandon)()
         raise
+
+
+def _start_children(config: EngineConfig, spread: Spread) -> Processes:
+    """Start the other processes of an engine in somebody's program."""
+    num_stages = spread.num_stages
+    if spread.num_pipelines > 1:
+        names = pipeline_names(spread.num_pipelines)
+        return Processes(names, num_ranks=num_stages - 1, has_line=True)
+    if num_stages > 1:
+        require_no_group()
+        check_split(config, num_stages)
+    return Processes(rank_names(num_stages))
+
+
+def meet(
+    facts: RankFacts,
+    spread: Spread,
+    prepare: Callable[[int], None] = lambda rank: None,
+    end: End | None = None,
+    children: Processes | None = None,
+) -> Group:
+    """Meet the other ranks of a pipeline, as `Meeting` says."""
+    return Group(
+        facts,
+        join_timeout_s=spread.join_timeout_s,
+        rank_timeout_s=spread.rank_timeout_s,
+        prepare=prepare,
+        end=end,
+        children=children,
+    )

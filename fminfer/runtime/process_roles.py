@@ -16,15 +16,13 @@ import transformers
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, StoppedError
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.pipeline.group import Group
 from fminfer.pipeline.meeting import End
 from fminfer.pipeline.ranks import RankFacts
 from fminfer.plan.opening import open_model
 from fminfer.plan.planning import plan_ahead
 from fminfer.runtime.bars import say
 from fminfer.runtime.build.one_pipeline import OnePipeline, serve_rank
-from fminfer.runtime.computing import Compute, start_computing
-from fminfer.runtime.launch.leading import lead_ranks
+from fminfer.runtime.computing import Compute, meet, start_computing
 from fminfer.runtime.launch.processes import ProcessContext, Processes
 from fminfer.runtime.launch.role import RunLink, Spread, Task
 from fminfer.runtime.team.team_apart import Apart
@@ -141,7 +139,8 @@ def do_task(task: Task, ranks: Processes, end: End) -> None:
     assert role.link is not None, "a member has a way to the run"
     group = None
     if ranks.all:
-        group = lead_ranks(config, ranks, role.spread, task.child_options, end)
+        facts = ranks.become_ranks(config, role.spread, task.child_options)
+        group = meet(facts, role.spread, end=end, children=ranks)
     try:
         serve_pipeline(config, group, role.link)
     except FminferError as error:
@@ -173,17 +172,6 @@ def be_a_stage(
         return
     with group.telling():
         serve_pipeline(config, group, link, opening.checkpoint)
-
-
-def meet(facts: RankFacts, spread: Spread, prepare: Opening, end: End) -> Group:
-    """Meet the other ranks of a pipeline, all of them started apart or by rank 0."""
-    return Group(
-        facts,
-        join_timeout_s=spread.join_timeout_s,
-        rank_timeout_s=spread.rank_timeout_s,
-        prepare=prepare,
-        end=end,
-    )
 
 
 class Opening:

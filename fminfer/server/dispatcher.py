@@ -17,7 +17,6 @@ from fminfer.core.errors import FminferError, StoppedError, UncompiledError
 from fminfer.engine.events import Delta, Event, Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.runtime.engine_api import Engine
-from fminfer.runtime.result_cache import ResultCache
 from fminfer.server.http_errors import HttpError, shutting_down
 from fminfer.server.metrics import Metrics, RequestTimes
 from fminfer.server.reply import Reply
@@ -35,7 +34,6 @@ class Dispatcher:
     Args:
         queue_size: prompts that may wait; 0: any number.
         metrics: is told of each request's times.
-        cache: has answers that need not be computed.
     """
 
     def __init__(
@@ -43,10 +41,9 @@ class Dispatcher:
         engine: Engine,
         queue_size: int,
         metrics: Metrics,
-        cache: ResultCache | None = None,
     ) -> None:
         self._engine = engine
-        self._cache = cache
+        self._cache = engine.runs.cache  # has answers that need not be computed
         self._metrics = metrics
         self._queue_size = queue_size
         self._open: dict[int, Reply] = {}  # of the event loop's thread only

@@ -319,14 +319,13 @@ def _make_service(engine: Engine, settings: ServerSettings) -> Service:
     )
     log = ServerLog(settings.log_level, is_quiet=settings.is_quiet)
     engine.intake.on_warning = log.warning
-    cache = engine.runs.cache
-    metrics = Metrics(engine, names[0], cache)
+    metrics = Metrics(engine, names[0])
     return Service(
         engine,
-        Dispatcher(engine, settings.queue_size, metrics, cache),
+        Dispatcher(engine, settings.queue_size, metrics),
         model,
         metrics,
-        Throughput(lambda: engine.stats),
+        Throughput(engine),
         BodyReader(settings.max_body_bytes),
         log,
     )

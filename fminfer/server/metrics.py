@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,9 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from fminfer.engine.events import Finished
-from fminfer.engine.stats import EngineStats
 from fminfer.runtime.engine_api import Engine
-from fminfer.runtime.result_cache import ResultCache
 
 
 @dataclass(slots=True, frozen=True)
@@ -64,13 +62,12 @@ class Metrics:
     Args:
         engine: is read when `render` is called.
         model_name: the label of every metric that is about the model.
-        cache: of answers; None: the server has none.
     """
 
-    def __init__(self, engine: Engine, model_name: str, cache: ResultCache | None = None) -> None:
+    def __init__(self, engine: Engine, model_name: str) -> None:
         self._registry = registry = CollectorRegistry()
         self._model_name = model_name
-        registry.register(_EngineMetrics(engine, model_name, cache))
+        registry.register(_EngineMetrics(engine, model_name))
         ProcessCollector(registry=registry)
         self._queue_s = self._histogram(
             "vllm:request_queue_time_seconds", "From a request's coming to its admission.", SECONDS
@@ -143,32 +140,39 @@ class Metrics:
 class _EngineMetrics:
     """Reads an engine each time that somebody asks for the metrics."""
 
-    def __init__(self, engine: Engine, model_name: str, cache: ResultCache | None) -> None:
-        self._engine, self._model_name, self._cache = engine, model_name, cache
+    def __init__(self, engine: Engine, model_name: str) -> None:
+        self._engine, self._model_name = engine, model_name
 
     def collect(self) -> Iterator[Metric]:
         """Yield what the engine has counted, and how it stands."""
         stats, state, gpu = self._engine.stats, self._engine.state, self._engine.gpu_memory
-        gauges = {
-            ("vllm:num_requests_running", "Sequences that run."): state.num_running,
-            ("vllm:num_requests_waiting", "Prompts that have not begun."): state.num_waiting,
-            (
-                "vllm:kv_cache_usage_perc",
-                "Part of the KV cache that running sequences hold, from 0 to 1.",
-            ): state.kv_usage,
-            ("fminfer:kv_cache_tokens", "Tokens that the KV cache can hold."): stats.num_kv_tokens,
-            ("fminfer:peak_memory_bytes", "Most memory that this process has had."): _peak_bytes(),
-        }
-        for (name, meaning), value in gauges.items():
-            yield self._add_value(GaugeMetricFamily(name, meaning, labels=LABELS), value)
-        for name, (meaning, count) in COUNTS.items():
-            yield self._add_value(CounterMetricFamily(name, meaning, labels=LABELS), count(stats))
-        for name, (meaning, read_cache) in OF_CACHE.items():
-            num = 0 if self._cache is None else read_cache(self._cache)
-            yield self._add_value(CounterMetricFamily(name, meaning, labels=LABELS), num)
-        for key, (name, meaning) in GPU.items():
-            if key in gpu:
-                yield self._add_value(GaugeMetricFamily(name, meaning, labels=LABELS), gpu[key])
+        # Those that were fed or found in the cache: it never falls, as a counter must not.
+        num_prompt_tokens = stats.num_prompt_tokens + stats.num_cached_tokens
+        cache = self._engine.runs.cache
+        num_asked, num_found = (0, 0) if cache is None else (cache.num_asked, cache.num_found)
+        for name, value in {
+            "vllm:num_requests_running": state.num_running,
+            "vllm:num_requests_waiting": state.num_waiting,
+            "vllm:kv_cache_usage_perc": state.kv_usage,
+            "fminfer:kv_cache_tokens": stats.num_kv_tokens,
+            "fminfer:peak_memory_bytes": _peak_bytes(),
+            "fminfer:gpu_peak_memory_bytes": gpu.get("peak_bytes"),
+            "fminfer:gpu_foreseen_memory_bytes": gpu.get("foreseen_bytes"),
+        }.items():
+            if value is not None:
+                yield self._add_value(GaugeMetricFamily(name, GAUGES[name], labels=LABELS), value)
+        for name, value in {
+            "vllm:prompt_tokens": num_prompt_tokens,
+            "vllm:generation_tokens": stats.num_generated_tokens,
+            "vllm:prefix_cache_queries": num_prompt_tokens,
+            "vllm:prefix_cache_hits": stats.num_cached_tokens,
+            "vllm:num_preemptions": stats.num_put_back,
+            "fminfer:tokens_fed_again": stats.num_again_tokens,
+            "fminfer:engine_steps": stats.num_steps,
+            "fminfer:result_cache_queries": num_asked,
+            "fminfer:result_cache_hits": num_found,
+        }.items():
+            yield self._add_value(CounterMetricFamily(name, COUNTERS[name], labels=LABELS), value)
 
     def _add_value(self, family: Family, value: float) -> Family:
         family.add_metric([self._model_name], value)
@@ -184,56 +188,27 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _num_prompt_tokens(stats: EngineStats) -> int:
-    """Return tokens that were fed or found in the cache; it never falls, as a counter must not."""
-    return stats.num_prompt_tokens + stats.num_cached_tokens
-
-
 LABELS = ["model_name"]
 SECONDS = _steps(-3, 2)  # limits of buckets
 TOKENS = _steps(0, 5)
 Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
-COUNTS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "vllm:prompt_tokens": (
-        "Prompt tokens that were computed, or found in the prefix cache.",
-        _num_prompt_tokens,
-    ),
-    "vllm:generation_tokens": (
-        "Tokens that were drawn.",
-        lambda stats: stats.num_generated_tokens,
-    ),
-    "vllm:prefix_cache_queries": (
-        "Prompt tokens that were looked up in the prefix cache.",
-        _num_prompt_tokens,
-    ),
-    "vllm:prefix_cache_hits": (
-        "Prompt tokens that the prefix cache had.",
-        lambda stats: stats.num_cached_tokens,
-    ),
-    "vllm:num_preemptions": (
-        "Rows that were preempted and fed again.",
-        lambda stats: stats.num_put_back,
-    ),
-    "fminfer:tokens_fed_again": (
-        "Prompt tokens that were fed a second time for these.",
-        lambda stats: stats.num_again_tokens,
-    ),
-    "fminfer:engine_steps": ("Steps that were computed.", lambda stats: stats.num_steps),
+GAUGES = {
+    "vllm:num_requests_running": "Sequences that run.",
+    "vllm:num_requests_waiting": "Prompts that have not begun.",
+    "vllm:kv_cache_usage_perc": "Part of the KV cache that running sequences hold, from 0 to 1.",
+    "fminfer:kv_cache_tokens": "Tokens that the KV cache can hold.",
+    "fminfer:peak_memory_bytes": "Most memory that this process has had.",
+    "fminfer:gpu_peak_memory_bytes": "Most memory of this process's GPU so far.",
+    "fminfer:gpu_foreseen_memory_bytes": "Memory of this process's GPU that was forecast.",
 }
-OF_CACHE: dict[str, tuple[str, Callable[[ResultCache], int]]] = {
-    "fminfer:result_cache_queries": (
-        "Requests that were looked up among the kept answers.",
-        lambda cache: cache.num_asked,
-    ),
-    "fminfer:result_cache_hits": (
-        "Requests that a kept answer was taken for.",
-        lambda cache: cache.num_found,
-    ),
-}
-GPU = {
-    "peak_bytes": ("fminfer:gpu_peak_memory_bytes", "Most memory of this process's GPU so far."),
-    "foreseen_bytes": (
-        "fminfer:gpu_foreseen_memory_bytes",
-        "Memory of this process's GPU that was forecast.",
-    ),
+COUNTERS = {
+    "vllm:prompt_tokens": "Prompt tokens that were computed, or found in the prefix cache.",
+    "vllm:generation_tokens": "Tokens that were drawn.",
+    "vllm:prefix_cache_queries": "Prompt tokens that were looked up in the prefix cache.",
+    "vllm:prefix_cache_hits": "Prompt tokens that the prefix cache had.",
+    "vllm:num_preemptions": "Rows that were preempted and fed again.",
+    "fminfer:tokens_fed_again": "Prompt tokens that were fed a second time for these.",
+    "fminfer:engine_steps": "Steps that were computed.",
+    "fminfer:result_cache_queries": "Requests that were looked up among the kept answers.",
+    "fminfer:result_cache_hits": "Requests that a kept answer was taken for.",
 }

@@ -28,11 +28,11 @@ class FakeCore:
         self.has_work = True
         self.num_waiting_behind = 0
 
-    def add(self, prepared: Any, *, priority: int = 0, **options: bool) -> int:
+    def add(self, prepared: Any, *, priority: int, request_id: int) -> int:
         assert priority == BEHIND_ALL
         if prepared.meaning == b"too long":
             raise RequestError("out_of_memory", "it can never run")
-        self.asked.append((len(self.asked) + 100, prepared))
+        self.asked.append((request_id, prepared))
         self.num_waiting_behind += len(prepared.prompts)
         return self.asked[-1][0]
 
@@ -90,13 +90,13 @@ def test_few_wait_in_the_engine(core: FakeCore, lanes: Lanes) -> None:
 def test_events_go_to_their_lanes(core: FakeCore, lanes: Lanes) -> None:
     first, second = lanes.open(), lanes.open()
     a, b = first.add(request("a")), second.add(request("b"))
-    assert (a, b) == (0, 0), "each lane counts for itself"
+    assert a != b
     lanes.feed()
     (core_a, _), (core_b, _) = core.asked
     others = lanes.take([finished(core_b), finished(7), finished(core_a)])
     assert others == [finished(7)]
     assert first.step() == [finished(a)] and second.step() == [finished(b)]
-    assert first.step() == [] and not first.core_ids
+    assert first.step() == [] and not first.asked
     assert lanes.take([finished(core_a)]) == [finished(core_a)], "it was told"
 
 

@@ -44,7 +44,7 @@ from fminfer.runtime.team.team_messages import (
     receive,
     send,
 )
-from fminfer.runtime.team.team_process import DistantPipeline, SentRequest, TeamPipeline
+from fminfer.runtime.team.team_process import SentRequest, TeamPipeline
 from fminfer.text.encoded_prompt import EncodedPrompt
 from tests.forked import Forked
 
@@ -237,8 +237,6 @@ FLAGS = [("--world-size", 2), ("--world-size", 4, "--data-group-size", 2)]
 
 
 @pytest.mark.parametrize("flags", FLAGS)
-    "flags", [("--world-size", 2), ("--world-size", 4, "--data-group-size", 2)]
-)
 def test_what_is_wrong_in_every_process_is_told_once(flags: Any, tmp_path: Path) -> None:
     """Each process said it, then the run of each pipeline, and then the run itself."""
     output = ["--budget", 10**12, "--output", tmp_path / "out.jsonl"]
@@ -254,7 +252,7 @@ def test_pipelines_that_fail_differently_are_all_told() -> None:
     whys = ("no 8 GiB", "UsageError"), ("no file", "CheckpointError"), ("no 9 GiB", "UsageError")
     for number, why in enumerate(whys):
         ours, theirs = Pipe()
-        pipelines.append(DistantPipeline(number, ours))
+        pipelines.append(TeamPipeline(number, ours))
         send(theirs, Broken(*why))
         theirs.close()
     with pytest.raises(UsageError, match="no 9 GiB"):
@@ -340,7 +338,7 @@ def test_the_state_of_an_engine_travels_whole() -> None:
     ours, theirs = Pipe()
     for message in (Loaded(digest_files(checkpoint)), Ready(FACTS), Told([], state, None)):
         send(theirs, message)
-    team = Team(checkpoint, lambda: [DistantPipeline(0, ours)], print)
+    team = Team(checkpoint, lambda: [TeamPipeline(0, ours)], print)
     team._pipelines[0].asked[0] = SentRequest(ASK)  # so that it listens
     assert team.step() == []
     own = {name: getattr(team, name) for name in ("num_waiting", "num_waiting_behind")}

@@ -114,6 +114,6 @@ def test_nothing_is_left_of_ended_batches(server: Running) -> None:
     until(server.is_idle, "all is free")
     time.sleep(0.05)
     lanes = server.engine.runs.lanes
-    assert not lanes._lanes and not lanes._asked
+    assert not lanes._lanes
     assert not [t for t in threading.enumerate() if t.name.startswith("batch_")]
     assert 'kind="answer"' in server.get("/metrics").body.decode()

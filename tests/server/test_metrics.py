@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import REGISTRY
@@ -53,6 +54,7 @@ class Still:
 
     stats = EngineStats(num_put_back=3, num_again_tokens=70, num_kv_tokens=4096)
     state = EngineState(num_waiting=7, num_running=5, kv_usage=0.25)
+    runs = SimpleNamespace(cache=None)
     gpu_memory = {"peak_bytes": 2**31, "foreseen_bytes": 2**32}  # noqa: RUF012
 
 

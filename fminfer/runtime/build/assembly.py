@@ -33,18 +33,18 @@ from fminfer.text.tokenizer import NoTokenizer, Tokenizer
 OF_MODELS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def find_limits(
+def make_intake(
     config: EngineConfig,
     checkpoint: Checkpoint,
     tokenizer: Tokenizer,
     num_blocks: int | None = None,
-) -> RequestLimits:
-    """Return what a model and the options of a run allow a request.
+) -> Intake:
+    """Return what prepares requests, within what a model and the options of a run allow.
 
     Args:
         num_blocks: of each pipeline's KV cache, once it is known.
     """
-    return RequestLimits(
+    limits = RequestLimits(
         checkpoint.context_length,
         checkpoint.config.vocab_size,
         find_ends(checkpoint, tokenizer),
@@ -54,16 +54,7 @@ def find_limits(
         kv_size=None if num_blocks is None else KvSize(num_blocks, config.block_size),
         chat_template=_read_template(config),
     )
-
-
-def make_intake(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    tokenizer: Tokenizer,
-    num_blocks: int | None = None,
-) -> Intake:
-    """Return what prepares requests within these limits."""
-    return Intake(tokenizer, find_limits(config, checkpoint, tokenizer, num_blocks))
+    return Intake(tokenizer, limits)
 
 
 def build_loop(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from dataclasses import replace
 from itertools import count
 
 from fminfer.core.errors import FminferError, row_error
@@ -18,6 +17,7 @@ from fminfer.engine.events import Delta, Event, Failed
 from fminfer.engine.sequence import Prepared
 
 MOST_WAITING = 64  # prompts of all lanes that wait in the engine: as many as it looks at in a step
+FIRST_ID = 2**40  # of lanes' requests; others' ids are below it
 FEW = 32  # with fewer in its lane, a run brings more
 
 
@@ -27,21 +27,21 @@ class Lane:
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._news = threading.Condition(lanes.lock)
-        self._ids = count()
         self.queue: dict[int, Prepared] = {}  # not yet with the engine, in order
         self.num_waiting = 0  # prompts of these
-        self.core_ids: dict[int, int] = {}  # of requests with the engine, by this lane's id
+        self.asked: set[int] = set()  # ids of requests with the engine
         self._events: list[Event] = []
         self._failure: BaseException | None = None
         self._is_woken = False
 
     def add(self, prepared: Prepared, *, is_counted: bool = False) -> int:
         """Queue a request; return the id by which events name it."""
-        request_id = next(self._ids)
         with self._lanes.lock:
+            request_id = next(self._lanes.ids)
             self.queue[request_id] = prepared
             self.num_waiting += len(prepared.prompts)
-        self._lanes.feed_if_idle()
+        if not self._lanes.core.has_work:  # one that computes feeds itself
+            self._lanes.feed()
         return request_id
 
     def cancel(self, request_id: int) -> None:
@@ -50,8 +50,9 @@ class Lane:
             queued = self.queue.pop(request_id, None)
             if queued is not None:
                 self.num_waiting -= len(queued.prompts)
-            elif (core_id := self.core_ids.pop(request_id, None)) is not None:
-                self._lanes.cancel(core_id)
+            elif request_id in self.asked:
+                self.asked.remove(request_id)
+                self._lanes.core.cancel(request_id)
 
     def step(self) -> list[Event]:
         """Return the events since the last call.
@@ -95,31 +96,26 @@ class Lane:
 
     # For `Lanes`, which has its lock:
 
-    def hand_one(self, core: EngineCore) -> tuple[int, int] | None:
-        """Give the engine the first request; return its ids here and there; None: it is refused."""
+    def hand_one(self, core: EngineCore) -> None:
+        """Give the engine the first request."""
         request_id = next(iter(self.queue))
         prepared = self.queue.pop(request_id)
         self.num_waiting -= len(prepared.prompts)
         if self.num_waiting < FEW:
             self._news.notify_all()
+        self.asked.add(request_id)
         try:
-            core_id = core.add(prepared, priority=BEHIND_ALL)
+            core.add(prepared, priority=BEHIND_ALL, request_id=request_id)
         except Exception as error:  # it can never run here
-            self._refuse(request_id, error)
-            return None
-        self.core_ids[request_id] = core_id
-        return request_id, core_id
-
-    def _refuse(self, request_id: int, error: Exception) -> None:
-        try:
-            self.tell(Failed(request_id, row_error(error, "a line")))
-        except FminferError as failure:
-            self.fail(failure)
+            try:
+                self.tell(Failed(request_id, row_error(error, "a line")))
+            except FminferError as failure:
+                self.fail(failure)
 
     def tell(self, event: Event) -> None:
         """Add an event of this lane."""
         if not isinstance(event, Delta):
-            self.core_ids.pop(event.request_id, None)
+            self.asked.discard(event.request_id)
         self._events.append(event)
         self._news.notify_all()
 
@@ -133,10 +129,10 @@ class Lanes:
     """All lanes of one engine. `feed`, `take` and `fail` are for its thread."""
 
     def __init__(self, core: EngineCore) -> None:
-        self._core = core
+        self.core = core
         self.lock = threading.RLock()  # of the lanes, too
         self._lanes: deque[Lane] = deque()  # whose turn is next stands first
-        self._asked: dict[int, tuple[Lane, int]] = {}  # lane and id there, by the engine's id
+        self.ids = count(FIRST_ID)
         self._failure: BaseException | None = None
         self.is_closed = False  # the engine gets no more requests; those that it has go on
 
@@ -154,27 +150,15 @@ class Lanes:
         with self.lock:
             self._lanes = deque(each for each in self._lanes if each is not lane)
 
-    def cancel(self, core_id: int) -> None:
-        """Have the engine forget a lane's request."""
-        with self.lock:
-            if self._asked.pop(core_id, None) is not None:
-                self._core.cancel(core_id)
-
-    def feed_if_idle(self) -> None:
-        """Wake an engine that waits for work; one that computes feeds itself."""
-        if not self._core.has_work:
-            self.feed()
-
     def feed(self) -> None:
         """Give the engine requests, if few of the lanes wait there."""
         if not self._lanes or self.is_closed:
             return
         with self.lock:
-            num_waiting = self._core.num_waiting_behind
+            num_waiting = self.core.num_waiting_behind
             while num_waiting < MOST_WAITING and (lane := self._next()) is not None:
                 num_prompts = lane.num_waiting
-                if (ids := lane.hand_one(self._core)) is not None:
-                    self._asked[ids[1]] = lane, ids[0]
+                lane.hand_one(self.core)
                 num_waiting += num_prompts - lane.num_waiting
 
     def take(self, events: list[Event]) -> list[Event]:
@@ -184,13 +168,11 @@ class Lanes:
         others = []
         with self.lock:
             for event in events:
-                lane, request_id = self._asked.get(event.request_id, (None, 0))
+                lane = next((each for each in self._lanes if event.request_id in each.asked), None)
                 if lane is None:
                     others.append(event)
-                    continue
-                if not isinstance(event, Delta):
-                    del self._asked[event.request_id]
-                lane.tell(replace(event, request_id=request_id))
+                else:
+                    lane.tell(event)
         return others
 
     def fail(self, failure: BaseException) -> None:

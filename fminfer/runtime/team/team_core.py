@@ -121,9 +121,10 @@ class Team:
         priority: int = 0,
         is_streamed: bool = False,
         is_counted: bool = False,
+        request_id: int | None = None,
     ) -> int:
-        """Queue a request; return the id by which events name it."""
-        request_id = next(self._ids)
+        """Queue a request, as `EngineCore.add` says."""
+        request_id = next(self._ids) if request_id is None else request_id
         ask = Ask(request_id, prepared, priority, is_streamed, is_counted)
         self._added.append(SentRequest(ask))
         self._wake()
