@@ -117,11 +117,11 @@ class Check:
     def _predict(self, checker: LineChecker, read_ahead: int) -> Work:
         counts = checker.counts
         is_whole = len(checker.sample) == counts.num_right
+        config = replace(self._config, is_only_run=is_whole)  # a part says nothing of the end
         found = simulate(
             iter(checker.sample),
-            replace(self._config, is_only_run=is_whole),  # a part says nothing of the file's end
             self._tokenizer,
-            self._limits,
+            replace(self._limits, config=config),
             sizes=self._plan.sizes,
             num_blocks=self._num_blocks,
             num_stages=self._plan.machine.num_stages,

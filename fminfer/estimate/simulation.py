@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from fminfer.contract.line import Line
-from fminfer.core.config import EngineConfig, StepSizes
+from fminfer.core.config import StepSizes
 from fminfer.core.messages import Step, StepResult, StepRow, TokenLogprobs
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, RequestLimits
@@ -161,7 +161,6 @@ class Simulation:
 
 def simulate(
     lines: Iterator[Line],
-    config: EngineConfig,
     tokenizer: Tokenizer,
     limits: RequestLimits,
     *,
@@ -177,7 +176,7 @@ def simulate(
         num_stages: of the pipeline.
         read_ahead: prompts that a run reads before there is room for them.
     """
-    pipeline = PretendPipeline(config.block_size)
+    config, pipeline = limits.config, PretendPipeline(limits.config.block_size)
     loop = build_loop(
         config,
         _LongestRows(tokenizer, limits.eos_ids, config.seed),

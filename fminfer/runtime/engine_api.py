@@ -171,12 +171,12 @@ class Engine:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for work, at most until the timeout; return whether there is any."""
         self.runs.lanes.feed()
-        return self.runs.has_left or self._core.wait(timeout_s)
+        return bool(self.runs.left) or self._core.wait(timeout_s)
 
     @property
     def has_work(self) -> bool:
         """Whether requests are without an answer."""
-        return self.runs.has_left or self._core.has_work
+        return bool(self.runs.left) or self._core.has_work
 
     def step(self) -> list[Event]:
         """Compute a step and return its events. Always call it from the same thread.

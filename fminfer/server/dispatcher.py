@@ -36,12 +36,7 @@ class Dispatcher:
         metrics: is told of each request's times.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        queue_size: int,
-        metrics: Metrics,
-    ) -> None:
+    def __init__(self, engine: Engine, queue_size: int, metrics: Metrics) -> None:
         self._engine = engine
         self._cache = engine.runs.cache  # has answers that need not be computed
         self._metrics = metrics

@@ -85,7 +85,7 @@ def test_batches_share(server: Running) -> None:
     for batch in batches:
         wait_until(server, batch, has_begun)
     # A lane that is alone for a moment may have as many prompts in the engine as wait there.
-    lanes = server.engine.runs.lanes._lanes
+    lanes = server.engine.runs.lanes.all
     until(lambda: len(lanes) == 3 and all(lane.num_waiting >= 32 for lane in lanes), "all wait")
     server.engine.runs.lanes.is_closed = False
     first = None
@@ -114,6 +114,6 @@ def test_nothing_is_left_of_ended_batches(server: Running) -> None:
     until(server.is_idle, "all is free")
     time.sleep(0.05)
     lanes = server.engine.runs.lanes
-    assert not lanes._lanes
+    assert not lanes.all
     assert not [t for t in threading.enumerate() if t.name.startswith("batch_")]
     assert 'kind="answer"' in server.get("/metrics").body.decode()

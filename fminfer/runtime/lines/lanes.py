@@ -87,7 +87,9 @@ class Lane:
 
     def close(self) -> None:
         """Leave the engine. The run has cancelled what is still asked."""
-        self._lanes.remove(self)
+        with self._lanes.lock:
+            if self in self._lanes.all:
+                self._lanes.all.remove(self)
 
     @property
     def has_work(self) -> bool:
@@ -131,7 +133,7 @@ class Lanes:
     def __init__(self, core: EngineCore) -> None:
         self.core = core
         self.lock = threading.RLock()  # of the lanes, too
-        self._lanes: deque[Lane] = deque()  # whose turn is next stands first
+        self.all: deque[Lane] = deque()  # whose turn is next stands first
         self.ids = count(FIRST_ID)
         self._failure: BaseException | None = None
         self.is_closed = False  # the engine gets no more requests; those that it has go on
@@ -140,19 +142,14 @@ class Lanes:
         """Return a new lane. Any thread may call it."""
         lane = Lane(self)
         with self.lock:
-            self._lanes.append(lane)
+            self.all.append(lane)
             if self._failure is not None:
                 lane.fail(self._failure)
         return lane
 
-    def remove(self, lane: Lane) -> None:
-        """Forget a lane."""
-        with self.lock:
-            self._lanes = deque(each for each in self._lanes if each is not lane)
-
     def feed(self) -> None:
         """Give the engine requests, if few of the lanes wait there."""
-        if not self._lanes or self.is_closed:
+        if not self.all or self.is_closed:
             return
         with self.lock:
             num_waiting = self.core.num_waiting_behind
@@ -168,7 +165,7 @@ class Lanes:
         others = []
         with self.lock:
             for event in events:
-                lane = next((each for each in self._lanes if event.request_id in each.asked), None)
+                lane = next((each for each in self.all if event.request_id in each.asked), None)
                 if lane is None:
                     others.append(event)
                 else:
@@ -179,14 +176,14 @@ class Lanes:
         """Have every run end: the engine has failed."""
         with self.lock:
             self._failure = failure
-            for lane in self._lanes:
+            for lane in self.all:
                 lane.fail(failure)
 
     def _next(self) -> Lane | None:
         """Return the lane whose turn it is among those with requests, and put it last."""
-        for _ in range(len(self._lanes)):
-            lane = self._lanes[0]
-            self._lanes.rotate(-1)
+        for _ in range(len(self.all)):
+            lane = self.all[0]
+            self.all.rotate(-1)
             if lane.queue:
                 return lane
         return None

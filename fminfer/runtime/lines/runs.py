@@ -36,7 +36,7 @@ class Runs:
         self._core, self._intake, self._config = core, intake, config
         self._model_name = model_name
         self._runner: LineRunner | None = None  # of the run that goes on
-        self._left: deque[Event] = deque()  # of others' requests, that a run met and did not need
+        self.left: deque[Event] = deque()  # of others' requests, that a run met and did not need
 
     def start(self, read_ahead: int = LOOKAHEAD, name_line: NameLine | None = None) -> LineRunner:
         """Start a run over lines: add them to what is returned, and step that.
@@ -62,7 +62,7 @@ class Runs:
             joins_equal=self._config.prefix_cache,
             is_only_run=self._config.is_only_run,
             cache=self.cache,
-            on_others=self._left.extend,
+            on_others=self.left.extend,
         )
         return self._runner
 
@@ -108,15 +108,10 @@ class Runs:
         if self._runner is not None:
             self._runner.stop(grace_s)
 
-    @property
-    def has_left(self) -> bool:
-        """Whether a step has something to tell without computing."""
-        return bool(self._left)
-
     def step(self) -> list[Event]:
         """Compute a step, and return the events of requests that are of no run."""
         self.lanes.feed()
-        left = [self._left.popleft() for _ in range(len(self._left))]
+        left = [self.left.popleft() for _ in range(len(self.left))]
         try:
             return self.lanes.take(left or self._core.step())
         except BaseException as error:
