@@ -15,12 +15,11 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 
 import click
 
-from fminfer.compute.step import Step, StepResult, StepTrace, TokenLogprobs
+from fminfer.compute.step import Step, StepResult, TokenLogprobs
 from fminfer.core.config import EngineConfig, StepSizes
 from fminfer.core.messages import StageSpan
 from fminfer.engine.answer import AnswerForm
@@ -64,7 +63,13 @@ class StubPipeline:
 class StubComputing:
     """What computes for an engine: nothing."""
 
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        tokenizer: Tokenizer,
+        on_progress: object,
+    ) -> None:
         self.gpu_memory: dict[str, int] = {}
         types = ["float32"] * 3
         self.facts = Facts("cpu", *types, 1, True, 256, 64, 0, 1, False, "", "")
@@ -78,9 +83,7 @@ class StubComputing:
             num_stages=1,
         )
 
-    def follow(
-        self, on_work: Callable[[int, int], None], on_step: Callable[[StepTrace], None] | None
-    ) -> None:
+    def follow(self, on_work: object = None, on_step: object = None) -> None:
         """Tell nobody."""
 
     def close(self) -> None:

@@ -222,8 +222,8 @@ def run_engine(pipeline: SimulatedPipeline, engine: Engine, workload: Workload) 
             kv_capacity=engine.kv_tokens,
         )
         started = time.perf_counter()
-        lines = LineIntake(Intake(tokenizer, RequestLimits(MAX_CONTEXT, 256, 0)))
-        runner = LineRunner(loop, lines, RecordForm("simulated", 0), joins_equal=False)
+        lines = LineIntake(Intake(tokenizer, RequestLimits(MAX_CONTEXT, 256)))
+        runner = LineRunner(loop, lines, RecordForm("simulated", 0), engine=loop, joins_equal=False)
         errors = [record.error for record in runner.run(workload.lines()) if record.error]
         loop_s = time.perf_counter() - started
     assert not errors, errors[0]

@@ -62,7 +62,7 @@ def measure(
     events = [event for _ in iter(lambda: engine.has_work, False) for event in engine.step()]
     (answer,) = events
     assert isinstance(answer, Finished)
-    intake = engine._intake
+    intake = engine.intake
     parsed = [intake.parse(request(number, kind)) for number in range(num_rows)]
     prepared = [intake.prepare(each, is_openai=False) for each in parsed]
     figures = {"value_bytes": float(len(json.dumps(answer.result)))}
@@ -91,12 +91,12 @@ def measure(
     assert cache.num_found == num_rows
     others = [replace(each, kind="openai") for each in prepared]
     figures["miss_in_a_full_file_us"] = each_us(cache.find, others)
-    engine.result_cache = cache
+    engine.runs.cache = cache
     start = time.perf_counter()
     num_bytes = sum(len(record.to_json()) for record in engine.run(lines(kind, num_rows)))
     figures["whole_run_us"] = (time.perf_counter() - start) / num_rows * 1e6
     assert num_bytes and cache.num_found == 2 * num_rows
-    engine.result_cache = None
+    engine.runs.cache = None
     cache.close()
     figures["file_mb"] = (folder / FILE).stat().st_size / 1e6
     return figures

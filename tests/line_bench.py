@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Generator, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,6 +67,12 @@ class LineBench:
         return self.start_run(read_ahead).run(lines)
 
 
+def with_options(limits: RequestLimits, **options: Any) -> RequestLimits:
+    """Return limits in which some fields, of their own or of the config, are others."""
+    own = {name: options.pop(name) for name in [*options] if hasattr(limits, name)}
+    return replace(limits, config=replace(limits.config, **options), **own)
+
+
 def over_lines(
     loop: EngineLoop,
     intake: Intake,
@@ -79,6 +86,7 @@ def over_lines(
         loop,
         LineIntake(intake),
         RecordForm("scripted", int(time.time())),
+        engine=loop,
         read_ahead=read_ahead,
         joins_equal=joins_equal,
         is_only_run=is_only_run,

@@ -27,7 +27,7 @@ from fminfer.compute.step import StepTrace
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint
-from fminfer.models.layer_source import open_weights
+from fminfer.models.layer_source import OnProgress, open_weights
 from fminfer.plan.opening import open_model
 from fminfer.runtime.build.agreement import plan_run
 from fminfer.runtime.build.builder import LoadedPart, load_part
@@ -223,9 +223,11 @@ def time_start(bench: Bench) -> Figures:
     def mark(*_: object) -> None:
         marks.append(time.perf_counter())
 
-    def compute(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> OnePipeline:
+    def compute(
+        config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer, on_progress: OnProgress
+    ) -> OnePipeline:
         mark()
-        return OnePipeline(config, checkpoint, tokenizer, on_loaded=mark)
+        return OnePipeline(config, checkpoint, tokenizer, on_progress, on_loaded=mark)
 
     bench.held.take(f"engine {bench.name}", lambda: Engine(**bench.options(), compute=compute))
     mark()

@@ -53,7 +53,10 @@ class Ending:
         """
         if isinstance(error, KeyboardInterrupt):  # told twice
             error = reason or StoppedError("Interrupted.")
-        status = tell(error, is_verbose=self.is_verbose)
+        if isinstance(error, FminferError) and error.is_told and not self.is_verbose:
+            status = status_of(error)
+        else:
+            status = tell(error, is_verbose=self.is_verbose)
         try:
             sys.stdout.flush()
         except OSError:  # told before; Python is not to try again

@@ -49,6 +49,8 @@ StopReason = Literal["interrupted", "terminated", "hung_up", "out_of_time"]
 class FminferError(Exception):
     """Base of all errors of this package; its text is meant for the user."""
 
+    is_told = False  # another process tells the user of it
+
     @property
     def kind(self) -> str:
         """The name of its class, by which `error_of` makes it again in another process."""

@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 from fminfer.engine.events import Event
 from fminfer.engine.sequence import Prepared
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import EngineStats, Observed
 
 
 @dataclass(slots=True, frozen=True)
@@ -35,33 +35,59 @@ Origin = Literal["computed", "copied", "kept"]
 BEHIND_ALL = -(2**62)  # the priority of requests that wait behind all others
 
 
-class EngineCore(Protocol):
-    """Takes prepared requests, and returns events.
+class RequestCore(Protocol):
+    """Takes prepared requests, and returns events."""
 
-    `add`, `cancel` and `wait` may be called from any thread, the rest from one.
-    """
+    def add(self, prepared: Prepared, *, is_counted: bool = False) -> int:
+        """Queue a request; return the id by which events name it.
+
+        Args:
+            is_counted: it was counted as a line that was read.
+        """
+
+    def cancel(self, request_id: int) -> None:
+        """Forget a request, in any state."""
+
+    def step(self) -> list[Event]:
+        """Return the next events."""
 
     @property
-    def stats(self) -> EngineStats: ...
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that have not begun."""
+
+
+class EngineCore(RequestCore, Observed, Protocol):
+    """A whole engine. `add`, `cancel` and `wait` are for any thread, other methods for one."""
+
+    lines: EngineStats  # counts of lines that were read, a part of `stats`
 
     def add(
         self,
         prepared: Prepared,
         *,
+        is_counted: bool = False,
         priority: int = 0,
         is_streamed: bool = False,
-        is_counted: bool = False,
+        request_id: int | None = None,
     ) -> int:
-        """Queue a request; return the id by which events name it."""
+        """Queue a request; return the id by which events name it.
 
-    def cancel(self, request_id: int) -> None:
-        """Forget a request."""
+        Args:
+            is_counted: it was counted as a line that was read.
+            priority: higher ones are admitted first, and may preempt rows of lower ones.
+            is_streamed: return its tokens as they come.
+            request_id: its id, where others give ids, too; None: the next one.
+
+        Raises:
+            RequestError: it can never run here. A team tells so by an event.
+        """
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for work, at most until the timeout; return whether there is any."""
-
-    def step(self) -> list[Event]:
-        """Compute a step and return its events."""
 
     def start_run(self) -> None:
         """Count the steps of a run anew; no longer drain."""
@@ -80,32 +106,9 @@ class EngineCore(Protocol):
     def check_idle(self) -> None:
         """Prove the books once nothing is left to do."""
 
-    def count_row(self, prepared: Prepared | None, origin: Origin = "computed") -> None:
-        """Count a line that was read, for progress.
-
-        Args:
-            prepared: its request; None: it is wrong.
-        """
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a step would do anything."""
-
-    @property
-    def num_waiting(self) -> int:
-        """Prompts that have not begun."""
-
     @property
     def num_waiting_behind(self) -> int:
-        """Those of them whose priority is `BEHIND_ALL`. Any thread may ask."""
-
-    @property
-    def num_running(self) -> int:
-        """Sequences that hold KV cache. Any thread may ask, as for `num_waiting`."""
-
-    @property
-    def kv_usage(self) -> float:
-        """The part of the KV cache that sequences hold, from 0 to 1. Any thread may ask."""
+        """As in the state."""
 
     @property
     def is_computing(self) -> bool:
@@ -113,8 +116,4 @@ class EngineCore(Protocol):
 
     @property
     def has_begun(self) -> bool:
-        """Whether rows run, or have run and are to run again."""
-
-    @property
-    def longest_row(self) -> int:
-        """The most tokens that a running row may still draw, as far as it is known."""
+        """As in the state."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -16,7 +16,7 @@ from fminfer.contract.prompts import check_entries, check_text
 from fminfer.contract.read_fields import guess
 from fminfer.contract.request import DEFAULTS, Request, SamplingParams, parse_request
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, WarningCounts, cut_name
-from fminfer.core.config import OnTooLong, ToolCallParser
+from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError, UncompiledError
 from fminfer.engine.chat_intake import ChatIntake
 from fminfer.engine.noise import meaning_of
@@ -45,17 +45,13 @@ class RequestLimits:
 
     context_length: int
     vocab_size: int
-    max_logprobs: int
     eos_ids: frozenset[int] = frozenset()
-    on_too_long: OnTooLong = "error"
-    is_strict: bool = False  # what is otherwise only warned of is an error
+    config: EngineConfig = field(default_factory=EngineConfig)
     model_names: frozenset[str] | None = None  # what a line may call the model; None: anything
-    request_args: dict[str, Any] | None = None  # fields that replace each request's own
     defaults: SamplingParams = DEFAULTS  # of params that a request leaves out
     max_new_tokens: int | None = None  # of a chat request that does not say; None: the context's
     kv_size: KvSize | None = None  # of each pipeline, once it is known
     chat_template: str | None = None  # in place of the model's own
-    tool_call_parser: ToolCallParser = "auto"
 
 
 class Intake:
@@ -70,7 +66,7 @@ class Intake:
         self.chat_template = ChatTemplate(tokenizer, limits.chat_template)
         if limits.chat_template is not None:
             self.chat_template.check()
-        self._chat = ChatIntake(self.chat_template, limits.tool_call_parser)
+        self._chat = ChatIntake(self.chat_template, limits.config.tool_call_parser)
 
     @property
     def has_chat_template(self) -> bool:
@@ -104,7 +100,7 @@ class Intake:
             *self._check_constraint(request.params, fields, compiles=compiles),
             *self._warn_of_spelling(request),
         )
-        if warnings and self.limits.is_strict:
+        if warnings and self.limits.config.strict:
             raise RequestError(
                 "unsupported_parameter", f"{warnings[0]}; change that, or run without --strict"
             )
@@ -158,9 +154,9 @@ class Intake:
     def _parse_completion(self, fields: Mapping[str, Any]) -> Request:
         limits = self.limits
         return parse_request(
-            {**fields, **(limits.request_args or {})},
-            max_logprobs=limits.max_logprobs,
-            is_strict=limits.is_strict,
+            {**fields, **(limits.config.request_args or {})},
+            max_logprobs=limits.config.max_logprobs,
+            is_strict=limits.config.strict,
             defaults=limits.defaults,
         )
 
@@ -169,13 +165,13 @@ class Intake:
         if not self.tokenizer.has_words:
             raise self._needs_words("messages are text", "messages")
         chat = parse_chat(
-            overwrite(fields, limits.request_args or {}),
-            max_logprobs=limits.max_logprobs,
-            is_strict=limits.is_strict,
+            overwrite(fields, limits.config.request_args or {}),
+            max_logprobs=limits.config.max_logprobs,
+            is_strict=limits.config.strict,
             defaults=limits.defaults,
             max_new_tokens=limits.max_new_tokens or INT64 - 1,
         )
-        return self._chat.render(chat, is_strict=limits.is_strict, clock=clock)
+        return self._chat.render(chat, is_strict=limits.config.strict, clock=clock)
 
     def prepare(self, request: Request, *, repeat: int = 0, is_openai: bool = True) -> Prepared:
         """Tokenize a request's prompts, and check that they fit.
@@ -220,7 +216,7 @@ class Intake:
         return PromptFit(
             self.tokenizer,
             limits.context_length,
-            limits.on_too_long,
+            limits.config.on_too_long,
             request.params,
             request.fills_context,
             "messages" if request.is_chat else "prompt",
@@ -248,7 +244,7 @@ class Intake:
         wished = fit.truncate(encoded)
         fitting = fit.fit(wished)
         if fitting is not wished:
-            kind = f"prompts were cut by --on-too-long {self.limits.on_too_long}"
+            kind = f"prompts were cut by --on-too-long {self.limits.config.on_too_long}"
             with self._lock:
                 self.warnings.add(RowWarning(kind))
         return fitting

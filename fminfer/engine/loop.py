@@ -18,9 +18,9 @@ from fminfer.core.errors import StepLimitError
 from fminfer.core.quantities import counted
 from fminfer.core.timing import RowClock
 from fminfer.engine.answer import AnswerForm, build_answer
-from fminfer.engine.counting import count_admitted, count_request, count_row, count_shareable
+from fminfer.engine.counting import count_admitted, count_request, count_shareable
 from fminfer.engine.deltas import Deltas
-from fminfer.engine.engine_core import BEHIND_ALL, Origin
+from fminfer.engine.engine_core import BEHIND_ALL
 from fminfer.engine.events import Event
 from fminfer.engine.order import plan_order
 from fminfer.engine.packing import PlannedStep
@@ -30,7 +30,7 @@ from fminfer.engine.room import check_room
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import Prepared, RequestState, Sequence
 from fminfer.engine.start import Starter
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import EngineState, EngineStats
 
 
 class Pipeline(Protocol):
@@ -75,7 +75,7 @@ class EngineLoop:
         self._micro_batches = micro_batches
         self._max_steps = max_steps
         self.on_step: Callable[[StepTrace], None] | None = None  # told of every finished step
-        self.stats = EngineStats(num_kv_tokens=kv_capacity)
+        self.stats = self.lines = EngineStats(num_kv_tokens=kv_capacity)
         self._ids = itertools.count()
         self._added: deque[RequestState] = deque()  # by other threads, to be taken in
         self._cancelled: deque[int] = deque()
@@ -104,17 +104,7 @@ class EngineLoop:
         is_counted: bool = False,
         request_id: int | None = None,
     ) -> int:
-        """Queue a request; return the id by which events name it.
-
-        Args:
-            priority: higher ones are admitted first, and may preempt rows of lower ones.
-            is_streamed: return its tokens as they come.
-            is_counted: `count_row` has counted it.
-            request_id: its id, where others give ids to all requests; None: the next one.
-
-        Raises:
-            RequestError: it can never run here.
-        """
+        """Queue a request, as `EngineCore.add` says."""
         state = self.open(prepared)
         if request_id is not None:
             state.id = request_id
@@ -214,18 +204,31 @@ class EngineLoop:
         if not (self._open or self._in_flight):
             self._scheduler.check_idle()
 
-    def count_row(self, prepared: Prepared | None, origin: Origin = "computed") -> None:
-        """Count a line that was read, for progress."""
-        count_row(self.stats, prepared, origin)
+    @property
+    def state(self) -> EngineState:
+        """How it stands. It may be asked at any moment."""
+        rows = (s for r in tuple(self._open.values()) for p in r.prompts for s in p.sequences)
+        left = (row.num_draws_left for row in rows if row.block_table and not row.finish_reason)
+        return EngineState(
+            num_waiting=self.num_waiting,
+            num_waiting_behind=self.num_waiting_behind,
+            num_running=self.num_running,
+            kv_usage=self._scheduler.kv_usage,
+            has_begun=self.has_begun,
+            longest_row=max(left, default=0),
+            num_begun=self.stats.num_begun,
+            num_begun_behind=self.num_begun_behind,
+        )
 
     @property
     def num_waiting(self) -> int:
-        """Prompts that have not begun."""
-        return self._scheduler.num_waiting + sum(len(s.prompts) for s in tuple(self._added))
+        """Prompts that have not begun, but for those behind all others."""
+        num_all = self._scheduler.num_waiting + sum(len(s.prompts) for s in tuple(self._added))
+        return max(0, num_all - self.num_waiting_behind)
 
     @property
     def num_waiting_behind(self) -> int:
-        """Those of them whose priority is `BEHIND_ALL`."""
+        """Those behind all others."""
         added = [s for s in tuple(self._added) if s.priority == BEHIND_ALL]
         return self._scheduler.num_waiting_at(BEHIND_ALL) + sum(len(s.prompts) for s in added)
 
@@ -233,11 +236,6 @@ class EngineLoop:
     def num_running(self) -> int:
         """Sequences that hold KV cache."""
         return self._scheduler.num_running
-
-    @property
-    def kv_usage(self) -> float:
-        """The part of the KV cache that sequences hold, from 0 to 1."""
-        return self._scheduler.kv_usage
 
     @property
     def is_computing(self) -> bool:
@@ -249,13 +247,6 @@ class EngineLoop:
         """Whether rows run, or have run and are to run again."""
         is_running = self._scheduler.num_running > 0 or self._scheduler.has_put_back
         return is_running or bool(self._in_flight)
-
-    @property
-    def longest_row(self) -> int:
-        """The most tokens that a running row may still draw. It may be asked at any moment."""
-        sequences = (s for state in self._open.values() for p in state.prompts for s in p.sequences)
-        running = (each for each in sequences if each.block_table and not each.finish_reason)
-        return max((each.num_draws_left for each in running), default=0)
 
     @property
     def _is_at_limit(self) -> bool:

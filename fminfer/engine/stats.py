@@ -1,8 +1,10 @@
-"""What the engine counts while it runs; the progress bar and the summary read it."""
+"""What an engine counts, and how it stands: for progress, summaries and servers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
 
 from fminfer.core.messages import StageSpan
 
@@ -89,3 +91,39 @@ class EngineStats:
             self.stages.append(StageStats())
         for stage, span in zip(self.stages, spans, strict=True):
             stage.add(span)
+
+
+@dataclass(slots=True, frozen=True)
+class EngineState:
+    """How an engine stands. A team has it of its pipelines as they last said it."""
+
+    num_waiting: int = 0  # prompts, of a team requests, that have not begun; not those behind all
+    num_waiting_behind: int = 0  # those whose priority is `engine_core.BEHIND_ALL`
+    num_running: int = 0  # sequences that hold KV cache
+    kv_usage: float = 0.0  # the part of the KV cache that they hold, from 0 to 1
+    has_begun: bool = False  # rows run, or have run and are to run again
+    longest_row: int = 0  # the most tokens that a running row may still draw
+    num_begun: int = 0  # requests so far that no longer wait: admitted, or ended without
+    num_begun_behind: int = 0  # those whose priority is `BEHIND_ALL`
+
+    @classmethod
+    def of_all(cls, states: Sequence[EngineState], **known: Any) -> EngineState:
+        """Return the state of several pipelines together, in which some fields are known."""
+        every = {f.name: [getattr(state, f.name) for state in states] for f in fields(cls)}
+        total = {name: sum(values) for name, values in every.items()}
+        total["kv_usage"] /= max(1, len(states))
+        total["has_begun"] = any(every["has_begun"])
+        total["longest_row"] = max(every["longest_row"], default=0)
+        return cls(**total | known)
+
+
+class Observed(Protocol):
+    """What any thread may ask of an engine, at any moment."""
+
+    @property
+    def stats(self) -> EngineStats:
+        """What was counted so far."""
+
+    @property
+    def state(self) -> EngineState:
+        """How it stands. It looks at every row, so hot loops ask for parts of it."""

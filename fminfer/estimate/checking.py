@@ -18,7 +18,6 @@ from fminfer.contract.record import Record
 from fminfer.core.config import EngineConfig
 from fminfer.core.option import options_of
 from fminfer.engine.answer import AnswerForm
-from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.engine.loop import EngineLoop
 from fminfer.engine.start import Starter
 from fminfer.estimate.check_report import CheckReport, FirstPrompt, Work
@@ -33,7 +32,7 @@ from fminfer.models.weight_headers import check_tensors
 from fminfer.plan.machine_facts import Machine, find_machine
 from fminfer.plan.opening import open_model
 from fminfer.plan.planning import make_plan
-from fminfer.runtime.build.assembly import build_loop, find_limits, load_tokenizer
+from fminfer.runtime.build.assembly import build_loop, load_tokenizer, make_intake
 from fminfer.runtime.lines.line_intake import LineIntake
 from fminfer.runtime.lines.runner import LOOKAHEAD, WINDOW
 from fminfer.text.tokenizer import Tokenizer
@@ -72,9 +71,8 @@ class Check:
         self._plan = plan = make_plan(config, self._checkpoint, machine)
         # Without room no line is judged by it: the plan says what is wrong.
         self._num_blocks = (plan.num_kv_tokens or plan.most_kv_tokens) // config.block_size
-        self._limits: RequestLimits = find_limits(
-            config, self._checkpoint, self._tokenizer, self._num_blocks
-        )
+        self._intake = make_intake(config, self._checkpoint, self._tokenizer, self._num_blocks)
+        self._limits = self._intake.limits
 
     def run(
         self, inputs: Sequence[Path], on_wrong: Callable[[Record], None], *, is_quiet: bool
@@ -86,7 +84,7 @@ class Check:
             is_quiet: show no bar.
         """
         config = self._config
-        intake = Intake(self._tokenizer, self._limits)
+        intake = self._intake
         checker = LineChecker(
             LineIntake(intake),
             self._build_loop(),
@@ -134,7 +132,6 @@ class Check:
         is_whole = len(checker.sample) == counts.num_right
         found = simulate(
             iter(checker.sample),
-            self._config,
             self._tokenizer,
             self._limits,
             sizes=self._plan.sizes,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from fminfer.compute.step import BlockTables, Step, StepResult, TokenLogprobs
 from fminfer.contract.line import Line
-from fminfer.core.config import EngineConfig, StepSizes
+from fminfer.core.config import StepSizes
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.engine.sequence import Prepared, RequestState
@@ -156,7 +156,6 @@ class Simulation:
 
 def simulate(
     lines: Iterator[Line],
-    config: EngineConfig,
     tokenizer: Tokenizer,
     limits: RequestLimits,
     *,
@@ -174,7 +173,7 @@ def simulate(
         read_ahead: prompts that a run reads before there is room for them.
         is_only_run: the lines are all that the engine answers.
     """
-    pipeline = PretendPipeline(config.block_size)
+    config, pipeline = limits.config, PretendPipeline(limits.config.block_size)
     loop = build_loop(
         config,
         _LongestRows(tokenizer, limits.eos_ids, config.seed),
@@ -188,6 +187,7 @@ def simulate(
         loop,
         LineIntake(Intake(tokenizer, limits)),
         RecordForm("", 0),
+        engine=loop,
         read_ahead=read_ahead,
         joins_equal=config.prefix_cache,
         is_only_run=is_only_run,

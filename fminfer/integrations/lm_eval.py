@@ -144,7 +144,7 @@ class FminferLM(TemplateLM):
             raise UsageError(
                 f"{self.engine.model_name} has no tokenizer; give a model folder that has one"
             )
-        template = self.engine.limits.chat_template
+        template = self.engine.intake.limits.chat_template
         self._chat = ChatRenderer(self.tokenizer, template, chat_template_args)
         self.max_length = check_length(max_length, self.engine.context_length)
         self.max_gen_toks = max_gen_toks

@@ -32,11 +32,13 @@ from fminfer.machine.stopper import AGAIN, Stopper
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.plan.planning import plan_ahead
 from fminfer.plan.run_plan import name_of
+from fminfer.runtime.bars import say
 from fminfer.runtime.build.assembly import line_counting
+from fminfer.runtime.computing import Compute
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.lines.line_intake import FILLS
 from fminfer.runtime.result_cache import open_result_cache
-from fminfer.runtime.start_engine import MakeEngine, say, start_engine
+from fminfer.runtime.start_engine import start_engine
 
 CHAT_TOKENS = 1024  # of the answer to --prompt, if it does not say
 
@@ -45,14 +47,14 @@ def answer(
     run: RunContext,
     plan: Plan,
     checkpoint: Checkpoint,
-    make_engine: MakeEngine,
+    compute: Compute,
     *,
     is_awaited: bool = False,
 ) -> JobSummary:
     """Answer the job's files, or the requests that it makes up, or its one prompt.
 
     Args:
-        make_engine: makes the engine, once there is something to answer.
+        compute: starts what computes, once there is something to answer.
         is_awaited: other ranks wait for the engine, also if everything is answered already.
 
     Raises:
@@ -60,9 +62,9 @@ def answer(
     """
     job, synthetic = run.job, run.job.synthetic
     if job.prompt is not None:
-        return _answer_prompt(run, job.prompt, checkpoint, make_engine)
+        return _answer_prompt(run, job.prompt, checkpoint, compute)
     if synthetic is None:
-        summary = _answer_files(run, plan, checkpoint, make_engine, is_awaited=is_awaited)
+        summary = _answer_files(run, plan, checkpoint, compute, is_awaited=is_awaited)
     else:
         with tempfile.TemporaryDirectory(prefix="fminfer-") as folder:
             path = Path(folder) / "made_up.jsonl"
@@ -75,7 +77,7 @@ def answer(
             )
             run = replace(run, job=job.with_input(path))
             plan = run.job.plan()
-            summary = _answer_files(run, plan, checkpoint, make_engine, is_awaited=is_awaited)
+            summary = _answer_files(run, plan, checkpoint, compute, is_awaited=is_awaited)
         summary.made_up = synthetic.describe(summary.wall_s)
     if job.stats is not None:
         job.stats.write_text(json.dumps(summary.to_dict(), indent=2) + "\n")
@@ -87,14 +89,14 @@ def answer(
 
 
 def _answer_prompt(
-    run: RunContext, prompt: str, checkpoint: Checkpoint, make_engine: MakeEngine
+    run: RunContext, prompt: str, checkpoint: Checkpoint, compute: Compute
 ) -> JobSummary:
     """Print the answer to one prompt; say how it was asked, and what is odd about the answer."""
-    engine = start_engine(run, lambda bar: make_engine(checkpoint, bar))
+    engine = start_engine(run, checkpoint, compute)
     tell = _say_nothing if run.is_quiet else say
     try:
         request = _make_request(run, prompt, engine)
-        engine.tell_warnings(lambda text: None if FILLS.kind in text else tell(text))
+        engine.intake.on_warning = lambda text: None if FILLS.kind in text else tell(text)
         tell(_describe_asking(request, engine, is_raw=run.job.is_raw))
         foreseen = plan_ahead(run.config, checkpoint, run.role.spread.num_stages)
         with _keeping_answers(run, engine, foreseen.fingerprint()):
@@ -127,7 +129,7 @@ def _describe_asking(request: dict[str, Any], engine: Engine, *, is_raw: bool) -
         text = "Asking it as a chat, by the model's template; --raw completes it as plain text."
         return text + " The likeliest tokens are taken (--temperature)." * is_greedy
     why = "--raw" if is_raw else "this model has no chat template"
-    if engine.has_chat_template and not is_raw:
+    if engine.intake.has_chat_template and not is_raw:
         why = "--echo-prompt and --best-of are not of chats"
     most = counted(request["max_tokens"], "token")
     return f"Completing it as plain text ({why}), by at most {most} (--generate-seq-length)."
@@ -151,7 +153,7 @@ def _answer_files(
     run: RunContext,
     plan: Plan,
     checkpoint: Checkpoint,
-    make_engine: MakeEngine,
+    compute: Compute,
     *,
     is_awaited: bool,
 ) -> JobSummary:
@@ -169,7 +171,7 @@ def _answer_files(
         summary = run_job(None, files, summary, is_quiet=job.is_quiet)
     else:
         with _telling_how_to_go_on(job, files, run.stopper), reporting(job, plan):
-            summary = _answer_rows(run, files, summary, checkpoint, make_engine, fingerprint, facts)
+            summary = _answer_rows(run, files, summary, checkpoint, compute, fingerprint, facts)
     job.remote.upload(plan.outputs)
     write_at_end(job, plan, summary)
     if not job.keeps_output:
@@ -217,7 +219,7 @@ def _answer_rows(
     files: RunInputs,
     summary: JobSummary,
     checkpoint: Checkpoint,
-    make_engine: MakeEngine,
+    compute: Compute,
     fingerprint: Fingerprint,
     facts: RunFacts,
 ) -> JobSummary:
@@ -226,7 +228,7 @@ def _answer_rows(
     if not job.is_quiet:
         click.echo(f"Loading {checkpoint.name} ({summary.types}) …", err=True)
     try:
-        engine = start_engine(run, lambda bar: make_engine(checkpoint, bar))
+        engine = start_engine(run, checkpoint, compute)
     except BaseException as error:
         files.abandon(error)
         raise
@@ -264,7 +266,7 @@ def _keeping_answers(
     """Let the engine take answers of other runs, and keep its own, if the user wants that."""
     place, tell = run.job.result_cache, _say_nothing if run.is_quiet else say
     cache = open_result_cache(fingerprint, place, tell)
-    engine.result_cache = cache
+    engine.runs.cache = cache
     try:
         yield
     finally:

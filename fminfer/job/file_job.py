@@ -69,9 +69,9 @@ def run_job(
     bar = ProgressBar(inputs.num_rows, time_left, is_quiet=is_quiet, is_slowed=is_slowed)
     trace_file = None if trace is None else TraceFile(trace)
 
-    def on_work(num_fed: int, num_drawn: int) -> None:
+    def on_work(num_fed: int, num_drawn: int, num_running: int) -> None:
         bar.add_work(engine.stats, num_fed, num_drawn)
-        run_facts.add_step(num_fed, num_drawn, engine.num_running)
+        run_facts.add_step(num_fed, num_drawn, num_running)
         _show(bar, summary, inputs, engine)
 
     engine.follow(on_work, None if trace_file is None else trace_file.add)
@@ -108,7 +108,7 @@ def _answer(
     """
     left = [file.num_left for file in inputs.files]
     # Whoever writes a stream may wait.
-    runner = engine.start_run(
+    runner = engine.runs.start(
         LOOKAHEAD if None in left else WINDOW,
         lambda line: _name_line(line, inputs, summary),
         is_only_run=True,

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from fminfer.core.quantities import counted
 from fminfer.core.quantities import show_dtypes as show_dtypes
 from fminfer.core.quantities import show_seconds as show_seconds
-from fminfer.engine.stats import EngineStats
-from fminfer.job.time_left import Answering, TimeLeft
+from fminfer.engine.stats import EngineStats, Observed
+from fminfer.job.time_left import TimeLeft
 from fminfer.runtime.bars import make_bar, num_columns
 
 BAR_EVERY_S = 0.2
@@ -62,15 +62,15 @@ class ProgressBar:
         self._last_step_s = now_s
         self._num_tokens += num_fed + num_drawn
 
-    def drawing_s(self, engine: Answering) -> float | None:
+    def drawing_s(self, engine: Observed) -> float | None:
         """Estimate how long running rows take at most; None: none runs, or it is not known yet."""
         return self._time_left.running_s(engine)
 
-    def left_s(self, engine: Answering) -> float | None:
+    def left_s(self, engine: Observed) -> float | None:
         """Estimate the seconds left; None: nothing is known, or not how many rows there are."""
         return None if self.total_rows is None else self._time_left.all_s(engine, self.total_rows)
 
-    def update(self, num_rows: int, num_errors: int, engine: Answering) -> None:
+    def update(self, num_rows: int, num_errors: int, engine: Observed) -> None:
         """Show the newest counts, if it is time to.
 
         Args:
@@ -98,7 +98,7 @@ class ProgressBar:
         else:
             print(f"{rows}, {texts[0]}", file=sys.stderr, flush=True)
 
-    def _tell_left(self, engine: Answering) -> str:
+    def _tell_left(self, engine: Observed) -> str:
         left_s = self.left_s(engine)
         if left_s is None or self.total_rows is None:
             return UNKNOWN

@@ -7,8 +7,8 @@ from fminfer.job.answering import answer
 from fminfer.job.run_paths import RunContext, refuse_other_models
 from fminfer.job.run_summary import JobSummary
 from fminfer.models.checkpoint import Checkpoint
+from fminfer.runtime.computing import Compute
 from fminfer.runtime.process_roles import Opening, lead_or_join
-from fminfer.runtime.start_engine import MakeEngine
 
 
 def run_process(run: RunContext) -> JobSummary | None:
@@ -19,9 +19,9 @@ def run_process(run: RunContext) -> JobSummary | None:
     """
     prepare = _Preparing(run)
 
-    def lead(run: RunContext, checkpoint: Checkpoint, make_engine: MakeEngine) -> JobSummary:
+    def lead(run: RunContext, checkpoint: Checkpoint, compute: Compute) -> JobSummary:
         is_awaited = run.role.kind == "apart" and run.role.spread.num_pipelines == 1
-        return answer(run, prepare.plan, checkpoint, make_engine, is_awaited=is_awaited)
+        return answer(run, prepare.plan, checkpoint, compute, is_awaited=is_awaited)
 
     return lead_or_join(run, prepare, lead)
 

@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import Protocol
 
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import EngineStats, Observed
 
 # A step takes as long as so many of its tokens: its weights are read, its kernels started.
 # The CPU's figure is that of llamas of 12 × 768. The GPU's is assumed.
 STEP_TOKENS = {"cpu": 40.0, "cuda": 300.0}
 MINUTE_S, MARK_EVERY_S = 60.0, 1.0
-
-
-class Answering(Protocol):
-    """An engine, as far as it is looked at."""
-
-    @property
-    def stats(self) -> EngineStats: ...
-
-    @property
-    def num_running(self) -> int: ...
-
-    @property
-    def longest_row(self) -> int: ...
 
 
 class TimeLeft:
@@ -58,13 +44,14 @@ class TimeLeft:
         while len(self._marks) > 1 and self._elapsed_s - self._marks[1][0] >= MINUTE_S:
             self._marks.popleft()
 
-    def running_s(self, engine: Answering) -> float | None:
+    def running_s(self, engine: Observed) -> float | None:
         """Estimate how long running rows take at most; None: none runs, or it is not known yet."""
-        num_turns = engine.longest_row
-        num_tokens = num_turns * engine.num_running
+        state = engine.state
+        num_turns = state.longest_row
+        num_tokens = num_turns * state.num_running
         return self._seconds(num_turns * self._num_ranks, num_tokens) if num_tokens else None
 
-    def all_s(self, engine: Answering, total_rows: int) -> float | None:
+    def all_s(self, engine: Observed, total_rows: int) -> float | None:
         """Estimate how long all rows take that are left; None: it is not known yet."""
         stats, read = engine.stats, engine.stats.read
         if not read.num_rows:
@@ -80,13 +67,13 @@ class TimeLeft:
         num_places = max(1, stats.max_rows_running)
         # The longest of rows that may stop at any draw is so many times the usual one.
         times_usual = 1 + math.log(min(num_open, num_places))
-        usual = _expected(engine.longest_row, stops)
-        longest = _expected(engine.longest_row, stops / times_usual)
+        longest_row = engine.state.longest_row
+        usual, longest = _expected(longest_row, stops), _expected(longest_row, stops / times_usual)
         num_turns = max(longest, drawn_left / num_places + longest - usual)
         num_steps = num_turns * self._num_ranks + fed_left / self._most_fed
         return self._seconds(num_steps, fed_left + drawn_left)
 
-    def is_most(self, engine: Answering, total_rows: int) -> bool:
+    def is_most(self, engine: Observed, total_rows: int) -> bool:
         """Whether rows may take far less: all were read, and none has ended."""
         return engine.stats.read.num_rows >= total_rows and not engine.stats.num_ended
 

@@ -7,6 +7,8 @@ import sys
 from contextlib import suppress
 from typing import Any
 
+from fminfer.core.errors import printable
+
 USUAL_COLUMNS, USUAL_LINES = 80, 24  # for a terminal that does not report its size
 
 
@@ -57,3 +59,8 @@ def _terminal_size() -> os.terminal_size:
     with suppress(OSError, ValueError):
         return os.get_terminal_size(sys.stderr.fileno())
     return os.terminal_size((0, 0))
+
+
+def say(text: str) -> None:
+    """Tell the user something while rows run."""
+    write_beside_bar(printable(text).encode())

@@ -10,11 +10,16 @@ from fminfer.compute.step import StepTrace
 from fminfer.core.config import EngineConfig
 from fminfer.engine.engine_core import EngineCore, Facts
 from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.layer_count import check_split
+from fminfer.models.layer_source import OnProgress
+from fminfer.pipeline.group import Group, require_no_group
+from fminfer.pipeline.meeting import End
+from fminfer.pipeline.ranks import RankFacts
+from fminfer.runtime.bars import say
 from fminfer.runtime.build.agreement import require_room_for_all
-from fminfer.runtime.build.one_pipeline import OnePipeline
-from fminfer.runtime.launch.leading import start_own_ranks
-from fminfer.runtime.launch.processes import Processes
-from fminfer.runtime.launch.role import ChildOptions, Spread, pipeline_names
+from fminfer.runtime.build.one_pipeline import OnePipeline, OnStep, OnWork
+from fminfer.runtime.launch.processes import ProcessContext, Processes
+from fminfer.runtime.launch.role import ChildOptions, Spread, pipeline_names, rank_names
 from fminfer.runtime.team.team_core import Team
 from fminfer.runtime.team.team_process import start_pipelines
 from fminfer.text.tokenizer import Tokenizer
@@ -34,60 +39,82 @@ class Computing(Protocol):
     @property
     def gpu_memory(self) -> dict[str, int]: ...
 
-    def follow(
-        self, on_work: Callable[[int, int], None], on_step: Callable[[StepTrace], None] | None
-    ) -> None: ...
+    def follow(self, on_work: OnWork | None = None, on_step: OnStep | None = None) -> None:
+        """Call functions as work is computed.
+
+        Args:
+            on_work: told how many tokens were fed, how many drawn, and how many sequences run.
+            on_step: told of every step that is finished, if one pipeline computes.
+        """
 
     def close(self) -> None: ...
 
 
-Compute = Callable[[EngineConfig, Checkpoint, Tokenizer], Computing]
+Compute = Callable[[EngineConfig, Checkpoint, Tokenizer, OnProgress], Computing]
 
 
 def start_computing(
     config: EngineConfig,
     checkpoint: Checkpoint,
     tokenizer: Tokenizer,
-    on_progress: Callable[[int, int], None],
+    on_progress: OnProgress,
+    run: ProcessContext | None = None,
 ) -> Computing:
-    """Start the processes of which the options speak, and load the model.
+    """Give the other processes on this machine their tasks, and load the model.
 
     Args:
         on_progress: called with (bytes read, bytes in all) while weights load.
+        run: the command that has started them; None: they are started here, by somebody's program.
     """
-    if config.data_group_size > 1:
-        return _start_team(config, checkpoint)
-    return _load_pipeline(config, checkpoint, tokenizer, on_progress)
-
-
-def _load_pipeline(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    tokenizer: Tokenizer,
-    on_progress: Callable[[int, int], None],
-) -> OnePipeline:
-    """Load the model here, and in the processes of other ranks, which this starts."""
-    group = start_own_ranks(config) if config.num_stages > 1 else None
+    spread = Spread(config.num_stages, config.data_group_size) if run is None else run.role.spread
+    options = ChildOptions() if run is None else run.child_options
+    is_team = spread.num_pipelines > 1
+    if is_team:
+        require_room_for_all(config, checkpoint, spread)
+    children = _start_children(config, spread) if run is None else run.children
+    group = None
     try:
-        return OnePipeline(config, checkpoint, tokenizer, on_progress=on_progress, group=group)
+        if is_team:
+            tell = log.warning if run is None else say
+            return Team(
+                checkpoint, lambda: start_pipelines(children, config, spread, options), tell
+            )
+        if children.all:
+            facts = children.become_ranks(config, spread, options)
+            end = None if run is None else run.end
+            group = meet(facts, spread, end=end, children=children)
+        return OnePipeline(config, checkpoint, tokenizer, on_progress, group=group)
     except BaseException:
-        if group is not None:
-            group.abandon()
+        if run is None:
+            (children.end if group is None else group.abandon)()
         raise
 
 
-def _start_team(config: EngineConfig, checkpoint: Checkpoint) -> Team:
-    """Start several pipelines, in somebody's program."""
-    spread = Spread(config.num_stages, config.data_group_size)
-    require_room_for_all(config, checkpoint, spread)
-    names = pipeline_names(spread.num_pipelines)
-    members = Processes(names, num_ranks=spread.num_stages - 1, has_line=True)
-    try:
-        return Team(
-            checkpoint,
-            lambda: start_pipelines(members, config, spread, ChildOptions()),
-            log.warning,
-        )
-    except BaseException:
-        members.end()
-        raise
+def _start_children(config: EngineConfig, spread: Spread) -> Processes:
+    """Start the other processes of an engine in somebody's program."""
+    num_stages = spread.num_stages
+    if spread.num_pipelines > 1:
+        names = pipeline_names(spread.num_pipelines)
+        return Processes(names, num_ranks=num_stages - 1, has_line=True)
+    if num_stages > 1:
+        require_no_group()
+        check_split(config, num_stages)
+    return Processes(rank_names(num_stages))
+
+
+def meet(
+    facts: RankFacts,
+    spread: Spread,
+    prepare: Callable[[int], None] = lambda rank: None,
+    end: End | None = None,
+    children: Processes | None = None,
+) -> Group:
+    """Meet the other ranks of a pipeline, as `Meeting` says."""
+    return Group(
+        facts,
+        join_timeout_s=spread.join_timeout_s,
+        rank_timeout_s=spread.rank_timeout_s,
+        prepare=prepare,
+        end=end,
+        children=children,
+    )

@@ -4,38 +4,28 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from typing_extensions import Self
 
-from fminfer.compute.step import StepTrace
-from fminfer.contract.envelope import Envelope
-from fminfer.contract.line import Line, as_line
 from fminfer.contract.record import Record
 from fminfer.core.config import EngineConfig, make_config
 from fminfer.core.errors import UsageError
 from fminfer.core.option import show_options
 from fminfer.engine.engine_core import Facts
 from fminfer.engine.events import Event
-from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.engine.sequence import Prepared
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.engine.text_request import request_of_text
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.plan.opening import open_model
-from fminfer.runtime.build.assembly import find_limits, load_tokenizer
+from fminfer.runtime.build.assembly import load_tokenizer, make_intake
 from fminfer.runtime.build.one_pipeline import OnePipeline
-from fminfer.runtime.computing import Compute, Computing, start_computing
-from fminfer.runtime.lines.asked import RecordForm
-from fminfer.runtime.lines.lanes import Lane, Lanes
-from fminfer.runtime.lines.line_intake import LineIntake, NameLine
-from fminfer.runtime.lines.runner import LOOKAHEAD, LineRunner
-from fminfer.runtime.result_cache import ResultCache
-from fminfer.text.chat_template import ChatTemplate
+from fminfer.runtime.computing import Compute, start_computing
+from fminfer.runtime.lines.runs import LOOKAHEAD, AnyRequest, Runs
 
 REPEAT_BITS = 64  # of the random number by which requests without a seed differ
 
@@ -60,7 +50,7 @@ class Engine:
         model_name: the same, by the name that it has on the command line.
         on_progress: called with (bytes read, bytes in all) while weights load.
         checkpoint: the model, if it is opened already.
-        compute: starts what computes; None: the processes of which the options speak.
+        compute: starts what computes.
         options: fields of `EngineConfig`, which `__init__` lists. Given with a config, they take
             the place of its own.
 
@@ -83,7 +73,7 @@ class Engine:
         model_name: str | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         checkpoint: Checkpoint | None = None,
-        compute: Compute | None = None,
+        compute: Compute = start_computing,
         **options: Any,
     ) -> None:
         started = time.perf_counter()
@@ -95,19 +85,12 @@ class Engine:
         self.tokenizer = load_tokenizer(config, checkpoint)
         self.context_length = checkpoint.context_length  # most tokens of prompt and completion
         self.vocab_size: int = checkpoint.config.vocab_size
-        if compute is not None:
-            self._computing: Computing = compute(config, checkpoint, self.tokenizer)
-        else:
-            self._computing = start_computing(config, checkpoint, self.tokenizer, on_progress)
+        self._computing = compute(config, checkpoint, self.tokenizer, on_progress)
+        self.follow = self._computing.follow
         self._core = self._computing.core
-        self.lanes = Lanes(self._core)  # of runs behind all other requests
-        num_blocks = self.facts.num_kv_blocks
-        limits = find_limits(config, checkpoint, self.tokenizer, num_blocks)
-        self._intake = Intake(self.tokenizer, limits)
-        self.result_cache: ResultCache | None = None  # for runs; whoever sets it closes it
+        self.intake = make_intake(config, checkpoint, self.tokenizer, self.facts.num_kv_blocks)
+        self.runs = Runs(self._core, self.intake, config, self.model_name)
         self._is_closed = False
-        self._runner: LineRunner | None = None  # of the run that goes on
-        self._left: deque[Event] = deque()  # of added requests, that a run met and did not need
         self.load_s = time.perf_counter() - started
 
     def __enter__(self) -> Self:
@@ -129,8 +112,8 @@ class Engine:
             fields: of the request, by their names in completions.
         """
         is_of_chat = self.config.chat_template is not None or not {"echo", "best_of"} & {*fields}
-        as_chat = not is_raw and self.has_chat_template and is_of_chat
-        return request_of_text(text, fields, self._intake, as_chat=as_chat)
+        as_chat = not is_raw and self.intake.has_chat_template and is_of_chat
+        return request_of_text(text, fields, self.intake, as_chat=as_chat)
 
     def add(
         self,
@@ -177,9 +160,9 @@ class Engine:
             RequestError: what is wrong with it.
             UncompiledError: it has a constraint that would have to be waited for.
         """
-        parsed = self._intake.parse(request, is_chat=is_chat, compiles=compiles)
-        prepared = self._intake.prepare(parsed, repeat=secrets.randbits(REPEAT_BITS))
-        self._intake.note(*parsed.warnings)
+        parsed = self.intake.parse(request, is_chat=is_chat, compiles=compiles)
+        prepared = self.intake.prepare(parsed, repeat=secrets.randbits(REPEAT_BITS))
+        self.intake.note(*parsed.warnings)
         return prepared
 
     def cancel(self, request_id: int) -> None:
@@ -188,13 +171,13 @@ class Engine:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for work, at most until the timeout; return whether there is any."""
-        self.lanes.feed()
-        return bool(self._left) or self._core.wait(timeout_s)
+        self.runs.lanes.feed()
+        return bool(self.runs.left) or self._core.wait(timeout_s)
 
     @property
     def has_work(self) -> bool:
         """Whether requests are without an answer."""
-        return bool(self._left) or self._core.has_work
+        return bool(self.runs.left) or self._core.has_work
 
     def step(self) -> list[Event]:
         """Compute a step and return its events. Always call it from the same thread.
@@ -204,79 +187,10 @@ class Engine:
         Raises:
             PipelineError: a rank failed; all requests are dropped.
         """
-        self.lanes.feed()
-        left = [self._left.popleft() for _ in range(len(self._left))]
-        try:
-            return self.lanes.take(left or self._core.step())
-        except BaseException as error:
-            self.lanes.fail(error)
-            raise
-
-    def start_run(
-        self,
-        read_ahead: int = LOOKAHEAD,
-        name_line: NameLine | None = None,
-        *,
-        is_only_run: bool = False,
-    ) -> LineRunner:
-        """Start a run over lines: add them to what is returned, and step that.
-
-        Args:
-            read_ahead: lines that may be read before there is room for them.
-            name_line: says with what a line's warning is told; None: its number.
-            is_only_run: prefixes need not be kept for another run of the engine.
-
-        Raises:
-            UsageError: an earlier run is not finished.
-        """
-        if read_ahead < 1:
-            raise UsageError(f"read_ahead is {read_ahead}; it must be at least 1")
-        if self._runner is not None and self._runner.is_busy:
-            raise UsageError("the engine is in the middle of a run; finish or close that one first")
-        self._intake.warnings.clear()
-        self._runner = LineRunner(
-            self._core,
-            LineIntake(self._intake, name_line=name_line),
-            RecordForm(self.model_name, int(time.time())),
-            read_ahead=read_ahead,
-            joins_equal=self.config.prefix_cache,
-            is_only_run=is_only_run,
-            cache=self.result_cache,
-            on_others=self._left.extend,
-        )
-        return self._runner
-
-    def start_run_behind(
-        self,
-        form: RecordForm,
-        check: Callable[[Envelope], None],
-        read_ahead: int = LOOKAHEAD,
-        name_line: NameLine | None = None,
-    ) -> tuple[LineRunner, Lane]:
-        """Start a run over lines behind all other requests, in a thread of the caller's own.
-
-        There may be several. Whoever answers the other requests calls `step` in its own thread.
-        Step the run as one of `start_run`; while it has nothing to tell, wait on the lane.
-
-        Args:
-            form: of the records.
-            check: raises a RequestError for a line that does not belong into this run, in place
-                of the check of its model.
-            read_ahead, name_line: as for `start_run`.
-        """
-        lane = self.lanes.open()
-        runner = LineRunner(
-            lane,
-            LineIntake(self._intake, check, name_line),
-            form,
-            read_ahead=read_ahead,
-            joins_equal=self.config.prefix_cache,
-            cache=self.result_cache,
-        )
-        return runner, lane
+        return self.runs.step()
 
     def run(
-        self, requests: Iterable[str | Mapping[str, Any] | Line], read_ahead: int = LOOKAHEAD
+        self, requests: Iterable[str | AnyRequest], read_ahead: int = LOOKAHEAD
     ) -> Generator[Record, None, None]:
         """Answer requests, and read them when there is room for them.
 
@@ -298,20 +212,15 @@ class Engine:
         """
         if isinstance(requests, str | Mapping):
             raise UsageError("requests is one request; give a list, such as [request]")
-        yield from self.start_run(read_ahead).run(self._as_lines(requests))
-
-    def _as_lines(self, requests: Iterable[str | Mapping[str, Any] | Line]) -> Iterator[Line]:
-        for number, request in enumerate(requests, start=1):
-            request = self.make_request(request) if isinstance(request, str) else request
-            yield request if isinstance(request, Line) else as_line(number, request)
+        asked = (self.make_request(r) if isinstance(r, str) else r for r in requests)
+        yield from self.runs.run(asked, read_ahead)
 
     def stop(self, grace_s: float) -> None:
         """End the run in good order: no more lines, and rows that run have so long to end.
 
         The run then raises StoppedError. It may be called from a signal handler.
         """
-        if self._runner is not None:
-            self._runner.stop(grace_s)
+        self.runs.stop(grace_s)
 
     @property
     def stats(self) -> EngineStats:
@@ -320,31 +229,13 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Prompts that have not begun; of several pipelines: requests. Any thread may ask.
-
-        Those of runs behind all others do not count.
-        """
-        return max(0, self._core.num_waiting - self._core.num_waiting_behind)
+        """As in the state, and cheaper. Any thread may ask."""
+        return self._core.num_waiting
 
     @property
-    def num_running(self) -> int:
-        """Sequences that hold KV cache. Any thread may ask."""
-        return self._core.num_running
-
-    @property
-    def kv_usage(self) -> float:
-        """The part of the KV cache that sequences hold, from 0 to 1. Any thread may ask."""
-        return self._core.kv_usage
-
-    @property
-    def longest_row(self) -> int:
-        """The most tokens that a running row may still draw, as far as it is known."""
-        return self._core.longest_row
-
-    @property
-    def chat_template(self) -> ChatTemplate:
-        """What renders the messages of chat requests."""
-        return self._intake.chat_template
+    def state(self) -> EngineState:
+        """What waits and runs at the moment. Any thread may ask."""
+        return self._core.state
 
     @property
     def facts(self) -> Facts:
@@ -378,36 +269,9 @@ class Engine:
         return self._computing.gpu_memory
 
     @property
-    def limits(self) -> RequestLimits:
-        """What the model and the options allow a request."""
-        return self._intake.limits
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether chat requests can be answered."""
-        return self._intake.has_chat_template
-
-    @property
     def warnings(self) -> dict[str, int]:
         """Warnings about requests that were answered, and how often each occurred."""
-        return self._intake.warnings.to_dict()
-
-    def tell_warnings(self, tell: Callable[[str], None]) -> None:
-        """Call a function with each warning when it first occurs."""
-        self._intake.on_warning = tell
-
-    def follow(
-        self,
-        on_work: Callable[[int, int], None] = lambda num_fed, num_drawn: None,
-        on_step: Callable[[StepTrace], None] | None = None,
-    ) -> None:
-        """Call functions as work is computed.
-
-        Args:
-            on_work: told how many tokens were fed, and how many drawn.
-            on_step: told of every step that is finished, if one pipeline computes.
-        """
-        self._computing.follow(on_work, on_step)
+        return self.intake.warnings.to_dict()
 
     def close(self) -> None:
         """End what computes. The engine cannot be used afterwards."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TypeVar
 
 import transformers
@@ -14,24 +15,22 @@ import transformers
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, StoppedError
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.pipeline.group import Group
 from fminfer.pipeline.meeting import End
 from fminfer.pipeline.ranks import RankFacts
 from fminfer.plan.opening import open_model
 from fminfer.plan.planning import plan_ahead
-from fminfer.runtime.bars import LoadingBar
-from fminfer.runtime.build.one_pipeline import serve_rank
-from fminfer.runtime.engine_api import Engine
-from fminfer.runtime.launch.leading import lead_ranks
+from fminfer.runtime.bars import say
+from fminfer.runtime.build.one_pipeline import OnePipeline, serve_rank
+from fminfer.runtime.computing import Compute, meet, start_computing
 from fminfer.runtime.launch.processes import ProcessContext, Processes
 from fminfer.runtime.launch.role import RunLink, Spread, Task
-from fminfer.runtime.start_engine import MakeEngine, engine_of_one, engine_of_several, own_engine
 from fminfer.runtime.team.team_apart import Apart
+from fminfer.runtime.team.team_core import Team
 from fminfer.runtime.team.team_member import serve_pipeline
 
 Context = TypeVar("Context", bound=ProcessContext)
 Led = TypeVar("Led")
-Lead = Callable[[Context, Checkpoint, MakeEngine], Led]
+Lead = Callable[[Context, Checkpoint, Compute], Led]
 
 
 def lead_or_join(process: Context, prepare: Opening, lead: Lead[Context, Led]) -> Led | None:
@@ -39,7 +38,8 @@ def lead_or_join(process: Context, prepare: Opening, lead: Lead[Context, Led]) -
 
     Args:
         prepare: is called by ranks that are started apart, before they meet.
-        lead: makes the engine and does the command's work with it. Another rank returns None.
+        lead: makes the engine, with what computes for it, and does the command's work with it.
+            Another rank returns None.
 
     Raises:
         FminferError: the command cannot go on.
@@ -50,7 +50,8 @@ def lead_or_join(process: Context, prepare: Opening, lead: Lead[Context, Led]) -
         facts = process.role.facts
         if facts is None:
             with _naming_rank_0() if process.role.kind == "starter" else nullcontext():
-                return lead(process, open_model(process.config), own_engine(process))
+                compute = partial(start_computing, run=process)
+                return lead(process, open_model(process.config), compute)
         if process.role.spread.num_pipelines > 1:
             return _be_one_of_several(process, facts, prepare, lead)
         return _be_a_rank(process, facts, prepare, lead)
@@ -65,12 +66,9 @@ def _be_a_rank(
         process.stopper.leave_to_rank_0()
         serve_rank(group, process.config, prepare.checkpoint)
         return None
-
-    def make_engine(checkpoint: Checkpoint, loading: LoadingBar) -> Engine:
-        return engine_of_one(process.config, checkpoint, loading, group)
-
     with group.telling():
-        return lead(process, prepare.checkpoint.with_weights(), make_engine)
+        checkpoint = prepare.checkpoint.with_weights()
+        return lead(process, checkpoint, partial(OnePipeline, group=group))
 
 
 def _be_one_of_several(
@@ -90,13 +88,12 @@ def _be_one_of_several(
         raise
     if apart.rank == 0:
 
-        def make_engine(checkpoint: Checkpoint, loading: LoadingBar) -> Engine:
-            return engine_of_several(
-                config, checkpoint, lambda: apart.start_pipelines(config, process.child_options)
-            )
+        def compute(_: EngineConfig, checkpoint: Checkpoint, *others: object) -> Team:
+            start = partial(apart.start_pipelines, config, process.child_options)
+            return Team(checkpoint, start, say)
 
         with apart.leading():
-            return lead(process, checkpoint, make_engine)
+            return lead(process, checkpoint, compute)
     process.stopper.leave_to_rank_0()
     if not apart.await_start():
         return None
@@ -141,8 +138,13 @@ def do_task(task: Task, ranks: Processes, end: End) -> None:
     assert role.link is not None, "a member has a way to the run"
     group = None
     if ranks.all:
-        group = lead_ranks(config, ranks, role.spread, task.child_options, end)
-    serve_pipeline(config, group, role.link, role.spread)
+        facts = ranks.become_ranks(config, role.spread, task.child_options)
+        group = meet(facts, role.spread, end=end, children=ranks)
+    try:
+        serve_pipeline(config, group, role.link, role.spread)
+    except FminferError as error:
+        error.is_told = True  # by the run, whose stderr is this process's, too
+        raise
 
 
 def be_a_stage(
@@ -169,17 +171,6 @@ def be_a_stage(
         return
     with group.telling():
         serve_pipeline(config, group, link, spread, opening.checkpoint)
-
-
-def meet(facts: RankFacts, spread: Spread, prepare: Opening, end: End) -> Group:
-    """Meet the other ranks of a pipeline, all of them started apart or by rank 0."""
-    return Group(
-        facts,
-        join_timeout_s=spread.join_timeout_s,
-        rank_timeout_s=spread.rank_timeout_s,
-        prepare=prepare,
-        end=end,
-    )
 
 
 class Opening:

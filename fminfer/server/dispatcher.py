@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fminfer.core.errors import FminferError, StoppedError, UncompiledError
 from fminfer.engine.events import Delta, Event, Finished
 from fminfer.engine.sequence import Prepared
-from fminfer.runtime.result_cache import ResultCache
+from fminfer.runtime.engine_api import Engine
 from fminfer.server.http_errors import HttpError, shutting_down
 from fminfer.server.metrics import Metrics, RequestTimes
 from fminfer.server.reply import Reply
@@ -28,43 +28,17 @@ MOST_RETRY_S = 60
 Result = TypeVar("Result")
 
 
-class DispatchedEngine(Protocol):
-    """What of an `Engine` is needed here."""
-
-    @property
-    def num_waiting(self) -> int: ...
-
-    def prepare(
-        self, request: Mapping[str, Any], *, is_chat: bool | None = None, compiles: bool = True
-    ) -> Prepared: ...
-
-    def add(self, request: Prepared, *, priority: int = 0, is_streamed: bool = False) -> int: ...
-
-    def cancel(self, request_id: int) -> None: ...
-
-    def wait(self, timeout_s: float | None = None) -> bool: ...
-
-    def step(self) -> list[Event]: ...
-
-
 class Dispatcher:
     """Takes requests in an event loop, and answers them with an engine.
 
     Args:
         queue_size: prompts that may wait; 0: any number.
         metrics: is told of each request's times.
-        cache: has answers that need not be computed.
     """
 
-    def __init__(
-        self,
-        engine: DispatchedEngine,
-        queue_size: int,
-        metrics: Metrics,
-        cache: ResultCache | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine, queue_size: int, metrics: Metrics) -> None:
         self._engine = engine
-        self._cache = cache
+        self._cache = engine.runs.cache  # has answers that need not be computed
         self._metrics = metrics
         self._queue_size = queue_size
         self._open: dict[int, Reply] = {}  # of the event loop's thread only

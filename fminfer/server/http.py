@@ -18,11 +18,13 @@ from fminfer.core.quantities import counted, show_dtypes
 from fminfer.machine.stopper import Stopper
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.plan.planning import plan_ahead
+from fminfer.runtime.bars import say
+from fminfer.runtime.computing import Compute
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.launch.processes import ProcessContext
 from fminfer.runtime.process_roles import Opening, lead_or_join
 from fminfer.runtime.result_cache import ResultCache, open_result_cache
-from fminfer.runtime.start_engine import MakeEngine, say, start_engine
+from fminfer.runtime.start_engine import start_engine
 from fminfer.server.asgi_app import make_app
 from fminfer.server.batches.batch_metrics import BatchMetrics
 from fminfer.server.batches.desk import BatchService, ServerState
@@ -57,25 +59,25 @@ def serve_process(run: ServeContext) -> None:
     lead_or_join(run, Opening(run.config), _serve)
 
 
-def _serve(run: ServeContext, checkpoint: Checkpoint, make_engine: MakeEngine) -> None:
+def _serve(run: ServeContext, checkpoint: Checkpoint, compute: Compute) -> None:
     """Make the engine, and let it answer over HTTP; only the first process does so."""
     # Both before a model is loaded for nothing.
     address = open_socket(run.settings)
     state = _open_state(run, checkpoint)
     if not run.is_quiet:
         click.echo(f"Loading {checkpoint.name} …", err=True)
-    engine = start_engine(run, lambda bar: make_engine(checkpoint, bar))
+    engine = start_engine(run, checkpoint, compute)
     try:
         if not run.is_quiet:
             types = show_dtypes(engine.facts.dtype, engine.facts.weight_dtype)
             place = f"{types} on {engine.device}, {counted(engine.facts.num_threads, 'thread')}"
             kernels = "compiled kernels" if engine.facts.has_kernel else "plain torch"
             click.echo(f"Ready after {run.elapsed_s():.1f} s: {place}, {kernels}.", err=True)
-        engine.result_cache = _open_cache(run, checkpoint)
+        engine.runs.cache = _open_cache(run, checkpoint)
         run_http(engine, run.settings, run.stopper, address, state)
     finally:
-        if engine.result_cache is not None:
-            engine.result_cache.close()
+        if engine.runs.cache is not None:
+            engine.runs.cache.close()
         engine.close()
 
 
@@ -285,10 +287,10 @@ class HttpThread(threading.Thread):
                 throughput.look()
             num_tokens = throughput.num_tokens
             if num_tokens != num_told:
-                engine, rates = self.service.engine, throughput.rates
+                state, rates = self.service.engine.state, throughput.rates
                 self.service.log.info(
-                    f"{engine.num_running} running, {dispatcher.num_waiting} waiting, KV cache "
-                    f"{engine.kv_usage:.0%} full; {rates.prompt_tokens:,.0f} prompt tokens/s, "
+                    f"{state.num_running} running, {dispatcher.num_waiting} waiting, KV cache "
+                    f"{state.kv_usage:.0%} full; {rates.prompt_tokens:,.0f} prompt tokens/s, "
                     f"{rates.generation_tokens:,.0f} new tokens/s"
                 )
             num_told = num_tokens
@@ -307,24 +309,23 @@ def _make_desk(state: ServerState, service: Service, settings: ServerSettings) -
 
 def _make_service(engine: Engine, settings: ServerSettings) -> Service:
     names = settings.served_model_names or (engine.model_name,)
-    config = engine.config
+    others = None if settings.served_model_names else engine.intake.limits.model_names
     model = ServedModel(
         names,
         engine.context_length,
-        engine.has_chat_template,
-        frozenset() if settings.served_model_names else engine.limits.model_names or frozenset(),
-        is_checked=config.check_model,
+        engine.intake.has_chat_template,
+        others or frozenset(),
+        is_checked=engine.config.check_model,
     )
     log = ServerLog(settings.log_level, is_quiet=settings.is_quiet)
-    engine.tell_warnings(log.warning)
-    cache = engine.result_cache
-    metrics = Metrics(engine, names[0], cache)
+    engine.intake.on_warning = log.warning
+    metrics = Metrics(engine, names[0])
     return Service(
         engine,
-        Dispatcher(engine, settings.queue_size, metrics, cache),
+        Dispatcher(engine, settings.queue_size, metrics),
         model,
         metrics,
-        Throughput(lambda: engine.stats),
+        Throughput(engine),
         BodyReader(settings.max_body_bytes),
         log,
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -19,36 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from fminfer.engine.events import Finished
-from fminfer.engine.stats import EngineStats
-
-
-class MetricsSource(Protocol):
-    """What is read of an engine, at any moment and from any thread."""
-
-    @property
-    def stats(self) -> EngineStats: ...
-
-    @property
-    def num_waiting(self) -> int: ...
-
-    @property
-    def num_running(self) -> int: ...
-
-    @property
-    def kv_usage(self) -> float: ...
-
-    @property
-    def gpu_memory(self) -> dict[str, int]: ...
-
-
-class CacheCounts(Protocol):
-    """What is read of a cache of answers."""
-
-    @property
-    def num_asked(self) -> int: ...
-
-    @property
-    def num_found(self) -> int: ...
+from fminfer.runtime.engine_api import Engine
 
 
 @dataclass(slots=True, frozen=True)
@@ -91,15 +62,12 @@ class Metrics:
     Args:
         engine: is read when `render` is called.
         model_name: the label of every metric that is about the model.
-        cache: of answers; None: the server has none.
     """
 
-    def __init__(
-        self, engine: MetricsSource, model_name: str, cache: CacheCounts | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, model_name: str) -> None:
         self._registry = registry = CollectorRegistry()
         self._model_name = model_name
-        registry.register(_EngineMetrics(engine, model_name, cache))
+        registry.register(_EngineMetrics(engine, model_name))
         ProcessCollector(registry=registry)
         self._queue_s = self._histogram(
             "vllm:request_queue_time_seconds", "From a request's coming to its admission.", SECONDS
@@ -172,24 +140,39 @@ class Metrics:
 class _EngineMetrics:
     """Reads an engine each time that somebody asks for the metrics."""
 
-    def __init__(self, engine: MetricsSource, model_name: str, cache: CacheCounts | None) -> None:
-        self._engine, self._model_name, self._cache = engine, model_name, cache
+    def __init__(self, engine: Engine, model_name: str) -> None:
+        self._engine, self._model_name = engine, model_name
 
     def collect(self) -> Iterator[Metric]:
         """Yield what the engine has counted, and how it stands."""
-        stats, gpu = self._engine.stats, self._engine.gpu_memory
-        for name, (meaning, read) in STATE.items():
-            yield self._add_value(
-                GaugeMetricFamily(name, meaning, labels=LABELS), read(self._engine)
-            )
-        for name, (meaning, count) in COUNTS.items():
-            yield self._add_value(CounterMetricFamily(name, meaning, labels=LABELS), count(stats))
-        for name, (meaning, read_cache) in OF_CACHE.items():
-            num = 0 if self._cache is None else read_cache(self._cache)
-            yield self._add_value(CounterMetricFamily(name, meaning, labels=LABELS), num)
-        for key, (name, meaning) in GPU.items():
-            if key in gpu:
-                yield self._add_value(GaugeMetricFamily(name, meaning, labels=LABELS), gpu[key])
+        stats, state, gpu = self._engine.stats, self._engine.state, self._engine.gpu_memory
+        # Those that were fed or found in the cache: it never falls, as a counter must not.
+        num_prompt_tokens = stats.num_prompt_tokens + stats.num_cached_tokens
+        cache = self._engine.runs.cache
+        num_asked, num_found = (0, 0) if cache is None else (cache.num_asked, cache.num_found)
+        for name, value in {
+            "vllm:num_requests_running": state.num_running,
+            "vllm:num_requests_waiting": state.num_waiting,
+            "vllm:kv_cache_usage_perc": state.kv_usage,
+            "fminfer:kv_cache_tokens": stats.num_kv_tokens,
+            "fminfer:peak_memory_bytes": _peak_bytes(),
+            "fminfer:gpu_peak_memory_bytes": gpu.get("peak_bytes"),
+            "fminfer:gpu_foreseen_memory_bytes": gpu.get("foreseen_bytes"),
+        }.items():
+            if value is not None:
+                yield self._add_value(GaugeMetricFamily(name, GAUGES[name], labels=LABELS), value)
+        for name, value in {
+            "vllm:prompt_tokens": num_prompt_tokens,
+            "vllm:generation_tokens": stats.num_generated_tokens,
+            "vllm:prefix_cache_queries": num_prompt_tokens,
+            "vllm:prefix_cache_hits": stats.num_cached_tokens,
+            "vllm:num_preemptions": stats.num_put_back,
+            "fminfer:tokens_fed_again": stats.num_again_tokens,
+            "fminfer:engine_steps": stats.num_steps,
+            "fminfer:result_cache_queries": num_asked,
+            "fminfer:result_cache_hits": num_found,
+        }.items():
+            yield self._add_value(CounterMetricFamily(name, COUNTERS[name], labels=LABELS), value)
 
     def _add_value(self, family: Family, value: float) -> Family:
         family.add_metric([self._model_name], value)
@@ -205,75 +188,27 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _num_prompt_tokens(stats: EngineStats) -> int:
-    """Return tokens that were fed or found in the cache; it never falls, as a counter must not."""
-    return stats.num_prompt_tokens + stats.num_cached_tokens
-
-
 LABELS = ["model_name"]
 SECONDS = _steps(-3, 2)  # limits of buckets
 TOKENS = _steps(0, 5)
 Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
-STATE: dict[str, tuple[str, Callable[[MetricsSource], float]]] = {
-    "vllm:num_requests_running": ("Sequences that run.", lambda engine: engine.num_running),
-    "vllm:num_requests_waiting": (
-        "Prompts that have not begun.",
-        lambda engine: engine.num_waiting,
-    ),
-    "vllm:kv_cache_usage_perc": (
-        "Part of the KV cache that running sequences hold, from 0 to 1.",
-        lambda engine: engine.kv_usage,
-    ),
-    "fminfer:kv_cache_tokens": (
-        "Tokens that the KV cache can hold.",
-        lambda engine: engine.stats.num_kv_tokens,
-    ),
-    "fminfer:peak_memory_bytes": (
-        "Most memory that this process has had.",
-        lambda engine: _peak_bytes(),
-    ),
+GAUGES = {
+    "vllm:num_requests_running": "Sequences that run.",
+    "vllm:num_requests_waiting": "Prompts that have not begun.",
+    "vllm:kv_cache_usage_perc": "Part of the KV cache that running sequences hold, from 0 to 1.",
+    "fminfer:kv_cache_tokens": "Tokens that the KV cache can hold.",
+    "fminfer:peak_memory_bytes": "Most memory that this process has had.",
+    "fminfer:gpu_peak_memory_bytes": "Most memory of this process's GPU so far.",
+    "fminfer:gpu_foreseen_memory_bytes": "Memory of this process's GPU that was forecast.",
 }
-COUNTS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "vllm:prompt_tokens": (
-        "Prompt tokens that were computed, or found in the prefix cache.",
-        _num_prompt_tokens,
-    ),
-    "vllm:generation_tokens": (
-        "Tokens that were drawn.",
-        lambda stats: stats.num_generated_tokens,
-    ),
-    "vllm:prefix_cache_queries": (
-        "Prompt tokens that were looked up in the prefix cache.",
-        _num_prompt_tokens,
-    ),
-    "vllm:prefix_cache_hits": (
-        "Prompt tokens that the prefix cache had.",
-        lambda stats: stats.num_cached_tokens,
-    ),
-    "vllm:num_preemptions": (
-        "Rows that were preempted and fed again.",
-        lambda stats: stats.num_put_back,
-    ),
-    "fminfer:tokens_fed_again": (
-        "Prompt tokens that were fed a second time for these.",
-        lambda stats: stats.num_again_tokens,
-    ),
-    "fminfer:engine_steps": ("Steps that were computed.", lambda stats: stats.num_steps),
-}
-OF_CACHE: dict[str, tuple[str, Callable[[CacheCounts], int]]] = {
-    "fminfer:result_cache_queries": (
-        "Requests that were looked up among the kept answers.",
-        lambda cache: cache.num_asked,
-    ),
-    "fminfer:result_cache_hits": (
-        "Requests that a kept answer was taken for.",
-        lambda cache: cache.num_found,
-    ),
-}
-GPU = {
-    "peak_bytes": ("fminfer:gpu_peak_memory_bytes", "Most memory of this process's GPU so far."),
-    "foreseen_bytes": (
-        "fminfer:gpu_foreseen_memory_bytes",
-        "Memory of this process's GPU that was forecast.",
-    ),
+COUNTERS = {
+    "vllm:prompt_tokens": "Prompt tokens that were computed, or found in the prefix cache.",
+    "vllm:generation_tokens": "Tokens that were drawn.",
+    "vllm:prefix_cache_queries": "Prompt tokens that were looked up in the prefix cache.",
+    "vllm:prefix_cache_hits": "Prompt tokens that the prefix cache had.",
+    "vllm:num_preemptions": "Rows that were preempted and fed again.",
+    "fminfer:tokens_fed_again": "Prompt tokens that were fed a second time for these.",
+    "fminfer:engine_steps": "Steps that were computed.",
+    "fminfer:result_cache_queries": "Requests that were looked up among the kept answers.",
+    "fminfer:result_cache_hits": "Requests that a kept answer was taken for.",
 }

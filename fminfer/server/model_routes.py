@@ -33,7 +33,7 @@ def model_routes(service: Service) -> APIRouter:
 
 
 def _add_token_routes(router: APIRouter, service: Service) -> None:
-    limits = service.engine.limits
+    limits = service.engine.intake.limits
 
     @router.post(
         "/tokenize",
@@ -91,12 +91,13 @@ def _add_state_routes(router: APIRouter, service: Service) -> None:
 
 
 def _describe_state(service: Service) -> dict[str, Any]:
-    rates, cache = service.throughput.rates, service.engine.result_cache
+    rates, cache = service.throughput.rates, service.engine.runs.cache
+    state = service.engine.state
     return {
         "model": service.model.names[0],
-        "num_running": service.engine.num_running,
+        "num_running": state.num_running,
         "num_waiting": service.dispatcher.num_waiting,
-        "kv_usage": service.engine.kv_usage,
+        "kv_usage": state.kv_usage,
         "prompt_tokens_per_s": rates.prompt_tokens,
         "generation_tokens_per_s": rates.generation_tokens,
         "result_cache_queries": 0 if cache is None else cache.num_asked,

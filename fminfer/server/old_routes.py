@@ -48,7 +48,7 @@ class _TextConvertor(PathConvertor):
 def old_routes(service: Service) -> APIRouter:
     """Return the routes of older servers."""
     router = APIRouter(tags=["Older servers"])
-    limits = service.engine.limits
+    limits = service.engine.intake.limits
     of_generation = generation_request_schema(limits, NEW_TOKENS, OF_COMPLETIONS)
     of_latency = latency_request_schema(limits, LATENCY_TOKENS, LATENCY)
     register_url_convertor("text", _TextConvertor())  # the routes below name it

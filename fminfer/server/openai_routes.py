@@ -140,7 +140,7 @@ def _choice(delta: Delta, *, is_chat: bool) -> dict[str, Any]:
 def openai_routes(service: Service) -> APIRouter:
     """Return the routes of the OpenAI API."""
     router = APIRouter(tags=["OpenAI API"])
-    limits = service.engine.limits
+    limits = service.engine.intake.limits
 
     @router.post(
         "/v1/completions",

@@ -59,7 +59,7 @@ def describe_field(each: Field, limits: RequestLimits | None) -> Schema:
     most = {}
     if limits is not None:
         most = {"context": limits.context_length - 1, "vocab": limits.vocab_size - 1}
-        most |= {"logprobs": limits.max_logprobs}
+        most |= {"logprobs": limits.config.max_logprobs}
     told = each.help
     if each.fate == "refused":
         told = f"Not supported; the name of that is {each.ours}." if each.ours else "Not supported."
@@ -99,7 +99,9 @@ def completion_request_schema(limits: RequestLimits) -> Schema:
     """Return the schema of a request to `/v1/completions`."""
     example = {"prompt": "Question: How do you go", "max_tokens": 8, "temperature": 0}
     fields = FIELDS["completions"].values()
-    return describe_fields("Complete prompts.", fields, limits, example, is_strict=limits.is_strict)
+    return describe_fields(
+        "Complete prompts.", fields, limits, example, is_strict=limits.config.strict
+    )
 
 
 def chat_request_schema(limits: RequestLimits) -> Schema:
@@ -110,7 +112,7 @@ def chat_request_schema(limits: RequestLimits) -> Schema:
         FIELDS["chat"].values(),
         limits,
         example,
-        is_strict=limits.is_strict,
+        is_strict=limits.config.strict,
     )
 
 

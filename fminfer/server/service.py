@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from fminfer.contract.field_table import MAX_NAME_CHARS
 from fminfer.contract.fields import show
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import Observed
 from fminfer.runtime.engine_api import Engine
 from fminfer.server.dispatcher import Dispatcher
 from fminfer.server.http_errors import HttpError
@@ -75,21 +75,17 @@ class Rates:
 
 
 class Throughput:
-    """Looks at an engine's counts now and then.
+    """Looks at an engine's counts now and then."""
 
-    Args:
-        read: returns the counts.
-    """
-
-    def __init__(self, read: Callable[[], EngineStats]) -> None:
-        self._read = read
+    def __init__(self, engine: Observed) -> None:
+        self._engine = engine
         self._started_s = time.monotonic()
         self._seen: deque[tuple[float, int, int]] = deque()
         self.look()
 
     def look(self) -> None:
         """Take note of the counts."""
-        stats = self._read()
+        stats = self._engine.stats
         now_s = time.monotonic()
         self._seen.append((now_s, stats.num_prompt_tokens, stats.num_generated_tokens))
         while len(self._seen) > 2 and self._seen[1][0] <= now_s - WINDOW_S:

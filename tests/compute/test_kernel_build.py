@@ -22,7 +22,8 @@ from fminfer.compute.kernels.kernel_build import KernelBuild, find_compiler
 from fminfer.compute.registry import find_library
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
-from fminfer.runtime.engine_api import Engine
+from fminfer.plan.opening import open_model
+from fminfer.runtime.build.one_pipeline import OnePipeline
 from fminfer.runtime.start_engine import start_engine
 
 CPU = torch.device("cpu")
@@ -77,7 +78,7 @@ def test_it_is_built_once_and_kept(cache: Path, monkeypatch: pytest.MonkeyPatch)
     assert KernelBuild()._process is not None, "another compiler's is another"
 
 
-def make_none(loading: object) -> Engine:
+def compute_none(*_: object) -> OnePipeline:
     raise NotImplementedError
 
 
@@ -91,10 +92,12 @@ def test_who_waits_for_a_build_is_told(
     write_compiler(tmp_path / "cxx", f"read line < {gate}; exit 1")
     monkeypatch.setattr(kernel_build, "_build", KernelBuild())
 
+    demo = open_model(EngineConfig(model="demo"))
+
     def start(*, is_quiet: bool = False) -> str:
-        run: Any = SimpleNamespace(config=EngineConfig(model="m"), is_quiet=is_quiet)
+        run: Any = SimpleNamespace(config=EngineConfig(model="demo"), is_quiet=is_quiet)
         with pytest.raises(NotImplementedError):
-            start_engine(run, make_none)
+            start_engine(run, demo, compute_none)
         return capfd.readouterr().err
 
     assert "Building kernels for this machine; this takes some seconds, once." in start()

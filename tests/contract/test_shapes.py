@@ -14,8 +14,8 @@ from fminfer.contract.envelope import open_envelope
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import ErrorCode
-from fminfer.engine.intake import RequestLimits
-from tests.engine.test_contract import CONTEXT, EOS, VOCAB, Bench
+from tests.engine.test_contract import Bench
+from tests.line_bench import with_options
 
 REQUEST = b'{ "prompt" :">","temperature":0.0,  "max_tokens":2.0,"user":null,"top_p":1}'
 BATCH = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
@@ -35,7 +35,7 @@ def batch(**fields: Any) -> dict[str, Any]:
 
 def strict_bench(**limits: Any) -> Bench:
     bench = Bench()
-    bench.intake.limits = RequestLimits(CONTEXT, VOCAB, 100, frozenset({EOS}), **limits)
+    bench.intake.limits = with_options(bench.intake.limits, **limits)
     return bench
 
 
@@ -114,7 +114,7 @@ def test_a_null_is_absent_whatever_its_name(is_strict: bool) -> None:
     lines = [{"prompt": ">", "max_tokens": 1}, {"request": {"prompt": ">"}}, batch(), {"note": 1}]
     names = sorted({name for line in lines for name in line})
     full = [{name: line.get(name) for name in names} for line in lines]
-    bench = strict_bench(is_strict=is_strict)
+    bench = strict_bench(strict=is_strict)
     *records, empty = run(*full, bench=bench)
     assert [record.error for record in records] == [None] * 3
     assert empty.error is not None and not bench.intake.warnings.to_dict()
@@ -270,7 +270,7 @@ def test_no_line_break_comes_out_whatever_came_in() -> None:
 
 def test_half_a_surrogate_pair_costs_nothing_but_itself() -> None:
     """orjson cannot write one: a name or a model that held it ended the whole run."""
-    bench = strict_bench(is_strict=True)
+    bench = strict_bench(strict=True)
     records = run(
         b'{"prompt":">","\\ud800":1}',
         b'{"body":{"prompt":">","max_tokens":1,"model":"\\ud800"},'
@@ -292,7 +292,7 @@ def test_strict_makes_warnings_errors() -> None:
         batch(metadata={}),
         {"prompt": ">", "user": "u", "model": "m", "best_of": None, "max_tokens": 1},
     ]
-    errors = [record.error for record in run(*lines, bench=strict_bench(is_strict=True))]
+    errors = [record.error for record in run(*lines, bench=strict_bench(strict=True))]
     assert [error and (error.code, error.param) for error in errors] == [
         ("unsupported_parameter", "tempreature"),
         ("out_of_range", "best_of"),

@@ -12,6 +12,7 @@ import transformers
 
 from fminfer.contract.line import Line
 from fminfer.contract.prompts import MAX_ENTRIES
+from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError
 from fminfer.engine.events import Delta, Event, Finished
 from fminfer.engine.intake import Intake, RequestLimits
@@ -23,7 +24,7 @@ from fminfer.runtime.lines.line_intake import FILLS, LineIntake
 from fminfer.runtime.team.team_process import StreamPosition
 from fminfer.text.tokenizer import Tokenizer
 from tests.engine.test_contract import Bench
-from tests.line_bench import over_lines
+from tests.line_bench import over_lines, with_options
 from tests.streams import check_stream, events_of, of_request
 
 # Renders as ">", behind which the script begins; a message named more makes it longer.
@@ -39,7 +40,7 @@ class ChatBench(Bench):
     def __init__(self, script: bytes, context: int = 200, **limits: Any) -> None:
         super().__init__(script, context=context, num_blocks=400)
         limits = {"chat_template": TEMPLATE} | limits
-        self.intake = Intake(self.tokenizer, replace(self.intake.limits, **limits))
+        self.intake = Intake(self.tokenizer, with_options(self.intake.limits, **limits))
 
     @property
     def warnings(self) -> list[str]:
@@ -136,7 +137,7 @@ def test_calls_stay_text_without_tools_or_a_parser() -> None:
     (warning,) = bench.warnings
     assert choice["message"]["content"] == text and "--tool-call-parser" in warning
     assert "does not write tools" in str(
-        ChatBench(b"a\0", chat_template=">", is_strict=True, tool_call_parser="hermes").error(
+        ChatBench(b"a\0", chat_template=">", strict=True, tool_call_parser="hermes").error(
             tools=TOOLS
         )
     )
@@ -325,7 +326,7 @@ def test_variables_and_keys_that_a_template_does_not_read_are_told() -> None:
         "mean thinks?)",
         "the chat template does not read these keys of messages, which have no effect: cache, name",
     ]
-    error = ChatBench(b"a\0", chat_template=template, is_strict=True).error(**asked)
+    error = ChatBench(b"a\0", chat_template=template, strict=True).error(**asked)
     assert error.code == "unsupported_parameter" and "thinsk" in error.message
 
 
@@ -394,7 +395,9 @@ def test_a_tag_that_is_a_special_token_is_read_all_the_same(is_special: bool) ->
     """Answers leave special tokens out, and calls would lose their tags with them."""
     hf = transformers.AutoTokenizer.from_pretrained(DEMO_MODEL)
     hf.add_tokens(["<tool_call>", "</tool_call>"], special_tokens=is_special)
-    intake = Intake(Tokenizer(hf), RequestLimits(100, len(hf), 5, tool_call_parser="hermes"))
+    intake = Intake(
+        Tokenizer(hf), RequestLimits(100, len(hf), config=EngineConfig(tool_call_parser="hermes"))
+    )
     asked = {"messages": HELLO, "tools": TOOLS}
     assert intake.parse(asked).params.skip_special_tokens is not is_special
     assert intake.parse({"messages": HELLO}).params.skip_special_tokens

@@ -117,7 +117,7 @@ class Bench(LineBench):
         )
         self.pipeline = ScriptedPipeline(script, block_size)
         super().__init__(
-            RequestLimits(options.get("context", CONTEXT), VOCAB, 100, frozenset({EOS})),
+            RequestLimits(options.get("context", CONTEXT), VOCAB, frozenset({EOS})),
             scheduler,
             self.pipeline,
             micro_batches=2,

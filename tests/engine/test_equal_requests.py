@@ -109,7 +109,7 @@ def test_what_is_kept_is_bounded(engine: fminfer.Engine, monkeypatch: pytest.Mon
     monkeypatch.setattr(equal_requests, "MAX_KEPT_ENTRIES", 300)
     requests = [GREEDY | {"prompt": f"{i} more"} for i in range(200)]
     list(engine.run(requests))
-    kept = engine._runner._equal
+    kept = engine.runs._runner._equal
     assert kept is not None
     assert 0 < kept._num_kept <= 300 and len(kept._finished) < 10 and not kept._leaders
     assert kept._followers.total() == kept._follower_bytes == 0

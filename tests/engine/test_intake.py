@@ -10,6 +10,7 @@ import pytest
 
 from fminfer.contract.envelope import MAX_QUOTED_BYTES
 from fminfer.contract.row_warnings import MAX_NAMES
+from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError
 from fminfer.engine import prompt_fit
 from fminfer.engine.intake import Intake, RequestLimits
@@ -28,7 +29,9 @@ def demo() -> Tokenizer:
 
 
 def prepare(tokenizer: Tokenizer, prompt: Any, on_too_long: Any = "error") -> Prepared:
-    intake = Intake(tokenizer, RequestLimits(512, 407, 100, on_too_long=on_too_long))
+    intake = Intake(
+        tokenizer, RequestLimits(512, 407, config=EngineConfig(on_too_long=on_too_long))
+    )
     return intake.prepare(intake.parse({"prompt": prompt, "echo": True}))
 
 
@@ -71,7 +74,9 @@ def test_a_giant_prompt_is_not_cut(demo: Tokenizer, monkeypatch: pytest.MonkeyPa
 
 
 def truncated(tokenizer: Tokenizer, on_too_long: Any = "error", **fields: Any) -> Prepared:
-    intake = Intake(tokenizer, RequestLimits(512, 407, 100, on_too_long=on_too_long))
+    intake = Intake(
+        tokenizer, RequestLimits(512, 407, config=EngineConfig(on_too_long=on_too_long))
+    )
     prepared = intake.prepare(intake.parse({"prompt": GIANT[:100_000]} | fields))
     assert bool(intake.warnings.to_dict()) is (on_too_long != "error")
     return prepared
@@ -151,7 +156,7 @@ def test_logprobs_of_a_line_have_a_joint_limit(
     """100 bytes that ask for n 128, max_tokens 100,000 and logprobs 20 could take 40 GB."""
 
     def ask(**fields: Any) -> Prepared:
-        intake = Intake(demo, RequestLimits(200_000, 407, 100))
+        intake = Intake(demo, RequestLimits(200_000, 407))
         return intake.prepare(intake.parse({"prompt": [5] * 10} | fields))
 
     large = {"n": 128, "max_tokens": 100_000}

@@ -110,7 +110,7 @@ def test_how_busy_it_is(has_cache: bool) -> None:
     loop = bench.loop
 
     def state() -> tuple[int, int, float]:
-        return loop.num_waiting, loop.num_running, round(loop.kv_usage, 9)
+        return loop.num_waiting, loop.num_running, round(loop.state.kv_usage, 9)
 
     assert state() == (0, 0, 0)
     for token in range(3):
@@ -130,7 +130,9 @@ def test_other_threads_may_ask_how_busy_it_is() -> None:
 
     def ask() -> None:
         while not is_over.is_set():
-            asked.append((bench.loop.num_waiting, bench.loop.num_running, bench.loop.kv_usage))
+            asked.append(
+                (bench.loop.num_waiting, bench.loop.num_running, bench.loop.state.kv_usage)
+            )
 
     thread = threading.Thread(target=ask)
     thread.start()

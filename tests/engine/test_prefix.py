@@ -129,7 +129,7 @@ class Bench(LineBench):
             cache=self.cache,
         )
         super().__init__(
-            RequestLimits(200, VOCAB, 100),
+            RequestLimits(200, VOCAB),
             scheduler,
             RememberingPipeline(block_size),
             micro_batches=num_stages + 1,

@@ -193,7 +193,7 @@ def scripted(tokenizer: Tokenizer, ids: list[int]) -> LineBench:
     pool = BlockPool(64, 4)
     scheduler = Scheduler(pool, chunk_size=16, max_rows=8, micro_batches=2)
     pipeline = ScriptedPipeline(cast(bytes, ids), 4)
-    limits = RequestLimits(200, 360, 100, frozenset({2}))
+    limits = RequestLimits(200, 360, frozenset({2}))
     where = {"micro_batches": 2, "kv_capacity": 256}
     return LineBench(limits, scheduler, pipeline, **where, tokenizer=tokenizer)
 

@@ -26,6 +26,7 @@ import orjson
 
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
+from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.files.journal import Journal, journal_path
@@ -211,7 +212,9 @@ def corpus() -> list[bytes]:
 def rounds(seed: int) -> Iterator[int]:
     """Do one thing after another; yield how many were done."""
     source, lines = random.Random(seed), corpus()
-    limits = RequestLimits(2048, 300, 100, is_strict=bool(seed % 2), chat_template=CHAT_TEMPLATE)
+    limits = RequestLimits(
+        2048, 300, config=EngineConfig(strict=bool(seed % 2)), chat_template=CHAT_TEMPLATE
+    )
     intake = LineIntake(Intake(Tokenizer(None), limits))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -20,13 +20,13 @@ from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.engine.packing import PlannedStep, pack
 from fminfer.engine.start import Starter
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.estimate.simulation import PretendPipeline
 from fminfer.job.progress import ProgressBar
 from fminfer.runtime.build.assembly import build_loop
 from fminfer.text.tokenizer import Tokenizer
 from tests.forked import Forked
-from tests.job.test_time_left import Clock, Told
+from tests.job.test_time_left import Clock, Told, drawing
 from tests.line_bench import over_lines
 
 END_ID = 7
@@ -36,7 +36,7 @@ def test_nothing_is_said_of_what_is_not_known(monkeypatch: pytest.MonkeyPatch) -
     """Rows without tokens ended the run with a division by zero, on a terminal only."""
     clock = Clock()
     monkeypatch.setattr("fminfer.job.progress.time", clock)
-    bar, engine = ProgressBar(3, is_quiet=True), Told(EngineStats(), 0)
+    bar, engine = ProgressBar(3, is_quiet=True), Told(EngineStats(), drawing(0))
     assert bar.left_s(engine) is None
     engine.stats.read.num_rows = 3
     assert bar.left_s(engine) is None and ProgressBar(None, is_quiet=True).left_s(engine) is None
@@ -58,7 +58,7 @@ def test_a_bound_is_shown_as_one(
     clock = Clock()
     monkeypatch.setattr("fminfer.job.progress.time", clock)
     stats = EngineStats(num_prompt_tokens=8, num_generated_tokens=20, max_rows_running=2)
-    engine = Told(stats, 90)
+    engine = Told(stats, drawing(90))
     stats.read.num_rows = 2
     stats.read.add(8, 2, 100)
     bar = ProgressBar(2, is_quiet=False)
@@ -103,18 +103,18 @@ def test_what_running_rows_may_still_draw_is_counted(monkeypatch: pytest.MonkeyP
 
     class LineRequest(PretendPipeline):
         def collect(self) -> StepResult:
-            told.append(loop.longest_row)
+            told.append(loop.state.longest_row)
             return super().collect()
 
     def asked_while_packing(*args: Any) -> PlannedStep:
         """Rows were in no list for a moment, and a signal then found none."""
-        while_packing.append(loop.longest_row)
+        while_packing.append(loop.state.longest_row)
         return pack(*args)
 
     while_packing: list[int] = []
     monkeypatch.setattr("fminfer.engine.scheduler.pack", asked_while_packing)
     tokenizer = Tokenizer(None)
-    limits = RequestLimits(2048, 256, 100, eos_ids=frozenset({END_ID}))
+    limits = RequestLimits(2048, 256, eos_ids=frozenset({END_ID}))
     loop = build_loop(
         EngineConfig(),
         Starter(tokenizer, limits.eos_ids, seed=1),
@@ -126,13 +126,13 @@ def test_what_running_rows_may_still_draw_is_counted(monkeypatch: pytest.MonkeyP
     )
     rows = [{"prompt": [9, 10, 11 + i], "max_tokens": n} for i, n in enumerate((5, 9, 30))]
     lines = (Line(0, i, json.dumps(row).encode()) for i, row in enumerate(rows, 1))
-    assert not loop.longest_row
+    assert not loop.state.longest_row
     assert len(list(over_lines(loop, Intake(tokenizer, limits)).run(lines))) == 3
     # While each step is computed: long rows first, two at once, the third when one has ended.
     assert told == [*range(30, 0, -1)]
     assert while_packing == told
     bar = ProgressBar(None, is_quiet=True)
-    engine, idle = Told(EngineStats(), 7, num_running=2), Told(EngineStats(), 0, num_running=0)
+    engine, idle = Told(EngineStats(), drawing(7, 2)), Told(EngineStats(), EngineState())
     assert bar.drawing_s(engine) is None, "nothing was computed yet"
     clock = Clock()
     monkeypatch.setattr("fminfer.job.progress.time", clock)
@@ -157,7 +157,7 @@ def test_the_bar_fits_a_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) 
         stats.read.add(400_000, 4_000, 100)
         bar.add_work(stats, 12_345_678, 0)
         bar.add_work(stats, 0, 87_654_321)
-        bar.update(450_000, 12_345, Told(stats, 91))
+        bar.update(450_000, 12_345, Told(stats, drawing(91)))
         bar.close()
     said = b""
     with contextlib.suppress(OSError):
@@ -176,7 +176,7 @@ def test_progress_is_honest_about_what_it_does_not_know(
 ) -> None:
     monkeypatch.setattr("fminfer.job.progress.FIRST_LINE_S", -1.0)
     bar = ProgressBar(None, is_quiet=False)
-    bar.update(3, 0, Told(EngineStats(), 0))
+    bar.update(3, 0, Told(EngineStats(), drawing(0)))
     bar.close()
     found = capsys.readouterr().err
     assert found.startswith("3/? rows,") and found.endswith("left ?\n")
@@ -190,6 +190,6 @@ def test_progress_shows_tokens_while_no_row_has_ended(
     bar = ProgressBar(300, is_quiet=False)
     bar.add_work(EngineStats(num_steps=1), 1200, 3)
     bar.add_work(EngineStats(num_steps=2), 0, 31)
-    bar.update(0, 0, Told(EngineStats(), 0))
+    bar.update(0, 0, Told(EngineStats(), drawing(0)))
     bar.close()
     assert capsys.readouterr().err.startswith("0/300 rows, 1,234 tokens, ")

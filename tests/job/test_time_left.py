@@ -17,7 +17,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.engine.start import Starter
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.estimate.cost_model import CostModel, StepWork
 from fminfer.estimate.simulation import PretendPipeline
 from fminfer.job.progress import ProgressBar
@@ -52,8 +52,12 @@ class Told:
     """An engine that says what it is told to."""
 
     stats: EngineStats
-    longest_row: int
-    num_running: int = 8
+    state: EngineState
+
+
+def drawing(longest_row: int, num_running: int = 8) -> EngineState:
+    """Return the state of an engine whose rows draw."""
+    return EngineState(longest_row=longest_row, num_running=num_running)
 
 
 class DrawingPipeline(PretendPipeline):
@@ -114,7 +118,7 @@ def run(
     costs = CostModel(MACHINES[how.get("machine", "float32")], 0.0)
 
     tokenizer = Tokenizer(None)
-    limits = RequestLimits(2048, 256, 100, eos_ids=frozenset({END_ID}))
+    limits = RequestLimits(2048, 256, eos_ids=frozenset({END_ID}))
     loop = build_loop(
         EngineConfig(),
         Starter(tokenizer, limits.eos_ids, seed=1),
@@ -224,5 +228,5 @@ def test_several_pipelines_share_the_rows() -> None:
         stats.num_steps += 10
         one.add(1.0, stats, 0, 80)
         two.add(0.5, stats, 0, 40)
-    told = [each.all_s(Told(stats, 100), 8) for each in (one, two)]
+    told = [each.all_s(Told(stats, drawing(100)), 8) for each in (one, two)]
     assert told == [pytest.approx(10.0), pytest.approx(10.0)]

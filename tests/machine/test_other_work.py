@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.job.progress import ProgressBar
 from fminfer.job.run_summary import JobSummary
 from fminfer.machine import control_groups, other_work
@@ -132,7 +132,7 @@ def test_progress_tells_of_it(
     """A run beside a busy process took six times as long, and showed "stage busy 100%"."""
     monkeypatch.setattr("fminfer.job.progress.FIRST_LINE_S", -1.0)
     bar = ProgressBar(3, is_quiet=False, is_slowed=lambda: is_slowed)
-    bar.update(1, 0, SimpleNamespace(stats=EngineStats(), longest_row=0))
+    bar.update(1, 0, SimpleNamespace(stats=EngineStats(), state=EngineState()))
     bar.close()
     assert ("slowed by other work" in capsys.readouterr().err) == is_slowed
 

@@ -111,7 +111,7 @@ def test_an_allowed_token_is_the_unconstrained_draw(engine: fminfer.Engine, draw
     end = next(
         place for place, pair in enumerate(zip(ids, bound_ids, strict=False)) if len(set(pair)) > 1
     )
-    limits = engine.limits
+    limits = engine.intake.limits
     compiled = grammars.find_grammars(engine.tokenizer, limits.vocab_size, limits.eos_ids)
     matcher = compiled.find(Constraint("regex", regex)).start()
     for token_id in ids[:end]:
@@ -143,7 +143,7 @@ def test_tokens_without_an_alternative_take_no_step(engine: fminfer.Engine) -> N
     assert [each["text"] for each in quick] == [each["text"] for each in slow]
     assert between[0] - before[0] < 0.7 * (after[0] - between[0])
     assert between[1] - before[1] == after[1] - between[1]
-    eos = min(engine.limits.eos_ids)
+    eos = min(engine.intake.limits.eos_ids)
     assert all(e["token_ids"][-1] == eos for e in quick if e["finish_reason"] == "stop")
 
 

@@ -115,7 +115,7 @@ def test_added_requests_and_a_run_go_side_by_side(engine: fminfer.Engine) -> Non
     """A run leaves answers of others to those who step."""
     request = QUESTION | {"max_tokens": 4, "seed": 1}
     (expected,) = answers(engine, request)
-    runner = engine.start_run()
+    runner = engine.runs.start()
     own = engine.add(request)
     runner.add(Line(0, 1, b'{"prompt": "north", "max_tokens": 2}'))
     runner.end_input()

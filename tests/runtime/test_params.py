@@ -14,6 +14,7 @@ import torch
 import transformers
 
 import fminfer
+from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError
 from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.models.stage import MAX_LOGITS
@@ -285,7 +286,7 @@ def test_min_tokens_holds_back_every_end(engine: fminfer.Engine) -> None:
 def test_min_tokens_holds_back_an_eos_that_is_ignored() -> None:
     """Under `ignore_eos` the EOS was drawn before `min_tokens`, as by no other engine."""
     engine = fminfer.Engine(dtype="float32")  # the demo model, which ends its answers
-    (eos,) = engine._intake.limits.eos_ids
+    (eos,) = engine.intake.limits.eos_ids
     way = {
         "prompt": "Question: How do you go from the den to the porch?\nAnswer:",
         "temperature": 0,
@@ -341,7 +342,7 @@ def test_a_stop_string_that_is_a_special_token_stops(
     monkeypatch.setattr("fminfer.runtime.engine_api.load_tokenizer", lambda *_: special_tokenizer)
     told: list[str] = []
     engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", kernels="off")
-    engine.tell_warnings(told.append)
+    engine.intake.on_warning = told.append
     to_eos = {"prompt": "two three", "logit_bias": {"1": 100}, "max_tokens": 3, "ignore_eos": True}
     asked = [
         {},
@@ -362,13 +363,13 @@ def test_a_stop_string_that_is_a_special_token_stops(
 
 
 def test_a_prompt_that_spells_bos_is_told_that_it_gets_two(special_tokenizer: Tokenizer) -> None:
-    intake = Intake(special_tokenizer, RequestLimits(100, 5, 5))
+    intake = Intake(special_tokenizer, RequestLimits(100, 5))
     (warning,) = intake.parse({"prompt": "<s> two"}).warnings
     assert "begin with <s>" in str(warning) and "add_special_tokens" in str(warning)
     for others in ({"prompt": "two <s>"}, {"prompt": "<s> two", "add_special_tokens": False}):
         assert not intake.parse(others).warnings
     assert not intake.parse({"prompt": [0, 3]}).warnings, "ids are used as they are"
-    strict = Intake(special_tokenizer, RequestLimits(100, 5, 5, is_strict=True))
+    strict = Intake(special_tokenizer, RequestLimits(100, 5, config=EngineConfig(strict=True)))
     with pytest.raises(RequestError, match="they have two"):
         strict.parse({"prompt": ["two", "<s> two"]})
 
@@ -391,14 +392,14 @@ def test_many_bad_words_are_tokenized_once(
 
 def test_bad_words_without_a_token_are_refused(special_tokenizer: Tokenizer) -> None:
     """Texts without a token became BOS, and so BOS would have been banned."""
-    intake = Intake(special_tokenizer, RequestLimits(100, 5, 5))
+    intake = Intake(special_tokenizer, RequestLimits(100, 5))
     for words in (["\n"], ["two", " "]):
         with pytest.raises(RequestError, match=r"bad_words is .* strings that have tokens"):
             intake.parse({"prompt": "two", "bad_words": words})
     with pytest.raises(RequestError, match="fewer: they can ban every token"):
         intake.parse({"prompt": "two", "bad_words": ["<s>", "</s>", "one", "two", "three"]})
     with pytest.raises(RequestError, match="more tokens than the model has rows"):
-        Intake(special_tokenizer, RequestLimits(100, 3, 5)).parse(
+        Intake(special_tokenizer, RequestLimits(100, 3)).parse(
             {"prompt": [1], "bad_words": ["two"]}
         )
 
@@ -409,7 +410,7 @@ def test_a_prompt_is_truncated_as_by_transformers(special_tokenizer: Tokenizer, 
     hf, text = special_tokenizer.hf, "two three two one three"
     assert hf is not None
     hf.truncation_side = side
-    intake = Intake(special_tokenizer, RequestLimits(100, 5, 5))
+    intake = Intake(special_tokenizer, RequestLimits(100, 5))
     for length, adds in itertools.product((2, 3, 5, 6, 50), (True, False)):
         fields = {"truncate_prompt_tokens": length, "truncation_side": side}
         fields |= {"prompt": text, "add_special_tokens": adds}

@@ -99,11 +99,11 @@ def cached(engine: fminfer.Engine, folder: Path) -> Iterator[ResultCache]:
     fingerprint = plan_ahead(engine.config, open_model(engine.config)).fingerprint()
     cache = open_result_cache(fingerprint, CachePlace(folder, 2**24), told.append)
     assert cache is not None
-    engine.result_cache = cache
+    engine.runs.cache = cache
     try:
         yield cache
     finally:
-        engine.result_cache = None
+        engine.runs.cache = None
         cache.close()
     assert told == [] and cache.trouble == ""
 

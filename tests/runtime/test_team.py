@@ -12,6 +12,8 @@ import socket
 import struct
 import time
 from contextlib import suppress
+from dataclasses import fields, replace
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,25 +21,30 @@ from typing import Any
 import pytest
 
 from fminfer.contract.request import SamplingParams
+from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError, UsageError
 from fminfer.engine.engine_core import Facts
 from fminfer.engine.events import Delta, Failed, Finished
 from fminfer.engine.sequence import Prepared
-from fminfer.engine.stats import EngineStats, ReadWork, StageStats
+from fminfer.engine.stats import EngineState, EngineStats, ReadWork, StageStats
 from fminfer.files.status_file import read_status
+from fminfer.models.fingerprint import digest_files
 from fminfer.pipeline.ranks import RankConfig
+from fminfer.plan.opening import open_model
+from fminfer.runtime.team.team_core import Team
 from fminfer.runtime.team.team_messages import (
     Ask,
     Broken,
     Cancel,
     Loaded,
-    Order,
     Ready,
     Told,
     decode,
     encode,
     receive,
+    send,
 )
+from fminfer.runtime.team.team_process import SentRequest, TeamPipeline
 from fminfer.text.encoded_prompt import EncodedPrompt
 from tests.forked import Forked
 
@@ -226,12 +233,31 @@ def test_pipelines_of_two_ranks(tmp_path: Path) -> None:
     assert read(outs[0]) == read(outs[1])
 
 
-def test_what_goes_wrong_in_a_pipeline_is_told(tmp_path: Path) -> None:
-    """The processes that were started ended with a traceback of their own."""
-    flags = ["--data-group-size", 2, "--budget", 10**12, "--output", tmp_path / "out.jsonl"]
-    status, err = finish(start(QUERIES / "plain.jsonl", *flags))
-    assert status == 2 and "a KV cache of" in err.splitlines()[-1]
-    assert "Traceback" not in err and "[pipeline 1] Error: a KV cache of" in err
+FLAGS = [("--world-size", 2), ("--world-size", 4, "--data-group-size", 2)]
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_what_is_wrong_in_every_process_is_told_once(flags: Any, tmp_path: Path) -> None:
+    """Each process said it, then the run of each pipeline, and then the run itself."""
+    output = ["--budget", 10**12, "--output", tmp_path / "out.jsonl"]
+    status, err = finish(start(QUERIES / "plain.jsonl", *flags, *output))
+    assert status == 2 and err.splitlines()[-1].startswith("Error: a KV cache of")
+    assert err.count("a KV cache of") == 1 and "Traceback" not in err, err
+
+
+def test_pipelines_that_fail_differently_are_all_told() -> None:
+    """Of several that fail alike as they start, the error that ends the run tells."""
+    said: list[str] = []
+    pipelines: list[TeamPipeline] = []
+    whys = ("no 8 GiB", "UsageError"), ("no file", "CheckpointError"), ("no 9 GiB", "UsageError")
+    for number, why in enumerate(whys):
+        ours, theirs = Pipe()
+        pipelines.append(TeamPipeline(number, ours))
+        send(theirs, Broken(*why))
+        theirs.close()
+    with pytest.raises(UsageError, match="no 9 GiB"):
+        Team(open_model(EngineConfig()).with_weights(), lambda: pipelines, said.append)
+    assert said == ["Pipeline 1 failed: no file; no other is left."]
 
 
 def test_a_fault_of_ours_costs_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,54 +284,38 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
             RankConfig(**wrong)  # type: ignore[arg-type]
 
 
+ASK = Ask(
+    7,
+    Prepared(
+        SamplingParams(stop=("\ud800", "x"), logit_bias=((5, -1.5),), seed=-(2**63)),
+        [EncodedPrompt([*range(20)], "text", [0, 1]), EncodedPrompt([1], "", [])],
+        repeat=2,
+        meaning=b"\xff\x00",
+    ),
+    priority=-1,
+    is_streamed=True,
+    is_counted=False,
+)
+FACTS = Facts(
+    *("cpu", "float32", "bfloat16", "float32", 2, True, 256, 4, 100, 20, False, "", "no compiler")
+)
 MESSAGES = [
     "go on",
-    Ask(
-        7,
-        Prepared(
-            SamplingParams(stop=("\ud800", "x"), logit_bias=((5, -1.5),), seed=-(2**63)),
-            [EncodedPrompt([*range(20)], "text", [0, 1]), EncodedPrompt([1], "", [])],
-            repeat=2,
-            meaning=b"\xff\x00",
-        ),
-        priority=-1,
-        is_streamed=True,
-        is_counted=False,
-    ),
+    ASK,
     Cancel(7),
-    Order("drain"),
+    "drain",
     Loaded({"a.safetensors": "digest"}),
-    Ready(
-        Facts(
-            "cpu",
-            "float32",
-            "bfloat16",
-            "float32",
-            2,
-            True,
-            256,
-            4,
-            100,
-            20,
-            False,
-            "",
-            "no compiler",
-        )
-    ),
+    Ready(FACTS),
     Broken("no\nroom", "OutOfMemoryError"),
     Told(
         [
             Delta(7, 1, "\ud800", [5], {"tokens": ["list"], "top_logprobs": None}, "stop", 5),
             Finished(7, [{"list": {"bytes": -0.1}, "text": "\ud800", "big": 2**70}], {"n": 1}, {}),
         ],
-        3,
-        True,
-        4,
-        2,
-        0.1,
+        EngineState(3, 2, 1, 0.1, True, 4, 2, 1),
         EngineStats(num_steps=3, stages=[StageStats(0.1, 1e-300, math.inf)], read=ReadWork(4, 5)),
     ),
-    Told([Failed(7, RequestError("out_of_range", "n is 0", "n"))], 0, False, 0, 0, 0.0, None),
+    Told([Failed(7, RequestError("out_of_range", "n is 0", "n"))], EngineState(), None),
 ]
 
 
@@ -317,6 +327,24 @@ def test_what_travels_between_processes_arrives_as_it_was(message: Any) -> None:
         assert vars(again.events[0].error) == vars(message.events[0].error)
     else:
         assert again == message
+
+
+def test_the_state_of_an_engine_travels_whole() -> None:
+    """Its fields were named one by one in ten files, so that a new one needed all of these."""
+    values = {each.name: number + 0.5 for number, each in enumerate(fields(EngineState))}
+    state = EngineState(**values)  # type: ignore[arg-type]
+    assert decode(encode(Told([], state, None))).state == state
+    checkpoint = open_model(EngineConfig()).with_weights()
+    ours, theirs = Pipe()
+    for message in (Loaded(digest_files(checkpoint)), Ready(FACTS), Told([], state, None)):
+        send(theirs, message)
+    team = Team(checkpoint, lambda: [TeamPipeline(0, ours)], print)
+    team._pipelines[0].asked[0] = SentRequest(ASK)  # so that it listens
+    assert team.step() == []
+    own = {name: getattr(team, name) for name in ("num_waiting", "num_waiting_behind")}
+    assert team.state == replace(state, has_begun=True, **own)
+    theirs.close()
+    team.close()
 
 
 def test_no_process_unpickles_what_another_sends() -> None:

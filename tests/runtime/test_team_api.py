@@ -109,7 +109,7 @@ def test_a_cancelled_request_is_told_no_more(team: fminfer.Engine) -> None:
         later = events_of(team)
         check_stream(later, last)
         assert {event.request_id for event in later} == {last}
-        assert team.longest_row < 400 and not team.has_work
+        assert team.state.longest_row < 400 and not team.has_work
 
     within(60, use)
 
@@ -152,12 +152,12 @@ def test_how_busy_all_pipelines_are(team: fminfer.Engine) -> None:
         for _ in range(20):
             team.add(LONG | {"max_tokens": 60}, is_streamed=True)
         assert team.num_waiting == 20
-        while team.num_running < 2 * MAX_ROWS:
+        while team.state.num_running < 2 * MAX_ROWS:
             assert team.has_work, "both pipelines run all their rows at once, at some moment"
             team.step()
-        assert 0 < team.kv_usage < 1 and 0 < team.num_waiting <= 12
+        assert 0 < team.state.kv_usage < 1 and 0 < team.num_waiting <= 12
         events_of(team)
-        assert (team.num_waiting, team.num_running, team.kv_usage) == (0, 0, 0)
+        assert (team.num_waiting, team.state.num_running, team.state.kv_usage) == (0, 0, 0)
 
     within(60, use)
 
@@ -165,7 +165,7 @@ def test_how_busy_all_pipelines_are(team: fminfer.Engine) -> None:
 def test_a_higher_priority_enters_first(team: fminfer.Engine) -> None:
     def use() -> None:
         low = [team.add(LONG | {"max_tokens": 60}) for _ in range(40)]
-        while not team.longest_row:
+        while not team.state.longest_row:
             team.step()
         high = team.add(QUESTION | {"max_tokens": 3}, priority=1, is_streamed=True)
         events = events_of(team)
@@ -178,11 +178,11 @@ def test_a_higher_priority_enters_first(team: fminfer.Engine) -> None:
 
 def test_a_run_is_stopped_and_the_engine_goes_on(team: fminfer.Engine) -> None:
     def use() -> None:
-        runner = team.start_run()
+        runner = team.runs.start()
         for number in range(1, 41):
             row = b'{"prompt": "north", "max_tokens": 400, "ignore_eos": true, "seed": %d}' % number
             runner.add(Line(0, number, row))
-        while not team.longest_row:
+        while not team.state.longest_row:
             runner.step()
         team.stop(0.0)
         with pytest.raises(StoppedError):

@@ -110,8 +110,8 @@ class Running:
     def is_idle(self) -> bool:
         """Tell whether no request is open, and none holds anything."""
         engine, dispatcher = self.engine, self.thread.service.dispatcher
-        is_free = not (engine.has_work or engine.num_running or engine.num_waiting)
-        return is_free and dispatcher.num_open == 0 and engine.kv_usage == 0
+        is_free = not (engine.has_work or engine.state.num_running or engine.num_waiting)
+        return is_free and dispatcher.num_open == 0 and engine.state.kv_usage == 0
 
 
 def until(is_so: Callable[[], bool], what: str) -> None:

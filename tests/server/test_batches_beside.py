@@ -36,7 +36,7 @@ def has_begun(batch: dict[str, object]) -> bool:
 def test_a_live_request_takes_few_steps_beside_a_batch(server: Running) -> None:
     """All rows are a batch's, each for 400 steps more; a live one needs its own steps and two."""
     batch = create(server, long_lines(300, 400))
-    until(lambda: server.engine.num_running == 4, "the batch has all rows")
+    until(lambda: server.engine.state.num_running == 4, "the batch has all rows")
     num_steps = []
     for _ in range(10):
         before = server.engine.stats.num_steps
@@ -80,14 +80,14 @@ def test_a_short_batch_does_not_wait_for_a_long_one(server: Running) -> None:
 
 def test_batches_share(server: Running) -> None:
     """Three begin together; when one is over, the others are not far behind."""
-    server.engine.lanes.is_closed = True
+    server.engine.runs.lanes.is_closed = True
     batches = [create(server, long_lines(120, 100)) for _ in range(3)]
     for batch in batches:
         wait_until(server, batch, has_begun)
     # A lane that is alone for a moment may have as many prompts in the engine as wait there.
-    lanes = server.engine.lanes._lanes
+    lanes = server.engine.runs.lanes.all
     until(lambda: len(lanes) == 3 and all(lane.num_waiting >= 32 for lane in lanes), "all wait")
-    server.engine.lanes.is_closed = False
+    server.engine.runs.lanes.is_closed = False
     first = None
     while first is None:
         found = [get(server, batch) for batch in batches]
@@ -113,7 +113,7 @@ def test_nothing_is_left_of_ended_batches(server: Running) -> None:
         wait_for_end(server, create(server, long_lines(8, 4)))
     until(server.is_idle, "all is free")
     time.sleep(0.05)
-    lanes = server.engine.lanes
-    assert not lanes._lanes and not lanes._asked
+    lanes = server.engine.runs.lanes
+    assert not lanes.all
     assert not [t for t in threading.enumerate() if t.name.startswith("batch_")]
     assert 'kind="answer"' in server.get("/metrics").body.decode()

@@ -161,7 +161,7 @@ def test_clients_that_leave_free_their_rows(server: Running) -> None:
     long = {"prompt": QUESTION, "max_tokens": 900, "ignore_eos": True}
     for fields in (long, long | {"stream": True}, long | {"n": 8}):
         connections = [server.start_post("/v1/completions", fields) for _ in range(3)]
-        until(lambda: server.engine.num_running > 0, "they run")
+        until(lambda: server.engine.state.num_running > 0, "they run")
         for connection in connections:
             connection.close()
         until(server.is_idle, "all is free")
@@ -170,7 +170,7 @@ def test_clients_that_leave_free_their_rows(server: Running) -> None:
 def test_a_stream_that_nobody_reads_holds_no_other(server: Running) -> None:
     fields = {"prompt": QUESTION, "max_tokens": 900, "ignore_eos": True, "n": 8, "logprobs": 20}
     connection = server.start_post("/v1/completions", fields | {"stream": True})
-    until(lambda: server.engine.num_running > 0, "it runs")
+    until(lambda: server.engine.state.num_running > 0, "it runs")
     assert server.post("/v1/completions", REQUESTS[0]).status == 200
     connection.close()
     until(server.is_idle, "all is free")

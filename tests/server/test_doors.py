@@ -273,7 +273,7 @@ def test_a_full_queue_says_when_to_come_back(engine: fminfer.Engine) -> None:
         connections = []
         for num_rows in range(1, 5):  # one by one: more than three must not wait
             connections.append(server.start_post("/v1/completions", LONG))
-            until(lambda n=num_rows: engine.num_running == n, "it has a row")  # type: ignore[misc]
+            until(lambda n=num_rows: engine.state.num_running == n, "it has a row")  # type: ignore[misc]
         connections += [server.start_post("/v1/completions", LONG) for _ in range(3)]
         until(lambda: server.thread.service.dispatcher.num_waiting == 3, "three wait")
         answer = server.post("/v1/completions", SHORT)
@@ -451,7 +451,7 @@ def test_open_requests_end_in_the_grace(engine: fminfer.Engine) -> None:
         asking = threading.Thread(target=ask)
         stream = server.start_post("/v1/completions", LONG | {"stream": True, "n": 2})
         asking.start()
-        until(lambda: engine.num_running == 3, "both run")
+        until(lambda: engine.state.num_running == 3, "both run")
         server.thread.drain(0.5)
         asking.join()
         assert found[0].status == 200
@@ -480,7 +480,7 @@ def test_a_failed_engine_turns_health_red_and_ends_the_server(
     with running(engine) as server:
         stream = server.start_post("/v1/completions", LONG | {"stream": True})
         waiting = server.start_post("/v1/completions", LONG)
-        until(lambda: engine.num_running == 2, "both run")
+        until(lambda: engine.state.num_running == 2, "both run")
 
         def fail() -> None:
             raise PipelineError("rank 1 died")

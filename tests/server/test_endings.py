@@ -101,7 +101,7 @@ def test_clients_that_are_slow_are_left_without_a_traceback(
         body = json.dumps(LONG | {"n": 64}).encode()
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
         reading.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        until(lambda: engine.num_running == 64, "it runs")
+        until(lambda: engine.state.num_running == 64, "it runs")
         time.sleep(0.3)
         server.thread.drain(0.2)
         until(lambda: not server.thread.is_alive(), "the server has ended")
@@ -153,7 +153,7 @@ def test_a_client_that_leaves_is_noticed_soon(
             client = ask(server, LONG | {"stream": False} | fields)
         else:
             client = server.start_post("/v1/completions", LONG | {"stream": False} | fields)
-        until(lambda: engine.num_running > 0, "it runs")
+        until(lambda: engine.state.num_running > 0, "it runs")
         time.sleep(0.3 * is_halved)
         client.close()
         started_s = time.monotonic()

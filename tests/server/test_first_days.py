@@ -21,7 +21,7 @@ def test_a_second_ctrl_c_is_no_fault_of_the_engine(monkeypatch: pytest.MonkeyPat
     engine = fminfer.Engine(dtype="float32")
     with running(engine) as server:
         open_one = server.start_post("/v1/completions", SHORT | {"max_tokens": 900})
-        until(lambda: engine.num_running == 1, "it runs")
+        until(lambda: engine.state.num_running == 1, "it runs")
 
         def interrupt() -> None:
             raise KeyboardInterrupt

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import fminfer
-from fminfer.runtime.start_engine import say
+from fminfer.runtime.bars import say
 from tests.server.running import Running, running, until
 
 SHORT = {"prompt": [5] * 20, "max_tokens": 2, "ignore_eos": True}
@@ -63,7 +63,7 @@ def test_a_run_goes_on_behind_a_line_with_such_a_name(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     engine = fminfer.Engine(dtype="float32")
-    engine.tell_warnings(say)
+    engine.intake.on_warning = say
     records = list(engine.run([SHORT | {f"a{SURROGATE}": 1}, SHORT]))
     engine.close()
     assert [record.error for record in records] == [None, None]

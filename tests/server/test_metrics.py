@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import REGISTRY
@@ -13,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import fminfer
 from fminfer.engine.events import Finished
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.server.batches.batch_metrics import BatchMetrics
 from fminfer.server.batches.batch_run import DoneRows
 from fminfer.server.metrics import Metrics, RequestTimes
@@ -52,7 +53,8 @@ class Still:
     """An engine that does nothing, on a GPU."""
 
     stats = EngineStats(num_put_back=3, num_again_tokens=70, num_kv_tokens=4096)
-    num_waiting, num_running, kv_usage = 7, 5, 0.25
+    state = EngineState(num_waiting=7, num_running=5, kv_usage=0.25)
+    runs = SimpleNamespace(cache=None)
     gpu_memory = {"peak_bytes": 2**31, "foreseen_bytes": 2**32}  # noqa: RUF012
 
 
@@ -97,11 +99,11 @@ def test_values_while_it_works(engine: fminfer.Engine) -> None:
     metrics = Metrics(engine, "demo")
     ids = [engine.add({"prompt": PROMPT, "max_tokens": 30, "ignore_eos": True}) for _ in range(6)]
     assert read(metrics)["vllm:num_requests_waiting"] == 6
-    while engine.num_running < 4:
+    while engine.state.num_running < 4:
         engine.step()
     found = read(metrics)
     assert (found["vllm:num_requests_running"], found["vllm:num_requests_waiting"]) == (4, 2)
-    assert 0 < found["vllm:kv_cache_usage_perc"] == engine.kv_usage < 1
+    assert 0 < found["vllm:kv_cache_usage_perc"] == engine.state.kv_usage < 1
     for request_id in ids:
         engine.cancel(request_id)
         metrics.count_cancelled()

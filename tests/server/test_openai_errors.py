@@ -80,7 +80,7 @@ def test_a_full_queue_is_a_rate_limit_that_clients_wait_for(strict_engine: fminf
     long = {"prompt": [5] * 20, "max_tokens": 900, "ignore_eos": True, "n": 2}
     with running(strict_engine, queue_size=1) as server:
         connections = [server.start_post("/v1/completions", long)]
-        until(lambda: strict_engine.num_running == 2, "all rows are taken")
+        until(lambda: strict_engine.state.num_running == 2, "all rows are taken")
         connections.append(server.start_post("/v1/completions", long))
         until(lambda: server.thread.service.dispatcher.num_waiting == 1, "one waits")
         with connect(server) as client, pytest.raises(openai.RateLimitError) as caught:
@@ -126,7 +126,7 @@ def test_an_error_in_the_middle_of_a_stream(server: Running, client: openai.Open
 def test_clients_that_leave_free_their_rows(server: Running, client: openai.OpenAI) -> None:
     with client.completions.create(model="demo", stream=True, **LONG) as stream:
         assert next(iter(stream)).choices
-        assert server.engine.num_running == 1
+        assert server.engine.state.num_running == 1
     until(server.is_idle, "the closed stream is free")
     with pytest.raises(openai.APITimeoutError):
         client.completions.create(model="demo", timeout=0.2, n=8, **LONG)
@@ -135,7 +135,7 @@ def test_clients_that_leave_free_their_rows(server: Running, client: openai.Open
     async def leave() -> None:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
             asking = asyncio.create_task(client.completions.create(model="demo", n=8, **LONG))
-            while not server.engine.num_running:
+            while not server.engine.state.num_running:
                 await asyncio.sleep(0.01)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)

@@ -115,7 +115,7 @@ def test_litellm_leaves_a_stream(litellm: Any, server: Running, to_server: dict[
     fields = {"prompt": QUESTION, "max_tokens": 900, "logit_bias": {"0": -100}, "stream": True}
     stream: Any = litellm.text_completion(model="openai/demo", **fields, **to_server)
     next(iter(stream))
-    assert server.engine.num_running == 1
+    assert server.engine.state.num_running == 1
     stream.completion_stream.close()
     until(server.is_idle, "all is free")
 

@@ -66,12 +66,12 @@ def serving(
     fingerprint = plan_ahead(engine.config, open_model(engine.config)).fingerprint()
     cache = open_result_cache(fingerprint, place, told.append, size=size, list_size=list_size)
     assert cache is not None
-    engine.result_cache = cache
+    engine.runs.cache = cache
     try:
         with running(engine, **settings) as server:
             yield server
     finally:
-        engine.result_cache = None
+        engine.runs.cache = None
         cache.close()
 
 
@@ -188,7 +188,7 @@ def test_a_full_queue_still_gives_kept_answers(engine: fminfer.Engine) -> None:
     with serving(engine, size=9, queue_size=1) as server:
         server.post(COMPLETIONS, GREEDY)
         connections = [server.start_post(COMPLETIONS, long)]
-        until(lambda: engine.num_running == 2, "all rows are taken")
+        until(lambda: engine.state.num_running == 2, "all rows are taken")
         connections.append(server.start_post(COMPLETIONS, long | {"seed": 1}))
         until(lambda: server.thread.service.dispatcher.num_waiting == 1, "one waits")
         assert server.post(COMPLETIONS, GREEDY).status == 200
@@ -205,7 +205,7 @@ def test_a_slow_disk_holds_no_other_request_up(
 ) -> None:
     """It is read beside the event loop."""
     with serving(engine, tmp_path) as server:
-        cache = engine.result_cache
+        cache = engine.runs.cache
         assert cache is not None and cache._store is not None
         is_asked, goes_on = threading.Event(), threading.Event()
 
@@ -226,7 +226,7 @@ def test_a_slow_disk_holds_no_other_request_up(
 def test_a_damaged_file_costs_no_request(engine: fminfer.Engine, tmp_path: Path) -> None:
     with serving(engine, tmp_path) as server:
         expected = whole(server.post(COMPLETIONS, GREEDY))
-        cache = engine.result_cache
+        cache = engine.runs.cache
         assert cache is not None and cache._store is not None
         until(lambda: not cache._store._pending, "it is written")
         (tmp_path / FILE).write_bytes(b"garbage" * 5000)

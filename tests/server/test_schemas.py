@@ -43,7 +43,7 @@ def engine() -> Iterator[fminfer.Engine]:
 
 @pytest.fixture(scope="module")
 def limits(engine: fminfer.Engine) -> RequestLimits:
-    return engine._intake.limits
+    return engine.intake.limits
 
 
 def refusal(engine: fminfer.Engine, sent: Fields, *, is_chat: bool = False) -> RequestError | None:
@@ -75,14 +75,14 @@ def test_every_default_changes_nothing(engine: fminfer.Engine, limits: RequestLi
     names = {each.name for each in fields_of(SamplingParams)}
     for kind, fields in tables().items():
         needed: Fields = PROMPT if kind == "text" else MESSAGES
-        plain = engine._intake.parse(needed)
+        plain = engine.intake.parse(needed)
         for each in fields:
             if each.is_required or each.name in OF_THE_SERVER:
                 continue
-            assert engine._intake.parse(needed | {each.name: None}) == plain
+            assert engine.intake.parse(needed | {each.name: None}) == plain
             default = schemas.describe_field(each, limits).get("default")
             if default is not None:
-                assert engine._intake.parse(needed | {each.name: default}) == plain
+                assert engine.intake.parse(needed | {each.name: default}) == plain
             if default is not None and each.name in names and kind == "text":
                 assert getattr(plain.params, each.name) == default
 

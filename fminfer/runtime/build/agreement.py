@@ -56,12 +56,12 @@ def plan_run(
         mine = find_room(plan, plan.own, memory_name(plan.device, socket.gethostname()), free)
         rooms = [RankRoom(**room) for room in group.gather("room", asdict(mine))]
         shortage = find_rank_shortage(plan, rooms)
-        if shortage and group.rank > 0:
-            time.sleep(END_S)  # rank 0 says it, and ends the run
+    if not shortage and plan.device.type == "cpu" and config.budget is not None:
+        shortage = _refuse_cache(plan, -(-config.budget // config.block_size) * config.block_size)
     if shortage:
+        if group is not None and group.rank > 0:
+            time.sleep(END_S)  # rank 0 says it, and ends the run
         raise UsageError(shortage)
-    if plan.device.type == "cpu" and config.budget is not None:
-        _require_cache(plan, -(-config.budget // config.block_size) * config.block_size)
     return plan
 
 
@@ -92,8 +92,8 @@ def require_room_for_all(config: EngineConfig, checkpoint: Checkpoint, spread: S
         raise UsageError(plan.shortage)
 
 
-def _require_cache(plan: RunPlan, num_tokens: int) -> None:
-    """Refuse a --budget for which the CPU's system gives no memory, before weights are read.
+def _refuse_cache(plan: RunPlan, num_tokens: int) -> str:
+    """Say why the CPU's system gives no memory for a --budget before weights are read; "": it does.
 
     It asks for that memory and gives it back. Nothing touches it, so that this costs no time.
     """
@@ -102,7 +102,8 @@ def _require_cache(plan: RunPlan, num_tokens: int) -> None:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise no_cache(plan, num_tokens, free_bytes(plan.device)) from error
+        return str(no_cache(plan, num_tokens, free_bytes(plan.device)))
+    return ""
 
 
 def agree(group: Group, plan: RunPlan) -> None:

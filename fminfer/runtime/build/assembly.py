@@ -39,31 +39,28 @@ from fminfer.text.tokenizer import NoTokenizer, Tokenizer
 OF_MODELS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def find_limits(
+def make_intake(
     config: EngineConfig,
     checkpoint: Checkpoint,
     tokenizer: Tokenizer,
     num_blocks: int | None = None,
-) -> RequestLimits:
-    """Return what a model and the options of a run allow a request.
+) -> Intake:
+    """Return what prepares requests, within what a model and the options of a run allow.
 
     Args:
         num_blocks: of each pipeline's KV cache, once it is known.
     """
-    return RequestLimits(
+    limits = RequestLimits(
         checkpoint.context_length,
         checkpoint.config.vocab_size,
-        config.max_logprobs,
         find_ends(checkpoint, tokenizer),
-        config.on_too_long,
-        config.strict,
+        config,
         _model_names(config, checkpoint.name),
-        config.request_args,
         *_find_defaults(config, checkpoint),
         kv_size=None if num_blocks is None else KvSize(num_blocks, config.block_size),
         chat_template=_read_template(config),
-        tool_call_parser=config.tool_call_parser,
     )
+    return Intake(tokenizer, limits)
 
 
 def build_loop(
@@ -208,7 +205,6 @@ def line_counting(config: EngineConfig, checkpoint: Checkpoint) -> Callable[[], 
 
     @cache
     def load() -> Intake:
-        tokenizer = load_tokenizer(config, checkpoint)
-        return Intake(tokenizer, find_limits(config, checkpoint, tokenizer))
+        return make_intake(config, checkpoint, load_tokenizer(config, checkpoint))
 
     return lambda: LineIntake(load())

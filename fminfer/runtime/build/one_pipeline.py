@@ -21,6 +21,7 @@ from fminfer.machine.device import (
     use_device,
 )
 from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.layer_source import OnProgress
 from fminfer.models.stage import Stage
 from fminfer.pipeline.group import Group
 from fminfer.pipeline.local import LocalPipeline, QueuedPipeline
@@ -32,6 +33,9 @@ from fminfer.runtime.build.assembly import build_loop, find_ends
 from fminfer.runtime.build.builder import LoadedPart, build
 from fminfer.runtime.launch.role import ALONE, Spread
 from fminfer.text.tokenizer import Tokenizer
+
+OnWork = Callable[[int, int, int], None]  # tokens fed, and drawn; sequences that run
+OnStep = Callable[[StepTrace], None]
 
 
 class OnePipeline:
@@ -55,8 +59,8 @@ class OnePipeline:
         config: EngineConfig,
         checkpoint: Checkpoint,
         tokenizer: Tokenizer,
+        on_progress: OnProgress = lambda done, total: None,
         *,
-        on_progress: Callable[[int, int], None] = lambda done, total: None,
         on_loaded: Callable[[dict[str, str]], None] = lambda digests: None,
         group: Group | None = None,
         spread: Spread = ALONE,
@@ -115,13 +119,13 @@ class OnePipeline:
             return {}
         return {"foreseen_bytes": self._foreseen_bytes, "peak_bytes": peak_bytes(self._device)}
 
-    def follow(
-        self, on_work: Callable[[int, int], None], on_step: Callable[[StepTrace], None] | None
-    ) -> None:
-        """Call functions after each step: with its numbers of tokens, and with the whole step."""
+    def follow(self, on_work: OnWork | None = None, on_step: OnStep | None = None) -> None:
+        """Call functions after each step: with its numbers, and with the whole step."""
 
         def tell(trace: StepTrace) -> None:
-            on_work(trace.num_prompt_tokens, len(trace.step.draws))
+            if on_work is not None:
+                num_drawn = len(trace.step.draws)
+                on_work(trace.num_prompt_tokens, num_drawn, self.core.num_running)
             if on_step is not None:
                 on_step(trace)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from fminfer.core.config import EngineConfig
 from fminfer.machine.stopper import WARNINGS, Stopper
 from fminfer.pipeline.ranks import RankFacts
-from fminfer.runtime.launch.role import ChildOptions, Role, Spread, Task, rank_names
+from fminfer.runtime.launch.role import ChildOptions, Role, Spread, Task
 
 COMMAND = [sys.executable, "-m", "fminfer", "serve-part"]
 # Terminals and schedulers send these to all processes: only the run's own is to hear them.
@@ -152,11 +152,6 @@ class Processes:
         self._is_over = True
         for process in self.all:
             process.kill()
-
-
-def start_ranks(num_stages: int) -> Processes:
-    """Start the ranks of a pipeline but for rank 0, which is this process."""
-    return Processes(rank_names(num_stages))
 
 
 def end_after(parent: int) -> None:

@@ -9,39 +9,39 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from dataclasses import replace
 from itertools import count
 
 from fminfer.core.errors import FminferError, row_error
-from fminfer.engine.engine_core import BEHIND_ALL, EngineCore, Origin
+from fminfer.engine.engine_core import BEHIND_ALL, EngineCore
 from fminfer.engine.events import Delta, Event, Failed
 from fminfer.engine.sequence import Prepared
 
 MOST_WAITING = 64  # prompts of all lanes that wait in the engine: as many as it looks at in a step
+FIRST_ID = 2**40  # of lanes' requests; others' ids are below it
 FEW = 32  # with fewer in its lane, a run brings more
 
 
 class Lane:
-    """One run's way to the engine. It is a `LineCore`, whose methods the run's thread calls."""
+    """One run's way to the engine. It is a `RequestCore`, whose methods the run's thread calls."""
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._news = threading.Condition(lanes.lock)
-        self._ids = count()
         self.queue: dict[int, Prepared] = {}  # not yet with the engine, in order
         self.num_waiting = 0  # prompts of these
-        self.core_ids: dict[int, int] = {}  # of requests with the engine, by this lane's id
+        self.asked: set[int] = set()  # ids of requests with the engine
         self._events: list[Event] = []
         self._failure: BaseException | None = None
         self._is_woken = False
 
     def add(self, prepared: Prepared, *, is_counted: bool = False) -> int:
         """Queue a request; return the id by which events name it."""
-        request_id = next(self._ids)
         with self._lanes.lock:
+            request_id = next(self._lanes.ids)
             self.queue[request_id] = prepared
             self.num_waiting += len(prepared.prompts)
-        self._lanes.feed_if_idle()
+        if not self._lanes.core.has_work:  # one that computes feeds itself
+            self._lanes.feed()
         return request_id
 
     def cancel(self, request_id: int) -> None:
@@ -50,8 +50,9 @@ class Lane:
             queued = self.queue.pop(request_id, None)
             if queued is not None:
                 self.num_waiting -= len(queued.prompts)
-            elif (core_id := self.core_ids.pop(request_id, None)) is not None:
-                self._lanes.cancel(core_id)
+            elif request_id in self.asked:
+                self.asked.remove(request_id)
+                self._lanes.core.cancel(request_id)
 
     def step(self) -> list[Event]:
         """Return the events since the last call.
@@ -86,65 +87,37 @@ class Lane:
 
     def close(self) -> None:
         """Leave the engine. The run has cancelled what is still asked."""
-        self._lanes.remove(self)
-
-    def start_run(self) -> None:
-        """Nothing: the engine has other requests, too."""
-
-    def drain(self, until_s: float) -> None:
-        """Nothing, for the same reason."""
-
-    def expect_no_more(self) -> None:
-        """Nothing: others may still come."""
-
-    def check_idle(self) -> None:
-        """Nothing: the engine need not be idle."""
-
-    def count_row(self, prepared: Prepared | None, origin: Origin = "computed") -> None:
-        """Nothing: the engine counts requests as it takes them in."""
+        with self._lanes.lock:
+            if self in self._lanes.all:
+                self._lanes.all.remove(self)
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to tell."""
         return bool(self._events) or self._failure is not None
 
-    @property
-    def is_computing(self) -> bool:
-        """Always so: the run has a thread of its own."""
-        return True
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether requests are with the engine."""
-        return bool(self.core_ids)
-
     # For `Lanes`, which has its lock:
 
-    def hand_one(self, core: EngineCore) -> tuple[int, int] | None:
-        """Give the engine the first request; return its ids here and there; None: it is refused."""
+    def hand_one(self, core: EngineCore) -> None:
+        """Give the engine the first request."""
         request_id = next(iter(self.queue))
         prepared = self.queue.pop(request_id)
         self.num_waiting -= len(prepared.prompts)
         if self.num_waiting < FEW:
             self._news.notify_all()
+        self.asked.add(request_id)
         try:
-            core_id = core.add(prepared, priority=BEHIND_ALL)
+            core.add(prepared, priority=BEHIND_ALL, request_id=request_id)
         except Exception as error:  # it can never run here
-            self._refuse(request_id, error)
-            return None
-        self.core_ids[request_id] = core_id
-        return request_id, core_id
-
-    def _refuse(self, request_id: int, error: Exception) -> None:
-        try:
-            self.tell(Failed(request_id, row_error(error, "a line")))
-        except FminferError as failure:
-            self.fail(failure)
+            try:
+                self.tell(Failed(request_id, row_error(error, "a line")))
+            except FminferError as failure:
+                self.fail(failure)
 
     def tell(self, event: Event) -> None:
         """Add an event of this lane."""
         if not isinstance(event, Delta):
-            self.core_ids.pop(event.request_id, None)
+            self.asked.discard(event.request_id)
         self._events.append(event)
         self._news.notify_all()
 
@@ -158,10 +131,10 @@ class Lanes:
     """All lanes of one engine. `feed`, `take` and `fail` are for its thread."""
 
     def __init__(self, core: EngineCore) -> None:
-        self._core = core
+        self.core = core
         self.lock = threading.RLock()  # of the lanes, too
-        self._lanes: deque[Lane] = deque()  # whose turn is next stands first
-        self._asked: dict[int, tuple[Lane, int]] = {}  # lane and id there, by the engine's id
+        self.all: deque[Lane] = deque()  # whose turn is next stands first
+        self.ids = count(FIRST_ID)
         self._failure: BaseException | None = None
         self.is_closed = False  # the engine gets no more requests; those that it has go on
 
@@ -169,37 +142,20 @@ class Lanes:
         """Return a new lane. Any thread may call it."""
         lane = Lane(self)
         with self.lock:
-            self._lanes.append(lane)
+            self.all.append(lane)
             if self._failure is not None:
                 lane.fail(self._failure)
         return lane
 
-    def remove(self, lane: Lane) -> None:
-        """Forget a lane."""
-        with self.lock:
-            self._lanes = deque(each for each in self._lanes if each is not lane)
-
-    def cancel(self, core_id: int) -> None:
-        """Have the engine forget a lane's request."""
-        with self.lock:
-            if self._asked.pop(core_id, None) is not None:
-                self._core.cancel(core_id)
-
-    def feed_if_idle(self) -> None:
-        """Wake an engine that waits for work; one that computes feeds itself."""
-        if not self._core.has_work:
-            self.feed()
-
     def feed(self) -> None:
         """Give the engine requests, if few of the lanes wait there."""
-        if not self._lanes or self.is_closed:
+        if not self.all or self.is_closed:
             return
         with self.lock:
-            num_waiting = self._core.num_waiting_behind
+            num_waiting = self.core.num_waiting_behind
             while num_waiting < MOST_WAITING and (lane := self._next()) is not None:
                 num_prompts = lane.num_waiting
-                if (ids := lane.hand_one(self._core)) is not None:
-                    self._asked[ids[1]] = lane, ids[0]
+                lane.hand_one(self.core)
                 num_waiting += num_prompts - lane.num_waiting
 
     def take(self, events: list[Event]) -> list[Event]:
@@ -209,27 +165,25 @@ class Lanes:
         others = []
         with self.lock:
             for event in events:
-                lane, request_id = self._asked.get(event.request_id, (None, 0))
+                lane = next((each for each in self.all if event.request_id in each.asked), None)
                 if lane is None:
                     others.append(event)
-                    continue
-                if not isinstance(event, Delta):
-                    del self._asked[event.request_id]
-                lane.tell(replace(event, request_id=request_id))
+                else:
+                    lane.tell(event)
         return others
 
     def fail(self, failure: BaseException) -> None:
         """Have every run end: the engine has failed."""
         with self.lock:
             self._failure = failure
-            for lane in self._lanes:
+            for lane in self.all:
                 lane.fail(failure)
 
     def _next(self) -> Lane | None:
         """Return the lane whose turn it is among those with requests, and put it last."""
-        for _ in range(len(self._lanes)):
-            lane = self._lanes[0]
-            self._lanes.rotate(-1)
+        for _ in range(len(self.all)):
+            lane = self.all[0]
+            self.all.rotate(-1)
             if lane.queue:
                 return lane
         return None

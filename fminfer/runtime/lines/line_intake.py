@@ -118,7 +118,7 @@ class LineIntake:
         self._equal = SeenCounts()  # its unseeded requests so far, by meaning
         self._elsewhere: SeenCounts | None = None  # those of earlier files, once there is a second
         self._custom_ids = SeenCounts()  # the file's so far, by digest
-        has_own_prompt = "prompt" in (intake.limits.request_args or {})
+        has_own_prompt = "prompt" in (intake.limits.config.request_args or {})
         self._meanings = Meanings(intake.parse, has_own_prompt=has_own_prompt)
         self._clock = read_clock()  # of lines that have none
 
@@ -209,7 +209,7 @@ class LineIntake:
             )
         if envelope.error is not None:
             raise envelope.error
-        if self.intake.limits.is_strict and envelope.warnings:
+        if self.intake.limits.config.strict and envelope.warnings:
             raise RequestError(
                 "unsupported_parameter",
                 f"{envelope.warnings[0]}; take it out, or run without --strict",

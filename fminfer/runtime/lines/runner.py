@@ -6,12 +6,12 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Protocol
 
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import StoppedError, row_error
-from fminfer.engine.engine_core import Origin
+from fminfer.engine.counting import count_row
+from fminfer.engine.engine_core import EngineCore, Origin, RequestCore
 from fminfer.engine.events import Delta, Event, Failed
 from fminfer.engine.order import plan_order
 from fminfer.engine.sequence import Prepared
@@ -19,51 +19,6 @@ from fminfer.runtime.lines.asked import Answer, LineRequest, RecordForm, answer_
 from fminfer.runtime.lines.equal_requests import EqualRequests
 from fminfer.runtime.lines.line_intake import LineIntake
 from fminfer.runtime.result_cache import ResultCache
-
-
-class LineCore(Protocol):
-    """The part of `EngineCore` that a `LineRunner` calls."""
-
-    def add(self, prepared: Prepared, *, is_counted: bool = False) -> int:
-        """Queue a request; return the id by which events name it."""
-
-    def cancel(self, request_id: int) -> None:
-        """Forget a request."""
-
-    def step(self) -> list[Event]:
-        """Return the next events."""
-
-    def start_run(self) -> None:
-        """Begin a run; no longer drain."""
-
-    def drain(self, until_s: float) -> None:
-        """Let no more requests begin; those whose rows run go on."""
-
-    def expect_no_more(self) -> None:
-        """Note that no more requests come."""
-
-    def check_idle(self) -> None:
-        """Prove the books once nothing is left to do."""
-
-    def count_row(self, prepared: Prepared | None, origin: Origin = "computed") -> None:
-        """Count a line that was read, for progress."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a step would do anything."""
-
-    @property
-    def num_waiting(self) -> int:
-        """Prompts that have not begun."""
-
-    @property
-    def is_computing(self) -> bool:
-        """Whether computing goes on while the caller does other things."""
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether rows run, or have run and are to run again."""
-
 
 LOOKAHEAD = 64  # lines to read between steps, and the default number of waiting prompts
 WINDOW = 1024  # prompts that a run over files reads ahead, to put them in order
@@ -75,7 +30,9 @@ class LineRunner:
     """Answers lines with an engine: `add` lines while it wants some, and `step`.
 
     Args:
+        core: answers their requests.
         form: of the records.
+        engine: the same, if the run has the whole of it for itself.
         read_ahead: prompts that are read before there is room for them, to be put in order.
         joins_equal: compute equal requests once.
         is_only_run: prefixes need not be kept for another run of the engine.
@@ -85,17 +42,18 @@ class LineRunner:
 
     def __init__(
         self,
-        core: LineCore,
+        core: RequestCore,
         intake: LineIntake,
         form: RecordForm,
         *,
+        engine: EngineCore | None = None,
         read_ahead: int = LOOKAHEAD,
         joins_equal: bool = True,
         is_only_run: bool = False,
         cache: ResultCache | None = None,
         on_others: Callable[[list[Event]], None] = lambda events: None,
     ) -> None:
-        self._core = core
+        self._core, self._engine = core, engine
         self._intake = intake
         self._form = form
         self._read_ahead = read_ahead
@@ -109,7 +67,8 @@ class LineRunner:
         self._done: deque[Record] = deque()
         self._has_all = False
         self._stop_at_s = math.inf
-        core.start_run()
+        if engine is not None:
+            engine.start_run()
 
     def run(self, lines: Iterable[Line]) -> Generator[Record, None, None]:
         """Yield one record a line, as they finish. Lines are read as room for them appears.
@@ -130,7 +89,8 @@ class LineRunner:
     def read_from(self, lines: Iterator[Line | None]) -> None:
         """Add lines as long as more are wanted; None: none is there at the moment."""
         # While nothing is computed, nothing waits for the reading.
-        num_most = LOOKAHEAD if self._core.is_computing else max(LOOKAHEAD, self._read_ahead)
+        is_computing = self._engine is None or self._engine.is_computing
+        num_most = LOOKAHEAD if is_computing else max(LOOKAHEAD, self._read_ahead)
         for _ in range(num_most):
             if not self.wants_more:
                 return
@@ -174,21 +134,21 @@ class LineRunner:
         """Take the next line."""
         asked = self._intake.open(line)
         if isinstance(asked, Record):
-            self._core.count_row(None)
+            self._count(None)
             self._done.append(asked)
             return
         leader = None if self._equal is None else self._equal.follow(asked)
         if leader is not None:
-            self._core.count_row(asked.prepared, origin="copied")
+            self._count(asked.prepared, "copied")
             if leader.answer is not None:
                 self._done.append(self._form.build(asked, answer_of(asked, leader)))
             return
         kept = None if self._cache is None else self._cache.find(asked.prepared)
         if kept is not None:
-            self._core.count_row(asked.prepared, origin="kept")
+            self._count(asked.prepared, "kept")
             self._finish(asked, kept)
             return
-        self._core.count_row(asked.prepared)
+        self._count(asked.prepared)
         self._window.append(asked)
         self._num_window_prompts += asked.num_prompts
         self._num_window_tokens += asked.num_prompt_tokens
@@ -219,14 +179,15 @@ class LineRunner:
         events = self._core.step() if self._core.has_work else []
         self._on_others([event for event in events if event.request_id not in self._asked])
         records = self.take(events)
-        if not self.has_work:
-            self._core.check_idle()
+        if self._engine is not None and not self.has_work:
+            self._engine.check_idle()
         return records
 
     def hand_over(self) -> None:
         """Give the engine lines, if few wait there."""
         if self._is_stopping:
-            self._core.drain(self._stop_at_s)
+            if self._engine is not None:
+                self._engine.drain(self._stop_at_s)
             return
         is_whole = self._has_all or not self.wants_more
         num_few = LOOKAHEAD if is_whole else MIN_WAITING
@@ -235,8 +196,8 @@ class LineRunner:
             self._num_window_prompts = self._num_window_tokens = 0
             for asked in _in_order(window):
                 self._give(asked)
-        if self._is_only_run and self._has_all and not self._window:
-            self._core.expect_no_more()
+        if self._engine is not None and self._is_only_run and self._has_all and not self._window:
+            self._engine.expect_no_more()
 
     def take(self, events: list[Event]) -> list[Record]:
         """Return the records that are there now.
@@ -264,8 +225,8 @@ class LineRunner:
         self._asked.clear()
         self._window.clear()
         self._done.clear()
-        if self._is_stopping:
-            self._core.start_run()  # requests that others add may begin again
+        if self._engine is not None and self._is_stopping:
+            self._engine.start_run()  # requests that others add may begin again
 
     @property
     def _is_stopping(self) -> bool:
@@ -282,10 +243,15 @@ class LineRunner:
             return min(LOOKAHEAD, self._read_ahead)
         return self._read_ahead
 
+    def _count(self, prepared: Prepared | None, origin: Origin = "computed") -> None:
+        """Count a line for progress; an engine with other requests counts those that it gets."""
+        if self._engine is not None:
+            count_row(self._engine.lines, prepared, origin)
+
     def _give(self, asked: LineRequest) -> None:
         asked.added_s = time.perf_counter()
         try:
-            self._asked[self._core.add(asked.prepared, is_counted=True)] = asked
+            self._asked[self._core.add(asked.prepared, is_counted=self._engine is not None)] = asked
         except Exception as error:  # it can never run here
             self._finish(asked, Failed(-1, row_error(error, f"line {asked.line.number}")))
 
@@ -299,8 +265,8 @@ class LineRunner:
     def _check_stopped(self, *, has_news: bool) -> None:
         if not (self._is_stopping and self.has_work) or has_news:
             return
-        is_late = time.perf_counter() > self._stop_at_s
-        if is_late or not self._core.has_begun:
+        has_begun = self._engine is None or self._engine.has_begun
+        if time.perf_counter() > self._stop_at_s or not has_begun:
             raise StoppedError("stopped as told, and rows are left")
 
 

@@ -21,7 +21,7 @@ from fminfer.pipeline.meeting import STOP_POLL_S, End, Meeting
 from fminfer.pipeline.ranks import RankFacts
 from fminfer.runtime.launch.processes import Processes
 from fminfer.runtime.launch.role import ChildOptions, RunLink, Spread
-from fminfer.runtime.team.team_process import DistantPipeline, TeamPipeline, start_pipeline
+from fminfer.runtime.team.team_process import TeamPipeline, start_pipeline
 
 HEAR_S = 5.0  # time for the other ranks to hear that there is nothing to do
 
@@ -170,7 +170,7 @@ class Apart(Meeting):
             )
         return sorted(counts)
 
-    def _await_line(self, number: int) -> DistantPipeline:
+    def _await_line(self, number: int) -> TeamPipeline:
         assert self._place.holder is not None
         until_s = time.monotonic() + self.spread.join_timeout_s
         while number not in self._place.holder.lines:
@@ -182,4 +182,4 @@ class Apart(Meeting):
             time.sleep(STOP_POLL_S)
         peer = self._place.holder.lines.pop(number)
         end_when_silent(peer, self.spread.rank_timeout_s, is_always_read=True)
-        return DistantPipeline(number, Connection(peer.detach()))
+        return TeamPipeline(number, Connection(peer.detach()))

@@ -16,13 +16,12 @@ from multiprocessing.connection import wait
 from fminfer.compute.step import StepTrace
 from fminfer.core.errors import FminferError, PipelineError, UsageError, error_of
 from fminfer.core.quantities import counted
-from fminfer.engine.counting import count_row
-from fminfer.engine.engine_core import Origin
 from fminfer.engine.events import Delta, Event
 from fminfer.engine.sequence import Prepared
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import digest_files, name_differences
+from fminfer.runtime.build.one_pipeline import OnStep, OnWork
 from fminfer.runtime.team.team_messages import (
     END,
     GO_ON,
@@ -63,7 +62,7 @@ class Team:
         say: Callable[[str], None],
     ) -> None:
         self._say = say
-        self._on_work: Callable[[int, int], None] = lambda num_fed, num_drawn: None
+        self._on_work: OnWork | None = None
         self._ids = itertools.count()
         self._added: deque[SentRequest] = deque()  # by other threads
         self._cancelled: deque[int] = deque()
@@ -72,11 +71,13 @@ class Team:
         self._is_closed = False
         self._wake_out, self._wake_in = os.pipe()
         os.set_blocking(self._wake_in, False)
-        self._own = EngineStats()  # rows, which pipelines do not see
+        self.lines = EngineStats()  # that were read, which pipelines do not see
         self._is_draining = False
         self._until_s: float | None = None  # when a step is over at the latest
         self._expects_more = True
         self._file_digests = digest_files(checkpoint)
+        self._dead: list[TeamPipeline] = []  # in the order in which they ended
+        self._has_started = False
         self._pipelines = start()
         try:
             self._start()
@@ -101,9 +102,7 @@ class Team:
         """Nothing: each pipeline has GPUs of its own."""
         return {}
 
-    def follow(
-        self, on_work: Callable[[int, int], None], on_step: Callable[[StepTrace], None] | None
-    ) -> None:
+    def follow(self, on_work: OnWork | None = None, on_step: OnStep | None = None) -> None:
         """Call a function now and then with the numbers of tokens that were fed and drawn."""
         self._on_work = on_work
 
@@ -113,7 +112,7 @@ class Team:
         total = EngineStats()
         for pipeline in self._pipelines:
             total.add(pipeline.stats)
-        total.add(self._own)
+        total.add(self.lines)
         return total
 
     def add(
@@ -123,9 +122,10 @@ class Team:
         priority: int = 0,
         is_streamed: bool = False,
         is_counted: bool = False,
+        request_id: int | None = None,
     ) -> int:
-        """Queue a request; return the id by which events name it."""
-        request_id = next(self._ids)
+        """Queue a request, as `EngineCore.add` says."""
+        request_id = next(self._ids) if request_id is None else request_id
         ask = Ask(request_id, prepared, priority, is_streamed, is_counted)
         self._added.append(SentRequest(ask))
         self._wake()
@@ -172,13 +172,13 @@ class Team:
     def start_run(self) -> None:
         """Count the steps of a run anew; no longer drain."""
         self._is_draining, self._until_s, self._expects_more = False, None, True
-        self._order(Order("start_run"))
+        self._order("start_run")
 
     def drain(self, until_s: float = math.inf) -> None:
         """Let no more requests begin; those whose rows run go on. `step` returns by then."""
         if not self._is_draining:
             self._is_draining = True
-            self._order(Order("drain"))
+            self._order("drain")
         self._until_s = until_s if until_s < math.inf else None
 
     def expect_no_more(self) -> None:
@@ -186,14 +186,10 @@ class Team:
         self._take_in()
         if self._expects_more and not self._waiting:
             self._expects_more = False
-            self._order(Order("expect_no_more"))
+            self._order("expect_no_more")
 
     def check_idle(self) -> None:
         """Nothing: the books are the pipelines'."""
-
-    def count_row(self, prepared: Prepared | None, origin: Origin = "computed") -> None:
-        """Count a line that was read, for progress."""
-        count_row(self._own, prepared, origin)
 
     @property
     def has_work(self) -> bool:
@@ -205,27 +201,27 @@ class Team:
         return bool(self._waiting) or self.is_computing
 
     @property
+    def state(self) -> EngineState:
+        """How the pipelines together stand, and what waits for them."""
+        return EngineState.of_all(
+            [pipeline.state for pipeline in self._living],
+            num_waiting=self.num_waiting,
+            num_waiting_behind=self.num_waiting_behind,
+            has_begun=self.has_begun,
+        )
+
+    @property
     def num_waiting(self) -> int:
-        """Requests that have not begun."""
+        """Requests that have not begun, but for those behind all others."""
         at_pipelines = sum(pipeline.num_waiting for pipeline in self._living)
-        return len(self._added) + len(self._waiting) + at_pipelines
+        num_all = len(self._added) + len(self._waiting) + at_pipelines
+        return max(0, num_all - self.num_waiting_behind)
 
     @property
     def num_waiting_behind(self) -> int:
-        """Those of them whose priority is `BEHIND_ALL`."""
+        """Those behind all others."""
         here = sum(asking.is_behind for asking in (*tuple(self._added), *tuple(self._waiting)))
         return here + sum(pipeline.num_waiting_behind for pipeline in self._living)
-
-    @property
-    def num_running(self) -> int:
-        """Sequences that hold KV cache, as the pipelines last said it."""
-        return sum(pipeline.num_running for pipeline in self._living)
-
-    @property
-    def kv_usage(self) -> float:
-        """The mean part of their KV caches that sequences hold, as the pipelines last said it."""
-        living = self._living
-        return sum(pipeline.kv_usage for pipeline in living) / max(1, len(living))
 
     @property
     def is_computing(self) -> bool:
@@ -235,12 +231,7 @@ class Team:
     @property
     def has_begun(self) -> bool:
         """Whether rows run, as the pipelines last said it."""
-        return any(pipeline.has_begun and pipeline.asked for pipeline in self._living)
-
-    @property
-    def longest_row(self) -> int:
-        """The most tokens that a running row may still draw, as the pipelines last said it."""
-        return max((pipeline.longest_row for pipeline in self._living), default=0)
+        return any(pipeline.state.has_begun and pipeline.asked for pipeline in self._living)
 
     def close(self) -> None:
         """End all pipelines: idle ones in good order, the others at once."""
@@ -277,6 +268,15 @@ class Team:
             pipeline.tell(order)
 
     def _start(self) -> None:
+        """Wait until all pipelines can answer; then tell of those that cannot."""
+        try:
+            self._await_start()
+        finally:
+            self._has_started = True
+            for pipeline in self._dead:
+                self._tell_end(pipeline)
+
+    def _await_start(self) -> None:
         """Wait until every pipeline has loaded, then until each has its KV cache."""
         waiting = {pipeline.number for pipeline in self._pipelines}
         while waiting:
@@ -339,10 +339,7 @@ class Team:
             if isinstance(report, Ready):
                 pipeline.ready = report
             elif isinstance(report, Told):
-                pipeline.num_begun, pipeline.has_begun = report.num_begun, report.has_begun
-                pipeline.num_begun_behind = report.num_begun_behind
-                pipeline.longest_row = report.longest_row
-                pipeline.num_running, pipeline.kv_usage = report.num_running, report.kv_usage
+                pipeline.state = report.state
                 if report.stats is not None:
                     self._take_stats(pipeline, report.stats)
                 for event in report.events:
@@ -361,7 +358,9 @@ class Team:
     def _take_stats(self, pipeline: TeamPipeline, stats: EngineStats) -> None:
         before, pipeline.stats = pipeline.stats, stats
         num_fed = stats.num_prompt_tokens - before.num_prompt_tokens
-        self._on_work(num_fed, stats.num_generated_tokens - before.num_generated_tokens)
+        num_drawn = stats.num_generated_tokens - before.num_generated_tokens
+        if self._on_work is not None:
+            self._on_work(num_fed, num_drawn, self.state.num_running)
 
     def _reports(self, timeout_s: float | None) -> Iterator[tuple[TeamPipeline, Report]]:
         """Yield reports of the pipelines, and bury the dead ones."""
@@ -385,6 +384,7 @@ class Team:
     def _bury(self, pipeline: TeamPipeline) -> None:
         """Give a dead pipeline's requests to the others."""
         pipeline.is_alive = False
+        self._dead.append(pipeline)
         left = sorted(pipeline.asked.values(), key=lambda asking: asking.ask.request_id)
         pipeline.asked.clear()
         for asking in left:
@@ -392,23 +392,36 @@ class Team:
                 heard.begin_anew()
         left_first = sorted([*left, *self._waiting], key=lambda asking: -asking.ask.priority)
         self._waiting = deque(left_first)
-        why = "ended" if pipeline.failure is None else f"failed: {pipeline.failure.text}"
+        if self._has_started:
+            self._tell_end(pipeline, len(left))
+
+    def _tell_end(self, pipeline: TeamPipeline, num_left: int = 0) -> None:
+        """Tell the user of a dead pipeline, unless the error that ends the run is alike."""
+        failure, fatal = pipeline.failure, self._fatal
+        if failure is not None and fatal is not None and failure.kind == fatal.kind:
+            return
+        why = "ended" if failure is None else f"failed: {failure.text}"
         others = "; no other is left."
         if self._living:
             others = "; the others go on" + (
-                f", and answer its {counted(len(left), 'row')}." * bool(left) or "."
+                f", and answer its {counted(num_left, 'row')}." * bool(num_left) or "."
             )
         self._say(f"Pipeline {pipeline.number} {why}{others}")
+
+    @property
+    def _fatal(self) -> Broken | None:
+        """The failure that ends the run: the last one, once no pipeline lives."""
+        failures = [each.failure for each in self._dead if each.failure is not None]
+        return failures[-1] if failures and not self._living else None
 
     def _check_any_lives(self) -> None:
         if self._is_closed:
             raise UsageError("the engine is closed; make a new one")
         if self._living:
             return
-        failures = [p.failure for p in self._pipelines if p.failure is not None]
-        if not failures:
+        if (fatal := self._fatal) is None:
             raise PipelineError(
                 "every pipeline has ended (the system kills processes when memory runs out). "
                 "Finished rows are kept"
             )
-        raise error_of(failures[0].kind, failures[0].text)
+        raise error_of(fatal.kind, fatal.text)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from multiprocessing.connection import Connection
+from typing import Any, get_args
 
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, row_error
@@ -107,7 +108,7 @@ class TeamMember:
             if self._failure is not None:
                 raise self._failure
             while self._orders:
-                self._orders.popleft().obey(core)
+                getattr(core, self._orders.popleft())()
             self._tell(core.step() if core.has_work else [])
         computing.close()
 
@@ -122,12 +123,7 @@ class TeamMember:
         stands = core.stats.num_begun, core.has_begun
         is_due = now_s - self._told_s > STATS_EVERY_S or not core.has_work
         if events or is_due or stands != self._told:
-            stats = core.stats if is_due else None
-            told = Told(
-                *(events, *stands, core.longest_row, core.num_running, core.kv_usage, stats),
-                num_begun_behind=core.num_begun_behind,
-            )
-            send(self._connection, told)
+            send(self._connection, Told(events, core.state, core.stats if is_due else None))
             self._told = stands
             self._told_s = now_s if is_due else self._told_s
 
@@ -146,16 +142,16 @@ class TeamMember:
                 self._failure = error
             core.wake()
 
-    def _hear(self, said: object) -> None:
+    def _hear(self, said: Any) -> None:
         """Take note of what the run has said."""
         if isinstance(said, Ask):
             self._take(said)
         elif isinstance(said, Cancel):
             self._core.cancel(said.request_id)
-        elif isinstance(said, Order):
-            self._orders.append(said)
         elif said == END:
             self._has_ended = True
+        elif said in get_args(Order):
+            self._orders.append(said)
 
     def _take(self, ask: Ask) -> None:
         try:

@@ -19,14 +19,14 @@ from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
 from fminfer.engine.engine_core import Facts
 from fminfer.engine.events import Delta, Event, Failed, Finished
-from fminfer.engine.loop import EngineLoop
 from fminfer.engine.sequence import Prepared
-from fminfer.engine.stats import EngineStats, ReadWork, StageStats
+from fminfer.engine.stats import EngineState, EngineStats, ReadWork, StageStats
 from fminfer.text.encoded_prompt import EncodedPrompt
 
-# Down go what is defined first, and two words:
+# Down go what is defined first, and words:
 GO_ON = "go on"  # all pipelines have their weights: the memory that is left can be shared out
 END = "end"  # no more is asked
+Order = Literal["start_run", "drain", "expect_no_more"]  # methods of the engine's loop
 
 
 @dataclass(slots=True, frozen=True)
@@ -48,23 +48,6 @@ class Cancel:
 
 
 @dataclass(slots=True, frozen=True)
-class Order:
-    """What is to be done with the requests as a whole."""
-
-    verb: Literal["start_run", "drain", "expect_no_more"]
-
-    def obey(self, core: EngineLoop) -> None:
-        """Do it."""
-        match self.verb:
-            case "start_run":
-                core.start_run()
-            case "drain":
-                core.drain()
-            case "expect_no_more":
-                core.expect_no_more()
-
-
-@dataclass(slots=True, frozen=True)
 class Loaded:
     """The weights are in memory."""
 
@@ -80,16 +63,11 @@ class Ready:
 
 @dataclass(slots=True, frozen=True)
 class Told:
-    """Events, and the state of the pipeline."""
+    """Events, and how the pipeline stands."""
 
     events: list[Event]
-    num_begun: int  # requests so far that no longer wait
-    has_begun: bool  # rows run
-    longest_row: int  # most tokens that a running row may still draw
-    num_running: int  # sequences
-    kv_usage: float  # the part of its KV cache that they hold
+    state: EngineState
     stats: EngineStats | None  # now and then, and when nothing is left to do
-    num_begun_behind: int = 0  # of num_begun, those whose priority is `BEHIND_ALL`
 
 
 @dataclass(slots=True, frozen=True)
@@ -105,8 +83,9 @@ Report = Loaded | Ready | Told | Broken
 _CLASSES = {
     each.__name__: each
     for each in (
-        *(Ask, Cancel, Order, Loaded, Ready, Told, Broken, Prepared, SamplingParams, EncodedPrompt),
-        *(Constraint, Delta, Finished, Failed, Facts, EngineStats, StageStats, ReadWork),
+        *(Ask, Cancel, Loaded, Ready, Told, Broken, Prepared, SamplingParams, EncodedPrompt),
+        *(Constraint, Delta, Finished, Failed, Facts, EngineState),
+        *(EngineStats, StageStats, ReadWork),
     )
 }
 

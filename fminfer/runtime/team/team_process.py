@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from fminfer.core.config import EngineConfig
 from fminfer.engine.engine_core import BEHIND_ALL
 from fminfer.engine.events import Delta
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.pipeline.ranks import RankFacts
 from fminfer.runtime.launch.processes import Process, Processes
 from fminfer.runtime.launch.role import ChildOptions, Role, RunLink, Spread, Task
@@ -26,42 +25,31 @@ class StreamPosition:
     Another pipeline begins the choice anew after one has died; nothing is sent twice.
     """
 
-    num_chars: int = 0
-    num_ids: int = 0
-    num_listed: int = 0  # tokens with logprobs
-    num_calls: int = 0  # of tools
-    chars_again: int = 0
-    ids_again: int = 0
-    listed_again: int = 0
-    calls_again: int = 0
+    # Each of characters, token ids, tool calls, and tokens with logprobs.
+    num_sent: tuple[int, ...] = (0, 0, 0, 0)
+    num_again: tuple[int, ...] = (0, 0, 0, 0)
     is_over: bool = False  # its end was told
 
     def begin_anew(self) -> None:
         """Expect everything that was sent once more."""
-        self.chars_again, self.ids_again = self.num_chars, self.num_ids
-        self.listed_again, self.calls_again = self.num_listed, self.num_calls
+        self.num_again = self.num_sent
 
     def take(self, delta: Delta) -> Delta | None:
         """Return the new part of a delta; None: nothing is new."""
-        text = delta.text[self.chars_again :]
-        ids = delta.token_ids[self.ids_again :]
-        calls = delta.tool_calls[self.calls_again :]
-        logprobs = delta.logprobs
+        listed = range(_num_listed(delta.logprobs))
+        parts: tuple[Any, ...] = delta.text, delta.token_ids, delta.tool_calls, listed
+        new = [part[again:] for part, again in zip(parts, self.num_again, strict=True)]
+        counts = [*zip(parts, new, self.num_sent, self.num_again, strict=True)]
+        logprobs, skip = delta.logprobs, self.num_again[-1]
         if logprobs is not None:
-            skip = self.listed_again
             logprobs = {k: v if v is None else v[skip:] for k, v in logprobs.items()}
-        self.chars_again = max(0, self.chars_again - len(delta.text))
-        self.ids_again = max(0, self.ids_again - len(delta.token_ids))
-        self.calls_again = max(0, self.calls_again - len(delta.tool_calls))
-        self.listed_again = max(0, self.listed_again - _num_listed(delta.logprobs))
-        self.num_chars += len(text)
-        self.num_ids += len(ids)
-        self.num_calls += len(calls)
-        self.num_listed += _num_listed(logprobs)
+        self.num_again = tuple(max(0, again - len(part)) for part, _, _, again in counts)
+        self.num_sent = tuple(sent + len(each) for _, each, sent, _ in counts)
         is_end = delta.finish_reason is not None and not self.is_over
-        if not (text or ids or calls or _num_listed(logprobs) or is_end):
+        if not (any(new) or is_end):
             return None
         self.is_over = is_end
+        text, ids, calls, _ = new
         return replace(delta, text=text, token_ids=ids, logprobs=logprobs, tool_calls=calls)
 
 
@@ -93,33 +81,35 @@ class SentRequest:
         return num_fed + num_sequences * prepared.params.max_tokens
 
 
-class TeamPipeline(ABC):
-    """What the run knows of one of its pipelines."""
+class TeamPipeline:
+    """What the run knows of one of its pipelines.
 
-    def __init__(self, number: int, connection: Connection) -> None:
-        self.number, self.connection = number, connection
+    Args:
+        connection: to its first rank.
+        process: which that is, if this one has started it.
+    """
+
+    def __init__(self, number: int, connection: Connection, process: Process | None = None) -> None:
+        self.number, self.connection, self._process = number, connection, process
         self.is_alive = True
         self.failure: Broken | None = None
         self.loaded: Loaded | None = None
         self.ready: Ready | None = None
         self.stats = EngineStats()
         self.asked: dict[int, SentRequest] = {}  # that it has, and has not answered
-        self.num_sent = self.num_begun = 0  # requests so far
-        self.num_sent_behind = self.num_begun_behind = 0  # those whose priority is `BEHIND_ALL`
-        self.has_begun = False
-        self.num_running = self.longest_row = 0  # sequences; most tokens that one may still draw
-        self.kv_usage = 0.0  # the part of its KV cache
+        self.state = EngineState()  # as it last said it
+        self.num_sent = self.num_sent_behind = 0  # requests so far, and those behind all others
         self.cost = 0  # of its requests
 
     @property
     def num_waiting(self) -> int:
         """Requests that it has not begun."""
-        return self.num_sent - self.num_begun
+        return self.num_sent - self.state.num_begun
 
     @property
     def num_waiting_behind(self) -> int:
-        """Those of them whose priority is `BEHIND_ALL`."""
-        return self.num_sent_behind - self.num_begun_behind
+        """Those of them that wait behind all others."""
+        return self.num_sent_behind - self.state.num_begun_behind
 
     def ask(self, asking: SentRequest) -> None:
         """Give it a request to answer."""
@@ -143,29 +133,11 @@ class TeamPipeline(ABC):
         """Hang up, at which the process ends; it holds nothing to keep."""
         self.connection.close()
 
-    @abstractmethod
     def end(self, wait_s: float) -> None:
-        """Wait until it has ended, at most until the timeout."""
-
-
-class PipelineProcess(TeamPipeline):
-    """A pipeline whose first process is this one's child."""
-
-    def __init__(self, number: int, process: Process) -> None:
-        assert process.line is not None, "a member has a line"
-        super().__init__(number, Connection(process.line.detach()))
-        self._process = process
-
-    def end(self, wait_s: float) -> None:
-        """Wait for the process, and then end it in any case."""
-        self._process.end(wait_s)
-
-
-class DistantPipeline(TeamPipeline):
-    """A pipeline whose ranks were started apart; its first rank is at the other end."""
-
-    def end(self, wait_s: float) -> None:
-        """Wait until it hangs up."""
+        """Wait until it has ended, at most until the timeout; then end a process of ours."""
+        if self._process is not None:
+            self._process.end(wait_s)
+            return
         until_s = time.monotonic() + wait_s
         with contextlib.suppress(OSError, EOFError):
             while self.connection.poll(max(0.0, until_s - time.monotonic())):
@@ -201,4 +173,5 @@ def start_pipeline(
     spread = replace(spread, engine_number=number)
     role = Role("member", spread, facts, RunLink(process.descriptor))
     process.give(Task(role, config, child_options))
-    return PipelineProcess(number, process)
+    assert process.line is not None, "a member has a line"
+    return TeamPipeline(number, Connection(process.line.detach()), process)

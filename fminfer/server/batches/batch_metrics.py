@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from fminfer.server.batches.batch_run import DoneRows
+from fminfer.server.batches.desk import BatchService
 from fminfer.server.metrics import LABELS
-
-
-class CountedBatches(Protocol):
-    """What is told of the batches."""
-
-    @property
-    def num_open(self) -> int: ...
-
-    @property
-    def done(self) -> DoneRows: ...
 
 
 class BatchMetrics:
     """Reads the batches each time that somebody asks for the metrics."""
 
-    def __init__(self, desk: CountedBatches, model_name: str) -> None:
+    def __init__(self, desk: BatchService, model_name: str) -> None:
         self._desk, self._model_name = desk, model_name
 
     def collect(self) -> Iterator[Metric]:

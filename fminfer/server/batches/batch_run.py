@@ -167,7 +167,7 @@ class BatchRun:
         batch = self.batch
         form = RecordForm(self._shop.model.names[0], batch.created_at)
         check = make_check(batch.endpoint, self._shop.model)
-        runner, lane = self._shop.engine.start_run_behind(
+        runner, lane = self._shop.engine.runs.start_behind(
             form, check, WINDOW, lambda line: f"{batch.id}, line {line.number}"
         )
         self._lane = lane

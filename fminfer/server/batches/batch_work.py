@@ -33,7 +33,7 @@ class BatchWork:
 
     def start(self) -> None:
         """Go on with the batches that are open."""
-        self._shop.engine.lanes.is_closed = False
+        self._shop.engine.runs.lanes.is_closed = False
         self._thread.start()
 
     def wake(self, batch: StoredBatch) -> None:
@@ -51,7 +51,7 @@ class BatchWork:
 
     def drain(self) -> None:
         """Give the engine no more lines; what runs goes on."""
-        self._shop.engine.lanes.is_closed = True
+        self._shop.engine.runs.lanes.is_closed = True
 
     def stop(self) -> None:
         """End all runs, which keep what they have."""
