@@ -37,9 +37,8 @@ from against_transformers import SIZE, gemm_gflops, make_workload
 import fminfer
 from fminfer.compute.attention.kernel_attention import KernelAttention
 from fminfer.compute.attention.paged_attention import PagedAttention, PlainAttention
-from fminfer.models.layer_structs import Spent
 from fminfer.models.tensor_specs import layer_specs
-from fminfer.models.whole_layers import WholeLayer
+from fminfer.models.whole_layers import Spent, WholeLayer
 
 PLANNING: list[tuple[Any, str]] = [(PlainAttention, "plan"), (KernelAttention, "plan")]
 PARTS = ["products", "attention", "head", "drawing", "planning", "rest", "waiting"]

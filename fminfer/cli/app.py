@@ -34,7 +34,6 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, UsageError
 from fminfer.core.option import take
 from fminfer.core.version import __version__
-from fminfer.estimate.cost_model import COSTS
 from fminfer.files.cache_place import KeptAnswers
 from fminfer.files.storage import Location, RemoteFolders, default_work_dir
 from fminfer.job.hyperparameters import Hyperparameters
@@ -225,6 +224,7 @@ def bench(**options: Any) -> None:
 def _calibrate(config: EngineConfig) -> None:
     with importing():
         from fminfer.estimate.calibration import calibrate
+        from fminfer.estimate.cost_model import COSTS
 
     click.echo(
         "Loading the model, then timing its steps: some 30 s, longer if it is slow.", err=True

@@ -4,8 +4,6 @@ Packing fills them, the wire carries them as they lie, and each stage computes b
 of a request is a column of each draw says the table of fields (`Field.column`).
 """
 
-# ruff: noqa: RUF009  (_column makes a field, as dataclasses.field does)
-
 from __future__ import annotations
 
 from collections.abc import Sequence

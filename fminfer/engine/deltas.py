@@ -9,8 +9,8 @@ from typing import Any
 from fminfer.engine.answer import AnswerForm, chosen, list_logprobs
 from fminfer.engine.chat_answer import MessageReader, list_chat_logprobs, name_call
 from fminfer.engine.events import Delta
+from fminfer.engine.results import len_of_possible_stop
 from fminfer.engine.sequence import PromptState, RequestState, Sequence
-from fminfer.engine.stop_strings import len_of_possible_stop
 
 
 @dataclass(slots=True)

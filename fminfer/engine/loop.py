@@ -22,7 +22,6 @@ from fminfer.engine.counting import count_admitted, count_request, count_shareab
 from fminfer.engine.deltas import Deltas
 from fminfer.engine.engine_core import BEHIND_ALL
 from fminfer.engine.events import Event
-from fminfer.engine.order import plan_order
 from fminfer.engine.packing import PlannedStep
 from fminfer.engine.prefix import SharedTokens
 from fminfer.engine.results import take_result
@@ -31,6 +30,7 @@ from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import Prepared, RequestState, Sequence
 from fminfer.engine.start import Starter
 from fminfer.engine.stats import EngineState, EngineStats
+from fminfer.engine.waiting import plan_order
 
 
 class Pipeline(Protocol):

@@ -9,10 +9,9 @@ import math
 from collections.abc import Iterable
 
 from fminfer.engine.blocks import BlockPool
-from fminfer.engine.packing import Copies, PackedRow
+from fminfer.engine.packing import Copies, PackedRow, Slots
 from fminfer.engine.prefix import Match, PrefixCache
 from fminfer.engine.sequence import PromptState, Sequence
-from fminfer.engine.slots import Slots
 
 MIN_SEEN = 8  # ended rows before their lengths tell anything
 MOST_UNSEEN = 1024  # until then; of chats that may fill a context of 100,000 several run at once

@@ -14,7 +14,8 @@ import torch
 
 from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.attention.paged_attention import AttentionBody
-from fminfer.compute.sampling.edits import StepEdits
+from fminfer.compute.attention.scoring import soft_cap
+from fminfer.compute.sampling.edit_tensors import StepEdits
 from fminfer.compute.sampling.sampler import (
     Drawer,
     Draws,
@@ -25,7 +26,6 @@ from fminfer.compute.sampling.sampler import (
     sample,
     score,
 )
-from fminfer.compute.soft_cap import soft_cap
 from fminfer.compute.step import (
     DRAW,
     SCORE,

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from fminfer.compute.step import StepTrace
 from fminfer.core.config import EngineConfig
 from fminfer.engine.engine_core import EngineCore, Facts
 from fminfer.models.checkpoint import Checkpoint

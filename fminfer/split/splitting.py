@@ -27,12 +27,12 @@ from fminfer.files.output_paths import answers_path, require_parent
 from fminfer.files.split_folders import MANIFEST, PART_NAME
 from fminfer.files.status_file import status_path
 from fminfer.files.streams import A_PIPE, digest_of
-from fminfer.split.engine_folders import folder_name
 from fminfer.split.grouping import Groups, RequestGroup, find_most_varied
 from fminfer.split.line_index import BLANK, LineIndex, read_index
 from fminfer.split.manifest import (
     Manifest,
     SplitPart,
+    folder_name,
     read_paths,
     write_manifest,
     write_unfinished,

@@ -18,7 +18,7 @@ from fminfer.compute.linear.product_kernel import ProductKernel
 from fminfer.compute.registry import Registry
 from fminfer.compute.weights import dense
 from fminfer.models import head as head_module
-from fminfer.models.head import Head
+from fminfer.models.transformer import Head
 from tests.conftest import built_library, make_model, save_byte_tokenizer
 
 # (rows, inputs, outputs): one of each; parts of vectors, of tiles and of blocks; several blocks.

@@ -12,7 +12,7 @@ import pytest
 
 import fminfer
 from fminfer.contract.line import Line
-from fminfer.models.head import Head
+from fminfer.models.transformer import Head
 from fminfer.runtime.lines import equal_requests
 
 GREEDY: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}

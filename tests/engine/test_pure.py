@@ -16,10 +16,9 @@ from fminfer.core.timing import RowClock
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.logit_edits import Bans
 from fminfer.engine.noise import draw_key, meaning_of, noise_key, step_noise
-from fminfer.engine.packing import PackedRow, pack
+from fminfer.engine.packing import PackedRow, Slots, pack
+from fminfer.engine.results import find_stop
 from fminfer.engine.sequence import Prepared, PromptState, RequestState, Sequence
-from fminfer.engine.slots import Slots
-from fminfer.engine.stop_strings import find_stop
 from fminfer.files.input_folders import find_inputs
 from fminfer.files.line_reader import read_lines
 from fminfer.text.encoded_prompt import EncodedPrompt

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from fminfer.files.output_paths import answers_path
-from fminfer.job.report.axes import find_ticks, show_number, show_share
-from fminfer.job.report.charts import make_histogram
+from fminfer.job.report.charts import find_ticks, make_histogram, show_number, show_share
 from fminfer.job.report.histogram import Histogram, make_bins
 from fminfer.job.report.plain_text import show
 from fminfer.job.report.row_choice import NUM_SHOWN, RowChoice

@@ -27,9 +27,15 @@ from fminfer.files.input_folders import find_inputs
 from fminfer.files.line_reader import read_lines
 from fminfer.files.streams import digest_of, find_zstd
 from fminfer.split import splitting as split_parts
-from fminfer.split.engine_folders import MAX_BYTES, folder_name, is_folder_name
 from fminfer.split.grouping import find_hyperparameters, find_length
-from fminfer.split.manifest import MANIFEST, read_manifest, read_paths
+from fminfer.split.manifest import (
+    MANIFEST,
+    MAX_BYTES,
+    folder_name,
+    is_folder_name,
+    read_manifest,
+    read_paths,
+)
 from fminfer.split.splitting import STAGING, SplitOptions, SplitSummary, split_file
 from tests.conftest import num_examples
 from tests.split_lines import make_lines

@@ -22,10 +22,9 @@ from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
 from fminfer.text import grammar_trial, grammars
 from fminfer.text.grammar_trial import GrammarTrial
-from fminfer.text.grammars import Grammar, Grammars
+from fminfer.text.grammars import Grammar, Grammars, Vocabulary
 from fminfer.text.json_schemas import Branches, find_shortest
 from fminfer.text.tokenizer import NoTokenizer, Tokenizer
-from fminfer.text.vocabulary import Vocabulary
 from tests.text.test_tokenizer import byte_level, sentencepiece_tokenizer
 
 __all__ = ["sentencepiece_tokenizer"]  # a fixture

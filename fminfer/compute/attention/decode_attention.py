@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fminfer.compute.attention.scoring import Scoring, weigh_values
-from fminfer.compute.soft_cap import soft_cap
+from fminfer.compute.attention.scoring import Scoring, soft_cap, weigh_values
 
 LOWEST = torch.finfo(torch.float32).min
 MAX_GATHERED = 2 << 20  # elements of the cache that are copied at once (8 MB)

@@ -73,3 +73,11 @@ def weigh_values(
 def with_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor with its last dimension in one piece."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def soft_cap(values: torch.Tensor, cap: float) -> torch.Tensor:
+    """Bend values smoothly into (-cap, cap): cap * tanh(values / cap).
+
+    Gemma Team 2024, "Gemma 2: Improving Open Language Models at a Practical Size", section 2.
+    """
+    return cap * torch.tanh(values / cap)

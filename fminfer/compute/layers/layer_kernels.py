@@ -15,7 +15,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}
 SILU, GELU_TANH, RELU = 0, 1, 2  # activations; the first two gate
 
 
-class Rows(ctypes.Structure):
+class RowSizes(ctypes.Structure):
     """What a kernel is called with; layers.cpp says what each is."""
 
     _fields_ = (
@@ -35,7 +35,7 @@ class LayerKernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         address, number = ctypes.c_void_p, ctypes.c_float
-        rows = ctypes.POINTER(Rows)
+        rows = ctypes.POINTER(RowSizes)
         self._rms_norm, self._layer_norm = library.fminfer_rms_norm, library.fminfer_layer_norm
         self._rotate, self._gate = library.fminfer_rotate, library.fminfer_gate
         self._rms_norm.argtypes = [rows, address, number, number, address, address]
@@ -79,7 +79,7 @@ class LayerKernels:
 
     def _run_norm(
         self,
-        rows: Rows,
+        rows: RowSizes,
         how: Norm,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -125,7 +125,7 @@ class LayerKernels:
         return out[0]
 
 
-def _plan(x: torch.Tensor) -> tuple[Rows, torch.Tensor]:
+def _plan(x: torch.Tensor) -> tuple[RowSizes, torch.Tensor]:
     """Return how to walk through a tensor, and an empty one of its shape, in one piece."""
     shape, steps = x.shape, x.stride()
     assert x.is_cpu and shape[0] == 1 and len(shape) in (3, 4), "rows of a step"
@@ -134,4 +134,4 @@ def _plan(x: torch.Tensor) -> tuple[Rows, torch.Tensor]:
     inner, inner_step = (shape[2], steps[2]) if len(shape) == 4 else (1, 0)
     sizes = (shape[1], inner, shape[-1], steps[1], inner_step)
     kind, num_threads = TYPES[x.dtype], torch.get_num_threads()
-    return Rows(x.data_ptr(), out.data_ptr(), *sizes, kind, num_threads), out
+    return RowSizes(x.data_ptr(), out.data_ptr(), *sizes, kind, num_threads), out

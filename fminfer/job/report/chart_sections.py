@@ -7,13 +7,16 @@ from collections.abc import Sequence
 
 from fminfer.core.quantities import counted
 from fminfer.files.time_line import Point
-from fminfer.job.report.axes import show_exactly, show_number, show_share, show_time
 from fminfer.job.report.charts import (
     Series,
     make_curves,
     make_histogram,
     make_shares,
     make_table,
+    show_exactly,
+    show_number,
+    show_share,
+    show_time,
 )
 from fminfer.job.report.histogram import Histogram, make_bins
 from fminfer.job.report.plain_text import escape

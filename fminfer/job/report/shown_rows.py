@@ -13,8 +13,7 @@ from typing import Any
 import orjson
 
 from fminfer.core.quantities import counted
-from fminfer.job.report.answer_fields import ODD_RECORD, AnswerFields
-from fminfer.job.report.choice_logprobs import choice_logprobs, prompt_of
+from fminfer.job.report.answer_fields import ODD_RECORD, AnswerFields, choice_logprobs, prompt_of
 from fminfer.job.report.plain_text import dump, show
 from fminfer.job.report.row_choice import Place, Reason
 from fminfer.job.report.tally import UNTOLD

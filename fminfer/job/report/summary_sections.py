@@ -9,8 +9,7 @@ from typing import Any
 
 from fminfer.core.quantities import counted, show_seconds
 from fminfer.files.run_facts import runs_in
-from fminfer.job.report.axes import show_exactly, show_number
-from fminfer.job.report.charts import make_table
+from fminfer.job.report.charts import make_table, show_exactly, show_number
 from fminfer.job.report.plain_text import escape, shorten
 from fminfer.job.report.scanning import Scan
 from fminfer.job.report.tally import AnswerTally, Values

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fminfer.core.quantities import counted
-from fminfer.job.report.answer_fields import AnswerFields
-from fminfer.job.report.choice_logprobs import choice_logprobs, prompt_of
+from fminfer.job.report.answer_fields import AnswerFields, choice_logprobs, prompt_of
 from fminfer.job.report.histogram import Histogram
 from fminfer.job.report.plain_text import dump
 

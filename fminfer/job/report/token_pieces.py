@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fminfer.job.report.choice_logprobs import num_echoed
+from fminfer.job.report.answer_fields import num_echoed
 from fminfer.job.report.plain_text import show
 
 Alternative = tuple[str, float]

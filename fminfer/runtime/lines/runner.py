@@ -13,8 +13,8 @@ from fminfer.core.errors import StoppedError, row_error
 from fminfer.engine.counting import count_row
 from fminfer.engine.engine_core import EngineCore, Origin, RequestCore
 from fminfer.engine.events import Delta, Event, Failed
-from fminfer.engine.order import plan_order
 from fminfer.engine.sequence import Prepared
+from fminfer.engine.waiting import plan_order
 from fminfer.runtime.lines.asked import Answer, LineRequest, RecordForm, answer_of
 from fminfer.runtime.lines.equal_requests import EqualRequests
 from fminfer.runtime.lines.line_intake import LineIntake

@@ -38,12 +38,19 @@ class Runs:
         self._runner: LineRunner | None = None  # of the run that goes on
         self.left: deque[Event] = deque()  # of others' requests, that a run met and did not need
 
-    def start(self, read_ahead: int = LOOKAHEAD, name_line: NameLine | None = None) -> LineRunner:
+    def start(
+        self,
+        read_ahead: int = LOOKAHEAD,
+        name_line: NameLine | None = None,
+        *,
+        is_only_run: bool = False,
+    ) -> LineRunner:
         """Start a run over lines: add them to what is returned, and step that.
 
         Args:
             read_ahead: lines that may be read before there is room for them.
             name_line: says with what a line's warning is told; None: its number.
+            is_only_run: prefixes need not be kept for another run of the engine.
 
         Raises:
             UsageError: an earlier run is not finished.
@@ -60,7 +67,7 @@ class Runs:
             engine=self._core,
             read_ahead=read_ahead,
             joins_equal=self._config.prefix_cache,
-            is_only_run=self._config.is_only_run,
+            is_only_run=is_only_run,
             cache=self.cache,
             on_others=self.left.extend,
         )

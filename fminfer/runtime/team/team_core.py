@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import wait
 
-from fminfer.compute.step import StepTrace
 from fminfer.core.errors import FminferError, PipelineError, UsageError, error_of
 from fminfer.core.quantities import counted
 from fminfer.engine.events import Delta, Event
