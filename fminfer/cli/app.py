@@ -29,7 +29,7 @@ from fminfer.cli.serve_part_command import serve_part
 from fminfer.cli.split_command import merge, split
 from fminfer.cli.status_command import status
 from fminfer.cli.submit_command import submit
-from fminfer.cluster.job_names import infer_data_of
+from fminfer.cluster.slurm_and_lsf import infer_data_of
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, UsageError
 from fminfer.core.option import take

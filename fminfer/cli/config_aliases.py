@@ -1,17 +1,21 @@
-"""Keys of other tools' configuration files, and the flags of ours that they mean.
+"""Keys of other tools' configuration files and start lines, and the flags of ours that they mean.
 
 EnergonAI's services have them in a Python file: model_class = opt_125M, tp_init_size = 2, …
+Or they start with --name M --tp 8 --http_host H --http_port 7070 --dtype fp16 --max_batchsize 4
+--random_init True --random_model_size 7b1
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import click
+from click.core import ParameterSource
 
-from fminfer.cli.options.old_serve_options import tell_of_tensor_parallel
+from fminfer.cli.options.flags import GroupedOption
 from fminfer.cli.options.option_table import options_for
 from fminfer.core.errors import UsageError
 from fminfer.models.known_sizes import SIZES, size_fields
@@ -122,3 +126,64 @@ ALIASES: Mapping[str, Meaning] = {
         if values or not old.startswith("--")
     },
 }
+
+
+DEFAULT_SIZE = "560m"  # of a random model
+_option = partial(GroupedOption, group="Old command lines", hidden=True)
+
+OLD_SERVE_OPTIONS = [
+    _option(["--config_file", "config"], expose_value=False, help="The same as --config."),
+    _option(["--name", "old_name"], help="The same as --model-name, or as --tokenizer."),
+    _option(["--tp", "old_tp"], type=int, help="The same as --world-size."),
+    _option(["--random_init", "old_random_init"], type=bool, help="True: --random-init."),
+    _option(["--random_model_size", "old_random_model_size"], help="Of --random_init True."),
+]
+
+
+def translate_old_flags(ctx: click.Context) -> list[str]:
+    """Put what MODEL and the old flags mean into the parameters of today; return what to tell.
+
+    Raises:
+        click.UsageError: an old and a new flag that contradict each other.
+    """
+    names = ("model_argument", "old_name", "old_tp", "old_random_init", "old_random_model_size")
+    model, name, tp, is_random, size = (ctx.params.pop(each) for each in names)
+    if model is not None:
+        _set(ctx, "model", model, "")
+    if tp is not None:
+        _set(ctx, "world_size", tp, "--tp ")
+    if is_random:
+        _set(ctx, "random_init", size or DEFAULT_SIZE, "--random_model_size ")
+        _set(ctx, "tokenizer", name or ctx.params["tokenizer"], "--name ")
+        _set(ctx, "model", None, "--random_init True")
+    elif name is not None:
+        _set(ctx, "model", name, "--name ")
+        _set(ctx, "random_init", None, "--name")
+    notices = [tell_of_tensor_parallel("--tp", tp)] if (tp or 1) > 1 else []
+    if size is not None and not is_random:
+        notices.append("--random_model_size means nothing without --random_init True")
+    return notices
+
+
+def tell_of_tensor_parallel(name: str, count: int) -> str:
+    """Say what becomes of the wish to cut each layer into so many parts."""
+    return (
+        f"{name} {count}: tensor parallelism is not there yet. The layers are spread over the "
+        "ranks as a pipeline, as --world-size does"
+    )
+
+
+def _set(ctx: click.Context, target: str, value: Any, old: str) -> None:
+    """Put a value where a file or a variable may say another; None: none.
+
+    Args:
+        old: what was typed before the value.
+    """
+    typed, source = ctx.params[target], ctx.get_parameter_source(target)
+    if source is ParameterSource.COMMANDLINE and typed != value:
+        flag = next(param for param in ctx.command.params if param.name == target).opts[0]
+        ours, its = (old, flag) if value is None else (f"{old}{value}", f"{flag} {typed}")
+        raise click.UsageError(f"{ours} and {its} contradict each other; give {flag} alone", ctx)
+    ctx.params[target] = value
+    if value is not None:
+        ctx.set_parameter_source(target, ParameterSource.COMMANDLINE)

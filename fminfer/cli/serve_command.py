@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
+from fminfer.cli.config_aliases import OLD_SERVE_OPTIONS, translate_old_flags
 from fminfer.cli.config_file import NOTICES, ConfiguredCommand, tell_notices
 from fminfer.cli.ending import Ending
 from fminfer.cli.options.flags import flags_of
-from fminfer.cli.options.old_serve_options import OLD_SERVE_OPTIONS, translate_old_flags
 from fminfer.cli.process_start import elapsed_s, importing_engine, start_children
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError

@@ -1,4 +1,4 @@
-"""Slurm and LSF: the commands that submit a job and list the queue, and what they answer.
+"""Slurm and LSF: the names of jobs, the commands that submit them and list the queue, and answers.
 
 It knows jobs, not what they are about. The manuals: https://slurm.schedmd.com/sbatch.html,
 https://www.ibm.com/docs/en/spectrum-lsf/10.1.0?topic=reference-bsub
@@ -6,10 +6,12 @@ https://www.ibm.com/docs/en/spectrum-lsf/10.1.0?topic=reference-bsub
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import re
 import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -152,3 +154,45 @@ def _call(command: list[str], text: str = "") -> str:
         said = (done.stderr or done.stdout).decode(errors="replace").strip()
         raise SchedulerError(f"{command[0]} failed (exit status {done.returncode}): {said}")
     return os.fsdecode(done.stdout)
+
+
+VARIABLES = ("LSB_JOBNAME", "SLURM_JOB_NAME")  # where LSF and Slurm tell a job its name
+OLD_PREFIX = "lsf_"
+# What a queue's listing would break at, and the brackets of LSF's arrays.
+_ODD = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\[\]]")
+
+
+def infer_data_of(environ: Mapping[str, str]) -> Path | None:
+    """Return the path that this job's name holds, behind its first #; None: it holds none."""
+    for variable in VARIABLES:
+        parts = parts_of(environ.get(variable, ""))
+        if parts is not None:
+            return parts[1]
+    return None
+
+
+def parts_of(job_name: str) -> tuple[str, Path] | None:
+    """Take `lsf_<name>#<path>` apart; None: it is no such name."""
+    prefix, _, path = job_name.partition("#")
+    if not prefix.startswith(OLD_PREFIX) or not path:
+        return None
+    return prefix.removeprefix(OLD_PREFIX), Path(path)
+
+
+def name_of_file(name: str, path: Path) -> str:
+    """Name the job of one file; characters that a scheduler cannot take become `?`."""
+    return _ODD.sub("?", f"{OLD_PREFIX}{name}#{path}").strip()
+
+
+def name_of_list(name: str, paths: Sequence[Path]) -> str:
+    """Name the job of a list of files; another list has another name."""
+    digest = hashlib.blake2b(b"\0".join(map(os.fsencode, paths)), digest_size=4)
+    return f"{name}.{digest.hexdigest()}"
+
+
+def is_of(job_name: str, name: str) -> bool:
+    """Tell whether a job was submitted under a name."""
+    old = f"{OLD_PREFIX}{name}#"
+    return job_name.startswith(old) or bool(
+        re.fullmatch(rf"{re.escape(name)}\.[0-9a-f]{{8}}", job_name)
+    )

@@ -13,9 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from fminfer.cluster.job_names import is_of, name_of_file, name_of_list
 from fminfer.cluster.job_scripts import ScriptTemplate
-from fminfer.cluster.slurm_and_lsf import Job, QueuedTask, Scheduler
+from fminfer.cluster.slurm_and_lsf import (
+    Job,
+    QueuedTask,
+    Scheduler,
+    is_of,
+    name_of_file,
+    name_of_list,
+)
 from fminfer.core.errors import SchedulerError
 from fminfer.core.quantities import counted
 from fminfer.files.completed import is_complete

@@ -15,7 +15,7 @@ import torch
 from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.attention.paged_attention import AttentionBody
 from fminfer.compute.attention.scoring import soft_cap
-from fminfer.compute.sampling.edit_tensors import StepEdits
+from fminfer.compute.sampling.masks import StepEdits
 from fminfer.compute.sampling.sampler import (
     Drawer,
     Draws,

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from fminfer.cli.app import main
-from fminfer.cluster.job_names import infer_data_of, is_of, name_of_file, name_of_list
+from fminfer.cluster.slurm_and_lsf import infer_data_of, is_of, name_of_file, name_of_list
 from fminfer.cluster.submission import read_list
 from fminfer.files.status_file import status_path
 from tests.fakes import cluster

@@ -17,8 +17,7 @@ import torch
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.sampling.draw_kernel import DrawKernel
-from fminfer.compute.sampling.edit_tensors import LogitEditTensors
-from fminfer.compute.sampling.masks import make_masks
+from fminfer.compute.sampling.masks import LogitEditTensors, make_masks
 from fminfer.compute.sampling.sampler import (
     Drawer,
     SamplingTensors,

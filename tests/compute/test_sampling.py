@@ -13,7 +13,7 @@ import torch
 
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.sampling.draw_kernel import DrawKernel, ScoreKernel
-from fminfer.compute.sampling.edit_tensors import LogitEditTensors, StepEdits
+from fminfer.compute.sampling.masks import LogitEditTensors, StepEdits
 from fminfer.compute.sampling.sampler import (
     Drawer,
     Draws,

@@ -28,8 +28,7 @@ from fminfer.compute.layers.bodies import PART_ERRORS, part_pairs
 from fminfer.compute.layers.triton_layers import TritonLayers
 from fminfer.compute.registry import Registry
 from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR
-from fminfer.compute.sampling.edit_tensors import LogitEditTensors
-from fminfer.compute.sampling.masks import make_masks
+from fminfer.compute.sampling.masks import LogitEditTensors, make_masks
 from fminfer.compute.sampling.sampler import SamplingTensors, draw, sample
 from fminfer.compute.sampling.triton_draws import TOKENS, race_pairs, triton_race
 from fminfer.compute.spec import Alibi

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fminfer.compute.sampling.edit_tensors import LogitEditTensors
-from fminfer.compute.sampling.masks import MaskTensors, likeliest
+from fminfer.compute.sampling.masks import LogitEditTensors, MaskTensors, likeliest
 from fminfer.compute.step import TokenLogprobs
 from fminfer.machine.device import send
 

@@ -6,8 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from fminfer.compute.spec import Mlp, Moe, Norm
-from fminfer.models.families.config_parts import Changes, assemble, rope_of, same, text_part
-from fminfer.models.families.expert_parts import mixtral_names
+from fminfer.models.families.config_parts import (
+    Changes,
+    assemble,
+    mixtral_names,
+    rope_of,
+    same,
+    text_part,
+)
 from fminfer.models.families.tensor_names import Architecture, Sources, experts, sources
 
 OUTER = sources(embed="model.embed_tokens", final_norm="model.norm", head="lm_head")

@@ -10,14 +10,16 @@ from typing import Any
 
 from fminfer.compute.spec import Mlp, Moe, Norm
 from fminfer.models.families.config_parts import (
+    SIGMOID,
     Changes,
     head_dim_of,
     plain_rope,
     rope_of,
     same,
+    shared_names,
+    sigmoid_moe,
     text_part,
 )
-from fminfer.models.families.expert_parts import SIGMOID, shared_names, sigmoid_moe
 from fminfer.models.families.llama_like import (
     SANDWICH,
     biases,

@@ -11,11 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from fminfer.compute.spec import Latent, Mlp, Moe, Norm
-from fminfer.models.families.config_parts import Changes, rope_of, same
-from fminfer.models.families.expert_parts import (
+from fminfer.models.families.config_parts import (
     SIGMOID,
+    Changes,
     layers_beyond,
     mixtral_names,
+    rope_of,
+    same,
     shared_names,
     sigmoid_moe,
 )
