@@ -16,12 +16,11 @@ from collections import deque
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.engine_core import BEHIND_ALL
 from fminfer.engine.packing import PackedRow, PlannedStep, pack
-from fminfer.engine.prefill import PrefillLine
 from fminfer.engine.prefix import Match, PrefixCache
 from fminfer.engine.reservation import KvReservation, first_to_go, rows_below
 from fminfer.engine.sequence import PromptState, Sequence
 from fminfer.engine.step_shape import StepShape, StepsInFlight
-from fminfer.engine.waiting import WaitingLine
+from fminfer.engine.waiting import PrefillLine, WaitingLine
 
 MAX_LOOKS = 64  # waiting prompts that are looked at before a step
 MAX_UNFED = 32  # tokens of a row that drew some without an alternative

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 
 from fminfer.compute.attention.attention_trial import AttentionAsked, attention_trial
-from fminfer.compute.attention.paged_attention import AttentionBody
+from fminfer.compute.attention.paged_attention import AttentionBody, find_shared_runs
 from fminfer.compute.attention.scoring import AttentionCall, with_rows
-from fminfer.compute.attention.shared_runs import find_shared_runs
 from fminfer.compute.step import Column, Rows
 from fminfer.compute.trial import Candidate
 
