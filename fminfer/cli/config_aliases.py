@@ -60,7 +60,7 @@ def translate(
 
 
 def key_of(name: str) -> str:
-    """Return a flag's or key's one spelling."""
+    """Return the one spelling of a flag or key: without --, with underscores."""
     return name.removeprefix("--").replace("-", "_")
 
 
@@ -77,7 +77,7 @@ def as_bool(value: object, name: str) -> bool:
 
 
 def _meaning_of(ours: str, values: Mapping[str, Any]) -> Meaning:
-    """Return what a key says that a flag of ours had before.
+    """Return the meaning of an old key of one of our flags.
 
     Args:
         values: what its values mean; {}: the same.

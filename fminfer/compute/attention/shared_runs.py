@@ -24,7 +24,7 @@ class SharedRun:
 
 
 def find_shared_runs(rows: Rows, block_size: int) -> list[SharedRun]:
-    """List runs of equal blocks from the tables' start on, and behind each run those of its rows.
+    """List runs of equal blocks, from the tables' start on; behind each run, those of its rows.
 
     A table's last block is its own: it is still being written.
     """
