@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Writes the tables of flags in docs/running.md from the table of options, through the commands.
+"""Writes the tables of flags in docs/running.md, from the help of the commands.
 
 scripts/option_tables.py            # after a change of an option
 scripts/option_tables.py --check    # ends with 1 if the docs say something else
@@ -19,11 +19,14 @@ from fminfer.core.option import GROUPS
 
 RUNNING = Path(__file__).parents[1] / "docs" / "running.md"
 START, END = "<!-- flags -->\n", "<!-- end -->"
-OTHERS = "Other commands"  # which have few flags, in no groups
+OTHERS = "Other commands"  # they have few flags, without groups
 
 
 def find_flags() -> dict[str, dict[tuple[str, str], list[str]]]:
-    """Return the commands that have each flag, by its group and by what their help says of it."""
+    """Return the commands that have each flag, by its group and by its flags and text in the help.
+
+    A flag that commands show in different groups, such as --grace, stands in the first of them.
+    """
     found: dict[str, dict[tuple[str, str], list[str]]] = {name: {} for name in (*GROUPS, OTHERS)}
     for name in ("run", "serve", "check", "bench", *main.commands):
         command = main.commands[name]
@@ -32,9 +35,19 @@ def find_flags() -> dict[str, dict[tuple[str, str], list[str]]]:
                 record = option.get_help_record(click.Context(command))
                 assert record is not None, "an option that is not hidden is in the help"
                 group = option.group if isinstance(option, GroupedOption) else OTHERS
-                commands = found[group].setdefault(record, [])
+                known = next((rows[record] for rows in found.values() if record in rows), None)
+                commands = found[group].setdefault(record, []) if known is None else known
                 commands += [] if name in commands else [name]
     return found
+
+
+def split_default(text: str) -> tuple[str, str]:
+    """Return a help without what stands in brackets at its end, and the default that this names."""
+    text, *notes = re.split(r"\s+\[(?=default:|required|x>=)", text)
+    default = "; ".join(note.rstrip("]").removeprefix("default: ") for note in notes)
+    if least := re.search(r"(; |^)x>=(\d+)$", default):
+        text, default = f"{text} At least {least[2]}.", default[: least.start()]
+    return text, default
 
 
 def cell(text: str) -> str:
@@ -48,10 +61,11 @@ def tables() -> str:
     for group, rows in find_flags().items():
         if rows:
             lines += [f"\n### {group}" if lines else f"### {group}"]
-            lines += ["| flag | what it does | commands |", "|---|---|---|"]
+            lines += ["| flag | what it does | default | commands |", "|---|---|---|---|"]
         for (flag, text), commands in rows.items():
-            flag = flag.replace("|", r"\|")
-            lines.append(f"| `{flag}` | {cell(text)} | {', '.join(commands)} |")
+            flag = flag.removesuffix(" RANGE").replace("|", r"\|")
+            help_text, default = map(cell, split_default(text))
+            lines.append(f"| `{flag}` | {help_text} | {default} | {', '.join(commands)} |")
     return "\n".join(lines)
 
 

@@ -21,7 +21,7 @@ class Row(NamedTuple):
 
 
 def make_draws(token_index: Sequence[int], **columns: Any) -> np.ndarray:
-    """Return draws from these packed tokens; columns say what is not greedy and plain of them."""
+    """Return greedy draws from these packed tokens, with other values in `columns`."""
     draws = np.zeros(len(token_index), DRAW)
     draws["token_index"], draws["top_p"], draws["mask"] = token_index, 1, -1
     for name, column in columns.items():
@@ -48,13 +48,13 @@ def make_step(rows: Sequence[Row], **columns: Any) -> Step:
 
 
 class StepReader:
-    """Gives the rows of steps, and keeps block tables between steps, as a stage does."""
+    """Reads the rows of steps. Like a stage, it keeps block tables between steps."""
 
     def __init__(self) -> None:
         self._tables: dict[int, list[int]] = {}  # by slot
 
     def rows(self, step: Step) -> list[Row]:
-        """Return the rows of the next step, with all that is known of their tables."""
+        """Return the rows of the next step, with their whole block tables."""
         for slot, place, block in step.new_blocks.tolist():
             if place == 0:  # the slot has another sequence now
                 self._tables[slot] = []
@@ -78,7 +78,7 @@ def make_logprobs(
     top_ids: Sequence[Sequence[int]] = (),
     top_logprobs: Sequence[Sequence[float]] = (),
 ) -> TokenLogprobs:
-    """Return results as columns; without `top_…` no alternatives are told."""
+    """Return results as columns; without `top_…` they have no alternatives."""
     shape = len(ids), len(top_ids[0]) if top_ids else 0
     return TokenLogprobs(
         np.array(ids, np.int64),
@@ -89,7 +89,7 @@ def make_logprobs(
 
 
 def check_equal(found: Any, expected: Any) -> None:
-    """See that steps, results or their columns are equal, bit for bit: nan is equal to itself."""
+    """Check that steps, results or columns are equal, bit for bit: nan is equal to itself."""
     assert type(found) is type(expected)
     if is_dataclass(expected):
         for each in fields(expected):

@@ -64,7 +64,7 @@ def translate(
 
 
 def key_of(name: str) -> str:
-    """Return a flag's or key's one spelling."""
+    """Return the one spelling of a flag or key: without --, with underscores."""
     return name.removeprefix("--").replace("-", "_")
 
 
@@ -81,7 +81,7 @@ def as_bool(value: object, name: str) -> bool:
 
 
 def _meaning_of(ours: str, values: Mapping[str, Any]) -> Meaning:
-    """Return what a key says that a flag of ours had before.
+    """Return the meaning of an old key of one of our flags.
 
     Args:
         values: what its values mean; {}: the same.
@@ -141,7 +141,7 @@ OLD_SERVE_OPTIONS = [
 
 
 def translate_old_flags(ctx: click.Context) -> list[str]:
-    """Put what MODEL and the old flags mean into the parameters of today; return what to tell.
+    """Set today's parameters to what MODEL and the old flags mean; return notices to the user.
 
     Raises:
         click.UsageError: an old and a new flag that contradict each other.
@@ -166,7 +166,7 @@ def translate_old_flags(ctx: click.Context) -> list[str]:
 
 
 def tell_of_tensor_parallel(name: str, count: int) -> str:
-    """Say what becomes of the wish to cut each layer into so many parts."""
+    """Say that layers are not cut into parts, and what is done instead."""
     return (
         f"{name} {count}: tensor parallelism is not there yet. The layers are spread over the "
         "ranks as a pipeline, as --world-size does"
@@ -174,10 +174,10 @@ def tell_of_tensor_parallel(name: str, count: int) -> str:
 
 
 def _set(ctx: click.Context, target: str, value: Any, old: str) -> None:
-    """Put a value where a file or a variable may say another; None: none.
+    """Set a parameter, whatever a file or a variable says; None: to nothing.
 
     Args:
-        old: what was typed before the value.
+        old: the old flag, as errors show it before the value.
     """
     typed, source = ctx.params[target], ctx.get_parameter_source(target)
     if source is ParameterSource.COMMANDLINE and typed != value:

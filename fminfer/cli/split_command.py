@@ -22,7 +22,7 @@ from fminfer.core.quantities import counted
     "--output-dir",
     type=click.Path(path_type=Path),
     required=True,
-    help="The folder for the parts; made if only it is missing.",
+    help="The folder for the parts, created if its parent is there.",
 )
 @click.option(
     "--min-generate-token",

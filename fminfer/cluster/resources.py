@@ -1,6 +1,6 @@
 """What jobs need, from the flags of `fminfer submit` and of the `fminfer run` inside them.
 
-Mistakes are told before anything waits in a queue. It knows flags and numbers, not files.
+Mistakes are told before anything waits in a queue.
 """
 
 from __future__ import annotations
@@ -39,26 +39,25 @@ class SubmitOptions(Options):
     infer_data: tuple[Path, ...] = _job(
         "A folder of input files, or a file. May be repeated.", group="Input and output"
     )
-    scheduler: Literal["lsf", "slurm"] | None = _job("bsub or sbatch.")
+    scheduler: Literal["lsf", "slurm"] | None = _job("lsf: submit with bsub. slurm: with sbatch.")
     mode: Literal["each", "array", "ranks"] = _job(
-        "each: a job a file. array: job arrays, a task a file. ranks: one job for all files, a "
-        "rank a task.",
+        "each: one job per file. array: job arrays, one task per file. ranks: one job for all "
+        "files, one rank per task.",
         default="each",
     )
     time_s: Seconds | None = _job(
-        "The jobs' wall-time limit. A job ends in good order a little before it, waits in the "
-        "queue again, and goes on.  [default: the queue's limit, which the jobs do not know]"
+        "The jobs' wall-time limit. A job stops cleanly a little before it, is requeued, and goes "
+        "on.  [default: the queue's limit, which the jobs do not know]"
     )
     queue: str | None = _job("LSF's queue or Slurm's partition.", flags=("--queue", "--partition"))
-    gpus: ShownCount | None = _job(
-        "GPUs of a job, with a rank of the model on each.  [default: none]"
-    )
+    gpus: ShownCount | None = _job("GPUs of each job, with one rank on each.  [default: none]")
     nodes: ShownCount = _job(
         "With --mode ranks: number of machines. Ranks and GPUs are spread evenly over them.",
         default=1,
     )
     launcher: str | None = _job(
-        "With --mode ranks: the command that starts the ranks.  [default: srun; mpirun -n RANKS]"
+        "With --mode ranks: the command that starts the ranks.  [default: srun of Slurm; mpirun -n "
+        "RANKS of LSF]"
     )
     directives: tuple[str, ...] = _job(
         "One more #SBATCH or #BSUB line: --directive=--account=lab. May be repeated.",
@@ -66,12 +65,12 @@ class SubmitOptions(Options):
     )
     template: Path | None = _job("Your own Jinja2 template of the script (docs/clusters.md).")
     job_dir: Path | None = _job(
-        "Folder for logs and lists of files.  [default: jobs/ beside the answers, or above one "
-        "whose name holds a %]"
+        "Folder for logs and lists of files.  [default: jobs/ beside the answers; above a folder "
+        "with % or \\ in its name]"
     )
     name: str | None = _queue(
-        "Part of the jobs' names. By it, submit finds its own jobs in the queue.  [default: the "
-        "last part of the model's]"
+        "Part of the jobs' names, by which submit finds its own jobs in the queue.  [default: the "
+        "last part of the model's name]"
     )
     max_queued: ShownCount = _queue(
         "Most jobs of this name in the queue, waiting or running. Each task of an array counts. "
@@ -82,11 +81,11 @@ class SubmitOptions(Options):
         "With --mode array: most tasks of an array that run at once.  [default: no limit]"
     )
     max_requeues: ShownAmount = _queue(
-        "How often a job that runs out of time goes back into the queue by itself.", default=20
+        "How often a job that runs out of time is requeued by itself.", default=20
     )
     dry_run: bool = _queue("Print what would be sent, and send nothing.")
     job_name: str | None = _job(
-        "A job's name in FM Inference. It means --name NAME --infer-data PATH --scheduler lsf.",
+        "A job's name in FM Inference: the same as --name NAME --infer-data PATH --scheduler lsf.",
         group="Old command lines",
         metavar="lsf_NAME#PATH",
     )

@@ -1,7 +1,7 @@
-"""A step and its results: columns, which are declared here once.
+"""A step and its results as columns, which are arrays. Each is declared once, here.
 
-Packing fills them, the wire carries them as they lie, and each stage computes by them. Which field
-of a request is a column of each draw says the table of fields (`Field.column`).
+Packing fills them, the wire carries their bytes as they are, and stages compute with them. Fields
+of requests that have a `Field.column` in the table of fields are columns of each draw.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import numpy as np
 from fminfer.contract.field_table import COLUMNS
 from fminfer.core.messages import Mask, StageSpan, pack_ids
 
-Column = Any  # an array; numpy's own stubs make every sum of two a cast
+Column = Any  # an array; with numpy's own types every sum of two would need a cast
 Phase = Literal["prefill", "decode", "mixed"]
-# Of each token to draw. A field's column has its own name: 0 temperature, top_p 0 are greedy.
+# An entry a token to draw. A request's fields keep their names; temperature 0 or top_p 0: greedy.
 DRAW = np.dtype(
     [
         *COLUMNS.items(),
         ("token_index", "i8"),  # packed token whose logits are used
         ("noise", "i8"),  # 64 random bits; 0: greedy
         ("num_top", "i4"),  # alternatives to report
-        ("num_edits", "i4"),  # entries of `Step.edit_…`, and of `banned_ids`
-        ("num_banned", "i4"),
+        ("num_edits", "i4"),  # its entries of `Step.edit_…`
+        ("num_banned", "i4"),  # and of `Step.banned_ids`
         ("mask", "i4"),  # its place in `Step.masks`; -1: it has none
     ]
 )
-# Of each prompt token whose logprob is wanted: the packed token before it, and itself.
+# An entry a prompt token whose logprob is wanted: the packed token before it, and its own id.
 SCORE = np.dtype([("token_index", "i8"), ("target_id", "i8"), ("num_top", "i4")])
-# Of each mask: its bytes in `Step.mask_bits`, 0 where it is told by its ids; and these.
+# An entry a mask: its part of `Step.mask_bits`, or the size of its bits and its part of `mask_ids`.
 MASK = np.dtype([("num_bytes", "i4"), ("num_bits", "i4"), ("num_ids", "i4")])
 
 
 def _column(kind: Any, *width: int) -> Any:
-    """Declare a column: the type of its entries, and how many numbers each holds."""
+    """Declare a column: the type of its numbers, and how many an entry has, if several."""
     empty = np.empty((0, *width), kind)
     return field(default_factory=empty.copy, metadata={"empty": empty})
 
@@ -48,21 +48,21 @@ class Step:
 
     step_id: int
     # An entry a row:
-    slots: Column = _column("i4")  # which block table of the stages is its sequence's
+    slots: Column = _column("i4")  # where stages keep its sequence's block table
     positions: Column = _column("i8")  # of its first token in the sequence
     lengths: Column = _column("i8")  # tokens: a chunk of its prompt, or the newest one
-    token_ids: Column = _column("i8")  # of all rows
-    new_blocks: Column = _column("i4", 3)  # (slot, place, block) of tables: what is new
+    token_ids: Column = _column("i8")  # (tokens,), of all rows
+    new_blocks: Column = _column("i4", 3)  # (slot, place, block): new entries of block tables
     block_copies: Column = _column("i8", 2)  # (from, to), done before anything else
     draws: Column = _column(DRAW)
-    # Changes of single logits, draw after draw: (logit + bias), its size times or over factor, less
-    # minus. And tokens that are not drawn.
+    # Edits of single logits, draw after draw: bias is added first, the sum is divided by factor if
+    # it is above 0, else multiplied, and minus is subtracted. Then tokens that must not be drawn.
     edit_ids: Column = _column("i8")
     edit_bias: Column = _column("f4")
     edit_factor: Column = _column("f4")
     edit_minus: Column = _column("f4")
     banned_ids: Column = _column("i8")
-    masks: Column = _column(MASK)  # each once
+    masks: Column = _column(MASK)  # equal ones once
     mask_bits: Column = _column("u1")
     mask_ids: Column = _column("i4")
     scores: Column = _column(SCORE)
@@ -73,7 +73,7 @@ class Step:
 
     @property
     def wanted(self) -> np.ndarray:
-        """The packed tokens whose logits someone wants, in order."""
+        """The packed tokens whose logits are drawn from or scored, (wanted,) int64, ascending."""
         return np.unique(np.concatenate([self.draws["token_index"], self.scores["token_index"]]))
 
 
@@ -109,12 +109,12 @@ class Rows:
 
     positions: Column  # (rows,) int64, of the first token in its sequence
     lengths: Column  # (rows,) int64, tokens
-    table_of: Column  # (rows,) the place of each row's in `tables`
-    tables: Column  # (tables, blocks) int32: KV blocks from the sequence's start, and any more
+    table_of: Column  # (rows,) integers: which of `tables` is each row's
+    tables: Column  # (tables, blocks) int32: KV blocks in the sequence's order, then anything
 
     @classmethod
     def of(cls, *rows: tuple[int, int, Sequence[int]]) -> Rows:
-        """Return these rows: (position, tokens, block table) each."""
+        """Return rows that are given as (position, number of tokens, block table)."""
         tables = np.zeros((len(rows), max((len(row[2]) for row in rows), default=0)), np.int32)
         for place, (_, _, table) in enumerate(rows):
             tables[place, : len(table)] = table
@@ -150,7 +150,7 @@ class Rows:
         return found.astype(np.int64) * block_size + places
 
     def part(self, rows: Any) -> Rows:
-        """Return some of the rows: a slice, or their places, or a bool each."""
+        """Return some of the rows, given as a slice, as their places or as a bool each."""
         return Rows(self.positions[rows], self.lengths[rows], self.table_of[rows], self.tables)
 
     def cut(self, first: int, last: int) -> Rows:
@@ -164,13 +164,13 @@ class Rows:
 
 
 def ranges(starts: Column, counts: Column) -> Column:
-    """Return start, start + 1, … of each entry, so many as its count, one after another."""
+    """Return start, start + 1, … of each entry, count numbers each: (sum of counts,)."""
     offsets = np.repeat(starts - counts.cumsum() + counts, counts)
     return offsets + np.arange(len(offsets))
 
 
 class BlockTables:
-    """The block tables of the sequences that run, by slot. Steps tell what is new of them."""
+    """The block tables of running sequences, by slot. A step brings new entries only."""
 
     def __init__(self) -> None:
         self._tables = np.zeros((16, 16), np.int32)
@@ -182,7 +182,7 @@ class BlockTables:
             size, asked = self._tables.shape, (int(slots.max()) + 1, int(places.max()) + 1)
             if asked[0] > size[0] or asked[1] > size[1]:
                 pairs = zip(asked, size, strict=True)
-                # The system gives memory for what is written alone.
+                # Zeros: the system gives memory only for pages that are written.
                 larger = np.zeros([2 * n if n > now else now for n, now in pairs], np.int32)
                 larger[: size[0], : size[1]] = self._tables
                 self._tables = larger
@@ -231,7 +231,7 @@ class StepResult:
     spans: list[StageSpan]  # one a stage
 
     def of(self, kind: ResultKind) -> TokenLogprobs:
-        """Return the results of a kind; none: the step asked for none."""
+        """Return the results of a kind, without entries if the step asked for none."""
         return self.results.get(kind) or TokenLogprobs.empty()
 
 

@@ -62,7 +62,7 @@ class Field:
         default: what its absence means; None: `SamplingParams` or `help` says it.
         neutral: the values of a refused field that are accepted beside null.
         ours: our name of the same thing, of a refused field.
-        column: the type of its column in a step, as numpy calls it: each draw has a number of it.
+        column: numpy's name of the type of its column in a step's draws; "": it has none.
     """
 
     name: str
@@ -121,7 +121,7 @@ def _fields(kind: Kind, limit: Limit = "", default: object = None, **helps: str)
 
 
 def _columns(column: str, kind: Kind, **helps: str) -> Iterator[Field]:
-    """Yield fields that decide how a token is drawn of its logits, each by a column of a step."""
+    """Yield fields that decide how a token is drawn; each is a column of a step's draws."""
     return (Field(name, kind, text, column=column) for name, text in helps.items())
 
 
@@ -405,7 +405,9 @@ FIELDS: dict[Endpoint, dict[str, Field]] = {
     "chat": _by_name(*_OF_CHAT, *_OF_BOTH),
 }
 DRAW_FIELDS = tuple(each.name for each in _DRAWS)
-COLUMNS = {each.name: each.column for each in _DRAWS if each.column}  # of each draw of a step
+COLUMNS = {
+    each.name: each.column for each in _DRAWS if each.column
+}  # of `compute.step.DRAW`, with their types
 # What may differ between requests of one part of `split`: it changes no draw.
 _OF_LINES = (_PROMPT, _MESSAGES, _TOOLS, *_CONSTRAINTS, *_RECORDED)
 FIELDS_OF_LINES = frozenset(each.name for each in _OF_LINES)

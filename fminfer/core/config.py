@@ -80,8 +80,8 @@ class ModelOptions(Options):
         old={"checkpoint": {}},
     )
     random_init: ConfigPlace | None = _model(
-        "Random weights, for benchmarks, in the shape of a config.json, a hub id's, or a known "
-        "size (llama-160m, bloom-176b, …).",
+        "Random weights, for benchmarks, in the shape of a config.json, a hub id or a known size "
+        "(llama-160m, bloom-176b, …).",
         metavar="CONFIG_OR_SIZE",
         is_positional=True,
     )
@@ -154,21 +154,21 @@ class ComputeOptions(Options):
         old={"--fp16": {"true": "float16"}, "half": {"true": "float16", "false": "float32"}},
     )
     kv_dtype: DType = _speed(
-        "Type of the KV cache. auto: as --dtype. 16 bits beside float32 take half the memory, and "
+        "Type of the KV cache. auto: as --dtype. 16 bits beside float32 halve its memory, but "
         "round keys and values. Answers then repeat only as well as in 16 bits.",
         default="auto",
     )
-    device: str = _speed("auto, cpu, cuda, cuda:0, …", default="auto")
+    device: str = _speed("Where to compute: auto, cpu, cuda, cuda:0, …", default="auto")
     kernels: Kernels = _speed(
-        "Use of fminfer's own kernels, which g++ builds for a CPU, and Triton for a GPU. auto: "
-        "where they serve the model and pass their trial, plain torch elsewhere. off: plain torch. "
-        "require: fail, with the reason, where auto would fall back.",
+        "Use of fminfer's own kernels: C++ on a CPU, which needs g++, and Triton on a GPU. auto: "
+        "where they serve the model and pass their trial; plain torch elsewhere. off: plain "
+        "torch. require: fail, with the reason, where auto would fall back.",
         default="auto",
         old={"--attention": {"auto": "auto", "eager": "off", "compiled": "require"}},
     )
     threads: Count | None = _speed(
-        "Number of computing threads in each rank.  [default: OMP_NUM_THREADS, or the cores that "
-        "this process may use, shared by the ranks of the machine]"
+        "Computing threads of each rank.  [default: OMP_NUM_THREADS, or the cores that this "
+        "process may use, shared by the ranks of the machine]"
     )
     cuda_ids: tuple[int, ...] = _rank(
         "The GPUs of this machine's ranks, in their order: 0,1,2.  [default: all]",
@@ -199,21 +199,22 @@ class MemoryOptions(Options):
         old={"--max_batchsize": {}, "--max_batch_size": {}, "executor_max_batch_size": {}},
     )
     micro_batches: Count | None = _speed(
-        "Steps in flight.  [default: one more than there are ranks]"
+        "Micro-batches in flight in a pipeline.  [default: one more than it has stages]"
     )
     prefix_cache: bool = _speed(
         "Compute once the prefixes that prompts share, and equal greedy requests.", default=True
     )
     max_steps: Count | None = option(
-        "Batches of made-up requests, 5 if left out. With input: stop after this many "
-        "micro-batches, with exit status 1 if rows are left.  [default: no limit]",
+        "Without input: number of batches of made-up requests. With input: stop after this many "
+        "micro-batches, with exit status 1 if requests are left.  [default: 5 without input; no "
+        "limit with input]",
         group="Made-up requests and --prompt",
         commands=("run",),
         flags=("--num-iters",),
     )
 
     def step_sizes(self, device_type: str, num_stages: int) -> StepSizes:
-        """Return what was asked for, and of the rest what suits a device.
+        """Return the sizes that are set, and for the others what suits a device.
 
         A GPU computes thousands of tokens as cheaply as it starts a step's hundreds of kernels.
         Stages wait until the first ones have a step to pass on, so they share those thousands.
@@ -239,18 +240,20 @@ class GroupSizes(Options):
     """Over how many processes a run is spread."""
 
     world_size: Count | None = _rank(
-        "Number of ranks: processes that share the model's layers.  [default: 1]"
+        "Number of ranks, which are processes, in all pipelines together.  [default: "
+        "--pipeline-group-size × --data-group-size]"
     )
     data_group_size: Count = _rank(
-        "Number of pipelines, each with the whole model. They share one input.", default=1
+        "Number of pipelines, each with the whole model. They share the input.", default=1
     )
     pipeline_group_size: Count | None = _rank(
-        "Stages of the pipeline.  [default: the world's size]"
+        "Stages of each pipeline: ranks that share the model's layers.  [default: --world-size / "
+        "--data-group-size, or 1]"
     )
 
     @property
     def told_stages(self) -> int | None:
-        """Processes of a pipeline, if that is told."""
+        """Processes of each pipeline; None: no option says it."""
         if self.pipeline_group_size is None and self.world_size is not None:
             return self.world_size // self.data_group_size
         return self.pipeline_group_size
@@ -262,7 +265,7 @@ class GroupSizes(Options):
 
     @property
     def told_ranks(self) -> int | None:
-        """Processes of all pipelines, if that is told."""
+        """Processes of all pipelines; None: no option says it."""
         return None if self.told_stages is None else self.num_ranks
 
     @property
@@ -284,9 +287,9 @@ class RankOptions(GroupSizes):
     """How the model's layers are spread over processes."""
 
     num_layers: Count | None = _rank(
-        "Layers of each rank; the last one may have fewer.  [default: balanced by cost]"
+        "Layers of each stage; the last one may have fewer.  [default: balanced by cost]"
     )
-    stage_layers: tuple[int, ...] | None = _rank("Layers of each rank: 9,9,8.")
+    stage_layers: tuple[int, ...] | None = _rank("Layers of each stage: 9,9,8.")
 
 
 @dataclass(frozen=True)
@@ -294,13 +297,13 @@ class RequestOptions(Options):
     """What requests may ask for, and what they mean."""
 
     seed: int = _recorded(
-        "Seed of requests without one of their own, and of random weights. A server draws such "
-        "requests by chance.",
+        "Seed of random weights, and of requests without one of their own. A server draws such "
+        "requests at random.",
         default=1,
         commands=OF_ENGINE,
         must_agree=True,
     )
-    max_logprobs: Amount = _recorded("Largest logprobs that a request may ask for.", default=100)
+    max_logprobs: Amount = _recorded("Largest value of logprobs in a request.", default=100)
     on_too_long: OnTooLong = _recorded(
         "What to do with a prompt that leaves no room for max_tokens: refuse it, or cut its left "
         "or right end, with a warning.",
@@ -317,8 +320,7 @@ class RequestOptions(Options):
         alters="requests",
     )
     tool_call_parser: ToolCallParser = _recorded(
-        "Form in which the model writes tool calls. auto: by its chat template. none: calls stay "
-        "text.",
+        "Format of the model's tool calls. auto: by its chat template. none: calls stay text.",
         default="auto",
     )
     generation_config: GenerationDefaults = _recorded(
@@ -331,8 +333,8 @@ class RequestOptions(Options):
         "answered with a warning."
     )
     check_model: bool = _recorded(
-        "Refuse requests whose model or engine is neither --model-name nor its last part (a server "
-        "with status 404). A run without --model-name always does so."
+        "Refuse requests whose model or engine is neither --model-name nor its last part. A server "
+        "answers 404. A run without --model-name always does so."
     )
     request_args: dict[str, Any] | None = option(
         "Fields that replace each request's own.",
@@ -341,9 +343,9 @@ class RequestOptions(Options):
     )
 
     def check(self) -> None:
-        """Refuse a seed that no kernel can hold."""
+        """Refuse a seed of more than 64 bits: no kernel can hold it."""
         if not -(2**63) <= self.seed < 2**63:
-            raise UsageError(f"seed is {self.seed}; it must fit 64 bits, with a sign")
+            raise UsageError(f"seed is {self.seed}; it must fit into a signed number of 64 bits")
 
 
 @dataclass(frozen=True)
@@ -356,7 +358,7 @@ class EngineConfig(RequestOptions, RankOptions, MemoryOptions, ComputeOptions, M
 
     @classmethod
     def from_fields(cls, told: dict[str, Any]) -> Self:
-        """Return the options that another process has told."""
+        """Return the options that another process has sent."""
         lists = {name: tuple(value) for name, value in told.items() if isinstance(value, list)}
         return cls(**told | lists)
 
@@ -365,10 +367,10 @@ EngineConfig.__doc__ = f"{EngineConfig.__doc__}\nOptions:\n{list_options(EngineC
 
 
 def make_config(model: str | EngineConfig | None, **options: Any) -> EngineConfig:
-    """Return the config that a model's name, or another config, and options make.
+    """Return the config of a model, or another config, with options set.
 
     Raises:
-        UsageError: an option that does not exist, or cannot be.
+        UsageError: an option that does not exist, or a wrong value.
     """
     refuse_unknown(options, options_of(EngineConfig))
     if isinstance(model, EngineConfig):
@@ -377,10 +379,10 @@ def make_config(model: str | EngineConfig | None, **options: Any) -> EngineConfi
 
 
 def refuse_unknown(names: Iterable[str], known: Collection[str]) -> None:
-    """Refuse options that do not exist, or are called otherwise now.
+    """Refuse options that do not exist, or have a new name.
 
     Raises:
-        UsageError: it says what is meant, as far as that can be guessed.
+        UsageError: there is one; the error names the likeliest option.
     """
     for name in names:
         for each in options_of(EngineConfig).values():

@@ -49,7 +49,7 @@ StopReason = Literal["interrupted", "terminated", "hung_up", "out_of_time"]
 class FminferError(Exception):
     """Base of all errors of this package; its text is meant for the user."""
 
-    is_told = False  # another process tells the user of it
+    is_told = False  # whether another process tells the user of it
 
     @property
     def kind(self) -> str:

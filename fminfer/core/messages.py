@@ -1,6 +1,6 @@
-"""What stages and grammars tell of their work: when a stage worked, and which tokens may be drawn.
+"""What stages and grammars report: when a stage worked, and which tokens may be drawn.
 
-Plain Python values. It knows nothing of arrays, so that a command need not import them to start.
+Plain Python values, without arrays, so that a command starts without importing numpy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Options as fields of dataclasses: each is declared once, with all that is said of it.
+"""Options as fields of dataclasses: each is declared once, with all facts about it.
 
 From these fields come the flags of the commands, the arguments of `fminfer.Engine`, keys of
 configuration files, FMINFER_ variables, what journals record, what ranks compare, and the reference
@@ -29,7 +29,7 @@ OF_ENGINE: tuple[Command, ...] = ("run", "serve", "check", "bench")
 
 @dataclass(slots=True, frozen=True)
 class Least:
-    """The least value of a number; if it is shown, the command line refuses others itself."""
+    """The least value of a number. If it is shown, help says it, and click refuses lower ones."""
 
     number: int
     is_shown: bool = False
@@ -37,7 +37,7 @@ class Least:
 
 @dataclass(slots=True, frozen=True)
 class PlaceHint:
-    """What may be given where something is looked for."""
+    """What may name a place; `told` is how an error calls it."""
 
     told: str
 
@@ -49,7 +49,7 @@ ShownCount = Annotated[int, Least(1, True)]
 ShownAmount = Annotated[int, Least(0, True)]
 ModelPlace = Annotated[str, PlaceHint("a path or hub id")]
 ConfigPlace = Annotated[str, PlaceHint("a path, hub id or size")]
-FILE = PlaceHint("the path of a file")  # whose content counts
+FILE = PlaceHint("the path of a file")  # fingerprints have a digest of its content
 TextFile = Annotated[str, FILE]
 Seconds = Annotated[float, "duration", Least(0)]
 Bytes = Annotated[int, "size", Least(1)]
@@ -59,29 +59,29 @@ WholeTexts = Annotated[tuple[str, ...], "whole"]  # a variable holds one text, w
 
 @dataclass(slots=True, frozen=True)
 class Option:
-    """What is said of an option."""
+    """The facts about one option."""
 
     help: str
     group: str | Mapping[Command, str] = "Help"
-    commands: tuple[Command, ...] = ()  # that have it as a flag
-    flags: tuple[str, ...] = ()  # (): one that follows from the name
+    commands: tuple[Command, ...] = ()  # those that have it as a flag
+    flags: tuple[str, ...] = ()  # (): one flag, made from the name
     metavar: str | None = None
     # "answers": kept answers depend on it. "requests": it shows in prepared requests, or decides
     # whether they are answered. Journals record both, if the value is not the default.
     alters: Literal["", "answers", "requests"] = ""
-    is_always_recorded: bool = False  # also the default; of options older than this rule
+    is_always_recorded: bool = False  # at its default, too: of options older than this rule
     must_agree: bool = False  # all ranks must have the same value
-    sets: str = ""  # a field of requests
-    # What it was called elsewhere, with the values that mean others today. Names with -- are flags;
-    # others are keys of configuration files. {}: the values are the same.
+    sets: str = ""  # the field of requests that it sets
+    # Its old names, each with what old values mean today; {}: the same. Names with -- are flags,
+    # others are keys of configuration files.
     old: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    name: str = ""  # this and what follows are the field's
+    name: str = ""  # from here on: of the dataclass field
     default: Any = None
     hint: Any = None
 
     @property
     def all_flags(self) -> tuple[str, ...]:
-        """Return the flags: of --wait, `is_wait`, `wait_s` and --wait-size, `wait_bytes`."""
+        """The flags: `is_wait` and `wait_s` give --wait, `wait_bytes` gives --wait-size."""
         plain = self.name.removeprefix("is_").removesuffix("_s")
         return self.flags or (f"--{plain.replace('_bytes', '_size').replace('_', '-')}",)
 
@@ -106,10 +106,10 @@ class Option:
         return {name: values for name, values in self.old.items() if values and name[0] == "-"}
 
     def refuse(self, value: Any, called: str) -> None:
-        """Refuse what no such option may be.
+        """Refuse a value outside the option's type or limits.
 
         Raises:
-            UsageError: the value is that.
+            UsageError: the value is outside; it is named as `called`.
         """
         if value is None:
             return
@@ -124,7 +124,7 @@ class Option:
 
 
 def option(help: str, *, default: Any = None, is_positional: bool = False, **facts: Any) -> Any:
-    """Return a field of a dataclass that is an option; `Option` has the facts.
+    """Return a dataclass field that declares an option; `facts` are fields of `Option`.
 
     Args:
         default: None is False for a bool, and () for a tuple.
@@ -134,7 +134,7 @@ def option(help: str, *, default: Any = None, is_positional: bool = False, **fac
 
 
 def plain_hint(hint: Any) -> Any:
-    """Return a type without None and without what says how it is written."""
+    """Return a type without None and without annotations."""
     if get_origin(hint) is Annotated:
         return plain_hint(get_args(hint)[0])
     kinds = [kind for kind in get_args(hint) if kind is not type(None)]
@@ -142,7 +142,7 @@ def plain_hint(hint: Any) -> Any:
 
 
 def marks_of(hint: Any) -> list[Any]:
-    """Return what a type says more than Python's."""
+    """Return the annotations of a type and of the types in it."""
     return [
         *(hint.__metadata__ if get_origin(hint) is Annotated else ()),
         *(mark for each in get_args(hint) for mark in marks_of(each)),
@@ -153,7 +153,7 @@ def options_of(table: type, *, is_own: bool = False) -> dict[str, Option]:
     """Return the options of a dataclass by name.
 
     Args:
-        is_own: those that it declares itself, and none of the dataclasses that it inherits.
+        is_own: only those that it declares itself, none that it inherits.
     """
     return _options_of(table, is_own)
 
@@ -174,24 +174,24 @@ Table = TypeVar("Table")
 
 
 def take(table: type[Table], params: dict[str, Any]) -> Table:
-    """Take a dataclass's options out of a command's parameters.
+    """Make a dataclass of its options, and take these out of a command's parameters.
 
     Raises:
-        UsageError: values that cannot be.
+        UsageError: a value outside its limits, or options that contradict each other.
     """
     return table(**{name: params.pop(name) for name in options_of(table) if name in params})
 
 
 class Options:
-    """A dataclass of options, which refuses values that cannot be.
+    """A dataclass of options, which refuses wrong values.
 
-    A subclass checks what belongs together by `check`.
+    A subclass's `check` refuses options that do not fit together.
     """
 
-    calls_flags: ClassVar[bool] = False  # messages call options by their flags
+    calls_flags: ClassVar[bool] = False  # whether messages name options by their flags
 
     def __init_subclass__(cls) -> None:
-        """Turn switches off and leave lists empty where the table says no default."""
+        """Make False the default of switches, and () that of lists, where none is declared."""
         for name, kind in cls.__annotations__.items():
             its = vars(cls).get(name)
             if isinstance(its, Field) and its.default is None:

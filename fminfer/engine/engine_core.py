@@ -80,10 +80,10 @@ class EngineCore(RequestCore, Observed, Protocol):
             is_counted: it was counted as a line that was read.
             priority: higher ones are admitted first, and may preempt rows of lower ones.
             is_streamed: return its tokens as they come.
-            request_id: its id, where others give ids, too; None: the next one.
+            request_id: its id, if the caller numbers its requests; None: the next one.
 
         Raises:
-            RequestError: it can never run here. A team tells so by an event.
+            RequestError: it can never run here. A team returns that as an event.
         """
 
     def wait(self, timeout_s: float | None = None) -> bool:

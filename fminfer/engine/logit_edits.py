@@ -17,7 +17,7 @@ from fminfer.core.messages import Mask, invert, make_mask, pack_ids
 
 @dataclass(slots=True)
 class EditColumns:
-    """Changes of single logits: (logit + bias), its size times or over factor, less minus.
+    """Changes of single logits, as `LogitEditTensors` applies them.
 
     Arrays, so that a step's can be joined without a loop over tokens.
     """

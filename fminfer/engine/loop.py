@@ -222,13 +222,13 @@ class EngineLoop:
 
     @property
     def num_waiting(self) -> int:
-        """Prompts that have not begun, but for those behind all others."""
+        """Prompts that have not begun, without those behind all others."""
         num_all = self._scheduler.num_waiting + sum(len(s.prompts) for s in tuple(self._added))
         return max(0, num_all - self.num_waiting_behind)
 
     @property
     def num_waiting_behind(self) -> int:
-        """Those behind all others."""
+        """Prompts behind all others that have not begun."""
         added = [s for s in tuple(self._added) if s.priority == BEHIND_ALL]
         return self._scheduler.num_waiting_at(BEHIND_ALL) + sum(len(s.prompts) for s in added)
 

@@ -1,4 +1,4 @@
-"""Packs rows into a step: columns say from which token each sequence draws, and how."""
+"""Packs rows into a step, whose columns say from which token each sequence draws, and how."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fminfer.engine.sequence import PromptState, Sequence
 
 
 class Slots:
-    """Numbers the sequences that hold KV blocks, and keeps what does not change of their draws."""
+    """Numbers the sequences that hold KV blocks, and keeps the constant part of their draws."""
 
     def __init__(self) -> None:
         self._draws = np.zeros(0, DRAW)
@@ -28,7 +28,7 @@ class Slots:
         self.num_taken = 0
 
     def take(self, sequence: Sequence) -> None:
-        """Give a sequence a slot; stages know nothing of its block table yet."""
+        """Give a sequence a slot. None of its block table is sent yet."""
         if not self._free:
             size = len(self._draws)
             self._draws = np.concatenate([self._draws, np.zeros(max(16, size), DRAW)])
@@ -46,7 +46,7 @@ class Slots:
         self.num_taken -= 1
 
     def draws(self, slots: list[int]) -> np.ndarray:
-        """Return how sequences draw, one entry of DRAW a slot, without what each step adds."""
+        """Return the constant part of draws, (slots,) of DRAW, as a copy."""
         return self._draws[slots]
 
 
@@ -85,7 +85,7 @@ class PackedRow:
 
 @dataclass(slots=True)
 class PlannedStep:
-    """A step, and whose its draws and scores are, in order."""
+    """A step, and the owners of its draws and scores, in order."""
 
     step: Step
     num_prompt_tokens: int
@@ -127,7 +127,7 @@ def pack(step_id: int, rows: list[PackedRow], copies: Copies, slots: Slots) -> P
 
 
 def _new_blocks(sequence: Sequence) -> list[tuple[int, int, int]]:
-    """Return what stages do not know yet of a block table: (slot, place, block) each."""
+    """Return what stages lack of a block table, as (slot, place, block); note it as sent."""
     known, table = sequence.num_sent, sequence.block_table
     if known == len(table):
         return []
@@ -155,7 +155,7 @@ def _add_draws(step: Step, sequences: list[Sequence]) -> None:
             banned, mask = sequence.banned_ids, bans.mask
             banned_ids += banned
             draw["num_banned"] = len(banned)
-        if mask is not None:  # each once, found by its bits: an object of bytes is hashed once
+        if mask is not None:  # equal ones once, by their bits: bytes keep their hash
             draw["mask"], _ = masks.setdefault(mask.bits, (len(masks), mask))
     if not special:
         return

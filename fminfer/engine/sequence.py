@@ -192,7 +192,7 @@ class Sequence:
     detokenizer: Detokenizer | None  # None if nothing is generated
     block_table: list[int] = field(default_factory=list)
     slot: int = -1  # its number among running sequences, while it has blocks
-    num_sent: int = 0  # blocks of its table that stages know
+    num_sent: int = 0  # blocks of its table that were sent to the stages
     tokens: list[TokenReport] = field(default_factory=list)
     text: str = ""
     num_cut: int = 0  # tokens at the end that start behind a stop string's cut
@@ -207,7 +207,7 @@ class Sequence:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether what it draws from differs from the model's logits."""
+        """Whether it draws from other logits than the model's."""
         return not (self.edits is None and self.mask is None and self.prompt.bans is None)
 
     @property

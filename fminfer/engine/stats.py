@@ -95,9 +95,9 @@ class EngineStats:
 
 @dataclass(slots=True, frozen=True)
 class EngineState:
-    """How an engine stands. A team has it of its pipelines as they last said it."""
+    """How an engine stands. A team's state adds up what its pipelines reported last."""
 
-    num_waiting: int = 0  # prompts, of a team requests, that have not begun; not those behind all
+    num_waiting: int = 0  # prompts (of a team: requests) not begun, without those behind all
     num_waiting_behind: int = 0  # those whose priority is `engine_core.BEHIND_ALL`
     num_running: int = 0  # sequences that hold KV cache
     kv_usage: float = 0.0  # the part of the KV cache that they hold, from 0 to 1
@@ -108,7 +108,7 @@ class EngineState:
 
     @classmethod
     def of_all(cls, states: Sequence[EngineState], **known: Any) -> EngineState:
-        """Return the state of several pipelines together, in which some fields are known."""
+        """Return the state of several pipelines together; fields in `known` are as given."""
         every = {f.name: [getattr(state, f.name) for state in states] for f in fields(cls)}
         total = {name: sum(values) for name, values in every.items()}
         total["kv_usage"] /= max(1, len(states))

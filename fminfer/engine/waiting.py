@@ -18,7 +18,7 @@ MIN_SHARED = 32  # first tokens that must be equal for prompts to run together
 
 
 class HasPrompt(Protocol):
-    """What is ordered."""
+    """A thing that is ordered by its prompt."""
 
     @property
     def ids(self) -> list[int]: ...

@@ -34,13 +34,12 @@ class KeptAnswers(Options):
     """
 
     result_cache: Path | str | None = _option(
-        "Keep answers here, and take them for equal requests of other runs and servers. This "
-        "serves greedy and scored requests, and those with a seed of their own.  [default: none is "
-        "kept]",
+        "Keep answers here, and take them for equal requests of other runs and servers: greedy "
+        "and scored requests, and those with a seed of their own.  [default: none is kept]",
         metavar="FOLDER",
     )
     result_cache_bytes: Bytes | None = _option(
-        "Most disk space of these answers: 500M, 10G. The one that was not used for longest goes "
+        "Most disk space of these answers: 500M, 10G. The least recently used ones are evicted "
         f"first.  [default: {DEFAULT_BYTES // 2**30}G]"
     )
 

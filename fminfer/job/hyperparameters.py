@@ -17,17 +17,18 @@ class Hyperparameters(Options):
     """The flags that set request parameters; None, () and False: not given."""
 
     is_overwriting: bool = _option(
-        "With input: the hyperparameters that follow replace each line's own.",
+        "With input: the request parameters below replace each line's own.",
         flags=("--overwrite-request-args",),
     )
     input_seq_length: ShownCount | None = _option(
-        "Without input: make prompts up, each of this many random tokens.  [default: 128]"
+        "Without input: make up prompts of this many random tokens.  [default: 128]"
     )
     batch_size: ShownCount | None = _option(
         "Without input: number of made-up requests that run at once.  [default: 8]"
     )
     generate_seq_length: ShownCount | None = _option(
-        "max_tokens of made-up requests; no end token ends them earlier.  [default: 32]",
+        "A request's max_tokens. Made-up requests generate all of them.  [default: 32 without "
+        "input]",
         sets="max_tokens",
     )
     temperature: float | None = _option(

@@ -36,45 +36,45 @@ class JobOptions(Options):
     """What a run reads and writes."""
 
     infer_data: tuple[Location, ...] = _option(
-        "A .jsonl, .ndjson or .json file of requests, also .gz or .zst; a folder of them (outputs "
-        "of earlier runs left out); a URL of one or the other (s3://…); or - for stdin. May be "
+        "A .jsonl, .ndjson or .json file of requests, also .gz or .zst. Or a folder of them, "
+        "without outputs of earlier runs; a URL of either (s3://…); or - for stdin. May be "
         "repeated.",
         commands=("run", "check"),
     )
     prompt: str | None = _option(
-        "Answer this text and print the answer, for a first try: as the user's message of a chat, "
-        "if the model has a chat template. Without --temperature the likeliest tokens are taken, "
-        "at most 1,024 of a chat and 256 of a completion (--generate-seq-length).",
+        "Answer this text and print the answer, for a first try. It is the user's message of a "
+        "chat if the model has a chat template. Without --temperature the likeliest tokens are "
+        "taken. At most 1,024 tokens of a chat and 256 of a completion, or --generate-seq-length.",
         metavar="TEXT",
     )
     is_raw: bool = _option(
-        "Have the model go on with --prompt as plain text, as completions do; at most "
+        "Continue --prompt as plain text, as completions do; at most "
         f"{RAW_TOKENS} tokens, or --generate-seq-length."
     )
     output: Location | None = _option(
-        "A .jsonl file, a folder (made if only it is missing), a URL of one or the other, or - for "
-        "stdout (errors then go to stderr).  [default: output_<name>.jsonl beside the input; "
-        "stdout for stdin]"
+        "A .jsonl file; a folder, created if its parent is there; a URL of either; or - for "
+        "stdout. Errors then go to stderr.  [default: output_<name>.jsonl beside the input; stdout "
+        "for stdin]"
     )
     work_dir: Path | None = _option(
         "Folder for local copies and the journal, if inputs or outputs are URLs.  "
         "[default: ~/.cache/fminfer/remote]"
     )
     restart: bool = _option(
-        "Answer every line from the start. Otherwise a run keeps what earlier runs finished, if "
-        "its lines are still in the input."
+        "Answer every line anew. Otherwise a run keeps earlier runs' answers to lines that are "
+        "still in the input."
     )
     is_watching: bool = _option(
-        "When all files of the folder are answered, wait for more, until told to stop.",
+        "When all files of the folder are answered, wait for more until told to stop.",
         flags=("--watch",),
     )
     limit: int | None = _option(
-        "Answer only the first N requests of each input. The same command with a larger limit or "
-        "none answers the others."
+        "Answer only the first N requests of each input. The same command with a larger limit, or "
+        "without one, answers the others."
     )
     deadline_s: Seconds | None = _option(
-        "End within this time from the start: 3:50:00, 45m. No rows begin in its last --grace and "
-        "5 s.  [default: never]"
+        "End within this time from the start: 3:50:00, 45m. No request begins in the last --grace "
+        "+ 5 s.  [default: never]"
     )
     stats: Path | None = _option("Write the summary as JSON.")
     report: Path | None = _option(

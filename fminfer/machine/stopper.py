@@ -45,8 +45,8 @@ class ProcessOptions(Options):
     """How a process of a command ends, and how much it says."""
 
     grace_s: Seconds = _option(
-        "Time that running rows have to end once the command is told to stop. A second Ctrl-C ends "
-        "it at once.",
+        "Time for running requests to finish once the command is told to stop. A second Ctrl-C "
+        "ends it at once.",
         default=10.0,
     )
     is_quiet: bool = _option(

@@ -1,7 +1,4 @@
-"""What must be the same for the rows of an earlier run to be kept: model, tokenizer, settings.
-
-It reads files and knows nothing of journals.
-"""
+"""What must be the same for the rows of an earlier run to be kept: model, tokenizer, settings."""
 
 from __future__ import annotations
 
@@ -70,7 +67,7 @@ def terms_of_answers(fingerprint: dict[str, str]) -> dict[str, str]:
 
 
 def _written(of: Option, value: object) -> str:
-    """Return an option's value as a text; of a file it is a digest."""
+    """Return an option's value as a text: for a file, a digest of its content."""
     if isinstance(value, dict):
         return json.dumps(value, sort_keys=True)
     if FILE not in marks_of(of.hint):

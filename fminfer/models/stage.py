@@ -234,7 +234,7 @@ class Stage:
     def _forward(
         self, ids: np.ndarray, rows: Rows, before: torch.Tensor | None, kept: np.ndarray
     ) -> torch.Tensor:
-        """Run the layers over rows' tokens and return what they give for those to be kept."""
+        """Run the layers over rows' tokens; return the hidden states of the `kept` ones."""
         is_all = len(kept) == len(ids)
         if self.graphs is not None and is_all:
             found = self.graphs.run(rows, ids, before)
@@ -249,7 +249,7 @@ class Stage:
         return self._network.run(before, LayerStep(positions, attend, index))
 
     def _sampler(self, step: Step) -> Use:
-        """Return what draws the tokens of a part of a step's draws from their logits."""
+        """Return a function that draws the tokens of a part of the step's draws."""
         assert self._head is not None, "only the last stage has a head"
         edits = StepEdits(step, self._head.vocab_size, self._device)
         num_top = int(step.draws["num_top"].max())
@@ -261,7 +261,7 @@ class Stage:
         return choose
 
     def _scorer(self, step: Step) -> Use:
-        """Return what finds the logprobs of a part of a step's scores."""
+        """Return a function that finds the logprobs of a part of the step's scores."""
         (targets,) = send([step.scores["target_id"].copy()], self._device)
         num_top = int(step.scores["num_top"].max())
         return lambda logits, part: score(logits, targets[part], num_top, self._ranker)

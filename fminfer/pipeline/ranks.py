@@ -49,7 +49,7 @@ class RankConfig(GroupSizes):
 
     calls_flags = True
 
-    rank: int | None = _option("Be this rank. You start the others yourself.")
+    rank: int | None = _option("This process's rank. You start the others yourself.")
     rendezvous: str | None = _option(
         "Where ranks that are started apart, in any order, find each other. Without --rank they "
         "are numbered as they come.",
@@ -63,7 +63,7 @@ class RankConfig(GroupSizes):
         "Seconds that a rank may be silent before the run ends.", default=30.0
     )
     pp_mode: str | None = _option(
-        "Any name that begins with pipe_. There is one schedule.",
+        "Any name that begins with pipe_; it changes nothing, as there is one schedule.",
         group="Old command lines",
         commands=("run",),
         metavar="PIPE_…",

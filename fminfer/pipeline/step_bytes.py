@@ -1,4 +1,4 @@
-"""How a Step and a StepResult look as bytes: a head of numbers, then their columns as they lie."""
+"""A Step and a StepResult as bytes: a head of int64 numbers, then the bytes of their columns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS: tuple[ResultKind, ...] = get_args(ResultKind)
 
 
 def encode_step(step: Step) -> bytes:
-    """Return a step: its number, the length of each column, and the columns."""
+    """Return a step's bytes: its id, the length of each column, and the columns."""
     columns = [getattr(step, name) for name in COLUMNS_OF_STEP]
     return _join([step.step_id, *map(len, columns)], columns)
 
@@ -37,7 +37,7 @@ def decode_step(data: bytes) -> Step:
 
 
 def encode_result(step_id: int, results: Results) -> bytes:
-    """Return a result, less its spans: tokens and alternatives of each kind, and the columns."""
+    """Return a result's bytes without spans: its id, the shape of each `top_ids`, the columns."""
     head, columns = [step_id], []
     for kind in KINDS:
         found = results.get(kind) or TokenLogprobs.empty()
@@ -79,7 +79,7 @@ def _join(head: list[int], columns: Iterable[np.ndarray]) -> bytes:
 def _read(
     data: bytes, start: int, likes: Iterable[tuple[np.ndarray, tuple[int, ...]]]
 ) -> Iterator[np.ndarray]:
-    """Yield columns: each of the type of another, and of a shape. They are copies, so aligned."""
+    """Yield columns, given the dtype (of an array) and shape of each; copies are aligned."""
     for like, shape in likes:
         count = int(np.prod(shape))
         found = np.frombuffer(data, like.dtype, count, start)

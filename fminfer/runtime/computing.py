@@ -42,8 +42,8 @@ class Computing(Protocol):
         """Call functions as work is computed.
 
         Args:
-            on_work: told how many tokens were fed, how many drawn, and how many sequences run.
-            on_step: told of every step that is finished, if one pipeline computes.
+            on_work: called with the numbers of tokens fed, tokens drawn and running sequences.
+            on_step: called with every finished step, if one pipeline computes.
         """
 
     def close(self) -> None: ...
@@ -63,7 +63,7 @@ def start_computing(
 
     Args:
         on_progress: called with (bytes read, bytes in all) while weights load.
-        run: the command that has started them; None: they are started here, by somebody's program.
+        run: the command, which has started them; None: they are started here, for a program.
     """
     spread = Spread(config.num_stages, config.data_group_size) if run is None else run.role.spread
     options = ChildOptions() if run is None else run.child_options
@@ -90,7 +90,7 @@ def start_computing(
 
 
 def _start_children(config: EngineConfig, spread: Spread) -> Processes:
-    """Start the other processes of an engine in somebody's program."""
+    """Start the other processes of an `Engine` in a program."""
     num_stages = spread.num_stages
     if spread.num_pipelines > 1:
         names = pipeline_names(spread.num_pipelines)
@@ -108,7 +108,7 @@ def meet(
     end: End | None = None,
     children: Processes | None = None,
 ) -> Group:
-    """Meet the other ranks of a pipeline, as `Meeting` says."""
+    """Meet the other ranks of a pipeline; `Meeting` says what can go wrong."""
     return Group(
         facts,
         join_timeout_s=spread.join_timeout_s,

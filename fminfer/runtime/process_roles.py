@@ -38,7 +38,7 @@ def lead_or_join(process: Context, prepare: Opening, lead: Lead[Context, Led]) -
 
     Args:
         prepare: is called by ranks that are started apart, before they meet.
-        lead: makes the engine, with what computes for it, and does the command's work with it.
+        lead: makes the engine, given what computes for it, and does the command's work with it.
             Another rank returns None.
 
     Raises:

@@ -35,14 +35,14 @@ class ServerSettings(KeptAnswers, ProcessOptions):
     """
 
     host: str = _option(
-        "Address to listen at. The default is reached from this machine only; 0.0.0.0 from any. "
-        "Then ask for a key.",
+        "Address to listen on. Only this machine reaches the default; any machine reaches "
+        "0.0.0.0, so set --api-key for it.",
         default="127.0.0.1",
         is_positional=True,
         old={"--http_host": {}, "server_host": {}},
     )
     port: int = _option(
-        "Port to listen at. 0: any free one, which is printed.",
+        "Port to listen on. 0: any free one, which is printed.",
         default=8000,
         old={"--http_port": {}, "server_port": {}},
     )
@@ -51,9 +51,9 @@ class ServerSettings(KeptAnswers, ProcessOptions):
         flags=("--served-model-name",),
     )
     api_keys: tuple[str, ...] = _option(
-        "Key that a client must send: Authorization: Bearer KEY. May be repeated; each opens. "
-        "Other users of this machine can read it on a command line, so rather set "
-        "FMINFER_API_KEY.  [default: none is asked for]",
+        "Key that a client must send: Authorization: Bearer KEY. May be repeated; any of them is "
+        "accepted. Other users of this machine see command lines, so prefer FMINFER_API_KEY.  "
+        "[default: none is asked for]",
         flags=("--api-key",),
     )
     queue_size: Amount = _option(
@@ -63,8 +63,8 @@ class ServerSettings(KeptAnswers, ProcessOptions):
     )
     max_body_bytes: Bytes = _option("Largest body of a request: 512K, 16M.", default=16 * 2**20)
     state: Folder | None = _option(
-        "Folder that keeps files and batches, also beyond a restart. With it the server has "
-        "/v1/files and /v1/batches.  [default: none]"
+        "Folder that keeps files and batches across restarts. With it the server has /v1/files and "
+        "/v1/batches.  [default: none]"
     )
     max_upload_bytes: Bytes = _option(
         "Largest file of /v1/files: 500M, 10G. Needs --state.", default=DEFAULT_UPLOAD_BYTES
@@ -77,22 +77,22 @@ class ServerSettings(KeptAnswers, ProcessOptions):
     )
     allowed_hosts: tuple[str, ...] = _option(
         "Host that requests may be sent to beside localhost: a name, or name:port. May be "
-        "repeated; others get status 403.  [default: only localhost, if --host is of this machine "
-        "alone and no key is asked for; otherwise any]",
+        "repeated; others get status 403.  [default: only localhost if --host is a loopback "
+        "address and there is no --api-key; otherwise any]",
         flags=("--allow-host", "--allowed-host"),
     )
     ssl_certfile: Path | None = _option("PEM file of the certificate: serve https.")
     ssl_keyfile: Path | None = _option("PEM file of the certificate's key.")
     keep_alive_s: Seconds = _option(
-        "Time that an idle connection stays open. A proxy or client that reuses connections needs "
-        "a shorter one.",
+        "Time that an idle connection stays open. A proxy or client that reuses connections must "
+        "close them sooner.",
         default=75.0,
         old={"timeout_keep_alive": {}},
     )
     log_level: LogLevel = _option(
-        "What the server tells. critical: why it ends. error: its own faults, too. warning: what "
-        "is strange about requests, too. info: every 10 s what it does, too. debug: a line for "
-        "each response, too.",
+        "What the server logs; each level adds to the ones before. critical: why it ends. error: "
+        "its own faults. warning: what is strange about requests. info: every 10 s what it does. "
+        "debug: a line for each response.",
         default="info",
     )
     cache_size: Amount = _option(
@@ -102,8 +102,8 @@ class ServerSettings(KeptAnswers, ProcessOptions):
         metavar="N",
     )
     cache_list_size: Count = _option(
-        "Above 1: also keep in memory N answers to each request that draws without a seed. Once N "
-        "are there, one of them comes back at random. Needs --cache-size.",
+        "Above 1: also keep in memory N answers to each request that draws without a seed. Once "
+        "there are N, one of them is returned at random. Needs --cache-size.",
         default=1,
         group="Kept answers",
         metavar="N",

@@ -124,7 +124,7 @@ def test_a_row_has_its_default_in_the_help(with_more: None) -> None:
     text = " ".join(command.get_help(click.Context(command)).split())
     assert "--depth INTEGER How deep. --deep Whether" in text
     assert "[a|b] Kind. [default: a]" in text
-    assert "H:MM:SS Time. [default: 75]" in text and "SIZE Size. [default: 16M]" in text
+    assert "H:MM:SS Time. [default: 75 s]" in text and "SIZE Size. [default: 16M]" in text
 
 
 def test_a_row_becomes_a_key_and_a_variable(

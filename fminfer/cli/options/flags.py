@@ -1,4 +1,4 @@
-"""Makes click's options of the table's: their types, defaults, groups and old names."""
+"""Makes click's options from the table: their types, defaults, groups and old flags."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fminfer.core.option import GROUPS, OF_ENGINE, Command, Least, Option, marks
 
 
 class GroupedOption(click.Option):
-    """An option with the name of its group, and the flags that it had before."""
+    """An option with the name of its group, and its old flags."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class GroupedCommand(click.Command):
     """A command whose help shows its options in groups; the usage line has the arguments."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write a section a group; click's own --help stands in the last one."""
+        """Write one section per group; click's own --help stands in the last one."""
         rows: dict[str, list[tuple[str, str]]] = {group: [] for group in GROUPS}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
@@ -72,9 +72,9 @@ CONFIG_OPTION = GroupedOption(
     group="Configuration",
     metavar="FILE",
     expose_value=False,  # `ConfiguredCommand` reads it
-    help="A TOML file of flags by their names, as in: port = 8000. Tables [run] and [serve] are of "
-    "one command; check and bench take those of run. FMINFER_PORT and so on go before the file, "
-    "and the command line goes before both. Paths in it are relative to the working directory.",
+    help="A TOML file of flags by their names, as in: port = 8000. Table [run] is for run, check "
+    "and bench, [serve] for serve. Variables such as FMINFER_PORT override the file; the command "
+    "line overrides both. Paths in it are relative to the working directory.",
 )
 
 
@@ -124,7 +124,7 @@ def type_of(option: Option) -> click.ParamType[Any]:
 
 
 def _old(option: Option, command: Command) -> Iterable[GroupedOption]:
-    """Yield the flags that an option had before: those of EnergonAI's servers are not shown."""
+    """Yield an option's old flags; help does not show those of EnergonAI's servers."""
     new = option.all_flags[0]
     for flag, values in option.old.items():
         if not flag.startswith("--") or not (values or command == "serve"):
@@ -137,6 +137,6 @@ def _old(option: Option, command: Command) -> Iterable[GroupedOption]:
             is_flag="true" in values,
             type=click.Choice([*values]) if values and "true" not in values else None,
             hidden=not values,
-            expose_value=False,  # the option of today reads it
+            expose_value=False,  # the new option reads it
             help=f"The same as {f'{new} {meant}'.strip()}.",
         )

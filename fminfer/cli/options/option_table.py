@@ -1,4 +1,4 @@
-"""The table of all options: the dataclasses that declare them, two commands' own among them."""
+"""The table of all options: the dataclasses that declare them, those of check and bench here."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class CheckOptions(Options):
         flags=("--device-memory",),
     )
     no_weights: bool = _check(
-        "Need no weights: the folder may hold only the small files. If there is an index, check "
-        "the names of tensors by it."
+        "Check a folder without weight files. If it has their index, check the names of tensors by "
+        "it."
     )
-    is_json: bool = _check("Print one JSON object, all errors in it.")
+    is_json: bool = _check("Print one JSON object, with all errors.")
     is_all: bool = _check(f"Print all errors, not the first {MAX_TOLD}.")
 
 
@@ -50,11 +50,11 @@ class BenchOptions(Options):
     """What `fminfer bench` times."""
 
     batch_sizes: tuple[int, ...] = _bench(
-        "Rows at once, one batch after another.", default=(1, 8, 16, 32, 64, 128)
+        "Sequences that run at once, one batch size after another.", default=(1, 8, 16, 32, 64, 128)
     )
-    new_tokens: int = _bench("Tokens to generate for each row.", default=100)
+    new_tokens: int = _bench("Tokens to generate for each sequence.", default=100)
     calibrate: bool = _bench(
-        "Instead, time steps of many shapes, and keep their costs for fminfer check."
+        "Instead, time steps of many shapes, and keep the times for the forecasts of fminfer check."
     )
 
 

@@ -1,4 +1,4 @@
-"""The types of the options' values: what each understands, and what it says of anything else."""
+"""The types of the options' values: what each accepts, and how it refuses the rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fminfer.machine.stopper import parse_duration
 
 
 class Read(click.ParamType):  # type: ignore[type-arg]
-    """Values that a function reads of a text, and another one writes."""
+    """Values that one function reads from a text, and another one writes for help."""
 
     def __init__(
         self, name: str, read: Callable[[str], Any], write: Callable[[Any], str], kind: type
@@ -49,7 +49,7 @@ def _write_size(size: int) -> str:
 
 
 NUMBERS = Read("N,N,…", _read_numbers, lambda value: ",".join(map(str, value)), tuple)
-DURATION = Read("H:MM:SS", parse_duration, "{:g}".format, float)
+DURATION = Read("H:MM:SS", parse_duration, "{:g} s".format, float)
 BYTE_SIZE = Read("SIZE", _read_size, _write_size, int)
 
 
@@ -99,7 +99,7 @@ class WholeText(Words):
 
 
 PATH, LOCATION = click.Path(path_type=Path), PathOrUrl(path_type=Path)
-TYPES: Mapping[Any, click.ParamType[Any]] = {  # of Python's types, and of words that say more
+TYPES: Mapping[Any, click.ParamType[Any]] = {  # of Python's types, and of annotations
     **{str: click.STRING, int: click.INT, float: click.FLOAT, bool: click.BOOL},
     **{Path: PATH, tuple[Path, ...]: PATH, tuple[int, ...]: NUMBERS, tuple[str, ...]: Words()},
     **{Path | str: LOCATION, tuple[Path | str, ...]: LOCATION, DType: DTypeName()},

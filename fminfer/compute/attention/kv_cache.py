@@ -60,7 +60,7 @@ class KvCache:
     def copy_blocks(self, copies: np.ndarray) -> None:
         """Copy whole blocks, given as pairs (from, to): (copies, 2) int64."""
         sources, targets = torch.from_numpy(copies).to(self.device).T
-        for kv in self._kv:  # all layers at once would need their blocks twice
+        for kv in self._kv:  # all layers at once would need memory for a copy of all
             kv[:, targets] = kv[:, sources]
 
 
@@ -69,11 +69,11 @@ class StepAttention:
     """Attention of one step over the cache of all layers."""
 
     layers: Sequence[PagedAttention]
-    plan: Any  # the body's
-    plan_of_last: Any  # the same for the last layer, whose outputs some tokens alone need
+    plan: Any  # made by the body
+    plan_of_last: Any  # of the last layer, which computes outputs of wanted tokens only
 
     def plan_of(self, layer: int) -> Any:
-        """Return by which plan a layer attends."""
+        """Return the plan by which a layer attends."""
         return self.plan_of_last if layer == len(self.layers) - 1 else self.plan
 
     def __call__(

@@ -33,7 +33,7 @@ class SharedRun:
 
 
 def find_shared_runs(rows: Rows, block_size: int) -> list[SharedRun]:
-    """List runs of equal blocks from the tables' start on, and behind each run those of its rows.
+    """List runs of equal blocks, from the tables' start on; behind each run, those of its rows.
 
     A table's last block is its own: it is still being written.
     """
@@ -60,7 +60,7 @@ def _same_at(places: Column, rows: Rows, start: int) -> list[Column]:
     return [places[blocks == blocks[each]] for each in np.sort(first[counts >= MIN_ROWS])]
 
 
-SHARED_KEYS = 512  # keys that decode rows share, of one product
+SHARED_KEYS = 512  # shared keys in one product of decode rows
 
 
 @dataclass(slots=True, frozen=True)
@@ -83,7 +83,7 @@ class AttentionPlan:
     kept: torch.Tensor | None = None  # int64: the tokens whose output is wanted; None: all
 
     def keep(self, tokens: torch.Tensor) -> AttentionPlan:
-        """Return a plan of which only some tokens' outputs are returned."""
+        """Return the plan that gives outputs of these tokens only."""
         return replace(self, kept=tokens)
 
 
@@ -97,7 +97,7 @@ def plan_attention(
         block_size: tokens a block.
         kv_heads: heads of keys, on which a token's place in the cache depends.
     """
-    # Also the one token that is left of a chunk, when a step is cut into parts, is a chunk.
+    # A step that is cut into parts may leave one token of a chunk; before chunks it is one, too.
     several = np.flatnonzero(rows.lengths > 1)
     num_chunks = int(several[-1]) + 1 if len(several) else 0
     tables = np.split(rows.blocks(block_size), rows.num_blocks(block_size).cumsum()[:-1])

@@ -1,6 +1,6 @@
 """Calls the compiled norms, rotary positions and gated activations of the CPU.
 
-Each is a function of tensors, computed in float32 and rounded once. It knows nothing of models.
+Each is a function of tensors, computed in float32 and rounded once.
 """
 
 from __future__ import annotations

@@ -119,9 +119,9 @@ def _first(bits: bytes) -> int:
 
 @dataclass(slots=True, frozen=True)
 class LogitEditTensors:
-    """What is changed of single logits before they are drawn from; entries are (row, token id).
+    """Changes of single logits before tokens are drawn; entries are (row, token id).
 
-    An entry stands at most once in `rows` and `ids`; a banned one may also be there.
+    `rows` and `ids` have each entry at most once. An entry may be banned, too.
     """
 
     rows: torch.Tensor  # (entries,) int64
@@ -134,7 +134,7 @@ class LogitEditTensors:
     masks: MaskTensors | None = None
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:  # (rows, vocab)
-        """Return changed logits, without masks; the given ones stay, their logprobs are reported.
+        """Return changed logits, without masks; the given ones stay, for the reported logprobs.
 
         The repetition penalty is that of Keskar et al. 2019 (CTRL): a logit above 0 is divided by
         it, another is multiplied.
@@ -150,7 +150,7 @@ class LogitEditTensors:
 
 
 class StepEdits:
-    """The changes of all draws of a step, put on a device a part of the draws at a time."""
+    """The changes of all draws of a step. `part` puts those of some draws on a device."""
 
     def __init__(self, step: Step, vocab: int, device: torch.device) -> None:
         self._step, self._device = step, device
@@ -158,7 +158,7 @@ class StepEdits:
         self._masks = make_masks(masks_of(step), [], vocab, device) if len(step.masks) else None
 
     def part(self, part: slice) -> LogitEditTensors | None:
-        """Return the changes of some draws, whose rows count from the part's first; None: none."""
+        """Return the changes of some draws; rows count from the first of them. None: no changes."""
         if self._is_none:
             return None
         step, columns = self._step, list[np.ndarray]()

@@ -1,7 +1,7 @@
 """From logits to tokens: drawing with each row's own parameters, and logprobs in float32.
 
 The logprob is of the raw logits, before temperature and filters. A row's draw depends on its own
-logits, parameters and noise only. It knows nothing of requests, models or where logits come from.
+logits, parameters and noise only.
 """
 
 from __future__ import annotations
@@ -142,19 +142,19 @@ def _find_top(logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.T
 
 @dataclass(slots=True, frozen=True)
 class SamplingTensors:
-    """How each row draws: the columns of a step's draws that have these names."""
+    """How each row draws: tensors of the columns of `DRAW` that have these names."""
 
     temperature: torch.Tensor  # (rows,) float32; 0: greedy
     top_p: torch.Tensor  # (rows,) float32; 0: greedy
     top_k: torch.Tensor  # (rows,) int64; 0: off
     min_p: torch.Tensor  # (rows,) float32; 0: off
     noise: torch.Tensor  # (rows,) int64, 64 random bits
-    # The same in the host's memory, so that nobody waits for a GPU; None: these are there.
+    # The same in host memory, so that reading them waits for no GPU; None: these are there.
     on_host: SamplingTensors | None = field(default=None, kw_only=True)
 
     @classmethod
     def of(cls, draws: np.ndarray, device: torch.device) -> SamplingTensors:
-        """Put what `DRAW` says of some draws on a device."""
+        """Put some draws, (rows,) of `DRAW`, on a device."""
         names = sorted(_DRAWN_BY, key=lambda name: -draws.dtype[name].itemsize)
         columns = [draws[name].copy() for name in names]
         tensors: dict[str, Any] = dict(zip(names, send(columns, device), strict=True))
@@ -164,7 +164,7 @@ class SamplingTensors:
         return cls(**tensors)
 
     def rows(self, rows: torch.Tensor) -> SamplingTensors:
-        """Return some rows, as the device alone has them."""
+        """Return some rows, without the copy in host memory."""
         return SamplingTensors(*(getattr(self, name)[rows] for name in _DRAWN_BY))
 
     @property
@@ -212,7 +212,7 @@ def draw(
         rows: (rows that draw,) int64.
         racer: `race`, or a compiled body of it.
     """
-    host = how.host  # which filters are used; one that a row does not use leaves it as it is
+    host = how.host  # to see which filters are used; a filter leaves other rows as they are
     most_kept = int(host.top_k.max())
     has_min_p, has_top_p = bool((host.min_p > 0).any()), bool((host.top_p < 1).any())
     logits, how = logits[rows].float(), how.rows(rows)
@@ -234,7 +234,7 @@ def _keep_top_k(scaled: torch.Tensor, top_k: torch.Tensor, most: int) -> torch.T
     """Set all but each row's top_k best to -inf; ties go to the lowest ids. 0 keeps all.
 
     Args:
-        most: no top_k is larger.
+        most: the largest top_k.
     """
     vocab = scaled.shape[-1]
     counts = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)

@@ -44,7 +44,7 @@ def plan_run(
 
     Args:
         group: the ranks of the pipeline; None: this process alone runs the model.
-        spread: with this engine's place among those on the machine.
+        spread: it has this engine's place among those on the machine.
 
     Raises:
         UsageError: an option that cannot be, or weights or a --budget for which there is no room.
@@ -66,7 +66,7 @@ def plan_run(
 
 
 def _place_of(group: Group | None, spread: Spread) -> Machine:
-    """Return of a machine's facts those that say where this process stands."""
+    """Return the facts of this process's place; others of the machine are left open."""
     engine = Machine(num_engines=spread.num_engines, engine_number=spread.engine_number)
     if group is None:
         return engine

@@ -45,7 +45,7 @@ def make_intake(
     tokenizer: Tokenizer,
     num_blocks: int | None = None,
 ) -> Intake:
-    """Return what prepares requests, within what a model and the options of a run allow.
+    """Return the intake, which prepares requests within the limits of a model and of options.
 
     Args:
         num_blocks: of each pipeline's KV cache, once it is known.

@@ -201,7 +201,7 @@ def build(
 
     Args:
         group: the ranks; None: this process alone runs the model.
-        spread: with this engine's place among those on the machine.
+        spread: it has this engine's place among those on the machine.
         on_progress: called with (bytes read, bytes in all) while weights load.
         on_loaded: called when the weights are in memory, before the KV cache is, with a digest of
             each of their files if others must have the same.

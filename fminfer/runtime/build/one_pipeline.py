@@ -46,7 +46,7 @@ class OnePipeline:
         on_loaded: called when the weights are in memory, before the KV cache is, with a digest of
             each of their files if others must have the same.
         group: the ranks among which this process is rank 0; None: it runs the model alone.
-        spread: with this engine's place among those on the machine.
+        spread: it has this engine's place among those on the machine.
 
     Raises:
         CheckpointError: the model cannot be loaded.
@@ -120,7 +120,7 @@ class OnePipeline:
         return {"foreseen_bytes": self._foreseen_bytes, "peak_bytes": peak_bytes(self._device)}
 
     def follow(self, on_work: OnWork | None = None, on_step: OnStep | None = None) -> None:
-        """Call functions after each step: with its numbers, and with the whole step."""
+        """Call functions after each step, as `Computing.follow` says."""
 
         def tell(trace: StepTrace) -> None:
             if on_work is not None:

@@ -29,7 +29,7 @@ class Lane:
         self._news = threading.Condition(lanes.lock)
         self.queue: dict[int, Prepared] = {}  # not yet with the engine, in order
         self.num_waiting = 0  # prompts of these
-        self.asked: set[int] = set()  # ids of requests with the engine
+        self.asked: set[int] = set()  # ids of the requests that the engine has
         self._events: list[Event] = []
         self._failure: BaseException | None = None
         self._is_woken = False
@@ -99,7 +99,7 @@ class Lane:
     # For `Lanes`, which has its lock:
 
     def hand_one(self, core: EngineCore) -> None:
-        """Give the engine the first request."""
+        """Give the engine the lane's first request."""
         request_id = next(iter(self.queue))
         prepared = self.queue.pop(request_id)
         self.num_waiting -= len(prepared.prompts)
@@ -133,7 +133,7 @@ class Lanes:
     def __init__(self, core: EngineCore) -> None:
         self.core = core
         self.lock = threading.RLock()  # of the lanes, too
-        self.all: deque[Lane] = deque()  # whose turn is next stands first
+        self.all: deque[Lane] = deque()  # in the order of their turns
         self.ids = count(FIRST_ID)
         self._failure: BaseException | None = None
         self.is_closed = False  # the engine gets no more requests; those that it has go on

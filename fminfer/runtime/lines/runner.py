@@ -30,12 +30,12 @@ class LineRunner:
     """Answers lines with an engine: `add` lines while it wants some, and `step`.
 
     Args:
-        core: answers their requests.
+        core: answers the lines' requests.
         form: of the records.
-        engine: the same, if the run has the whole of it for itself.
+        engine: the same as `core`, if the run has the engine for itself.
         read_ahead: prompts that are read before there is room for them, to be put in order.
         joins_equal: compute equal requests once.
-        is_only_run: prefixes need not be kept for another run of the engine.
+        is_only_run: keep no prefixes for another run of the engine.
         cache: has answers of other runs; several runners may share it.
         on_others: told by `step` of events of requests that others have added to the engine.
     """
@@ -244,7 +244,7 @@ class LineRunner:
         return self._read_ahead
 
     def _count(self, prepared: Prepared | None, origin: Origin = "computed") -> None:
-        """Count a line for progress; an engine with other requests counts those that it gets."""
+        """Count a line for progress; a shared engine counts only the requests that it gets."""
         if self._engine is not None:
             count_row(self._engine.lines, prepared, origin)
 

@@ -1,4 +1,4 @@
-"""The runs over lines of one engine: one that has it for itself, or several behind all others."""
+"""Runs over lines on one engine: one that has it for itself, or several behind other requests."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Runs:
         self.lanes = Lanes(core)  # of runs behind all other requests
         self._core, self._intake, self._config = core, intake, config
         self._model_name = model_name
-        self._runner: LineRunner | None = None  # of the run that goes on
-        self.left: deque[Event] = deque()  # of others' requests, that a run met and did not need
+        self._runner: LineRunner | None = None  # of the run of `start`
+        self.left: deque[Event] = deque()  # of others' requests, which a run's steps have returned
 
     def start(
         self,
@@ -45,15 +45,15 @@ class Runs:
         *,
         is_only_run: bool = False,
     ) -> LineRunner:
-        """Start a run over lines: add them to what is returned, and step that.
+        """Start a run over lines: add them to the runner, and step it.
 
         Args:
             read_ahead: lines that may be read before there is room for them.
-            name_line: says with what a line's warning is told; None: its number.
-            is_only_run: prefixes need not be kept for another run of the engine.
+            name_line: names a line in its warnings; None: by its number.
+            is_only_run: keep no prefixes for another run of the engine.
 
         Raises:
-            UsageError: an earlier run is not finished.
+            UsageError: an earlier run is not finished, or `read_ahead` is below 1.
         """
         if read_ahead < 1:
             raise UsageError(f"read_ahead is {read_ahead}; it must be at least 1")
@@ -80,15 +80,15 @@ class Runs:
         read_ahead: int = LOOKAHEAD,
         name_line: NameLine | None = None,
     ) -> tuple[LineRunner, Lane]:
-        """Start a run over lines behind all other requests, in a thread of the caller's own.
+        """Start a run over lines behind all other requests; there may be several.
 
-        There may be several. Whoever answers the other requests calls `step` in its own thread.
-        Step the run as one of `start`; while it has nothing to tell, wait on the lane.
+        Step the runner in a thread of its own. While it has no events, wait on the lane. The thread
+        that answers the other requests calls `step`.
 
         Args:
             form: of the records.
-            check: raises a RequestError for a line that does not belong into this run, in place
-                of the check of its model.
+            check: raises a RequestError for a line that is not of this run; it replaces the
+                check of the line's model.
             read_ahead, name_line: as for `start`.
         """
         lane = self.lanes.open()
@@ -111,12 +111,12 @@ class Runs:
         yield from self.start(read_ahead).run(lines)
 
     def stop(self, grace_s: float) -> None:
-        """Let the run of `start` end, as `Engine.stop` says."""
+        """End the run of `start`, as `Engine.stop` does."""
         if self._runner is not None:
             self._runner.stop(grace_s)
 
     def step(self) -> list[Event]:
-        """Compute a step, and return the events of requests that are of no run."""
+        """Compute a step, and return the events of requests that belong to no run."""
         self.lanes.feed()
         left = [self.left.popleft() for _ in range(len(self.left))]
         try:

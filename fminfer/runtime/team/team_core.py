@@ -70,7 +70,7 @@ class Team:
         self._is_closed = False
         self._wake_out, self._wake_in = os.pipe()
         os.set_blocking(self._wake_in, False)
-        self.lines = EngineStats()  # that were read, which pipelines do not see
+        self.lines = EngineStats()  # of lines that were read, which pipelines do not see
         self._is_draining = False
         self._until_s: float | None = None  # when a step is over at the latest
         self._expects_more = True
@@ -201,7 +201,7 @@ class Team:
 
     @property
     def state(self) -> EngineState:
-        """How the pipelines together stand, and what waits for them."""
+        """How the pipelines stand together, and how much waits for them."""
         return EngineState.of_all(
             [pipeline.state for pipeline in self._living],
             num_waiting=self.num_waiting,
@@ -211,14 +211,14 @@ class Team:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have not begun, but for those behind all others."""
+        """Requests that have not begun, without those behind all others."""
         at_pipelines = sum(pipeline.num_waiting for pipeline in self._living)
         num_all = len(self._added) + len(self._waiting) + at_pipelines
         return max(0, num_all - self.num_waiting_behind)
 
     @property
     def num_waiting_behind(self) -> int:
-        """Those behind all others."""
+        """Requests behind all others that have not begun."""
         here = sum(asking.is_behind for asking in (*tuple(self._added), *tuple(self._waiting)))
         return here + sum(pipeline.num_waiting_behind for pipeline in self._living)
 

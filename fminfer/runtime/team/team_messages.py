@@ -23,7 +23,7 @@ from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineState, EngineStats, ReadWork, StageStats
 from fminfer.text.encoded_prompt import EncodedPrompt
 
-# Down go what is defined first, and words:
+# To a pipeline go Ask, Cancel and these words; the other classes come from it.
 GO_ON = "go on"  # all pipelines have their weights: the memory that is left can be shared out
 END = "end"  # no more is asked
 Order = Literal["start_run", "drain", "expect_no_more"]  # methods of the engine's loop

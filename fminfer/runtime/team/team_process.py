@@ -25,7 +25,7 @@ class StreamPosition:
     Another pipeline begins the choice anew after one has died; nothing is sent twice.
     """
 
-    # Each of characters, token ids, tool calls, and tokens with logprobs.
+    # Numbers of characters, token ids, tool calls, and tokens with logprobs.
     num_sent: tuple[int, ...] = (0, 0, 0, 0)
     num_again: tuple[int, ...] = (0, 0, 0, 0)
     is_over: bool = False  # its end was told
@@ -108,7 +108,7 @@ class TeamPipeline:
 
     @property
     def num_waiting_behind(self) -> int:
-        """Those of them that wait behind all others."""
+        """Requests behind all others that it has not begun."""
         return self.num_sent_behind - self.state.num_begun_behind
 
     def ask(self, asking: SentRequest) -> None:
