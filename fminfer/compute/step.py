@@ -77,7 +77,7 @@ class Step:
         return np.unique(np.concatenate([self.draws["token_index"], self.scores["token_index"]]))
 
 
-COLUMNS_OF_STEP = {
+STEP_COLUMNS = {
     each.name: each.metadata["empty"] for each in fields(Step) if "empty" in each.metadata
 }
 

@@ -95,16 +95,27 @@ class EngineStats:
 
 @dataclass(slots=True, frozen=True)
 class EngineState:
-    """How an engine stands. A team's state adds up what its pipelines reported last."""
+    """How an engine stands. A team's state adds up what its pipelines reported last.
 
-    num_waiting: int = 0  # prompts (of a team: requests) not begun, without those behind all
-    num_waiting_behind: int = 0  # those whose priority is `engine_core.BEHIND_ALL`
-    num_running: int = 0  # sequences that hold KV cache
-    kv_usage: float = 0.0  # the part of the KV cache that they hold, from 0 to 1
-    has_begun: bool = False  # rows run, or have run and are to run again
-    longest_row: int = 0  # the most tokens that a running row may still draw
-    num_begun: int = 0  # requests so far that no longer wait: admitted, or ended without
-    num_begun_behind: int = 0  # those whose priority is `BEHIND_ALL`
+    Attributes:
+        num_waiting: prompts (of a team: requests) not begun, without those behind all others.
+        num_waiting_behind: those whose priority is `engine_core.BEHIND_ALL`.
+        num_running: sequences that hold KV cache.
+        kv_usage: the part of the KV cache that they hold, from 0 to 1.
+        has_begun: rows run, or have run and are to run again.
+        longest_row: the most tokens that a running row may still draw.
+        num_begun: requests so far that no longer wait: admitted, or ended without.
+        num_begun_behind: those whose priority is `BEHIND_ALL`.
+    """
+
+    num_waiting: int = 0
+    num_waiting_behind: int = 0
+    num_running: int = 0
+    kv_usage: float = 0.0
+    has_begun: bool = False
+    longest_row: int = 0
+    num_begun: int = 0
+    num_begun_behind: int = 0
 
     @classmethod
     def of_all(cls, states: Sequence[EngineState], **known: Any) -> EngineState:

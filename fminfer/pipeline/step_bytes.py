@@ -9,7 +9,7 @@ from typing import get_args
 import numpy as np
 
 from fminfer.compute.step import (
-    COLUMNS_OF_STEP,
+    STEP_COLUMNS,
     ResultKind,
     Results,
     Step,
@@ -23,17 +23,17 @@ KINDS: tuple[ResultKind, ...] = get_args(ResultKind)
 
 def encode_step(step: Step) -> bytes:
     """Return a step's bytes: its id, the length of each column, and the columns."""
-    columns = [getattr(step, name) for name in COLUMNS_OF_STEP]
+    columns = [getattr(step, name) for name in STEP_COLUMNS]
     return _join([step.step_id, *map(len, columns)], columns)
 
 
 def decode_step(data: bytes) -> Step:
     """Return the step of `encode_step`."""
-    step_id, *lengths = np.frombuffer(data, np.int64, 1 + len(COLUMNS_OF_STEP)).tolist()
-    likes = COLUMNS_OF_STEP.values()
+    step_id, *lengths = np.frombuffer(data, np.int64, 1 + len(STEP_COLUMNS)).tolist()
+    likes = STEP_COLUMNS.values()
     shapes = ((length, *like.shape[1:]) for length, like in zip(lengths, likes, strict=True))
     columns = _read(data, 8 * (1 + len(lengths)), zip(likes, shapes, strict=True))
-    return Step(step_id, **dict(zip(COLUMNS_OF_STEP, columns, strict=True)))
+    return Step(step_id, **dict(zip(STEP_COLUMNS, columns, strict=True)))
 
 
 def encode_result(step_id: int, results: Results) -> bytes:

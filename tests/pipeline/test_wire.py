@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fminfer.compute.step import (
-    COLUMNS_OF_STEP,
+    STEP_COLUMNS,
     MASK,
     SCORE,
     Results,
@@ -56,7 +56,7 @@ def full_step() -> Step:
 
 def test_a_step() -> None:
     step = full_step()
-    for name, like in COLUMNS_OF_STEP.items():
+    for name, like in STEP_COLUMNS.items():
         column = getattr(step, name)
         assert len(column) and (column.dtype, column.ndim) == (like.dtype, like.ndim), name
     found = decode_step(encode_step(step))
@@ -73,7 +73,7 @@ def test_columns_of_any_bits_and_lengths(seed: int) -> None:
     """Each column is aligned and may be written to, wherever it lay among the bytes."""
     rng = np.random.default_rng(seed)
     columns: dict[str, Any] = {}
-    for name, like in COLUMNS_OF_STEP.items():
+    for name, like in STEP_COLUMNS.items():
         shape = (int(rng.choice([0, 1, 2, 3, 5, 90])), *like.shape[1:])
         size = int(np.prod(shape)) * like.itemsize
         columns[name] = np.frombuffer(rng.bytes(size), like.dtype).reshape(shape)

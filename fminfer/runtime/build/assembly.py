@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from fminfer.contract.field_table import FIELDS
+from fminfer.contract.field_table import COLUMNS, FIELDS
 from fminfer.contract.fields import INT64, integer
 from fminfer.contract.request import DEFAULTS, SamplingParams
 from fminfer.core.config import (
@@ -36,7 +36,7 @@ from fminfer.text.template_file import read_template
 from fminfer.text.tokenizer import NoTokenizer, Tokenizer
 
 # Of the fields that decide draws, those for which a model may have defaults.
-OF_MODELS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+OF_MODELS = (*COLUMNS, "repetition_penalty")
 
 
 def make_intake(
