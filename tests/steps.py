@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fminfer.compute.step import DRAW, Step, TokenLogprobs
+from fminfer.compute import step as steps
+from fminfer.compute.step import Step, TokenLogprobs
 
 
 class Row(NamedTuple):
@@ -22,11 +23,7 @@ class Row(NamedTuple):
 
 def make_draws(token_index: Sequence[int], **columns: Any) -> np.ndarray:
     """Return greedy draws from these packed tokens, with other values in `columns`."""
-    draws = np.zeros(len(token_index), DRAW)
-    draws["token_index"], draws["top_p"], draws["mask"] = token_index, 1, -1
-    for name, column in columns.items():
-        draws[name] = column
-    return draws
+    return steps.make_draws(token_index, **{"temperature": 0} | columns)
 
 
 def make_step(rows: Sequence[Row], **columns: Any) -> Step:

@@ -14,7 +14,7 @@ import torch
 from benchmarks.gpu import results
 from benchmarks.gpu.cases import Figures, expect
 from benchmarks.gpu.stopwatch import call_s, median_s
-from fminfer.compute.step import DRAW, Step
+from fminfer.compute.step import Step, make_draws
 from fminfer.models.decode_graphs import find_graphs
 from fminfer.models.stage import Stage
 from fminfer.runtime.build.builder import LoadedPart
@@ -47,8 +47,6 @@ def make_step(rows: int, tokens: int) -> Step:
     each = -(-tokens // BLOCK)
     slots, places = np.divmod(np.arange(rows * each, dtype=np.int32), each)
     blocks = np.random.default_rng(0).permutation(rows * each)
-    draws = np.zeros(rows, DRAW)
-    draws["token_index"], draws["top_p"], draws["mask"] = np.arange(rows), 1, -1
     return Step(
         0,
         slots=np.arange(rows, dtype=np.int32),
@@ -56,7 +54,7 @@ def make_step(rows: int, tokens: int) -> Step:
         lengths=np.ones(rows, np.int64),
         token_ids=np.arange(rows),
         new_blocks=np.stack([slots, places, blocks.astype(np.int32)], 1),
-        draws=draws,
+        draws=make_draws(range(rows), temperature=0),
     )
 
 

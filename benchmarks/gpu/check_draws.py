@@ -6,7 +6,6 @@ Without a GPU the CPU's compiled kernels stand beside it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,29 +14,20 @@ from benchmarks.gpu.cases import Case, Figures, Setting, expect
 from fminfer.compute.registry import open_registry
 from fminfer.compute.sampling import sampler
 from fminfer.compute.sampling.sampler import Drawer, Ranker, Ranking, SamplingTensors
+from fminfer.compute.step import make_draws
 
 SIZES = {"cuda": (64, 128256), "cpu": (16, 3000)}  # rows, vocabulary
 NUM_TOP = 20
 
 
-@dataclass(slots=True, frozen=True)
-class Way:
-    """How all rows of a case draw."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-
-
-WAYS = {
-    "temperature": Way(0.7),
-    "top_p": Way(top_p=0.9),
-    "top_p of many": Way(1.5, top_p=0.999),
-    "top_k": Way(top_k=50),
-    "top_k of one": Way(top_k=1),
-    "min_p": Way(min_p=0.05),
-    "all": Way(0.8, 0.95, 100, 0.01),
+WAYS: dict[str, dict[str, float]] = {  # how all rows of a case draw
+    "temperature": {"temperature": 0.7},
+    "top_p": {"top_p": 0.9},
+    "top_p of many": {"temperature": 1.5, "top_p": 0.999},
+    "top_k": {"top_k": 50},
+    "top_k of one": {"top_k": 1},
+    "min_p": {"min_p": 0.05},
+    "all": {"temperature": 0.8, "top_p": 0.95, "top_k": 100, "min_p": 0.01},
 }
 KINDS = ("normal", "steep", "tied", "nan")
 
@@ -74,20 +64,9 @@ def check_draws(device: str, kind: str, dtype: torch.dtype) -> Figures:
     )
     differing: dict[str, int] = {}
     for name, way in WAYS.items():
-        how = SamplingTensors(
-            torch.full(rows.shape, way.temperature),
-            torch.full(rows.shape, way.top_p),
-            torch.full(rows.shape, way.top_k),
-            torch.full(rows.shape, way.min_p),
-            noise,
-        )
+        draws = make_draws(range(len(rows)), noise=noise, **way)
+        how, moved = (SamplingTensors.of(draws, torch.device(each)) for each in ("cpu", device))
         expected = sampler.draw(logits, how, rows)
-        moved = SamplingTensors(
-            *(
-                column.to(device)
-                for column in (how.temperature, how.top_p, how.top_k, how.min_p, how.noise)
-            )
-        )
         found = drawer(logits.to(device), moved, rows.to(device)).cpu()
         num = int((found != expected).sum())
         in_range = bool(((found >= 0) & (found < logits.shape[1])).all())

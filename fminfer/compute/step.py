@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fminfer.contract.field_table import COLUMNS
+from fminfer.contract.request import DEFAULTS
 from fminfer.core.messages import Mask, StageSpan, pack_ids
 
 Column = Any  # an array; with numpy's own types every sum of two would need a cast
@@ -80,6 +81,15 @@ class Step:
 STEP_COLUMNS = {
     each.name: each.metadata["empty"] for each in fields(Step) if "empty" in each.metadata
 }
+
+
+def make_draws(token_index: Sequence[int], **columns: Any) -> Column:
+    """Return draws from these packed tokens as requests' defaults say, with others in `columns`."""
+    draws = np.zeros(len(token_index), DRAW)
+    of_fields = {name: getattr(DEFAULTS, name) for name in COLUMNS}
+    for name, column in (of_fields | {"token_index": token_index, "mask": -1} | columns).items():
+        draws[name] = column
+    return draws
 
 
 def mask_columns(masks: Sequence[Mask]) -> dict[str, np.ndarray]:

@@ -27,7 +27,6 @@ from fminfer.compute.sampling.sampler import (
     score,
 )
 from fminfer.compute.step import (
-    DRAW,
     SCORE,
     BlockTables,
     Results,
@@ -35,6 +34,7 @@ from fminfer.compute.step import (
     Step,
     StepResult,
     TokenLogprobs,
+    make_draws,
 )
 from fminfer.core.messages import StageSpan
 from fminfer.machine.device import send
@@ -160,11 +160,9 @@ class Stage:
             lengths=np.array([2, 1]),
             token_ids=np.array([0, 0, 0]),
             new_blocks=np.array([[0, 0, 0], [0, 1, 0]], np.int32),  # a block may hold one token
-            draws=np.zeros(2, DRAW),
+            draws=make_draws([1, 2], temperature=[0, 1]),
             scores=np.zeros(1, SCORE),
         )
-        step.draws["token_index"], step.draws["mask"] = [1, 2], -1
-        step.draws["temperature"], step.draws["top_p"] = [0, 1], 1
         size = (step.num_tokens, self._network.model.hidden_size)
         before = torch.zeros(size, dtype=self._network.dtype, device=self._device)
         hidden = self.forward(step, None if self._network.is_first else before)

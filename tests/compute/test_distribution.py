@@ -25,7 +25,9 @@ from fminfer.compute.sampling.sampler import (
     sample,
     token_bits,
 )
+from fminfer.compute.step import make_draws
 from fminfer.compute.weights import dense
+from fminfer.contract.field_table import COLUMNS
 from fminfer.contract.request import SamplingParams
 from fminfer.core.messages import Mask, make_mask, pack_ids
 from fminfer.engine.noise import draw_key, noise_key, step_noise
@@ -155,13 +157,9 @@ def mask_of(ids: Iterable[int], *, has_few: bool = True) -> Mask:
 
 
 def rows_of(settings: list[Setting], noise: list[int]) -> SamplingTensors:
-    return SamplingTensors(
-        temperature=torch.tensor([s.temperature for s in settings]),
-        top_p=torch.tensor([s.top_p for s in settings]),
-        top_k=torch.tensor([s.top_k for s in settings]),
-        min_p=torch.tensor([s.min_p for s in settings]),
-        noise=torch.tensor(noise),
-    )
+    columns = {name: [getattr(s, name) for s in settings] for name in COLUMNS}
+    draws = make_draws(range(len(settings)), noise=noise, **columns)
+    return SamplingTensors.of(draws, torch.device("cpu"))
 
 
 def edits_of(settings: list[Setting]) -> LogitEditTensors:

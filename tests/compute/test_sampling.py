@@ -46,13 +46,9 @@ def drawer(request: pytest.FixtureRequest) -> Drawer:
 def how(rows: list[tuple[float, float, int, int]]) -> SamplingTensors:
     """Return rows' temperature, top_p, top_k, and the number of their noise."""
     temperature, top_p, top_k, number = zip(*rows, strict=True)
-    return SamplingTensors(
-        torch.tensor(temperature),
-        torch.tensor(top_p),
-        torch.tensor(top_k),
-        torch.zeros(len(rows)),
-        torch.tensor([step_noise(b"rows", each) for each in number]),
-    )
+    noise = [step_noise(b"rows", each) for each in number]
+    how = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "noise": noise}
+    return SamplingTensors.of(make_draws(range(len(rows)), **how), torch.device("cpu"))
 
 
 def plain_probs(logits: torch.Tensor, temperature: float, top_p: float, top_k: int) -> list[float]:
@@ -157,13 +153,14 @@ def test_draws_lie_where_the_definition_in_float64_puts_them(vocab: int, drawer:
         torch.where(random(count, vocab) < 0.9, float("-inf"), normal),
         normal * 200,  # where many weights are zero
     ):
-        settings = SamplingTensors(
-            0.2 + 1.5 * random(count),
-            torch.where(random(count) < 0.5, 1.0, 0.05 + 0.94 * random(count)),
-            torch.where(random(count) < 0.5, 0, (random(count) * 60).long() + 2),
-            torch.where(random(count) < 0.5, 0.0, random(count) * 0.2),
-            torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator),
-        )
+        columns = {
+            "temperature": 0.2 + 1.5 * random(count),
+            "top_p": torch.where(random(count) < 0.5, 1.0, 0.05 + 0.94 * random(count)),
+            "top_k": torch.where(random(count) < 0.5, 0, (random(count) * 60).long() + 2),
+            "min_p": torch.where(random(count) < 0.5, 0.0, random(count) * 0.2),
+            "noise": torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator),
+        }
+        settings = SamplingTensors.of(make_draws(range(count), **columns), torch.device("cpu"))
         noise = gumbel(settings.noise, vocab)
         rows = torch.arange(count)[random(count) < 0.8]
         with torch.inference_mode():

@@ -32,7 +32,7 @@ from fminfer.compute.sampling.masks import LogitEditTensors, make_masks
 from fminfer.compute.sampling.sampler import SamplingTensors, draw, sample
 from fminfer.compute.sampling.triton_draws import TOKENS, race_pairs, triton_race
 from fminfer.compute.spec import Alibi
-from fminfer.compute.step import Rows
+from fminfer.compute.step import Rows, make_draws
 from fminfer.compute.trial import compare
 from fminfer.core.config import Kernels
 from fminfer.core.errors import UsageError
@@ -228,15 +228,15 @@ def test_draws_are_those_of_the_cpu() -> None:
         noise = torch.tensor(
             [-1, 0, 2**63 - 1, *(step_noise(b"rows", i) for i in range(count - 3))]
         )
-        how = SamplingTensors(
-            torch.linspace(0.3, 2, count),
-            torch.tensor([1.0, 0.9, 0.5] * 4),
-            torch.tensor([0, 0, 0, 30] * 3),
-            torch.tensor([0.0] * 10 + [0.1] * 2),
-            noise,
+        ways = make_draws(
+            range(count),
+            temperature=torch.linspace(0.3, 2, count),
+            top_p=[1.0, 0.9, 0.5] * 4,
+            top_k=[0, 0, 0, 30] * 3,
+            min_p=[0.0] * 10 + [0.1] * 2,
+            noise=noise,
         )
-        columns = (how.temperature, how.top_p, how.top_k, how.min_p, how.noise)
-        moved = SamplingTensors(*(column.to(DEVICE) for column in columns))
+        how, moved = (SamplingTensors.of(ways, each) for each in (torch.device("cpu"), DEVICE))
         rows = torch.arange(count)
         found = draws(logits.to(DEVICE), moved, rows.to(DEVICE)).cpu()
         assert torch.equal(found, draw(logits, how, rows)), vocab
@@ -256,13 +256,14 @@ def test_masked_rows_draw_as_on_the_cpu() -> None:
             *(rows, ids, bias, factor, minus, rows, ids),
             masks=make_masks([bits, few], places, vocab, device),
         )
-        how = SamplingTensors(
-            torch.tensor([0.0, 1.0, 1.0, 0.7, 1.0, 1.0], device=device),
-            torch.tensor([1.0, 1.0, 0.9, 1.0, 1.0, 0.5], device=device),
-            torch.tensor([0, 0, 0, 30, 5, 0], device=device),
-            torch.zeros(count, device=device),
-            torch.tensor([step_noise(b"rows", i) for i in range(count)], device=device),
+        ways = make_draws(
+            range(count),
+            temperature=[0.0, 1.0, 1.0, 0.7, 1.0, 1.0],
+            top_p=[1.0, 1.0, 0.9, 1.0, 1.0, 0.5],
+            top_k=[0, 0, 0, 30, 5, 0],
+            noise=[step_noise(b"rows", i) for i in range(count)],
         )
+        how = SamplingTensors.of(ways, device)
         drawer = draw if device.type == "cpu" and not found else partial(draw, racer=triton_race)
         draws = sample(logits.to(device), how, 1, edits, drawer=drawer)
         found.append((draws.ids.cpu(), draws.logprobs.cpu()))

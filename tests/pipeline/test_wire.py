@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from fminfer.compute.step import (
-    STEP_COLUMNS,
     MASK,
     SCORE,
+    STEP_COLUMNS,
     Results,
     Step,
     TokenLogprobs,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from fminfer.compute.sampling.sampler import Drawer, Ranker, Ranking, SamplingTensors, draw, rank
+from fminfer.compute.step import make_draws
 from fminfer.compute.trial import Candidate, Pair, Trial
 
 TOKEN_ERROR = 1e-9  # none: the ids must be the same
@@ -118,13 +119,15 @@ def draw_pairs(drawer: Drawer) -> Iterator[Pair]:
     """
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn((8, VOCAB), generator=generator)
-    how = SamplingTensors(
-        temperature=torch.tensor([1.0, 0.5, 2.0, 1.0, 1.0, 1.0, 0.7, 1.3]),
-        top_p=torch.tensor([1.0, 1.0, 1.0, 0.5, 1.0, 1.0, 0.8, 1.0]),
-        top_k=torch.tensor([0, 0, 0, 0, 20, 0, 50, 0]),
-        min_p=torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.05, 0.0, 0.0]),
-        noise=torch.randint(-(2**63), 2**63 - 1, (8,), generator=generator),
+    draws = make_draws(
+        range(8),
+        temperature=[1.0, 0.5, 2.0, 1.0, 1.0, 1.0, 0.7, 1.3],
+        top_p=[1.0, 1.0, 1.0, 0.5, 1.0, 1.0, 0.8, 1.0],
+        top_k=[0, 0, 0, 0, 20, 0, 50, 0],
+        min_p=[0.0, 0.0, 0.0, 0.0, 0.0, 0.05, 0.0, 0.0],
+        noise=torch.randint(-(2**63), 2**63 - 1, (8,), generator=generator).numpy(),
     )
+    how = SamplingTensors.of(draws, logits.device)
     rows = torch.tensor([0, 1, 2, 3, 4, 5, 6])
     yield drawer(logits, how, rows), draw(logits, how, rows)
     for ids in ([0], [VOCAB - 1], [0, VOCAB - 1], [7, 1501]):
