@@ -15,8 +15,7 @@ import click
 
 from fminfer.cli.check_command import check
 from fminfer.cli.config_file import ConfiguredCommand, tell_notices
-from fminfer.cli.ending import Ending, tell
-from fminfer.cli.exit_status import EXIT_SOME_ERRORS, EXIT_USAGE
+from fminfer.cli.ending import EXIT_SOME_ERRORS, EXIT_USAGE, Ending, tell
 from fminfer.cli.families_command import families
 from fminfer.cli.foreign_names import say_of_command, say_of_option
 from fminfer.cli.options.flags import flags_of
@@ -36,10 +35,9 @@ from fminfer.core.option import take
 from fminfer.core.version import __version__
 from fminfer.files.cache_place import KeptAnswers
 from fminfer.files.storage import Location, RemoteFolders, default_work_dir
-from fminfer.job.hyperparameters import Hyperparameters
 from fminfer.job.progress import TimeBar
 from fminfer.job.run_paths import JobOptions, JobPaths, refuse_other_models
-from fminfer.job.synthetic import NUM_BATCHES, Synthetic
+from fminfer.job.synthetic import NUM_BATCHES, Hyperparameters, Synthetic
 from fminfer.machine.processor import cap_libraries
 from fminfer.machine.start_up import importing, prepare_torch
 from fminfer.machine.stopper import ProcessOptions, Stopper, check_times
@@ -254,8 +252,8 @@ def _run(job: JobPaths, config: EngineConfig, role: Role, stopper: Stopper, endi
     refuse_other_models(config, plan.inputs if plan else [])
     children = start_children(config, role, stopper, ending)
     with importing_engine(config, role):
+        from fminfer.job.answering import run_process
         from fminfer.job.run_paths import RunContext
-        from fminfer.job.run_process import run_process
 
     run = RunContext(
         *(config, role, children, stopper, ending.at_once, elapsed_s),

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import click
 
 from fminfer.cli.config_file import ConfiguredCommand, tell_notices
-from fminfer.cli.exit_status import EXIT_FAILED, EXIT_SOME_ERRORS
+from fminfer.cli.ending import EXIT_FAILED, EXIT_SOME_ERRORS
 from fminfer.cli.options.flags import flags_of
 from fminfer.cli.options.option_table import MAX_TOLD, CheckOptions
 from fminfer.cli.options.value_types import PathOrUrl

@@ -9,11 +9,37 @@ from typing import NoReturn
 
 import click
 
-from fminfer.cli.exit_status import status_of, status_of_kind
 from fminfer.compute.kernels.kernel_build import abandon_build
-from fminfer.core.errors import FminferError, StoppedError, printable
+from fminfer.core.errors import (
+    FminferError,
+    StoppedError,
+    StopReason,
+    UsageError,
+    error_of,
+    printable,
+)
 from fminfer.files.urls import hide_secrets
 from fminfer.runtime.launch.processes import Processes
+
+EXIT_FAILED, EXIT_USAGE, EXIT_SOME_ERRORS = 1, 2, 3
+EXIT_STOPPED: dict[StopReason, int] = {
+    "out_of_time": 75,  # sysexits' EX_TEMPFAIL: run it again
+    "hung_up": 129,  # 128 and the signal's number, as a shell has it
+    "interrupted": 130,
+    "terminated": 143,
+}
+
+
+def status_of(error: BaseException) -> int:
+    """Return the exit status of a command that an error ends."""
+    if isinstance(error, StoppedError):
+        return EXIT_STOPPED[error.reason]
+    return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED
+
+
+def status_of_kind(kind: str) -> int:
+    """Return the same by the error's kind, which another process has told."""
+    return status_of(error_of(kind, ""))
 
 
 def tell(error: BaseException, *, is_verbose: bool = False) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from fminfer.cli.exit_status import EXIT_SOME_ERRORS
+from fminfer.cli.ending import EXIT_SOME_ERRORS
 from fminfer.core.quantities import counted
 
 

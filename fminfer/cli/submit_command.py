@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from fminfer.cli.config_file import ConfiguredCommand
-from fminfer.cli.exit_status import EXIT_STOPPED
+from fminfer.cli.ending import EXIT_STOPPED
 from fminfer.cli.options.flags import GroupedCommand, flags_of
 from fminfer.cluster.resources import SubmitOptions, check_shared_files, job_values, parse_flags
 from fminfer.cluster.slurm_and_lsf import SCHEDULERS, parts_of

@@ -20,8 +20,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError, UncompiledError
 from fminfer.engine.chat_intake import ChatIntake
 from fminfer.engine.noise import meaning_of
-from fminfer.engine.prompt_fit import PromptFit
-from fminfer.engine.room import KvSize
+from fminfer.engine.prompt_fit import KvSize, PromptFit
 from fminfer.engine.sequence import AnswerKind, Prepared
 from fminfer.engine.start import find_bans
 from fminfer.text.chat_template import ChatTemplate

@@ -24,8 +24,8 @@ from fminfer.engine.engine_core import BEHIND_ALL
 from fminfer.engine.events import Event
 from fminfer.engine.packing import PlannedStep
 from fminfer.engine.prefix import SharedTokens
+from fminfer.engine.prompt_fit import check_room
 from fminfer.engine.results import take_result
-from fminfer.engine.room import check_room
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import Prepared, RequestState, Sequence
 from fminfer.engine.start import Starter

@@ -24,7 +24,7 @@ from fminfer.job.file_job import run_job
 from fminfer.job.named_files import open_files
 from fminfer.job.report_at_end import name_settings, reporting, write_at_end
 from fminfer.job.run_inputs import RunInputs
-from fminfer.job.run_paths import JobPaths, RunContext
+from fminfer.job.run_paths import JobPaths, RunContext, refuse_other_models
 from fminfer.job.run_summary import JobSummary
 from fminfer.job.shared_folder import share_files
 from fminfer.machine.processor import chosen_name
@@ -37,8 +37,45 @@ from fminfer.runtime.build.assembly import line_counting
 from fminfer.runtime.computing import Compute
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.lines.line_intake import FILLS
+from fminfer.runtime.process_roles import Opening, lead_or_join
 from fminfer.runtime.result_cache import open_result_cache
 from fminfer.runtime.start_engine import start_engine
+
+
+def run_process(run: RunContext) -> JobSummary | None:
+    """Answer the job, or do another rank's part of it; that one has no summary.
+
+    Raises:
+        FminferError: the run cannot go on.
+    """
+    prepare = _Preparing(run)
+
+    def lead(run: RunContext, checkpoint: Checkpoint, compute: Compute) -> JobSummary:
+        is_awaited = run.role.kind == "apart" and run.role.spread.num_pipelines == 1
+        return answer(run, prepare.plan, checkpoint, compute, is_awaited=is_awaited)
+
+    return lead_or_join(run, prepare, lead)
+
+
+class _Preparing(Opening):
+    """Finds mistakes before a rank waits for others: in the model, and on rank 0 in the job."""
+
+    def __init__(self, run: RunContext) -> None:
+        super().__init__(run.config)
+        self._job, self._plan = run.job, run.plan
+
+    def __call__(self, rank: int) -> None:
+        if rank == 0:
+            self._plan = self._plan or self._job.plan()
+            refuse_other_models(self._config, self._plan.inputs)
+        super().__call__(rank)
+
+    @property
+    def plan(self) -> Plan:
+        """Rank 0's inputs and outputs."""
+        assert self._plan is not None, "rank 0 has a plan before it meets others"
+        return self._plan
+
 
 CHAT_TOKENS = 1024  # of the answer to --prompt, if it does not say
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from fminfer.core.errors import FminferError, PipelineError, StoppedError, printable
 from fminfer.pipeline.addresses import LOOPBACK, address_of, is_here, listen, own_address
+from fminfer.pipeline.handshake import secret_of_home
 from fminfer.pipeline.meeting_folder import meet_in_folder
 from fminfer.pipeline.ranks import RankFacts
-from fminfer.pipeline.secret import secret_of_home
 from fminfer.pipeline.store_place import POLL_S, TELL_AFTER_S, StorePlace, connect, hold
 from fminfer.pipeline.watch import HEAR_S, Fault, Watch
 

@@ -14,9 +14,14 @@ from pathlib import Path
 
 from fminfer.core.errors import PipelineError, UsageError
 from fminfer.pipeline.addresses import LOOPBACK, interfaces, is_loopback, listen, machine_id
-from fminfer.pipeline.handshake import NoStoreError, WrongSecretError
+from fminfer.pipeline.handshake import (
+    NoStoreError,
+    WrongSecretError,
+    create_own,
+    new_secret,
+    read_own,
+)
 from fminfer.pipeline.ranks import HOW_TO_SHARE
-from fminfer.pipeline.secret import create_own, new_secret, read_own
 from fminfer.pipeline.store import Store
 from fminfer.pipeline.store_place import POLL_S, StorePlace, hold
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import traceback
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
+import swagger_ui_bundle
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
+from fastapi.responses import PlainTextResponse, RedirectResponse
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fminfer.core.errors import RequestError
@@ -25,10 +29,88 @@ from fminfer.server.metrics import Metrics
 from fminfer.server.model_routes import model_routes
 from fminfer.server.old_routes import old_routes
 from fminfer.server.openai_routes import openai_routes
-from fminfer.server.pages import page_routes
 from fminfer.server.server_log import ServerLog
 from fminfer.server.service import Service
 from fminfer.server.settings import ServerSettings
+
+_LINE = (
+    "fminfer answers POST /v1/completions and /v1/chat/completions. "
+    "/docs has the API, and / a page to try it in a browser.\n"
+)
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
+)
+# Our own script makes no markup of any text, and with this the browser would not let it.
+_PAGE_POLICY = f"{_POLICY}; require-trusted-types-for 'script'; trusted-types 'none'"
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    name: str
+    body: bytes
+    policy: str
+
+    def headers(self) -> dict[str, str]:
+        return {
+            "Content-Type": _TYPES[Path(self.name).suffix],
+            "Content-Security-Policy": self.policy,
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "same-origin",
+            "Cache-Control": "no-cache",  # a browser asks each time, and the tag spares the bytes
+            "ETag": f'"{hashlib.sha256(self.body).hexdigest()[:32]}"',
+        }
+
+
+def page_routes() -> APIRouter:
+    """Return the routes of `/`, `/docs` and the files that they need.
+
+    They tell nothing of the model, so they need no key; the page asks for it when a call does.
+    """
+    own = files("fminfer.server") / "page"
+    swagger = Path(swagger_ui_bundle.swagger_ui_path)
+    router = APIRouter()
+    page = _File("index.html", (own / "index.html").read_bytes(), _PAGE_POLICY)
+    router.add_route("/", _serve(page, other=_LINE), include_in_schema=False)
+    for path, source in {
+        "/page/page.css": own / "page.css",
+        "/page/page.js": own / "page.js",
+        "/docs": own / "docs.html",
+        "/docs/docs.js": own / "docs.js",
+        "/docs/docs.css": own / "docs.css",
+        "/docs/swagger-ui.css": swagger / "swagger-ui.css",
+        "/docs/swagger-ui-bundle.js": swagger / "swagger-ui-bundle.js",
+    }.items():
+        file = _File(source.name, source.read_bytes(), _POLICY)
+        router.add_route(path, _serve(file), include_in_schema=False)
+    # Not to /docs: only the browser knows the prefix of a proxy.
+    to_docs = RedirectResponse("../docs")
+    router.add_route("/docs/", lambda request: to_docs, include_in_schema=False)
+    return router
+
+
+def _serve(file: _File, *, other: str | None = None) -> Callable[[Request], Awaitable[Response]]:
+    """Return what answers GET and HEAD.
+
+    Args:
+        other: a line of text for those that do not accept HTML by name, as curl does not.
+    """
+    headers = file.headers() | ({} if other is None else {"Vary": "Accept"})
+
+    async def answer(request: Request) -> Response:
+        if other is not None and "text/html" not in request.headers.get("accept", ""):
+            return PlainTextResponse(other, headers={"Vary": "Accept"})
+        if headers["ETag"] in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        return Response(file.body, headers=headers)
+
+    return answer
+
 
 PARTS = 4  # that paths of ours have at most
 # Paths of other APIs, by what to do instead.

@@ -16,7 +16,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError
 from fminfer.engine.events import Delta, Event, Finished
 from fminfer.engine.intake import Intake, RequestLimits
-from fminfer.engine.room import KvSize
+from fminfer.engine.prompt_fit import KvSize
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.runtime.lines import line_intake
 from fminfer.runtime.lines.asked import LineRequest

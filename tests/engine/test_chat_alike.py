@@ -7,7 +7,7 @@ from typing import Any
 
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
-from fminfer.engine.room import KvSize
+from fminfer.engine.prompt_fit import KvSize
 from tests.engine.test_chat import CALL, HELLO, TOOLS, ChatBench
 from tests.line_bench import over_lines
 

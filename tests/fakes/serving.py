@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from fminfer.server.pages import page_routes
+from fminfer.server.asgi_app import page_routes
 
 Token = tuple[str, float, dict[str, float]]  # spelling, probability, those of the alternatives
 Chunk = tuple[str, list[Token]]  # text, tokens

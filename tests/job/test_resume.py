@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import fminfer
-from fminfer.cli.exit_status import status_of
+from fminfer.cli.ending import status_of
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import StoppedError, UsageError
 from fminfer.files.journal import Journal, journal_path

@@ -12,8 +12,7 @@ from click.testing import CliRunner, Result
 
 from fminfer.cli.app import main
 from fminfer.core.errors import UsageError
-from fminfer.job.hyperparameters import Hyperparameters
-from fminfer.job.synthetic import Synthetic
+from fminfer.job.synthetic import Hyperparameters, Synthetic
 from tests.forked import run_forked
 
 FLAGS = ["--dtype", "float32", "--kernels", "off", "--device", "cpu"]

@@ -29,11 +29,12 @@ from fminfer.pipeline.handshake import (
     REFUSAL,
     NoStoreError,
     WrongSecretError,
+    read_own,
     receive_exactly,
+    secret_of_home,
 )
 from fminfer.pipeline.meeting import open_store
 from fminfer.pipeline.ranks import RankFacts
-from fminfer.pipeline.secret import read_own, secret_of_home
 from fminfer.pipeline.store import Store, StoreHolder
 from fminfer.pipeline.store_place import connect
 from fminfer.pipeline.watch import Fault

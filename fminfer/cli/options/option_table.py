@@ -17,8 +17,8 @@ from fminfer.core.config import (
 )
 from fminfer.core.option import Bytes, Command, Option, Options, option, options_of
 from fminfer.files.cache_place import KeptAnswers
-from fminfer.job.hyperparameters import Hyperparameters
 from fminfer.job.run_paths import JobOptions
+from fminfer.job.synthetic import Hyperparameters
 from fminfer.machine.stopper import ProcessOptions
 from fminfer.pipeline.ranks import RankConfig
 from fminfer.server.settings import ServerSettings

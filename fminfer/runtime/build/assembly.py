@@ -26,7 +26,7 @@ from fminfer.engine.blocks import BlockPool
 from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.engine.loop import EngineLoop, Pipeline
 from fminfer.engine.prefix import PrefixCache
-from fminfer.engine.room import KvSize
+from fminfer.engine.prompt_fit import KvSize
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.start import Starter
 from fminfer.models.checkpoint import GENERATION, Checkpoint
