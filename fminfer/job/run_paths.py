@@ -178,7 +178,8 @@ class JobPaths(JobOptions):
         """Return the plan of a prompt's answer, which is printed."""
         others = {name: each.told for name, each in options_of(JobOptions).items()}
         names = ("output", "is_watching", "limit", "stats", "trace", "report")
-        given = [others[name] for name in names if getattr(self, name) not in (None, False)]
+        values = ((name, getattr(self, name)) for name in names)  # a --limit 0 is given, too
+        given = [others[name] for name, value in values if value is not None and value is not False]
         if given := ["the files"] * bool(self.paths) + given:
             raise UsageError(
                 f"--prompt answers one text and prints the answer; leave out {', '.join(given)}"

@@ -17,7 +17,7 @@ from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.linear.product_kernel import ProductKernel
 from fminfer.compute.registry import Registry
 from fminfer.compute.weights import dense
-from fminfer.models import head as head_module
+from fminfer.models import transformer as head_module
 from fminfer.models.transformer import Head
 from tests.conftest import built_library, make_model, save_byte_tokenizer
 

@@ -160,7 +160,7 @@ def test_steps_are_those_of_a_run(tmp_path: Path, flags: dict[str, Any]) -> None
     """Every row draws all that it may: nothing that the pretended tokens spell ends a row."""
     path = write(tmp_path / "a.jsonl", mixed_rows(40, ignore_eos=True))
     engine = fminfer.Engine(**OPTIONS, **flags)
-    run = engine.start_run(WINDOW, is_only_run=True)  # as the command starts it
+    run = engine.runs.start(WINDOW, is_only_run=True)  # as the command starts it
     assert not [r.error for r in run.run(read_lines(path, 0)) if r.error]
     stats = engine.stats
     engine.close()

@@ -14,7 +14,7 @@ from torch import nn
 
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.layers.layer_kernels import RELU, TYPES, Rows
+from fminfer.compute.layers.layer_kernels import RELU, TYPES, RowSizes
 from fminfer.compute.linear import product_kernel
 from fminfer.compute.spec import Alibi, Norm, Rope
 from fminfer.compute.workspace import Workspace
@@ -37,17 +37,17 @@ def layer_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
     """Norm as whole layers do; torch rounds otherwise on the way."""
     rows, out = rows_of(x)
     run, address = built_library().fminfer_layer_norm, ctypes.c_void_p
-    run.argtypes = [ctypes.POINTER(Rows), address, address, ctypes.c_float, address, address]
+    run.argtypes = [ctypes.POINTER(RowSizes), address, address, ctypes.c_float, address, address]
     run(rows, module.weight.data_ptr(), module.bias.data_ptr(), module.eps, None, None)
     return out
 
 
-def rows_of(x: torch.Tensor) -> tuple[Rows, torch.Tensor]:
+def rows_of(x: torch.Tensor) -> tuple[RowSizes, torch.Tensor]:
     """Return how to walk through (…, width), whose rows may have gaps, and an empty result."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     width, count = x.shape[-1], out.numel() // x.shape[-1]
     sizes = (count, 1, width, x.stride(-2), 0, TYPES[x.dtype], 2)
-    return Rows(x.data_ptr(), out.data_ptr(), *sizes), out
+    return RowSizes(x.data_ptr(), out.data_ptr(), *sizes), out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -71,7 +71,7 @@ def test_relu(dtype: torch.dtype) -> None:
     x = x.to(dtype)
     rows, out = rows_of(x)
     run = built_library().fminfer_gate
-    run.argtypes = [ctypes.POINTER(Rows), ctypes.c_void_p, ctypes.c_int64]
+    run.argtypes = [ctypes.POINTER(RowSizes), ctypes.c_void_p, ctypes.c_int64]
     run(rows, None, RELU)
     torch.testing.assert_close(out, x.relu(), rtol=0, atol=0, equal_nan=True)
 

@@ -15,6 +15,7 @@ from jsonschema import Draft202012Validator
 import fminfer
 from fminfer.contract.field_table import FIELDS, Field
 from fminfer.contract.request import SamplingParams
+from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError
 from fminfer.engine.events import Finished
 from fminfer.engine.intake import RequestLimits
@@ -288,7 +289,9 @@ def test_a_strict_server_has_no_other_fields(limits: RequestLimits) -> None:
         (schemas.chat_request_schema, MESSAGES),
     ):
         for is_strict in (False, True):
-            valid = Draft202012Validator(make(replace(limits, is_strict=is_strict)))
+            valid = Draft202012Validator(
+                make(replace(limits, config=EngineConfig(strict=is_strict)))
+            )
             assert valid.is_valid(sent | {"max_tokens": 3})
             assert valid.is_valid(sent | {"max_token": 3}) is not is_strict
 
