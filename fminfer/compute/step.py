@@ -33,8 +33,8 @@ DRAW = np.dtype(
 )
 # An entry a prompt token whose logprob is wanted: the packed token before it, and its own id.
 SCORE = np.dtype([("token_index", "i8"), ("target_id", "i8"), ("num_top", "i4")])
-# An entry a mask: its part of `Step.mask_bits`, or the size of its bits and its part of `mask_ids`.
-MASK = np.dtype([("num_bytes", "i4"), ("num_bits", "i4"), ("num_ids", "i4")])
+# An entry a mask: its part of `Step.mask_bits`, or its size in bytes and its part of `mask_ids`.
+MASK = np.dtype([("num_bytes", "i4"), ("size", "i4"), ("num_ids", "i4")])
 
 
 def _column(kind: Any, *width: int) -> Any:
@@ -105,10 +105,10 @@ def mask_columns(masks: Sequence[Mask]) -> dict[str, np.ndarray]:
 def masks_of(step: Step) -> list[Mask]:
     """Return the masks of a step, as `mask_columns` was given them."""
     found, first_byte, first_id = [], 0, 0
-    for num_bytes, num_bits, num_ids in step.masks.tolist():
+    for num_bytes, size, num_ids in step.masks.tolist():
         bits = step.mask_bits[first_byte : first_byte + num_bytes].tobytes()
         ids = step.mask_ids[first_id : first_id + num_ids].tolist()
-        found.append(Mask(bits or pack_ids(ids, num_bits), tuple(ids) if ids else None))
+        found.append(Mask(bits or pack_ids(ids, size), tuple(ids) if ids else None))
         first_byte, first_id = first_byte + num_bytes, first_id + num_ids
     return found
 

@@ -239,6 +239,8 @@ class MemoryOptions(Options):
 class GroupSizes(Options):
     """Over how many processes a run is spread."""
 
+    calls_flags = True
+
     world_size: Count | None = _rank(
         "Number of ranks, which are processes, in all pipelines together.  [default: "
         "--pipeline-group-size × --data-group-size]"
@@ -276,15 +278,19 @@ class GroupSizes(Options):
     def check(self) -> None:
         """Refuse numbers that do not fit together."""
         if self.world_size not in (None, self.num_ranks):
+            names = ("world_size", "pipeline_group_size", "data_group_size")
+            world, stages, groups = map(self.called, names)
             raise UsageError(
-                f"--world-size {self.world_size} is not --pipeline-group-size "
-                f"{self.pipeline_group_size or '(any)'} × --data-group-size {self.data_group_size}"
+                f"{world} {self.world_size} is not {stages} {self.pipeline_group_size or '(any)'} "
+                f"× {groups} {self.data_group_size}"
             )
 
 
 @dataclass(frozen=True)
 class RankOptions(GroupSizes):
     """How the model's layers are spread over processes."""
+
+    calls_flags = False
 
     num_layers: Count | None = _rank(
         "Layers of each stage; the last one may have fewer.  [default: balanced by cost]"
@@ -386,10 +392,10 @@ def refuse_unknown(names: Iterable[str], known: Collection[str]) -> None:
     """
     for name in names:
         for each in options_of(EngineConfig).values():
-            if values := each.old_flags.get(f"--{name}"):
+            if (values := each.old.get(f"--{name}")) is not None:
                 meant = [f"{v!r} (it was {k!r})" if k != v else repr(v) for k, v in values.items()]
-                now = f"{each.name} now; give {each.name}={', '.join(meant)}"
-                raise UsageError(f"the option {name} is called {now}")
+                give = f"; give {each.name}={', '.join(meant)}" * bool(meant)
+                raise UsageError(f"the option {name} is called {each.name} now{give}")
         if name in known:
             continue
         near = difflib.get_close_matches(name, known, 1)

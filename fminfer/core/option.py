@@ -54,6 +54,7 @@ TextFile = Annotated[str, FILE]
 Seconds = Annotated[float, "duration", Least(0)]
 Bytes = Annotated[int, "size", Least(1)]
 Folder = Annotated[Path, "folder"]
+PipeName = Annotated[str, "pipe"]  # of a schedule, as the old tool calls it
 WholeTexts = Annotated[tuple[str, ...], "whole"]  # a variable holds one text, with its commas
 
 
@@ -200,10 +201,14 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, each in options_of(type(self)).items():
-            each.refuse(getattr(self, name), each.told if self.calls_flags else name)
+            each.refuse(getattr(self, name), self.called(name))
         for table in type(self).__mro__:
             if "check" in vars(table):
                 table.check(self)  # type: ignore[attr-defined]
+
+    def called(self, name: str) -> str:
+        """Return what messages call an option."""
+        return options_of(type(self))[name].told if self.calls_flags else name
 
 
 def list_options(table: type) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fminfer.core.config import GroupSizes
 from fminfer.core.errors import UsageError
-from fminfer.core.option import option, options_of
+from fminfer.core.option import PipeName, option, options_of
 
 SECRET = "FMINFER_SECRET"  # which every rank of a run that is started apart has
 HOW_TO_SHARE = (
@@ -47,8 +47,6 @@ class RankConfig(GroupSizes):
         UsageError: numbers that do not fit together.
     """
 
-    calls_flags = True
-
     rank: int | None = _option("This process's rank. You start the others yourself.")
     rendezvous: str | None = _option(
         "Where ranks that are started apart, in any order, find each other. Without --rank they "
@@ -62,11 +60,10 @@ class RankConfig(GroupSizes):
     rank_timeout_s: float = _option(
         "Seconds that a rank may be silent before the run ends.", default=30.0
     )
-    pp_mode: str | None = _option(
+    pp_mode: PipeName | None = _option(
         "Any name that begins with pipe_; it changes nothing, as there is one schedule.",
         group="Old command lines",
         commands=("run",),
-        metavar="PIPE_…",
     )
 
     def check(self) -> None:
@@ -77,8 +74,6 @@ class RankConfig(GroupSizes):
             if getattr(self, name) <= 0:
                 flag = options_of(RankConfig)[name].told
                 raise UsageError(f"{flag} is {getattr(self, name)}; it must be above 0 seconds")
-        if not (self.pp_mode or "pipe_").startswith("pipe_"):
-            raise UsageError(f"--pp-mode is {self.pp_mode!r}; it must begin with pipe_")
 
 
 @dataclass(slots=True, frozen=True)

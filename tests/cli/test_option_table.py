@@ -11,13 +11,14 @@ from typing import Any, Literal, get_args
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from fminfer.cli import config_keys
 from fminfer.cli.app import main
 from fminfer.cli.config_file import ConfiguredCommand
 from fminfer.cli.options import option_table
 from fminfer.cli.options.flags import GroupedOption, flags_of
-from fminfer.core.config import EngineConfig
+from fminfer.core.config import EngineConfig, make_config
 from fminfer.core.errors import UsageError
 from fminfer.core.option import (
     GROUPS,
@@ -79,6 +80,27 @@ def test_every_option_reaches_its_commands(command: Command) -> None:
     assert others <= {"config"}
     for name, each in meant.items():
         assert each.told in shown[name].opts and shown[name].group in GROUPS
+
+
+@pytest.mark.parametrize("command", get_args(Command))
+def test_no_option_goes_without_its_value(command: str) -> None:
+    """Old flags did: `serve --http_port` ended with a traceback, `--attention` meant nothing."""
+    given = {"run": ["a.jsonl"], "submit": ["--scheduler", "lsf", "--infer-data", "a"]}
+    for param in main.commands[command].params:
+        if isinstance(param, click.Option) and not (param.is_flag or param.count):
+            words = [*given.get(command, []), param.opts[0]]
+            found = CliRunner().invoke(main, [command, *words])
+            assert found.exit_code == 2 and "requires an argument" in found.stderr, words
+
+
+def test_old_flags_are_named_in_errors() -> None:
+    for flag in ("--http_port", "--max_batchsize"):
+        found = CliRunner().invoke(main, ["serve", flag, "x"])
+        assert found.exit_code == 2 and f"'{flag}'" in found.stderr
+    found = CliRunner().invoke(main, ["check", "a.jsonl", "--data-group-size", "0"])
+    assert "--data-group-size is 0" in found.stderr
+    with pytest.raises(UsageError, match="max_batchsize is called max_rows now"):
+        make_config(None, max_batchsize=3)
 
 
 def test_an_option_is_declared_once() -> None:

@@ -22,8 +22,7 @@ from fminfer.job.report.row_choice import NUM_SHOWN, RowChoice
 from fminfer.job.report.scanning import Scan
 from fminfer.job.report.summary_sections import tell_times
 from fminfer.job.report.token_pieces import cut_choice
-from fminfer.job.report.told_outputs import find_outputs, open_output
-from fminfer.job.report.told_runs import ToldRun
+from fminfer.job.report.told_outputs import ToldRun, find_outputs, open_output
 from tests.job.report_outputs import (
     ASK,
     FLAGS,

@@ -123,7 +123,7 @@ def test_mistakes_leave_no_rank(tmp_path: Path, no_rank_is_left: None) -> None:
         fminfer.Engine(world_size=2, num_layers=99)
     with pytest.raises(fminfer.CheckpointError, match="no config"):
         fminfer.Engine(str(tmp_path), world_size=2)
-    with pytest.raises(UsageError, match="is not --pipeline-group-size"):
+    with pytest.raises(UsageError, match="world_size 3 is not pipeline_group_size"):
         EngineConfig(world_size=3, data_group_size=2)
 
 

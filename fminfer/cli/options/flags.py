@@ -131,11 +131,12 @@ def _old(option: Option, command: Command) -> Iterable[GroupedOption]:
             continue
         *first, last = values.values() or [""]
         meant = f"{', '.join(first)} or {last}" if first else last
+        kind = click.Choice([*values]) if values else type_of(option)
         yield GroupedOption(
             [flag, f"old_{flag[2:]}"],
             group="Old command lines",
-            is_flag="true" in values,
-            type=click.Choice([*values]) if values and "true" not in values else None,
+            is_flag="true" in values or None,  # False would let its value be left out
+            type=click.BOOL if "true" in values else kind,
             hidden=not values,
             expose_value=False,  # the new option reads it
             help=f"The same as {f'{new} {meant}'.strip()}.",

@@ -35,6 +35,12 @@ def _read_numbers(text: str) -> tuple[int, ...]:
         raise ValueError(f"{text!r} is not whole numbers with commas between them") from None
 
 
+def _read_pipe(text: str) -> str:
+    if not text.startswith("pipe_"):
+        raise ValueError(f"{text!r} does not begin with pipe_")
+    return text
+
+
 def _read_size(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(?:i?B)?", text, re.IGNORECASE)
     size = int(float(found[1]) * 1024 ** (1 + "KMGT".index(found[2].upper()))) if found else 0
@@ -50,6 +56,7 @@ def _write_size(size: int) -> str:
 
 NUMBERS = Read("N,N,…", _read_numbers, lambda value: ",".join(map(str, value)), tuple)
 DURATION = Read("H:MM:SS", parse_duration, "{:g} s".format, float)
+PIPE = Read("pipe_…", _read_pipe, str, bytes)
 BYTE_SIZE = Read("SIZE", _read_size, _write_size, int)
 
 
@@ -103,6 +110,6 @@ TYPES: Mapping[Any, click.ParamType[Any]] = {  # of Python's types, and of annot
     **{str: click.STRING, int: click.INT, float: click.FLOAT, bool: click.BOOL},
     **{Path: PATH, tuple[Path, ...]: PATH, tuple[int, ...]: NUMBERS, tuple[str, ...]: Words()},
     **{Path | str: LOCATION, tuple[Path | str, ...]: LOCATION, DType: DTypeName()},
-    **{"duration": DURATION, "size": BYTE_SIZE, "whole": WholeText()},
+    **{"duration": DURATION, "size": BYTE_SIZE, "whole": WholeText(), "pipe": PIPE},
     "folder": click.Path(file_okay=False, path_type=Path),
 }

@@ -24,8 +24,7 @@ from fminfer.job.report.row_choice import RowChoice
 from fminfer.job.report.scanning import Scan
 from fminfer.job.report.shown_rows import ShownRow
 from fminfer.job.report.tally import AnswerTally
-from fminfer.job.report.told_outputs import name_files
-from fminfer.job.report.told_runs import ToldRun, sum_stats
+from fminfer.job.report.told_outputs import ToldRun, name_files, sum_stats
 
 NUM_SLOW = 10
 MAX_DONE_STEPS = 50

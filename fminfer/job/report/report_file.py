@@ -27,8 +27,7 @@ from fminfer.job.report.row_choice import Place, Reason
 from fminfer.job.report.scanning import LOOK_EVERY, OutOfTimeError, Scan
 from fminfer.job.report.shown_rows import ShownRow
 from fminfer.job.report.tally import AnswerTally
-from fminfer.job.report.told_outputs import ToldOutput
-from fminfer.job.report.told_runs import find_runs
+from fminfer.job.report.told_outputs import ToldOutput, find_runs
 
 ID = "batch_req_"  # begins a record's id
 

@@ -27,8 +27,7 @@ from fminfer.job.report.summary_sections import (
     make_notes,
     make_tiles,
 )
-from fminfer.job.report.told_outputs import ToldOutput, name_files
-from fminfer.job.report.told_runs import ToldRun
+from fminfer.job.report.told_outputs import ToldOutput, ToldRun, name_files
 
 MAX_EXAMPLES = 6  # of each code
 MAX_CHARS = 300  # of a message

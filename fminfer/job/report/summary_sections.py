@@ -13,8 +13,7 @@ from fminfer.job.report.charts import make_table, show_exactly, show_number
 from fminfer.job.report.plain_text import escape, shorten
 from fminfer.job.report.scanning import Scan
 from fminfer.job.report.tally import AnswerTally, Values
-from fminfer.job.report.told_outputs import ToldOutput, name_files
-from fminfer.job.report.told_runs import ToldRun, sum_stats
+from fminfer.job.report.told_outputs import ToldOutput, ToldRun, name_files, sum_stats
 
 MAX_FILES = 200  # rows of the table of outputs
 MAX_VALUES_TOLD = 6  # of a sampling parameter

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 import os
+import re
 import threading
 import time
 from collections import deque
@@ -397,7 +398,7 @@ class Team:
     def _tell_end(self, pipeline: TeamPipeline, num_left: int = 0) -> None:
         """Tell the user of a dead pipeline, unless the error that ends the run is alike."""
         failure, fatal = pipeline.failure, self._fatal
-        if failure is not None and fatal is not None and failure.kind == fatal.kind:
+        if failure is not None and fatal is not None and _is_alike(failure, fatal):
             return
         why = "ended" if failure is None else f"failed: {failure.text}"
         others = "; no other is left."
@@ -424,3 +425,8 @@ class Team:
                 "Finished rows are kept"
             )
         raise error_of(fatal.kind, fatal.text)
+
+
+def _is_alike(one: Broken, other: Broken) -> bool:
+    """Tell whether two failures differ in numbers at most, such as free bytes."""
+    return one.kind == other.kind and re.sub(r"\d+", "", one.text) == re.sub(r"\d+", "", other.text)
