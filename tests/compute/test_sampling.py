@@ -429,9 +429,12 @@ def test_draws_travel_in_one_copy_as_they_are() -> None:
 @pytest.mark.parametrize(
     "temperature", [[0.0, 0.0, 0.0], [1.0, 0.5, 2.0], [1.0, 0.0, 0.7]], ids=str
 )
-def test_rows_without_filters_read_nothing_from_the_device(temperature: list[float]) -> None:
+@pytest.mark.parametrize("filters", [{}, {"top_k": [0, 5, 9], "min_p": [0.1, 0, 0]}], ids=str)
+def test_rows_without_top_p_read_nothing_from_the_device(
+    temperature: list[float], filters: dict[str, list[float]]
+) -> None:
     """The host knows which of them draw, and asked the GPU. A "meta" tensor fails on reads."""
-    draws = make_draws(range(3), temperature=temperature, noise=[3, -(2**63), 7])
+    draws = make_draws(range(3), temperature=temperature, noise=[3, -(2**63), 7], **filters)
     how = SamplingTensors.of(draws, torch.device("meta"))
     assert {each.device.type for each in (how.temperature, how.noise)} == {"meta"}
     found = sample(torch.empty(3, 50, device="meta"), how, 1)

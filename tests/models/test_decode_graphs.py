@@ -46,6 +46,7 @@ from fminfer.models.decode_graphs import (
 )
 from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_source import open_weights
+from fminfer.models.layer_step import LayerStep
 from fminfer.models.stage import Stage
 from fminfer.models.transformer import Transformer
 from fminfer.plan.opening import open_model
@@ -451,3 +452,19 @@ def test_experts_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not watch("mixtral", tmp_path)
     with pytest.raises(AssertionError, match="waits for the device"):
         watch("mixtral", tmp_path, captures_all=True)
+
+
+@pytest.mark.parametrize("family", sorted(FIELDS))
+@torch.inference_mode()
+def test_nor_does_plain_torch(family: str, tmp_path: Path) -> None:
+    """Attention in plain torch looked for blocks that a row sees in part, by `nonzero`."""
+    network, _ = make_network(family, tmp_path)
+    if not can_capture(network.own):
+        return
+    stage = Stage(network, kv_dtype=torch.float32, device=CPU, num_blocks=BLOCKS, block_size=BLOCK)
+    stage.cache._kv.zero_()
+    attend = stage.cache.plan(Rows.of((6, 1, [2, 1]), (0, 1, [3]), (1, 1, [4])))
+    ids, positions = torch.tensor([5, 6, 7]), torch.tensor([6, 0, 1])
+    with NoReads(), NoHost():
+        found = network.run(network.embed(ids, positions), LayerStep(positions, attend))
+    assert len(found) == 3 and found.isfinite().all()
