@@ -171,7 +171,7 @@ class Meeting:
                 raise
             fault = Fault.of(error)
             print(f"Error: {printable(fault.text)}", file=sys.stderr, flush=True)
-            self.watch.report(fault)
+            self.watch.warn(fault)  # this rank has said it, and stays
             until_s = time.monotonic() + STAY_S
             while time.monotonic() < until_s and not self._have_claimed_all():
                 time.sleep(STOP_POLL_S)

@@ -20,8 +20,7 @@ import pytest
 import torch.distributed as dist
 
 from fminfer.core.errors import FminferError, PipelineError, UsageError, printable
-from fminfer.pipeline import meeting_folder, store
-from fminfer.pipeline import secret as secret_module
+from fminfer.pipeline import handshake, meeting_folder, store
 from fminfer.pipeline.addresses import machine_id
 from fminfer.pipeline.handshake import (
     GREETING,
@@ -345,7 +344,7 @@ def test_the_secret_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     path = tmp_path / "fminfer/ranks.secret"
     assert len(secret) == 64 and stat.S_IMODE(path.stat().st_mode) == 0o600
     assert read_own(path).strip() == secret
-    monkeypatch.setattr(secret_module, "WHOLE_S", 0.1, raising=False)
+    monkeypatch.setattr(handshake, "WHOLE_S", 0.1, raising=False)
     path.write_text("")  # by a process that was killed
     with pytest.raises(UsageError, match="is empty; remove it"):
         secret_of_home()
