@@ -43,7 +43,7 @@ def _column(kind: Any, *width: int) -> Any:
     return field(default_factory=empty.copy, metadata={"empty": empty})
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Step:
     """One pass of a micro-batch through the pipeline. Tokens are packed row after row."""
 
@@ -72,8 +72,8 @@ class Step:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
-    @property
-    def wanted(self) -> np.ndarray:
+    @cached_property  # asked when all columns are there
+    def wanted(self) -> Column:
         """The packed tokens whose logits are drawn from or scored, (wanted,) int64, ascending."""
         return np.unique(np.concatenate([self.draws["token_index"], self.scores["token_index"]]))
 

@@ -99,7 +99,7 @@ class Option:
         kind = plain_hint(self.hint)
         name = getattr(kind, "__name__", "") if not get_args(kind) else str(kind)
         name = " | ".join(map(repr, get_args(kind))) if get_origin(kind) is Literal else name
-        return f"{name} | None" if type(None) in get_args(self.hint) else name
+        return f"{name} | None" if is_optional(self.hint) else name
 
     @property
     def old_flags(self) -> dict[str, Mapping[str, Any]]:
@@ -134,12 +134,17 @@ def option(help: str, *, default: Any = None, is_positional: bool = False, **fac
     return field(default=default, kw_only=not is_positional, metadata={"option": its})
 
 
+def is_optional(hint: Any) -> bool:
+    """Tell whether a type allows None."""
+    return type(None) in get_args(hint)
+
+
 def plain_hint(hint: Any) -> Any:
     """Return a type without None and without annotations."""
     if get_origin(hint) is Annotated:
         return plain_hint(get_args(hint)[0])
     kinds = [kind for kind in get_args(hint) if kind is not type(None)]
-    return plain_hint(reduce(or_, kinds)) if type(None) in get_args(hint) else hint
+    return plain_hint(reduce(or_, kinds)) if is_optional(hint) else hint
 
 
 def marks_of(hint: Any) -> list[Any]:
@@ -193,11 +198,13 @@ class Options:
 
     def __init_subclass__(cls) -> None:
         """Make False the default of switches, and () that of lists, where none is declared."""
-        for name, kind in cls.__annotations__.items():
-            its = vars(cls).get(name)
-            if isinstance(its, Field) and its.default is None:
-                is_list = str(kind).endswith("...]")
-                its.default = False if kind in ("bool", bool) else () if is_list else None
+        hints = get_type_hints(cls, include_extras=True)
+        for name in cls.__annotations__:
+            its, hint = vars(cls).get(name), hints[name]
+            if isinstance(its, Field) and its.default is None and not is_optional(hint):
+                kind = plain_hint(hint)
+                assert kind is bool or get_origin(kind) is tuple, f"{name} needs a default"
+                its.default = False if kind is bool else ()
 
     def __post_init__(self) -> None:
         for name, each in options_of(type(self)).items():

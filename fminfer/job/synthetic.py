@@ -46,7 +46,7 @@ class Hyperparameters(Options):
     best_of: int | None = _option(
         "A request's best_of: candidates to draw, of which the best n are returned.", sets="best_of"
     )
-    stop: WholeTexts = _option("A request's stop. May be repeated.", default=(), sets="stop")
+    stop: WholeTexts = _option("A request's stop. May be repeated.", sets="stop")
     echo_prompt: bool = _option("A request's echo.", sets="echo")
     top_k_per_token: int | None = _option("A request's logprobs.", sets="logprobs")
 

@@ -27,6 +27,7 @@ from fminfer.core.option import (
     Count,
     Options,
     Seconds,
+    WholeTexts,
     option,
     options_of,
     take,
@@ -168,3 +169,19 @@ def test_wrong_values_are_refused_without_the_command_line() -> None:
         MadeUp(**wrong)
     with pytest.raises(TypeError):
         option("A fact that there is not.", colour="red")
+
+
+def test_an_option_without_a_default_is_off_or_refused() -> None:
+    """Another name of a tuple's type had the default None, which nobody could iterate over."""
+
+    @dataclass(frozen=True)
+    class Some(Options):
+        texts: WholeTexts = option("Texts.")
+        is_on: bool = option("A switch.")
+        size: Bytes | None = option("A size.")
+
+    assert Some() == Some(texts=(), is_on=False, size=None)
+    with pytest.raises(AssertionError, match="number needs a default"):
+
+        class Wrong(Options):
+            number: int = option("A number.")
