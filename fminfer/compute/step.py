@@ -40,7 +40,7 @@ MASK = np.dtype([("num_bytes", "i4"), ("size", "i4"), ("num_ids", "i4")])
 def _column(kind: Any, *width: int) -> Any:
     """Declare a column: the type of its numbers, and how many an entry has, if several."""
     empty = np.empty((0, *width), kind)
-    return field(default_factory=empty.copy, metadata={"empty": empty})
+    return field(default_factory=lambda: empty, metadata={"empty": empty})
 
 
 @dataclass(eq=False)
@@ -75,7 +75,10 @@ class Step:
     @cached_property  # asked when all columns are there
     def wanted(self) -> Column:
         """The packed tokens whose logits are drawn from or scored, (wanted,) int64, ascending."""
-        return np.unique(np.concatenate([self.draws["token_index"], self.scores["token_index"]]))
+        drawn = self.draws["token_index"].copy()
+        if not len(self.scores) and (drawn[1:] > drawn[:-1]).all():  # as mostly
+            return drawn
+        return np.unique(np.concatenate([drawn, self.scores["token_index"]]))
 
 
 STEP_COLUMNS = {
@@ -135,14 +138,19 @@ class Rows:
         return len(self.positions)
 
     @cached_property
+    def is_decode(self) -> bool:
+        """Whether each row is one token: then nothing needs to be laid out token by token."""
+        return bool((self.lengths == 1).all())
+
+    @cached_property
     def firsts(self) -> Column:  # (rows,) int64
         """The packed token that each row begins with."""
-        return self.lengths.cumsum() - self.lengths
+        return np.arange(len(self)) if self.is_decode else self.lengths.cumsum() - self.lengths
 
     @cached_property
     def token_positions(self) -> Column:  # (tokens,) int64
         """Where each token stands in its sequence."""
-        return ranges(self.positions, self.lengths)
+        return self.positions if self.is_decode else ranges(self.positions, self.lengths)
 
     def num_blocks(self, block_size: int) -> Column:  # (rows,) int64
         """Return how many blocks hold each row's keys."""
@@ -156,7 +164,8 @@ class Rows:
     def slots(self, block_size: int) -> Column:  # (tokens,) int64
         """Return where each token's key goes: block * block_size + place."""
         blocks, places = np.divmod(self.token_positions, block_size)
-        found = self.tables[np.repeat(self.table_of, self.lengths), blocks]
+        table_of = self.table_of if self.is_decode else np.repeat(self.table_of, self.lengths)
+        found = self.tables[table_of, blocks]
         return found.astype(np.int64) * block_size + places
 
     def part(self, rows: Any) -> Rows:
@@ -218,6 +227,8 @@ class TokenLogprobs:
     @classmethod
     def join(cls, parts: Sequence[TokenLogprobs]) -> TokenLogprobs:
         """Return the columns of parts, one part after another."""
+        if len(parts) == 1:
+            return parts[0]
         names = [each.name for each in fields(cls)]
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
@@ -229,6 +240,7 @@ class TokenLogprobs:
         return cls(*of_tokens, np.empty(shape, np.int64), np.empty(shape, np.float32))
 
 
+NOTHING = TokenLogprobs.empty()
 Results = dict[ResultKind, TokenLogprobs]  # of the kinds that a step asks for
 
 
@@ -242,7 +254,7 @@ class StepResult:
 
     def of(self, kind: ResultKind) -> TokenLogprobs:
         """Return the results of a kind, without entries if the step asked for none."""
-        return self.results.get(kind) or TokenLogprobs.empty()
+        return self.results.get(kind, NOTHING)
 
 
 @dataclass(slots=True, frozen=True)

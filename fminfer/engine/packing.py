@@ -170,9 +170,10 @@ def _add_draws(step: Step, sequences: list[Sequence]) -> None:
 def _add_scores(planned: PlannedStep, rows: list[PackedRow], firsts: np.ndarray) -> None:
     """Ask for the logprobs of the prompt tokens that follow those of each scored row."""
     parts = []
-    for row, first in zip(rows, firsts, strict=True):
+    for place, row in enumerate(rows):
         if (prompt := row.scored) is None:
             continue
+        first = int(firsts[place])
         targets = prompt.ids[row.position + 1 : row.position + 1 + len(row.token_ids)]
         part = np.zeros(len(targets), SCORE)
         part["token_index"] = np.arange(first, first + len(targets))

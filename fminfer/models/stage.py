@@ -204,7 +204,9 @@ class Stage:
 
         def run_part(first: int, last: int) -> torch.Tensor:
             before = None if hidden is None else hidden[first:last]
-            kept = wanted[slice(*np.searchsorted(wanted, (first, last)))] - first
+            kept = wanted
+            if last - first < step.num_tokens:
+                kept = wanted[slice(*np.searchsorted(wanted, (first, last)))] - first
             some = kept if len(kept) else np.array([last - first - 1])
             ids, part = step.token_ids[first:last], rows.cut(first, last)
             return self._forward(ids, part, before, some)[: len(kept)]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fminfer.compute.attention.attention_trial import AttentionAsked, attention_trial
-from fminfer.compute.attention.paged_attention import AttentionBody, find_shared_runs
+from fminfer.compute.attention.paged_attention import MIN_ROWS, AttentionBody, find_shared_runs
 from fminfer.compute.attention.scoring import AttentionCall, with_rows
 from fminfer.compute.step import Column, Rows
 from fminfer.compute.trial import Candidate
@@ -76,15 +76,13 @@ def plan_rows(rows: Rows, block_size: int) -> KernelRows:
     """Lay out a step's rows, in packed order."""
     num_blocks = rows.num_blocks(block_size)
     runs, members, own = _plan_runs(rows, block_size)
-    num_entries = np.bincount(members, minlength=len(rows))
-    table = np.stack(
-        [
-            *(rows.firsts, rows.lengths, rows.positions),
-            *(count.cumsum() - count for count in (num_blocks, num_entries)),
-            *(num_entries, own),
-        ],
-        1,
-    )
+    table = np.zeros((len(rows), 7), np.int64)
+    table[:, 0], table[:, 1], table[:, 2] = rows.firsts, rows.lengths, rows.positions
+    table[:, 3] = num_blocks.cumsum() - num_blocks
+    if len(members):
+        num_entries = np.bincount(members, minlength=len(rows))
+        table[:, 4], table[:, 5] = num_entries.cumsum() - num_entries, num_entries
+        table[:, 6] = own
     blocks = rows.blocks(block_size).astype(np.int64)
     entries = np.argsort(members, kind="stable")
     columns = (table, blocks, rows.slots(block_size), runs, members, entries)
@@ -97,11 +95,12 @@ def _plan_runs(rows: Rows, block_size: int) -> tuple[Column, Column, Column]:
     Returns:
         `runs` and `members` of KernelRows, and each row's first key of no run.
     """
-    alone = np.flatnonzero(rows.lengths == 1)
     runs: list[list[int]] = []
     members = [np.empty(0, np.int64)]
     num_members, own = 0, np.zeros(len(rows), np.int64)
-    for run in find_shared_runs(rows.part(alone), block_size):
+    alone = np.flatnonzero(rows.lengths == 1)
+    found = [] if len(alone) < MIN_ROWS else find_shared_runs(rows.part(alone), block_size)
+    for run in found:
         if num_members + len(run.rows) > MOST_ENTRIES * len(rows):
             break  # a run comes behind those that it begins with
         first, last = run.start * block_size, run.end * block_size

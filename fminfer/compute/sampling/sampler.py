@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fminfer.compute.sampling.masks import LogitEditTensors, MaskTensors, likeliest
-from fminfer.compute.step import TokenLogprobs
+from fminfer.compute.step import DRAW, TokenLogprobs
 from fminfer.machine.device import send
 
 # Factors and shifts of lowbias32, found by search for a mixer of 32 bits that has little bias:
@@ -151,17 +151,17 @@ class SamplingTensors:
     noise: torch.Tensor  # (rows,) int64, 64 random bits
     # The same in host memory, so that reading them waits for no GPU; None: these are there.
     on_host: SamplingTensors | None = field(default=None, kw_only=True)
+    is_greedy: bool = field(default=False, kw_only=True)  # the host knows that no row draws
 
     @classmethod
     def of(cls, draws: np.ndarray, device: torch.device) -> SamplingTensors:
         """Put some draws, (rows,) of `DRAW`, on a device."""
-        names = sorted(_DRAWN_BY, key=lambda name: -draws.dtype[name].itemsize)
-        columns = [draws[name].copy() for name in names]
-        tensors: dict[str, Any] = dict(zip(names, send(columns, device), strict=True))
+        columns = [draws[name].copy() for name in _LARGE_FIRST]
+        tensors: dict[str, Any] = dict(zip(_LARGE_FIRST, send(columns, device), strict=True))
         if device.type != "cpu":
-            kept: dict[str, Any] = dict(zip(names, map(torch.from_numpy, columns), strict=True))
-            tensors["on_host"] = cls(**kept)
-        return cls(**tensors)
+            kept: Any = zip(_LARGE_FIRST, map(torch.from_numpy, columns), strict=True)
+            tensors["on_host"] = cls(**dict(kept))
+        return cls(**tensors, is_greedy=not draws["temperature"].any())
 
     def rows(self, rows: torch.Tensor) -> SamplingTensors:
         """Return some rows, without the copy in host memory."""
@@ -180,7 +180,8 @@ class SamplingTensors:
         return (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
 
 
-_DRAWN_BY = tuple(each.name for each in fields(SamplingTensors) if each.name != "on_host")
+_DRAWN_BY = tuple(each.name for each in fields(SamplingTensors) if not each.kw_only)
+_LARGE_FIRST = sorted(_DRAWN_BY, key=lambda name: -DRAW[name].itemsize)  # as `send` asks
 
 
 # Of (rows, vocab) scaled logits, and of the rows' noise: the tokens that win, int64.
@@ -302,6 +303,8 @@ def sample(
     masks = None if edits is None else edits.masks
     # The likeliest token; ties go to the lowest id.
     ids = ranking.first.clone() if edited is logits else likeliest(edited)
+    if how.is_greedy and masks is None:
+        return _report(logits, ids, num_top, ranking)
     # Noise is by token id, so a draw without the mask is the masked one wherever it is allowed.
     # Filters count what the mask leaves, so rows that have both draw with it at once.
     is_drawn = how.host.is_random
