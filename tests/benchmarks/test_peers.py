@@ -156,20 +156,20 @@ def test_a_token_meets_its_experts_only() -> None:
     assert head == 32000 * 768
 
 
-def num_children() -> int:
-    """Count this process's children that run."""
-    return len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+def children() -> set[int]:
+    """List this process's children that run, those that earlier tests left among them."""
+    return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no Linux")
 @pytest.mark.parametrize(("busy", "number"), [("0", 0), ("2", 2), ("build", 4)])
 def test_other_work_runs_beside_a_turn_and_ends_with_it(busy: str, number: int) -> None:
-    before = num_children()
+    before = children()
     with other_work.other_work(busy):
-        assert num_children() == before + number
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-        groups = [int(child) for child in children if os.getpgid(int(child)) == int(child)]
-    assert num_children() == before
+        new = children() - before
+        assert len(new) == number
+        groups = [child for child in new if os.getpgid(child) == child]
+    assert not children() & new
     end = time.monotonic() + 10.0
     while any(map(is_running, groups)):  # nor does any compiler
         assert time.monotonic() < end
