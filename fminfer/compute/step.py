@@ -116,7 +116,7 @@ def masks_of(step: Step) -> list[Mask]:
     return found
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Rows:
     """The rows of a step as attention sees them, in packed order."""
 
@@ -124,6 +124,7 @@ class Rows:
     lengths: Column  # (rows,) int64, tokens
     table_of: Column  # (rows,) integers: which of `tables` is each row's
     tables: Column  # (tables, blocks) int32: KV blocks in the sequence's order, then anything
+    num_tokens: int  # of all rows
 
     @classmethod
     def of(cls, *rows: tuple[int, int, Sequence[int]]) -> Rows:
@@ -131,23 +132,23 @@ class Rows:
         tables = np.zeros((len(rows), max((len(row[2]) for row in rows), default=0)), np.int32)
         for place, (_, _, table) in enumerate(rows):
             tables[place, : len(table)] = table
-        numbers = np.array([row[:2] for row in rows], np.int64).reshape(-1, 2)
-        return cls(numbers[:, 0].copy(), numbers[:, 1].copy(), np.arange(len(rows)), tables)
+        positions, lengths = np.array([row[:2] for row in rows], np.int64).reshape(-1, 2).T.copy()
+        return cls(positions, lengths, np.arange(len(rows)), tables, int(lengths.sum()))
 
     def __len__(self) -> int:
         return len(self.positions)
 
-    @cached_property
+    @property
     def is_decode(self) -> bool:
         """Whether each row is one token: then nothing needs to be laid out token by token."""
-        return bool((self.lengths == 1).all())
+        return self.num_tokens == len(self)
 
-    @cached_property
+    @property
     def firsts(self) -> Column:  # (rows,) int64
         """The packed token that each row begins with."""
         return np.arange(len(self)) if self.is_decode else self.lengths.cumsum() - self.lengths
 
-    @cached_property
+    @property
     def token_positions(self) -> Column:  # (tokens,) int64
         """Where each token stands in its sequence."""
         return self.positions if self.is_decode else ranges(self.positions, self.lengths)
@@ -170,16 +171,17 @@ class Rows:
 
     def part(self, rows: Any) -> Rows:
         """Return some of the rows, given as a slice, as their places or as a bool each."""
-        return Rows(self.positions[rows], self.lengths[rows], self.table_of[rows], self.tables)
+        lengths, table_of = self.lengths[rows], self.table_of[rows]
+        return Rows(self.positions[rows], lengths, table_of, self.tables, int(lengths.sum()))
 
     def cut(self, first: int, last: int) -> Rows:
         """Return the rows of packed tokens [first, last)."""
-        if first == 0 and last == self.lengths.sum():
+        if first == 0 and last == self.num_tokens:
             return self
         start = np.clip(first - self.firsts, 0, self.lengths)
         end = np.clip(last - self.firsts, 0, self.lengths)
-        rows = Rows(self.positions + start, end - start, self.table_of, self.tables)
-        return rows.part(end > start)
+        cut = Rows(self.positions + start, end - start, self.table_of, self.tables, last - first)
+        return cut.part(end > start)
 
 
 def ranges(starts: Column, counts: Column) -> Column:
@@ -206,7 +208,7 @@ class BlockTables:
                 larger[: size[0], : size[1]] = self._tables
                 self._tables = larger
             self._tables[slots, places] = blocks
-        return Rows(step.positions, step.lengths, step.slots, self._tables)
+        return Rows(step.positions, step.lengths, step.slots, self._tables, step.num_tokens)
 
 
 ResultKind = Literal["tokens", "prompt scores"]

@@ -189,17 +189,17 @@ def test_other_work_is_there_for_every_turn_of_either_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[str, int]] = []
-    before = num_children()
+    before = children()
 
     def answer(name: str) -> dict[str, Any]:
-        seen.append((name, num_children() - before))
+        seen.append((name, len(children() - before)))
         return {"run_s": 1.0, "ready_s": 1.0, "sample": [[1]]}
 
     monkeypatch.setattr(peers, "run_fminfer", lambda job, folder: answer("fminfer"))
     monkeypatch.setattr(peers, "run_peer", lambda python, side, job, folder: answer(side))
     peers.measure("a", {"fminfer": "", "vllm": ""}, {}, tmp_path, 2, "1")
     assert seen == [("fminfer", 1), ("vllm", 1)] * 2
-    assert num_children() == before
+    assert children() == before
 
 
 def test_what_is_beside_the_sides_is_a_number_or_a_build() -> None:

@@ -236,5 +236,6 @@ def test_a_model_answers_with_it(
         engine.close()
         scores[body] = [r["choices"][0]["logprobs"]["token_logprobs"][1:] for r in results if r]
         assert len(scores[body]) == len(rows)
-        assert len(packed) == (3 * 4 if body == "require" else 0)
+        # The weights of three layers; the head's, and as many of it as its trial takes.
+        assert len(packed) == (3 * 4 + 2 if body == "require" else 0)
     torch.testing.assert_close(scores["require"], scores["off"], atol=0.05, rtol=0.05)

@@ -35,13 +35,13 @@ class Step {
     }
     Step(const Step&) = delete;
 
-    int64_t num_blocks_before(int64_t row) const { return rows[7 * row + 3]; }
+    int64_t table_of(int64_t row) const { return rows[7 * row + 3]; }
     int64_t num_rows() const { return int64_t(rows.size()) / 7; }
 
     // Where in the cache a row's key or value stands.
     int64_t place(int64_t row, int64_t position, int64_t kv_head) const {
         const Arguments& a = arguments;
-        const int64_t block = blocks[num_blocks_before(row) + position / a.block_size];
+        const int64_t block = tables[table_of(row) + position / a.block_size];
         return ((block * a.kv_heads + kv_head) * a.block_size + position % a.block_size) *
                a.head_dim;
     }
@@ -71,14 +71,14 @@ class Step {
             const int64_t position = common * size + random.from(0, 2 * size);
             const int64_t skipped = random.from(0, 3) == 0 ? random.from(0, tokens - 1) : 0;
             rows.insert(rows.end(), {num_tokens + skipped, tokens - skipped, position + skipped,
-                                     int64_t(blocks.size()), 0, is_member + is_longer,
+                                     int64_t(tables.size()), 0, is_member + is_longer,
                                      is_member ? common * size : 0});
             if (is_member) of_run.push_back(r);
             if (is_longer) of_longer_run.push_back(r);
             for (int64_t b = 0; b <= (position + tokens - 1) / size; b++)
-                blocks.push_back(b < common ? b : num_blocks++);
+                tables.push_back(int32_t(b < common ? b : num_blocks++));
             for (int64_t t = 0; t < tokens; t++) {
-                const int64_t block = blocks[num_blocks_before(r) + (position + t) / size];
+                const int64_t block = tables[table_of(r) + (position + t) / size];
                 slots.push_back(block * size + (position + t) % size);
                 if (t >= skipped) wanted.push_back(num_tokens + t);
             }
@@ -105,7 +105,7 @@ class Step {
         std::vector<int64_t> order(num_blocks);
         std::iota(order.begin(), order.end(), 0);
         std::shuffle(order.begin(), order.end(), random);
-        for (int64_t& block : blocks) block = order[block];
+        for (int32_t& block : tables) block = int32_t(order[block]);
         const int64_t size = arguments.block_size;
         for (int64_t& slot : slots) slot = order[slot / size] * size + slot % size;
     }
@@ -134,7 +134,7 @@ class Step {
         a.values = values.data();
         a.slots = slots.data();
         a.rows = rows.data();
-        a.blocks = blocks.data();
+        a.tables = tables.data();
         a.runs = runs.data();
         a.members = members.data();
         a.entries = entries.data();
@@ -147,7 +147,8 @@ class Step {
     }
 
     int64_t num_tokens = 0, num_blocks = 0;
-    std::vector<int64_t> slots, blocks, runs, members, entries;
+    std::vector<int64_t> slots, runs, members, entries;
+    std::vector<int32_t> tables;
 };
 
 }  // namespace stress

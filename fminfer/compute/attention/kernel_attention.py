@@ -16,6 +16,7 @@ from fminfer.compute.step import Column, Rows
 from fminfer.compute.trial import Candidate
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+NO_RUNS = (np.zeros((0, 4), np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
 MOST_ENTRIES = 4  # runs that a row is in, on average: each costs memory, and less and less is left
 
 
@@ -25,7 +26,7 @@ class Arguments(ctypes.Structure):
     _fields_ = (
         *[(name, ctypes.c_void_p) for name in ("query", "out", "keys", "values")],
         *[(name, ctypes.c_void_p) for name in ("new_keys", "new_values", "slots")],
-        *[(name, ctypes.c_void_p) for name in ("rows", "blocks", "runs", "members")],
+        *[(name, ctypes.c_void_p) for name in ("rows", "tables", "runs", "members")],
         *[(name, ctypes.c_void_p) for name in ("entries", "slopes", "sinks")],
         *[(name, ctypes.c_int64) for name in ("num_rows", "num_runs", "num_members", "num_tokens")],
         *[(name, ctypes.c_int64) for name in ("query_head", "query_token")],
@@ -41,10 +42,10 @@ class Arguments(ctypes.Structure):
 class KernelRows:
     """The rows of a step, as the kernel reads them."""
 
-    # (rows, 7) int64: first packed token, tokens, position, start in `blocks`, start in `entries`,
-    # their number, the first key of no run
+    # (rows, 7) int64: first packed token, tokens, position, start of its table in all of `tables`,
+    # start in `entries`, their number, the first key of no run
     rows: torch.Tensor
-    blocks: torch.Tensor  # (blocks,) int64: the rows' block tables, one after another
+    tables: torch.Tensor  # (tables, blocks) int32, of `Rows`
     slots: torch.Tensor  # (tokens,) int64: block * block_size + place, of each token's key
     # Of rows of one token, those that share blocks:
     runs: torch.Tensor  # (runs, 4) int64: first in `members`, their number, keys [first, last)
@@ -74,18 +75,16 @@ class KernelRows:
 
 def plan_rows(rows: Rows, block_size: int) -> KernelRows:
     """Lay out a step's rows, in packed order."""
-    num_blocks = rows.num_blocks(block_size)
-    runs, members, own = _plan_runs(rows, block_size)
     table = np.zeros((len(rows), 7), np.int64)
     table[:, 0], table[:, 1], table[:, 2] = rows.firsts, rows.lengths, rows.positions
-    table[:, 3] = num_blocks.cumsum() - num_blocks
-    if len(members):
+    table[:, 3] = rows.table_of * np.int64(rows.tables.shape[1])
+    runs, members, entries = NO_RUNS
+    if len(rows) >= MIN_ROWS:
+        runs, members, own = _plan_runs(rows, block_size)
         num_entries = np.bincount(members, minlength=len(rows))
         table[:, 4], table[:, 5] = num_entries.cumsum() - num_entries, num_entries
-        table[:, 6] = own
-    blocks = rows.blocks(block_size).astype(np.int64)
-    entries = np.argsort(members, kind="stable")
-    columns = (table, blocks, rows.slots(block_size), runs, members, entries)
+        table[:, 6], entries = own, np.argsort(members, kind="stable")
+    columns = (table, rows.tables, rows.slots(block_size), runs, members, entries)
     return KernelRows(*map(torch.from_numpy, columns))
 
 
@@ -99,8 +98,7 @@ def _plan_runs(rows: Rows, block_size: int) -> tuple[Column, Column, Column]:
     members = [np.empty(0, np.int64)]
     num_members, own = 0, np.zeros(len(rows), np.int64)
     alone = np.flatnonzero(rows.lengths == 1)
-    found = [] if len(alone) < MIN_ROWS else find_shared_runs(rows.part(alone), block_size)
-    for run in found:
+    for run in find_shared_runs(rows.part(alone), block_size):
         if num_members + len(run.rows) > MOST_ENTRIES * len(rows):
             break  # a run comes behind those that it begins with
         first, last = run.start * block_size, run.end * block_size
@@ -120,7 +118,7 @@ def step_arguments(
         kind: of queries, new keys and values: float32 or bfloat16.
         keys: (pool, kv_heads, block_size, head_dim), of any layer.
     """
-    tensors = (rows.slots, rows.rows, rows.blocks, rows.runs, rows.members, rows.entries)
+    tensors = (rows.slots, rows.rows, rows.tables, rows.runs, rows.members, rows.entries)
     arguments = Arguments(*[None] * 6, *(tensor.data_ptr() for tensor in tensors))
     arguments.num_rows, arguments.num_runs = len(rows.rows), len(rows.runs)
     arguments.num_members, arguments.num_tokens = len(rows.members), len(rows.slots)

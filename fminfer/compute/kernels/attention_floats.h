@@ -115,7 +115,7 @@ void attend_by_lanes(const Arguments& a, const Item& item, Space& space) {
     const int64_t end = end_key(item, softmax.latest);
     for (int64_t b = first_key(a, item, softmax.earliest) / a.block_size; b * a.block_size < end;
          b++) {
-        const int64_t block = a.blocks[item.row[3] + b], start = b * a.block_size;
+        const int64_t block = a.tables[item.row[3] + b], start = b * a.block_size;
         const int64_t left = end - start;
         const int count = int(left < a.block_size ? left : a.block_size);
         const float* keys = read_floats(a, block_of<T>(a, a.keys, block, item.kv_head), count, width,
@@ -172,7 +172,7 @@ void attend_alone(const Arguments& a, const Item& item, int64_t q, Space& space)
     const int64_t first = first_key(a, item, softmax.position);
     const int64_t end = end_key(item, softmax.position);
     for (int64_t b = first / a.block_size; b * a.block_size < end; b++) {
-        const int64_t block = a.blocks[item.row[3] + b], start = b * a.block_size;
+        const int64_t block = a.tables[item.row[3] + b], start = b * a.block_size;
         const int64_t left = end - start;
         const int count = int(left < a.block_size ? left : a.block_size);
         const T* coming = block_of<T>(a, a.values, block, item.kv_head);
@@ -187,7 +187,7 @@ void attend_alone(const Arguments& a, const Item& item, int64_t q, Space& space)
         const bool is_last = start + a.block_size >= end;
         const int64_t next = is_last ? first / a.block_size : b + 1, head = item.kv_head + is_last;
         if (head < a.kv_heads)
-            fetch(block_of<T>(a, a.keys, a.blocks[item.row[3] + next], head), a.block_size * dim);
+            fetch(block_of<T>(a, a.keys, a.tables[item.row[3] + next], head), a.block_size * dim);
         const T* values = read_block(a, coming, count, width, reinterpret_cast<T*>(space.values));
         const int seen = first > start ? int(first - start) : 0;
         add_all_values<1>(space.sums, space.scores + seen, 1, values + seen * width, width,

@@ -19,7 +19,7 @@ struct Piece {
     Piece(const Arguments& a, const Item& item, int64_t start, int64_t end) {
         count = int(end - start < PIECE_KEYS ? end - start : PIECE_KEYS);
         for (int g = 0; g * GROUP_KEYS < count; g++, start += GROUP_KEYS) {
-            const int64_t block = a.blocks[item.row[3] + start / a.block_size];
+            const int64_t block = a.tables[item.row[3] + start / a.block_size];
             const int64_t place = start % a.block_size * a.head_dim;
             keys[g] = block_of<uint16_t>(a, a.keys, block, item.kv_head) + place;
             values[g] = block_of<uint16_t>(a, a.values, block, item.kv_head) + place;
@@ -33,7 +33,7 @@ struct Piece {
 bool has_odd_value(const Arguments& a, const Item& item, int64_t start, int64_t end) {
     const int dim = int(a.head_dim);
     for (; start < end; start++) {
-        const int64_t block = a.blocks[item.row[3] + start / a.block_size];
+        const int64_t block = a.tables[item.row[3] + start / a.block_size];
         const uint16_t* value =
             block_of<uint16_t>(a, a.values, block, item.kv_head) + start % a.block_size * dim;
         int is_odd = 0;

@@ -14,9 +14,9 @@ struct Arguments {
     const void* new_keys;    // of `type`, rounded as they are kept: element (head, token, i) at
     const void* new_values;  // head * new_…_head + token * new_…_token + i
     const int64_t* slots;    // (tokens,): block * block_size + place, of each token's key
-    const int64_t* rows;     // (num_rows, ROW): first token, tokens, position, start in `blocks`,
+    const int64_t* rows;     // (num_rows, ROW): first token, tokens, position, start in `tables`,
                              // start in `entries`, their number, the first key of no run
-    const int64_t* blocks;   // all rows' block tables, one after another
+    const int32_t* tables;   // block tables
     const int64_t* runs;     // (num_runs, 4): first in `members`, their number, keys [first, last)
     const int64_t* members;  // rows of each run, one run after another; of one token each
     const int64_t* entries;  // places in `members` of each row, one row after another
