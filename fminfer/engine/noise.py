@@ -55,7 +55,7 @@ def draw_key(
     values = {name: getattr(params, name) for name in DRAW_FIELDS}
     values["logit_bias"] = tuple(sorted(params.logit_bias))
     numbers = b"".join(n.to_bytes(16, "little", signed=True) for n in (seed, repeat))
-    ids = b"".join(_ids_digest(prompt) for prompt in prompts)
+    ids = b"".join(_digest(array("q", prompt).tobytes()) for prompt in prompts)
     return _digest(numbers + meaning + _digest(repr(_canonical(values)).encode()) + ids)
 
 
@@ -67,10 +67,6 @@ def noise_key(draw_key: bytes, prompt_index: int, candidate: int) -> bytes:
 
 def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
-
-
-def _ids_digest(ids: list[int]) -> bytes:
-    return _digest(array("q", ids).tobytes())
 
 
 def _canonical(values: dict[str, object]) -> list[tuple[str, object]]:

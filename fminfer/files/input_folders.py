@@ -99,12 +99,9 @@ def _describe_others(folder: Path) -> list[str]:
 def list_requests(folder: Path) -> list[Path]:
     """Return a folder's own files to answer, by name: no answers, no links to others of them."""
     found = _with_endings(folder)
-    links = _links_within(found)
-    return [path for path in found if not (path in links or _is_left_out(path))]
-
-
-def _is_left_out(path: Path) -> bool:
-    return holds_answers(path) or bool(what_is_wrong(path))
+    others = _links_within(found)
+    others |= {path for path in found if holds_answers(path) or what_is_wrong(path)}
+    return [path for path in found if path not in others]
 
 
 def find_left_out(folder: Path) -> dict[str, list[Path]]:

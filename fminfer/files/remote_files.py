@@ -39,16 +39,12 @@ def list_inputs(url: str) -> list[str]:
             return [url]
         folder, pattern = url, "*"
     file_system, path = _open(folder)
-    files = [entry["name"] for entry in file_system.ls(path, detail=True) if _is_file(entry)]
-    names = sorted(name.rpartition("/")[2] for name in files)
+    entries = file_system.ls(path, detail=True)
+    names = sorted(each["name"].rpartition("/")[2] for each in entries if each["type"] == "file")
     found = [name for name in names if is_input_name(name) and fnmatchcase(name, pattern)]
     if not found:
         raise UsageError(f"{show_url(url)} holds no file to answer ({NAMED_ENDINGS})")
     return [f"{folder}/{name}" for name in found]
-
-
-def _is_file(entry: dict[str, Any]) -> bool:
-    return bool(entry["type"] == "file")
 
 
 def _open(url: str) -> tuple[Any, str]:

@@ -61,7 +61,7 @@ def run_job(
     if engine is None:
         return _sum_up(summary, inputs, EngineStats())
     facts, run_facts = engine.facts, run_facts or RunFacts()
-    run_facts.read_stats = lambda: _told_stats(engine.stats)
+    run_facts.read_stats = lambda: {name: getattr(engine.stats, name) for name in TOLD_STATS}
     run_facts.begin()
     other_work = OtherWork(facts.num_threads, affine_cores) if facts.is_alone else None
     is_slowed = other_work.is_notable if other_work is not None else lambda: False
@@ -161,10 +161,6 @@ def _lines(inputs: RunInputs, runner: LineRunner, stopper: Stopper) -> Iterator[
             if line is None:
                 break
             yield line
-
-
-def _told_stats(stats: EngineStats) -> dict[str, int]:
-    return {name: getattr(stats, name) for name in TOLD_STATS}
 
 
 def _sum_up(summary: JobSummary, inputs: RunInputs, stats: EngineStats) -> JobSummary:

@@ -173,14 +173,12 @@ class Meeting:
             print(f"Error: {printable(fault.text)}", file=sys.stderr, flush=True)
             self.watch.warn(fault)  # this rank has said it, and stays
             until_s = time.monotonic() + STAY_S
-            while time.monotonic() < until_s and not self._have_claimed_all():
+            claims = [f"claim/{rank}" for rank in range(self.world_size)]
+            while time.monotonic() < until_s and not self._store.check(claims):
                 time.sleep(STOP_POLL_S)
             self.watch.warn(fault)  # which gives the last one time to hear it
             self.forget()
             self._end(fault.kind)
-
-    def _have_claimed_all(self) -> bool:
-        return bool(self._store.check([f"claim/{rank}" for rank in range(self.world_size)]))
 
     def _meet(self, deadline: float, join_timeout_s: float) -> None:
         """Wait for the others, and learn on which machine each is."""
@@ -240,7 +238,8 @@ class Meeting:
 
     def _await_all(self, deadline: float, shown_s: float) -> None:
         tell_at, is_told = time.monotonic() + TELL_AFTER_S, self._is_spawned
-        while missing := [r for r in range(self.world_size) if not self._has_joined(r)]:
+        ranks, store = range(self.world_size), self._store
+        while missing := [rank for rank in ranks if not store.check([f"joined/{rank}"])]:
             if time.monotonic() > deadline:
                 raise PipelineError(
                     f"rank {', '.join(map(str, missing))} did not come within {shown_s:g} s "
@@ -253,9 +252,6 @@ class Meeting:
                 is_told = True
             time.sleep(STOP_POLL_S)
         self._place.has_all.set()
-
-    def _has_joined(self, rank: int) -> bool:
-        return bool(self._store.check([f"joined/{rank}"]))
 
     def explain(self, fault: Fault) -> Fault:
         """Add that a rank was killed, if this process can see it."""

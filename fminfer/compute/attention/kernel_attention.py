@@ -135,9 +135,7 @@ class KernelAttention:
         self._attend = library.fminfer_attention
         self._attend.argtypes = [ctypes.POINTER(Arguments)]
 
-    def plan(self, rows: Rows, block_size: int) -> KernelRows:
-        """Lay out a step's rows, in packed order."""
-        return plan_rows(rows, block_size)
+    plan = staticmethod(plan_rows)
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         """Attend as `AttentionBody` says."""

@@ -119,7 +119,8 @@ def make_asked(outputs: Sequence[ToldOutput], scan: Scan, runs: Sequence[ToldRun
     if devices := _join(_place(run) for run in runs if run.device):
         facts.append(("Device", devices))
     for run in runs[-5:]:
-        facts.append(("Run", f"{_show_date(run.started_at)}, {tell_times(run)}"))
+        began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(run.started_at))
+        facts.append(("Run", f"{began}, {tell_times(run)}"))
     sources = [str(each.source) for each in outputs if each.source is not None]
     if sources:
         facts.append(("Inputs" if len(sources) > 1 else "Input", _name_some(sources)))
@@ -141,10 +142,6 @@ def tell_times(run: ToldRun) -> str:
     show = show_seconds if max(run.seconds, run.ready_s) >= 60 else show_exactly
     ready = f"; ready after {show(run.ready_s)}" if run.ready_s else ""
     return f"answered for {show(run.seconds)}{ready}"
-
-
-def _show_date(at_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at_s))
 
 
 def _join(values: Iterable[str]) -> str:
