@@ -141,7 +141,8 @@ def test_they_are_held_as_they_are_stored(name: str, tmp_path: Path, int8: RowsO
         assert each.format == (int8 if each.spec.is_widened else Dense(torch.float32))
     num_bytes = sum(weight.num_bytes for weight in found)
     assert num_bytes == source.num_bytes
-    checkpoint, config = open_checkpoint(str(folder)), EngineConfig(model=str(folder), budget=512)
+    checkpoint = open_checkpoint(str(folder))
+    config = EngineConfig(model=str(folder), dtype="float32", budget=512)
     assert stored_formats(checkpoint) == (int8,)
     foreseen = plan_ahead(config, checkpoint).own.takes
     assert foreseen.weights >= num_bytes >= foreseen.held_weights
