@@ -18,8 +18,8 @@ build_llama_server() { # from the source that llama-cpp-python comes with
     cmake -S "$home/source" -B "$home/build" -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
         -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF \
         -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF
-    cmake --build "$home/build" --target llama-server --parallel "$(nproc)"
-    cp "$home/build/bin/llama-server" "$home/bin/"
+    cmake --build "$home/build" --target llama-server llama-quantize --parallel "$(nproc)"
+    cp "$home/build/bin/llama-server" "$home/build/bin/llama-quantize" "$home/bin/"
 }
 
 for name; do

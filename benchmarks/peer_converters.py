@@ -7,6 +7,7 @@ be anything.
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,15 @@ def convert_to_gguf(model: str, target: str, dtype: str) -> None:
         return "gpt-2"
 
     TextModel.get_vocab_base_pre = take_as_gpt2
-    kind = {"float32": "f32", "bfloat16": "bf16"}[dtype]
-    sys.argv[1:] = [model, "--outtype", kind, "--outfile", str(Path(target) / "model.gguf")]
+    kind = {"float32": "f32", "bfloat16": "bf16", "Q8_0": "q8_0"}.get(dtype, "f16")
+    file = Path(target) / "model.gguf"
+    sys.argv[1:] = [model, "--outtype", kind, "--outfile", str(file)]
     convert_hf_to_gguf.main()
+    if dtype == "Q4_0":
+        plain = file.rename(file.with_name("plain.gguf"))
+        quantizer = Path(sys.prefix) / "bin/llama-quantize"
+        subprocess.run([quantizer, "--pure", plain, file, dtype], check=True)
+        plain.unlink()
 
 
 if __name__ == "__main__":

@@ -58,15 +58,18 @@ COLOURS = {
     "generate_batch": "#a46fb0",
     "vllm": "#7ba05b",
     "openvino": "#e8983e",
+    "openvino-dynamic": "#f2c28f",
     "ctranslate2": "#b8604f",
     "llama.cpp": "#6b6b6b",
 }
 CONVERTERS = {
     "openvino": "{home}/bin/optimum-cli export openvino --model {model} "
-    "--task text-generation-with-past --weight-format fp16 {target}",
+    "--task text-generation-with-past --weight-format {weights} {target}",
     "ctranslate2": "{home}/bin/python {here}/peer_converters.py {side} {model} {target} {dtype}",
-    "llama.cpp": "{home}/bin/python {here}/peer_converters.py {side} {model} {target} {dtype}",
+    "llama.cpp": "{home}/bin/python {here}/peer_converters.py {side} {model} {target} {kind}",
 }
+# --bits → --weight-format of optimum-cli, and llama.cpp's form of nearly the same bits.
+BITS = {"int8": ("int8", "Q8_0"), "int4": ("int4", "Q4_0")}
 MORE_SIZES: dict[str, dict[str, Any]] = {
     "qwen3-0.5b": {
         "model_type": "qwen3",
@@ -148,14 +151,15 @@ def write_model(folder: Path, size: str, dtype: str, device: str) -> None:
         torch.cuda.empty_cache()  # the sides are to find it free
 
 
-def convert(side: str, peers: Path, folder: Path, dtype: str) -> float | None:
+def convert(side: str, peers: Path, folder: Path, dtype: str, bits: str) -> float | None:
     """Convert the checkpoint into folder/SIDE once; return the seconds, None if it can't."""
-    target = folder / side
+    target = folder / f"{side}{bits}"
+    weights, form = BITS.get(bits, ("fp16", dtype))
     took = target / "took_s"
     if not took.exists():
         target.mkdir(exist_ok=True)
         names = {"home": peers / side, "here": HERE, "side": side, "dtype": dtype}
-        names |= {"model": folder, "target": target}
+        names |= {"model": folder, "target": target, "weights": weights, "kind": form}
         command = [word.format_map(names) for word in CONVERTERS[side].split()]
         started = time.perf_counter()
         if subprocess.run(command, stdout=sys.stderr).returncode != 0:
@@ -169,7 +173,12 @@ def run_fminfer(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     rows, output = folder / "rows.jsonl", folder / "out.jsonl"
     with rows.open("w") as file:
         file.writelines(json.dumps(row) + "\n" for row in job["rows"])
-    command = [sys.executable, "-m", "fminfer", "run", str(rows), "--model-name", job["model"]]
+    model = f"{job['llama.cpp']}/model.gguf" if job["is_gguf"] else job["model"]
+    command = [sys.executable, "-m", "fminfer", "run", str(rows), "--model-name", model]
+    if job["bits"] and not job["is_gguf"]:
+        command += ["--quantize", job["bits"]]
+    if job["is_gguf"]:
+        command += ["--skip-tokenizer-init", "--tokenizer", job["model"]]
     command += ["--output", str(output), "--restart", "-q", "--dtype", job["dtype"]]
     command += ["--device", job["device"]]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -340,6 +349,16 @@ def use_processor(name: str | None) -> None:
 @click.option("--device", default="cpu", show_default=True, help="Of all sides: cpu or cuda.")
 @click.option("--peers", type=click.Path(path_type=Path), help="Folder of virtual environments.")
 @click.option("--side", "wanted", multiple=True, help="Only these.  [default: all there are]")
+@click.option(
+    "--bits",
+    type=click.Choice(["", *BITS]),
+    default="",
+    help="Of weights: --quantize of fminfer, OpenVINO's weight format, llama.cpp's Q8_0 or Q4_0. "
+    "OpenVINO does not quantize activations then; the side openvino-dynamic does.",
+)
+@click.option(
+    "--gguf", "is_gguf", is_flag=True, help="fminfer runs the file of llama.cpp, with --bits."
+)
 @click.option("--temperature", default=0.0, show_default=True, help="Of rows that generate.")
 @click.option("--top-p", default=1.0, show_default=True, help="Of rows that generate.")
 @click.option("--repeats", default=1, show_default=True)
@@ -367,6 +386,8 @@ def main(
     device: str,
     peers: Path | None,
     wanted: tuple[str, ...],
+    bits: str,
+    is_gguf: bool,
     temperature: float,
     top_p: float,
     repeats: int,
@@ -382,16 +403,19 @@ def main(
     write_model(folder, model, dtype, device)
     sides = find_sides(peers, wanted, device)
     job: dict[str, Any] = {"model": str(folder), "dtype": dtype, "device": device}
+    job |= {"bits": bits, "is_gguf": is_gguf}
     able = dict(sides)
     for name in CONVERTERS:
         if name in sides and peers is not None:
-            took_s = convert(name, peers, folder, dtype)
+            took_s = convert(name, peers, folder, dtype, bits)
             if took_s is None:
                 print(f"  {name}: cannot convert the model", file=sys.stderr)
                 del able[name]
                 continue
-            job[name] = str(folder / name)
+            job[name] = str(folder / f"{name}{bits}")
             print(f"  {name}: converted once, {took_s:.0f} s", file=sys.stderr)
+    if bits and "openvino" in able:
+        able["openvino-dynamic"] = sides["openvino-dynamic"] = able["openvino"]
     results, roofs, limits = {}, list[Roof](), dict[str, float]()
     for workload in workloads:
         how = {"temperature": temperature, "top_p": top_p}
@@ -403,7 +427,11 @@ def main(
     gemm = statistics.median(roof.flop for roof in roofs) / 1e9
     read = statistics.median(roof.bytes for roof in roofs) / 1e9
     cpu = os.environ.get(processor.VARIABLE) or processor.NATIVE
-    print(f"\n{model}, {dtype}, processor {cpu}, {describe(busy)}, medians of {repeats};", end=" ")
+    print(
+        f"\n{model}, {dtype}, weights {bits or dtype}, processor {cpu}, {describe(busy)}, "
+        f"medians of {repeats};",
+        end=" ",
+    )
     print(f"roof {gemm:.0f} GFLOP/s, {read:.0f} GB/s")
     names = "".join(f"{w:>14}{'job':>9}" for w in results)
     print(f"{'seconds':14}{names}")
@@ -413,7 +441,14 @@ def main(
     if plot is not None:
         plot.write_text(draw(results, f"{model}, {dtype}: seconds a run"))
     summary = {"model": model, "dtype": dtype, "gemm_gflops": gemm, "read_gb_per_s": read}
-    summary |= {"device": device, "limit_s": limits, "busy": busy, "cpu": cpu}
+    summary |= {
+        "device": device,
+        "bits": bits,
+        "is_gguf": is_gguf,
+        "limit_s": limits,
+        "busy": busy,
+        "cpu": cpu,
+    }
     summary |= {"temperature": temperature, "top_p": top_p}
     print(json.dumps(summary | {"workloads": results}))
 

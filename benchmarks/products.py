@@ -134,7 +134,7 @@ def pack_sides(
     copies = [weight.clone() for _ in range(spare_bytes // weight.nbytes + 2)]
     sides: dict[str, list[Multiply]] = {}
     if kernel is not None and can_multiply(kernel, weight, rows):
-        sides["fminfer"] = [kernel.pack(copy, None) for copy in copies]
+        sides["fminfer"] = [kernel.pack(dense(copy, "product"), None) for copy in copies]
     if weight.dtype == rows:
         sides["linear"] = [_linear(copy) for copy in copies]
         for packed in library_products(rows, is_fast=True):
@@ -150,10 +150,11 @@ def _linear(weight: torch.Tensor) -> Multiply:
 
 def can_multiply(kernel: ProductKernel, weight: torch.Tensor, rows: torch.dtype) -> bool:
     """Try whether our products take such a weight with such rows."""
-    if not kernel.can_pack(weight):
+    asked = dense(weight, "product")
+    if not kernel.can_pack(asked):
         return False
     try:
-        kernel.pack(weight, None)(torch.zeros((1, weight.shape[1]), dtype=rows))
+        kernel.pack(asked, None)(torch.zeros((1, weight.shape[1]), dtype=rows))
     except AssertionError:  # what it says of rows that it does not take
         return False
     return True

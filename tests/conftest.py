@@ -33,6 +33,7 @@ from fminfer.compute.spec import Alibi, Attention  # noqa: E402
 from fminfer.compute.trial import compare  # noqa: E402
 from fminfer.core.partition import Part  # noqa: E402
 from fminfer.models.checkpoint import open_checkpoint  # noqa: E402
+from fminfer.models.formats import Holding  # noqa: E402
 from fminfer.models.layer_bodies import Bodies  # noqa: E402
 from fminfer.models.layer_source import open_weights  # noqa: E402
 from fminfer.models.transformer import Transformer  # noqa: E402
@@ -249,7 +250,7 @@ def load_network(folder: Path, part: Part | None = None) -> Transformer:
     num_layers = len(checkpoint.model.layers)
     part = part or Part(0, 1, 0, num_layers)
     tensors = open_weights(
-        checkpoint, part, dtype=torch.float32, device=torch.device("cpu"), seed=1
+        checkpoint, part, holding=Holding(torch.float32), device=torch.device("cpu"), seed=1
     )
     bodies = Bodies(plain_registry(), checkpoint.context_length)
     return Transformer(checkpoint.model, tensors, first=part.first, bodies=bodies)

@@ -48,6 +48,7 @@ OWN_LATE = {
     ("fminfer", "fminfer.machine.processor"): "which must come before torch",
     ("fminfer", "fminfer.engine"): "the same",
     ("cli", "fminfer.estimate"): "brings torch, and `fminfer --help` needs 0.3 s",
+    ("cli", "fminfer.models.quantized_folder"): "the same",
     ("cli", "fminfer.job"): "the same",
     ("cli", "fminfer.runtime"): "the same",
     ("cli", "fminfer.plan"): "the same",

@@ -27,6 +27,7 @@ from fminfer.compute.step import StepTrace
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint
+from fminfer.models.formats import Holding
 from fminfer.models.layer_source import OnProgress, open_weights
 from fminfer.plan.opening import open_model
 from fminfer.runtime.build.agreement import plan_run
@@ -344,7 +345,7 @@ def read_checkpoint(setting: Setting, held: Held) -> Figures:
     model.save_pretrained(folder)
     started = time.perf_counter()
     checkpoint, part = open_checkpoint(str(folder)), Part(0, 1, 0, STORED_LAYERS)
-    tensors = open_weights(checkpoint, part, dtype=dtype, device=device, seed=0)
+    tensors = open_weights(checkpoint, part, holding=Holding(dtype), device=device, seed=0)
     layers = list(tensors.layers())
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -22,6 +22,7 @@ from fminfer.cli.options.flags import flags_of
 from fminfer.cli.options.option_table import BenchOptions
 from fminfer.cli.options.value_types import PathOrUrl
 from fminfer.cli.process_start import elapsed_s, importing_engine, start_children, start_kernels
+from fminfer.cli.quantize_command import quantize
 from fminfer.cli.report_command import report
 from fminfer.cli.serve_command import serve, service
 from fminfer.cli.serve_part_command import serve_part
@@ -83,6 +84,7 @@ def main() -> None:
     fminfer status shards/                          show the progress of runs
     fminfer report output_requests.jsonl            write an HTML page about answers
     fminfer families                                list the model families that run
+    fminfer quantize --model-name M --output M-int4 --to int4      write a model in 8 or 4 bits
     fminfer bench --random-init bloom-560m          time a token at several batch sizes
     fminfer split --input-file requests.jsonl --output-dir parts/
     fminfer merge --input-dir parts/ --output answers.jsonl
@@ -90,7 +92,10 @@ def main() -> None:
     """
 
 
-for command in (serve, check, split, merge, submit, status, report, families, service, serve_part):
+for command in (
+    *(serve, check, split, merge, submit, status, report, families, quantize, service),
+    serve_part,
+):
     main.add_command(command)
 
 

@@ -39,8 +39,8 @@ _FLAGS = {
     "n num-return-sequences": "--num-completions for --prompt; each line has its own n",
     "min-p frequency-penalty presence-penalty repetition-penalty logit-bias ignore-eos logprobs "
     "system-prompt": "It belongs into each line, as docs/contract.md says",
-    "quantization quantize load-in-8bit load-in-4bit": "Weights of 8 or 4 bits are not there yet; "
-    "take a checkpoint in 16 or 32 bits, and leave the flag out",
+    "quantization load-in-8bit": "--quantize int8 (or int4)",
+    "load-in-4bit": "--quantize int4",
     "lora-modules enable-lora lora lora-path adapter peft": "Adapters are not applied; merge it by "
     "peft's merge_and_unload, and give that folder by --model-name",
     "speculative-config draft-model": "There is no speculative decoding; leave the flag out",
@@ -60,7 +60,7 @@ FLAGS = {
 _COMMANDS = {
     "chat": "fminfer serve has a page to chat; fminfer run --prompt TEXT answers once",
     "generate infer inference predict complete run-batch batch": "fminfer run answers files",
-    "convert quantize": "fminfer run reads a model's folder as it is",
+    "convert": "fminfer run reads a model's folder, or a GGUF file, as it is",
     "download pull": "fminfer run --model-name fetches a model of the hub",
     "version": "It is fminfer --version",
     "help": "It is fminfer --help",

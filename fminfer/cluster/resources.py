@@ -17,11 +17,13 @@ import click
 from fminfer.cluster.slurm_and_lsf import Scheduler, format_duration
 from fminfer.core.config import EngineConfig, GroupSizes, ModelOptions
 from fminfer.core.errors import UsageError
+from fminfer.core.impostors import is_gguf
 from fminfer.core.option import Options, Seconds, ShownAmount, ShownCount, option, take
 from fminfer.files.output_paths import STDOUT
 from fminfer.machine.stopper import check_times
 from fminfer.models.beside import refuse_what_is_beside
 from fminfer.models.layer_count import check_split
+from fminfer.models.stored.weight_folder import weight_files
 from fminfer.pipeline.ranks import RankConfig
 
 # Of the time limit: what the job's start takes before `fminfer run` counts, and its end after.
@@ -151,8 +153,12 @@ def check_model_path(config: ModelOptions) -> None:
 
     Raises:
         UsageError: there is no such folder, or no config.json in it.
+        CheckpointError: a GGUF file is not there, or a part of it.
     """
     if config.model is None:
+        return
+    if is_gguf(config.model):
+        weight_files(Path(config.model))
         return
     folder, is_path = Path(config.model), config.model.startswith(("/", "./", "../", "~"))
     if folder.is_dir() or is_path or config.model.count("/") > 1:

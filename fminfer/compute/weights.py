@@ -128,6 +128,11 @@ class Weight:
         found = tuple(tensor.index_select(0, numbers) for tensor in self.tensors)
         return self.format.dequantize(found, dtype)
 
+    def first_rows(self, number: int) -> Weight:
+        """Return its first rows, which are as many or all."""
+        spec = TensorSpec((min(number, self.shape[0]), *self.shape[1:]), self.spec.use)
+        return Weight(spec, self.format, tuple(tensor[:number] for tensor in self.tensors))
+
     def equals(self, other: Weight) -> bool:
         """Tell whether another holds the same numbers in the same way."""
         pairs = zip(self.tensors, other.tensors, strict=True)

@@ -25,6 +25,11 @@ from fminfer.core.option import (
 )
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+BITS = ("int8", "int4")  # as a dtype: weights of so many bits, and arithmetic as by auto
+ModelDType = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
+Quantized = Literal[
+    "int8", "int8-32", "int8-row", "int4", "int4-128", "int4-symmetric", "int4-symmetric-128"
+]
 TokenFormat = Literal["auto", "vocab", "text"]
 Kernels = Literal["auto", "off", "require"]
 NO_CONFIG = ("glm", "yalm")  # model types of the old tool: GLM-130B and YaLM-100B
@@ -146,10 +151,11 @@ class ModelOptions(Options):
 class ComputeOptions(Options):
     """What computes, and in which types."""
 
-    dtype: DType = _speed(
+    dtype: ModelDType = _speed(
         "Type of the arithmetic. auto: bfloat16 where the machine is fast in it; on a GPU, "
         "float16 checkpoints stay float16. With float32 on a CPU, weights that are stored in "
-        "bfloat16 stay bfloat16 in memory, unless --kernels off is set.",
+        "bfloat16 stay bfloat16 in memory, unless --kernels off is set. int8, int4: auto with "
+        "--quantize.",
         default="auto",
         old={"--fp16": {"true": "float16"}, "half": {"true": "float16", "false": "float32"}},
     )
@@ -157,6 +163,13 @@ class ComputeOptions(Options):
         "Type of the KV cache. auto: as --dtype. 16 bits beside float32 halve its memory, but "
         "round keys and values. Answers then repeat only as well as in 16 bits.",
         default="auto",
+    )
+    quantize: Quantized | None = _speed(
+        "Round weights to 8 or 4 bits while they are read. int8: groups of 128 inputs with a "
+        "scale (of 32 where rows do not divide by 128); int8-32: of 32; int8-row: a scale a row. "
+        "int4: groups of 32 with a scale and a least value; int4-128: of 128; symmetric: without "
+        "a least value. Head and embedding keep 8 bits. What is quantized already stays so.  "
+        "[default: weights keep their bits]",
     )
     device: str = _speed("Where to compute: auto, cpu, cuda, cuda:0, …", default="auto")
     kernels: Kernels = _speed(
@@ -175,6 +188,19 @@ class ComputeOptions(Options):
         flags=("--cuda-id",),
         commands=("run", "serve"),
     )
+
+    @property
+    def quantized_to(self) -> str:
+        """What weights are quantized to; "": nothing."""
+        return self.quantize or (self.dtype if self.dtype in BITS else "")
+
+    def check(self) -> None:
+        """Refuse two numbers of bits."""
+        if self.dtype in BITS and self.quantize not in (None, self.dtype):
+            raise UsageError(
+                f"--dtype {self.dtype} and --quantize {self.quantize} contradict each other; give "
+                "one of them"
+            )
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from fminfer.core.errors import CheckpointError
@@ -9,6 +10,7 @@ from fminfer.core.errors import CheckpointError
 _POINTER = b"version https://git-lfs"
 _GZIP = b"\x1f\x8b\x08"
 GGUF = ".gguf"
+_PROJECTOR = "mmproj"  # of images, beside the model
 
 
 def refuse_impostor(path: Path) -> None:
@@ -42,9 +44,16 @@ def broken(path: Path, why: object) -> CheckpointError:
     return CheckpointError(f"{path} is broken ({why}); fetch it again")
 
 
-def gguf_error(name: str) -> CheckpointError:
-    """Return the error of a model in llama.cpp's form."""
-    return CheckpointError(
-        f"{name} is in GGUF, llama.cpp's form of a model, which fminfer does not run yet. Give the "
-        "folder or hub id of the same model in safetensors; often that is the id without -GGUF"
-    )
+def is_gguf(name: str | Path | None) -> bool:
+    """Tell whether a model's name is that of a GGUF file, llama.cpp's form of a model."""
+    return str(name).endswith(GGUF) and not Path(str(name)).is_dir()
+
+
+def gguf_error(name: str, files: Sequence[str], *, is_of_hub: bool = False) -> CheckpointError:
+    """Return the error of a folder, or a model of the hub, that holds GGUF files alone."""
+    names = sorted(file for file in files if not file.startswith(_PROJECTOR)) or sorted(files)
+    first, more = names[0], f" and {len(names) - 1} more" * (len(names) > 1)
+    how = f"give one by its name: --model-name {Path(name) / first}"
+    if is_of_hub:
+        how = f"download one and give its path: hf download {name} {first} --local-dir ."
+    return CheckpointError(f"{name} holds models in GGUF, llama.cpp's form ({first}{more}); {how}")

@@ -15,6 +15,7 @@ import torch
 
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, UsageError
+from fminfer.core.quantities import show_dtypes
 from fminfer.runtime.engine_api import Engine
 
 
@@ -28,6 +29,8 @@ class BatchFigures:
     ready_s: float  # from the process's start until the model could be used
     host_bytes: int  # the most memory that the process has had so far
     gpu_bytes: int
+    dtype: str  # of the arithmetic
+    weight_dtype: str  # the format of most weights
 
     @property
     def ms_per_token(self) -> float:
@@ -37,6 +40,7 @@ class BatchFigures:
         """Return the four figures in the scripts' own words."""
         return (
             "*** Performance stats:\n"
+            f"Arithmetic and weights: {show_dtypes(self.dtype, self.weight_dtype)}\n"
             f"Throughput per token including tokenize: {self.ms_per_token:.2f} msecs\n"
             f"Start to ready to generate: {self.ready_s:.3f} secs\n"
             f"Tokenize and generate {self.num_tokens} (bs={self.batch_size}) tokens: "
@@ -76,7 +80,17 @@ def run_bench(
         for batch_size in batch_sizes:
             generate_s = _generate(engine, batch_size, new_tokens)
             num_tokens = batch_size * new_tokens
-            yield BatchFigures(batch_size, num_tokens, generate_s, ready_s, *_memory(engine.device))
+            host_bytes, gpu_bytes = _memory(engine.device)
+            yield BatchFigures(
+                batch_size,
+                num_tokens,
+                generate_s,
+                ready_s,
+                host_bytes,
+                gpu_bytes,
+                engine.facts.dtype,
+                engine.facts.weight_dtype,
+            )
     finally:
         engine.close()
 

@@ -1,4 +1,4 @@
-"""Finds a model by folder, hub id or random config, and reads its config.
+"""Finds a model by folder, GGUF file, hub id or random config, and reads its config.
 
 A model that does not run is refused here, before any weight is read.
 """
@@ -15,11 +15,15 @@ from huggingface_hub.errors import StrictDataclassError
 
 from fminfer.compute.spec import Model
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import GGUF, broken, gguf_error, refuse_impostor
+from fminfer.core.impostors import GGUF, broken, gguf_error, is_gguf, refuse_impostor
 from fminfer.models.beside import TELLING_FILES, refuse_what_is_beside
 from fminfer.models.config_fields import TEXT_PART
 from fminfer.models.families.table import architecture_of, check_model_type
 from fminfer.models.families.tensor_names import Architecture
+from fminfer.models.gguf.configs import config_of
+from fminfer.models.gguf.metadata import read_model
+from fminfer.models.gguf.small_files import small_files
+from fminfer.models.gguf.sources import gguf_architecture
 from fminfer.models.hub import SMALL_FILES, fetch, fetch_weights, refuse_gguf
 from fminfer.models.known_sizes import DEMO_MODEL as DEMO_MODEL
 from fminfer.models.known_sizes import DEMO_NAMES, SIZES, folder_of, size_fields
@@ -32,7 +36,7 @@ class Checkpoint:
     """Where a model comes from, and its config; no weight is loaded yet."""
 
     name: str
-    folder: Path | None  # None: random weights
+    folder: Path | None  # or a GGUF file, the first of a split one; None: random weights
     config: Any  # transformers.PreTrainedConfig; the text part of a composite one
     architecture: Architecture
     tokenizer_folder: Path | None = None  # None: a tokenizer of bytes
@@ -103,7 +107,7 @@ def open_checkpoint(
     revision: str | None = None,
     without_adapter: bool = False,
 ) -> Checkpoint:
-    """Find a model by folder or hub id (None, demo: the demo model) and read its config.
+    """Find a model by folder, GGUF file or hub id (None, demo: the demo model); read its config.
 
     Args:
         has_weights: otherwise a model of the hub is fetched without its weights.
@@ -122,6 +126,8 @@ def open_checkpoint(
         raise CheckpointError(
             f"--revision is {revision!r}, and {name} is a folder; models of the hub have revisions"
         )
+    if is_gguf(folder):
+        return _open_gguf(str(name), model_config, tokenizer)
     config, where = None, None
     if is_of_hub:
         # First: an architecture that does not run is refused before the download of its weights.
@@ -145,6 +151,22 @@ def open_checkpoint(
         folder if tokenizer is None else _find_tokenizer(tokenizer),
         next((f for f in (folder, where) if f and (f / GENERATION).exists()), None),
         unfetched=(str(name), revision) if is_of_hub and not has_weights else None,
+    )
+
+
+def _open_gguf(name: str, model_config: str | None, tokenizer: str | None) -> Checkpoint:
+    """Open a GGUF file; its metadata are its config and its tokenizer."""
+    model = read_model(Path(name))
+    config = text_part(config_of(model) if model_config is None else find_config(model_config)[0])
+    architecture = gguf_architecture(model, config)
+    own = small_files(model, has_tokenizer=tokenizer is None)
+    return Checkpoint(
+        name,
+        model.path,
+        config,
+        architecture,
+        own if tokenizer is None else _find_tokenizer(tokenizer),
+        own,
     )
 
 
@@ -212,12 +234,14 @@ def _read_config(path: Path) -> Any:
     """Read a config.json, refusing what does not run: some of it transformers cannot even read."""
     file = path / "config.json" if path.is_dir() else path
     if path.is_dir() and not file.exists():
-        for each in path.glob(f"*{GGUF}"):
-            raise gguf_error(str(each))
+        if files := [each.name for each in path.glob(f"*{GGUF}")]:
+            raise gguf_error(str(path), files)
         raise CheckpointError(
             f"{path} has no config.json. Put the model's own there; or name one, a folder with "
             "one, a hub id, or a known size by --model-config"
         )
+    if is_gguf(file):
+        raise CheckpointError(f"{file} is a GGUF file, no config.json; give it by --model-name")
     refuse_impostor(file)
     try:
         fields = json.loads(file.read_bytes())

@@ -87,10 +87,16 @@ UNDECLARED: dict[str, tuple[object, ...]] = {
     "quantization_config": (None,),
     "attn_config.rope": (False, None),
 }
+OWN_METHOD = "fminfer"  # the `quant_method` of folders that `fminfer quantize` writes
 TEXT_PART = "text_config"  # of a model that reads images, too
 # Fields that transformers' models read with getattr, though their configs may not declare them.
 UNDECLARED_BUT_READ = {"head_dim"}
 _OF_ALL = frozenset(field.name for field in dataclasses.fields(transformers.PreTrainedConfig))
+
+
+def is_own_folder(quantization: object) -> bool:
+    """Tell whether a `quantization_config` is of a folder that `fminfer quantize` has written."""
+    return isinstance(quantization, dict) and quantization.get("quant_method") == OWN_METHOD
 
 
 class ReadConfig:
@@ -146,7 +152,7 @@ class ReadConfig:
             folder, _, name = path.rpartition(".")
             if f"{folder}." * bool(folder) == self._prefix:
                 found = getattr(self._config, name, None)
-                if found is not None and found not in runnable:
+                if found is not None and found not in runnable and not is_own_folder(found):
                     yield path, found, runnable[0]
         for part in self._parts.values():
             yield from part._unread()

@@ -50,6 +50,8 @@ def fingerprint_of(
         "the dtype": str(dtype).removeprefix("torch."),
         "--model-name": checkpoint.name,  # it stands in records
     }
+    if config.quantized_to:
+        found["--quantize"] = config.quantized_to
     if kv_dtype != dtype:
         found["--kv-dtype"] = str(kv_dtype).removeprefix("torch.")
     for name, each in options_of(type(config)).items():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from fminfer.compute.quantized.block_format import Blocks, join
+from fminfer.compute.quantized.gguf_forms import GGUF_FORMS
+from fminfer.compute.quantized.own_forms import OWN_FORMS, quantized_forms
 from fminfer.compute.weights import Dense, Format, Shape, Tensors, TensorSpec
 
 
@@ -32,23 +36,57 @@ class StoredFormat(Format, Protocol):
         """Return the tensors of a weight, outputs first, of what is stored of it."""
 
 
-FORMATS: list[StoredFormat] = []  # a row for each; the first that fits what is stored counts
+# A row for each; the first that fits what is stored counts.
+FORMATS: list[StoredFormat] = [*GGUF_FORMS, *OWN_FORMS]
 
 
-def held_format(
-    spec: TensorSpec, stored: Collection[Format], dtype: torch.dtype, *, keeps_bfloat16: bool
-) -> Format:
-    """Return the format in which a tensor is held: loading and forecasts ask it here.
+@dataclass(slots=True, frozen=True)
+class Holding:
+    """In which format each tensor is held: loading and forecasts ask it.
 
     Args:
-        stored: the formats of what it is made of; none: it is drawn at random.
         dtype: of the arithmetic.
         keeps_bfloat16: what is stored so and multiplied or looked up stays so.
+        quantized: what floats become, --quantize; "": they stay floats.
     """
-    if spec.is_precise:
-        return Dense(torch.float32)
-    own = next(iter(stored), None)
-    if own is None or len(set(stored)) > 1 or not spec.is_widened:
-        return Dense(dtype)
-    is_kept = keeps_bfloat16 and own == Dense(torch.bfloat16)
-    return own if is_kept or not isinstance(own, Dense) else Dense(dtype)
+
+    dtype: torch.dtype
+    keeps_bfloat16: bool = False
+    quantized: str = ""
+
+    def of(self, spec: TensorSpec, stored: Iterable[tuple[Format, int]]) -> Format:
+        """Return the format of a tensor.
+
+        Args:
+            stored: the formats of what it is made of, and how many rows each has, from its first
+                row to its last; of experts those of all of them. Nothing: it is drawn at random.
+        """
+        if spec.is_precise:
+            return Dense(torch.float32)
+        if not spec.is_widened:
+            return Dense(self.dtype)
+        parts = [*stored]
+        if self.quantized and all(isinstance(each, Dense) for each, _ in parts):
+            for form in quantized_forms(self.quantized, spec.use):
+                if form.takes(spec.shape[-1]):
+                    return form
+        is_one = len({each for each, _ in parts}) == 1
+        one = parts[:1] if is_one else _of_one(parts, spec.shape[-2])
+        held = [(self._kept(each), num) for each, num in one]
+        has_blocks = any(isinstance(each, Blocks) for each, _ in held)
+        return join(held) if is_one or has_blocks else Dense(self.dtype)
+
+    def _kept(self, stored: Format) -> Format:
+        is_kept = not isinstance(stored, Dense) and getattr(stored, "kind", 0) is not None
+        is_kept = is_kept or (self.keeps_bfloat16 and stored == Dense(torch.bfloat16))
+        return stored if is_kept else Dense(self.dtype)
+
+
+def _of_one(parts: list[tuple[Format, int]], outputs: int) -> list[tuple[Format, int]]:
+    """Return the parts of one expert, which all others must have; none: they differ."""
+    one, num = [], 0
+    for part in parts:
+        if num < outputs:
+            one.append(part)
+            num += part[1]
+    return one if one and parts == one * (len(parts) // len(one)) else []

@@ -29,7 +29,7 @@ def fetch(name: str, files: list[str], revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download  # only for models that are not local
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    is_path = name.startswith(("/", ".", "~")) or name.endswith(GGUF) or Path(name).exists()
+    is_path = name.startswith(("/", ".", "~")) or Path(name).exists()
     if is_path or name.count("/") > 1:
         raise _not_found(name)
     try:
@@ -66,9 +66,9 @@ def fetch_weights(name: str, revision: str | None = None) -> Path:
 def refuse_gguf(name: str, folder: Path, revision: str | None) -> None:
     """Raise a CheckpointError for a repository that holds no config, but GGUF files."""
     if not (folder / "config.json").exists():
-        for file in _list_files(name, revision) or []:
-            if file.endswith(GGUF):
-                raise gguf_error(f"{name} ({file})")
+        files = [file for file in _list_files(name, revision) or [] if file.endswith(GGUF)]
+        if files:
+            raise gguf_error(name, files, is_of_hub=True)
 
 
 def _list_files(name: str, revision: str | None) -> list[str] | None:
@@ -84,8 +84,6 @@ def _list_files(name: str, revision: str | None) -> list[str] | None:
 
 def _not_found(name: str) -> CheckpointError:
     """Return the error of a name that can be no model of the hub."""
-    if name.endswith(GGUF):
-        return gguf_error(name)
     if Path(name).is_file():
         return CheckpointError(
             f"the model {name!r} is a file; give its folder, {Path(name).parent}"

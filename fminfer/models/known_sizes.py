@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fminfer.core.impostors import is_gguf
+
 Fields = dict[str, Any]
 DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
 DEMO_NAMES = ("fminfer-demo", "demo")  # the first one stands in records
@@ -87,8 +89,8 @@ def size_fields(name: str | None) -> Fields | None:
 
 
 def folder_of(name: str | None) -> Path | None:
-    """Return a model's folder: one here, or the demo model's; None: a model of the hub."""
+    """Return a model's folder or GGUF file, or the demo model's; None: a model of the hub."""
     is_demo = name in DEMO_NAMES and not (Path(str(name)) / "config.json").exists()
-    if name is not None and Path(name).is_dir() and not is_demo:
+    if name is not None and (Path(name).is_dir() or is_gguf(name)) and not is_demo:
         return Path(name)
     return DEMO_MODEL if name is None or name in DEMO_NAMES else None

@@ -11,6 +11,7 @@ from fminfer.compute.attention.scoring import scoring_of
 from fminfer.compute.layers import plain
 from fminfer.compute.layers.bodies import NormBody
 from fminfer.compute.layers.experts import Mix, PlainExperts
+from fminfer.compute.linear.products import PlainProduct
 from fminfer.compute.spec import Attention, Layer, Mlp, Moe
 from fminfer.compute.weights import Function
 from fminfer.models.layer_bodies import Bodies
@@ -218,13 +219,17 @@ class MoeOf:
         self._shared_gate = weights["shared_gate.weight"].plain if how.has_shared_gate else None
         own = _under("experts.", weights)
         mix = bodies.registry.experts(how, own["up.weight"], own["down.weight"])
-        self.mix: Mix = mix or PlainExperts(
-            how,
-            [
+        shared = [] if self._shared is None else [self._shared]
+        experts = (
+            []
+            if mix
+            else [
                 MlpOf(how.expert, {name: each.expert(n) for name, each in own.items()}, bodies)
                 for n in range(how.num_experts)
-            ],
+            ]
         )
+        self.mix: Mix = mix or PlainExperts(how, experts)
+        self.products = [p for mlp in (*shared, *experts) for p in mlp.products.values()]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         shares, chosen = self._choose(x)
@@ -273,6 +278,14 @@ class LayerOf:
         self._before = bodies.norms(how.before, weights, "before")
         self._after = bodies.norms(how.after, weights, "after")
         self._of_sum = bodies.norms(how.of_sum, weights, "sum")
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether all its products have packed forms in the place of their weights."""
+        products = [*self.products.values()]
+        if isinstance(self.mlp, MoeOf):
+            products += self.mlp.products
+        return not any(isinstance(product, PlainProduct) for product in products)
 
     def __call__(
         self, x: torch.Tensor, more: torch.Tensor | None, number: int, step: LayerStep

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from fminfer.core.config import EngineConfig, ModelOptions
+from fminfer.core.impostors import is_gguf
 from fminfer.core.partition import split_layers
 from fminfer.models.known_sizes import folder_of, size_fields
 
@@ -36,6 +37,8 @@ def _count_layers(config: ModelOptions) -> int | None:
     fields = size_fields(name)
     if fields is None:
         path = Path(name or folder_of(config.model) or str(config.model))
+        if is_gguf(path):
+            return None
         try:
             fields = json.loads((path / "config.json" if path.is_dir() else path).read_text())
         except (OSError, ValueError):

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
 
+from fminfer.compute.quantized.block_format import Blocks, Joined
 from fminfer.compute.spec import Attention
 from fminfer.compute.weights import Dense, Format, Tensors, Weight
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.families.tensor_names import AS_STORED
-from fminfer.models.formats import held_format
+from fminfer.models.formats import Holding
 from fminfer.models.origins import ModelOrigins, Origin, Origins, drawn_origins
 from fminfer.models.stored.read_ahead import Waiting, reading_ahead
-from fminfer.models.stored.tensor_table import DTYPES, TensorFiles
+from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.tensor_specs import Weights
-from fminfer.models.weight_headers import find_stored, open_files
+from fminfer.models.weight_headers import find_stored, open_files, stored_parts
 
 OnProgress = Callable[[int, int], None]
 
@@ -107,6 +108,16 @@ class LayerSource:
             self.num_bytes = self._total - embed.num_bytes
         return found
 
+    def leave_products(self, number: int) -> None:
+        """Leave memory of the files of a layer's products to others, once they are packed.
+
+        Args:
+            number: of the layer, in the model.
+        """
+        for origin in self._origins.layers[number].values():
+            if origin.spec.use == "product":
+                self._maker.leave(origin)
+
     def leave_head(self, *, is_embedding: bool) -> None:
         """Leave memory of the head's files to others, once it is packed.
 
@@ -135,34 +146,31 @@ def open_weights(
     checkpoint: Checkpoint,
     part: Part,
     *,
-    dtype: torch.dtype,
+    holding: Holding,
     device: torch.device,
     seed: int,
-    keeps_bfloat16: bool = False,
     on_progress: OnProgress = lambda done, total: None,
 ) -> LayerSource:
     """Return where one stage's weights come from; none is read yet.
 
     Args:
-        dtype: of the arithmetic.
-        keeps_bfloat16: as `held_format` takes it; random weights are not stored.
+        holding: says in which format each is held.
         seed: for random weights. They do not depend on how the model is split.
         on_progress: called with (bytes read, bytes in all) after each weight.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, of another shape, or a file is broken.
     """
-    held = partial(held_format, dtype=dtype, keeps_bfloat16=keeps_bfloat16)
     if checkpoint.folder is not None:
         files = open_files(checkpoint, checkpoint.folder)
         origins = find_stored(checkpoint, files)
-        reader = Reader(files, device, held)
-        return LayerSource(checkpoint, part, origins, reader, dtype, on_progress)
+        reader = Reader(files, device, holding)
+        return LayerSource(checkpoint, part, origins, reader, holding.dtype, on_progress)
     origins = drawn_origins(checkpoint.model, is_tied=checkpoint.config.tie_word_embeddings)
     spread = float(getattr(checkpoint.config, "initializer_range", 0.02))
     norm = checkpoint.model.final_norm
-    drawer = Drawer(seed, spread, 1.0 - (norm.offset if norm else 0.0), device, held)
-    return LayerSource(checkpoint, part, origins, drawer, dtype, lambda done, total: None)
+    drawer = Drawer(seed, spread, 1.0 - (norm.offset if norm else 0.0), device, holding)
+    return LayerSource(checkpoint, part, origins, drawer, holding.dtype, lambda done, total: None)
 
 
 @dataclass(slots=True, frozen=True)
@@ -171,13 +179,10 @@ class Reader:
 
     files: TensorFiles
     device: torch.device
-    held: Callable[..., Format]  # `held_format`, of a spec and what is stored
+    holding: Holding
 
     def format_of(self, origin: Origin) -> Format:
-        types = self.files.types
-        stored = {each.format or types[name] for each in origin.pieces for name in each.stored}
-        formats = [Dense(DTYPES[each]) if isinstance(each, str) else each for each in stored]
-        return self.held(origin.spec, formats)
+        return self.holding.of(origin.spec, stored_parts(origin, self.files.types))
 
     def make(self, name: str, origin: Origin, attention: Attention | None) -> Tensors:
         held, in_place, layout = self.format_of(origin), self._in_place(origin), origin.layout
@@ -189,18 +194,23 @@ class Reader:
         if layout.change is not None:
             assert attention is not None, "only a layer's tensors are laid out otherwise"
             tensors = tuple(layout.change(tensor, attention) for tensor in tensors)
+        if layout.order is not None:
+            assert attention is not None, "only a layer's tensors have another order"
+            tensors = _ordered(tensors, layout.order(attention), held)
+        if layout.added:
+            tensors = (tensors[0] + layout.added,)
         if isinstance(held, Dense):
             tensors = (tensors[0].to(self.device, held.dtype),)  # itself, where it is so
-        tensors = tuple(tensor.contiguous() for tensor in tensors)
+        tensors = tuple(tensor.to(self.device).contiguous() for tensor in tensors)
         if in_place is not None and tensors[0].data_ptr() != start:
             self.files.drop(in_place)
         return tensors
 
     def waiting(self, origin: Origin) -> Iterator[Waiting]:
         name, is_here = self._in_place(origin), self.device.type == "cpu"
+        held, stored = self.format_of(origin), stored_parts(origin, self.files.types)
         stays = (  # as it is stored, where it lies
-            (name is not None and is_here and origin.layout == AS_STORED)
-            and self.format_of(origin) == Dense(DTYPES[self.files.types[name]])
+            (name is not None and is_here and origin.layout == AS_STORED) and held == stored[0][0]
         )
         for piece in origin.pieces:
             for each in piece.stored:
@@ -213,18 +223,22 @@ class Reader:
 
     def _in_place(self, origin: Origin) -> str | None:
         """Return the stored tensor that can be used where it lies; None: it is copied first."""
-        (name, *_), form = origin.pieces[0].stored, origin.pieces[0].format
-        is_one = origin.is_one_piece and form is None and self.files.is_in_place(name)
-        return name if is_one else None
+        (name, *others), form = origin.pieces[0].stored, origin.pieces[0].format
+        held = self.format_of(origin)
+        is_so = isinstance(held, Dense) if form is None else form == held
+        is_one = is_so and not others and origin.is_one_piece
+        return name if is_one and self.files.is_in_place(name) else None
 
     def _join(self, origin: Origin, held: Format) -> Tensors:
-        """Copy what is stored of a tensor; dequantize what is not held so."""
+        """Copy what is stored of a tensor; dequantize or quantize what is not held so."""
         wholes, layout = held.empty(origin.spec.shape, self.device), origin.layout
         for piece in origin.pieces:
-            parts = [whole if piece.item is None else whole[piece.item] for whole in wholes]
+            form, targets, start = _part_at(piece.first, held, wholes)
+            parts = [whole if piece.item is None else whole[piece.item] for whole in targets]
             if not origin.is_one_piece:
-                parts = [part[piece.first : piece.last] for part in parts]
-            if piece.format is None and not (layout.is_transposed or layout.is_row):
+                parts = [part[piece.first - start : piece.last - start] for part in parts]
+            is_plain = piece.format is None and isinstance(form, Dense)
+            if is_plain and not (layout.is_transposed or layout.is_row or piece.is_turned):
                 self.files.copy(next(iter(piece.stored)), parts[0])
                 continue
             values = tuple(map(self.files.read, piece.stored))
@@ -232,13 +246,37 @@ class Reader:
                 values = (layout.turned(values[0]),)
             else:
                 values = piece.format.read(values, is_transposed=layout.is_transposed)
-                if isinstance(held, Dense):
-                    values = (piece.format.dequantize(values, held.dtype),)
-            for part, value in zip(parts, values, strict=True):
-                part.copy_(value)
+                if isinstance(form, Dense):
+                    values = (piece.format.dequantize(values, form.dtype),)
+            if piece.is_turned:
+                assert isinstance(form, Dense), "blocks cannot be turned"
+                values = (values[0].mT,)
+            if piece.format is None and isinstance(form, Blocks):
+                form.quantize(values[0], parts[0])
+            else:
+                for part, value in zip(parts, values, strict=True):
+                    part.copy_(value)
             for name in piece.stored:
                 self.files.drop(name)
         return wholes
+
+
+def _part_at(row: int, held: Format, tensors: Tensors) -> tuple[Format, Tensors, int]:
+    """Return the part of a weight that holds a row: its format, its tensors, its first row."""
+    if not isinstance(held, Joined):
+        return held, tensors, 0
+    starts = held.starts()
+    number = bisect_right(starts, row) - 1
+    return held.parts[number][0], (tensors[number],), starts[number]
+
+
+def _ordered(tensors: Tensors, order: torch.Tensor, held: Format) -> Tensors:
+    """Return tensors with their rows in another order, which keeps those of a part together."""
+    if not isinstance(held, Joined):
+        return tuple(tensor[order] for tensor in tensors)
+    starts = held.starts()
+    places = zip(tensors, starts, starts[1:], strict=False)
+    return tuple(tensor[order[first:end] - first] for tensor, first, end in places)
 
 
 @dataclass(slots=True, frozen=True)
@@ -254,21 +292,24 @@ class Drawer:
     spread: float
     of_norms: float
     device: torch.device
-    held: Callable[..., Format]
+    holding: Holding
 
     def format_of(self, origin: Origin) -> Format:
-        return self.held(origin.spec, ())
+        return self.holding.of(origin.spec, ())
 
     def make(self, name: str, origin: Origin, attention: Attention | None) -> Tensors:
         """Draw one. Norms multiply by 1, biases are 0, the rest is normal."""
-        (tensor,) = self.format_of(origin).empty(origin.spec.shape, self.device)
+        held = self.format_of(origin)
+        floats = held if isinstance(held, Dense) else Dense(self.holding.dtype)
+        (tensor,) = floats.empty(origin.spec.shape, self.device)
         if origin.spec.use in ("bias", "norm_bias", "choice"):
             return (tensor.zero_(),)
         if origin.spec.use == "norm":
             return (tensor.fill_(self.of_norms),)
         key = f"{self.seed} {name}"
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(key.encode()))
-        return (tensor.normal_(0, self.spread, generator=generator),)
+        tensor.normal_(0, self.spread, generator=generator)
+        return (held.quantize(tensor) if isinstance(held, Blocks) else tensor,)
 
     def waiting(self, origin: Origin) -> Iterator[Waiting]:
         return iter(())

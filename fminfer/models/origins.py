@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from fminfer.compute.spec import Layer, Mlp, Model, Moe
@@ -15,6 +15,7 @@ from fminfer.compute.weights import Shape, TensorSpec
 from fminfer.core.errors import CheckpointError
 from fminfer.models.families.tensor_names import AS_STORED, Architecture, Layout, Source, source_of
 from fminfer.models.formats import FORMATS, StoredFormat
+from fminfer.models.stored.gguf_types import BLOCKS
 from fminfer.models.stored.stored_tensors import FLOATS
 from fminfer.models.tensor_specs import TensorSpecs, entry_specs, exit_specs, layer_specs
 
@@ -38,6 +39,7 @@ class Piece:
     item: int | None
     first: int  # row
     last: int
+    is_turned: bool = False  # its floats are (inputs, outputs)
 
 
 @dataclass(slots=True, frozen=True)
@@ -65,6 +67,12 @@ class ModelOrigins:
     layers: tuple[Origins, ...]
     exit: Origins  # without the head's weight where the embedding is the head
     has_own_head: bool
+
+    def by_name(self) -> Origins:
+        """Return all of them; names of a layer's tensors begin with its number."""
+        layers = enumerate(self.layers)
+        inner = {f"{number}.{name}": o for number, own in layers for name, o in own.items()}
+        return self.entry | inner | self.exit
 
 
 def is_left_out(name: str, others: str) -> bool:
@@ -135,6 +143,8 @@ class _Search:
     ) -> None:
         self._architecture = architecture
         self._stored, self._types = stored, types
+        known = {*types.values()}
+        self._forms = [form for form in FORMATS if not types or known.intersection(form.types)]
         self._name = name
         self._prefixes = tuple(dict.fromkeys((*PREFIXES, architecture.base)))
         self._by_core = {self._core(each): each for each in stored}
@@ -160,6 +170,11 @@ class _Search:
         for tensor, dtype in self._types.items():
             is_read = dtype in FLOATS or self._used.get(tensor) is not None
             if not is_read and not is_left_out(tensor, left_out):
+                if dtype in BLOCKS:
+                    raise CheckpointError(
+                        f"{self._name} stores {tensor!r} as {dtype}, which does not run. These do: "
+                        f"{', '.join(_runnable())}; take a file of the same model with these alone"
+                    )
                 why = "weights have one of " + ", ".join(FLOATS)
                 if dtype not in ("I64", "BOOL", "C64"):
                     why = "quantized weights do not run yet"
@@ -215,6 +230,10 @@ class _Search:
     def _pieces(
         self, source: Source, form: str, shape: Shape, module: str, layer: Layer | None
     ) -> Iterator[Piece]:
+        if module == "kv_up" and len(source.names) == 2:
+            assert layer is not None, "a latent is of a layer"
+            yield from self._pieces_by_head(source, form, layer)
+            return
         is_stacked = "*" in source.names[0]
         of_item = shape[1:] if is_stacked else shape
         sizes = _part_sizes(module, layer, len(source.names), of_item[0])
@@ -226,6 +245,17 @@ class _Search:
                 yield self._piece(names, part, source.layout, item, first)
                 first += size
 
+    def _pieces_by_head(self, source: Source, form: str, layer: Layer) -> Iterator[Piece]:
+        """Give each head's rows for its keys, which are stored turned, and for its values."""
+        latent, first = layer.attention.latent, 0
+        assert latent is not None, "there is a kv_up"
+        sizes = zip(source.names, (latent.key_dim, latent.value_dim), (True, False), strict=True)
+        for head, (name, size, is_turned) in product(range(layer.attention.heads), [*sizes]):
+            shape = (latent.rank, size) if is_turned else (size, latent.rank)
+            piece = self._piece([form.format(name.replace("*", str(head)))], shape, source.layout)
+            yield replace(piece, first=first, last=first + size, is_turned=is_turned)
+            first += size
+
     def _piece(
         self,
         names: Sequence[str],
@@ -236,8 +266,10 @@ class _Search:
     ) -> Piece:
         """Return a matrix or vector under the first of its names that is stored, in any format."""
         place = item, first, first + sum(shape[:1])
-        for form, name in product(FORMATS, names if len(shape) > 1 else ()):
+        for form, name in product(self._forms, names if len(shape) > 1 else ()):
             parts = form.stored(name, shape, is_transposed=layout.is_transposed)
+            if not self._types and [*parts] == [name]:
+                continue  # without types, what has a plain name is plain
             found = {self._resolve(part): each for part, (_, each) in parts.items()}
             types = zip(found, parts.values(), strict=True)
             if all(n in self._stored and self._types.get(n, t) == t for n, (t, _) in types):
@@ -274,6 +306,12 @@ class _Search:
                     f"tensor {name!r} has shape {found}, and config.json asks for {shape}"
                     + "; it seems to be transposed" * (found == shape[::-1])
                 )
+
+
+def _runnable() -> list[str]:
+    """Return the types of GGUF that run."""
+    found = (each for form in FORMATS for each in form.types if each in BLOCKS)
+    return [*dict.fromkeys((*found, *FLOATS))]
 
 
 def _part_sizes(module: str, layer: Layer | None, num: int, rows: int) -> tuple[int, ...]:

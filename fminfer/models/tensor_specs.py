@@ -49,6 +49,16 @@ def part_specs(model: Model, part: Part) -> TensorSpecs:
     return specs | (exit_specs(model) if part.is_last else {})
 
 
+def model_specs(model: Model) -> TensorSpecs:
+    """Return all tensors of a model; names of a layer's tensors begin with its number."""
+    return part_specs(model, whole_model(model))
+
+
+def whole_model(model: Model) -> Part:
+    """Return all layers of a model as one part."""
+    return Part(0, 1, 0, len(model.layers))
+
+
 def head_cost(model: Model) -> float:
     """Return the cost of the head on the last stage, in units of a layer."""
     sizes = [_size(layer_specs(layer, model.hidden_size)) for layer in model.layers]

@@ -105,9 +105,11 @@ class Transformer:
         self.dtype = source.dtype  # of hidden states
         self.layers: list[LayerOf] = []
         for each in source.layers():
-            how = model.layers[first + len(self.layers)]
-            layer = LayerOf(how, each, bodies)
+            number = first + len(self.layers)
+            layer = LayerOf(model.layers[number], each, bodies)
             self.layers.append(layer if join is None else join(layer, each))
+            if layer.is_packed:
+                source.leave_products(number)
             del each, layer  # before the next layer's are read
         self.is_first = first == 0
         self.own = model.layers[first : first + len(self.layers)]

@@ -8,11 +8,10 @@ from pathlib import Path
 from fminfer.compute.weights import Dense, Format
 from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.formats import FORMATS
-from fminfer.models.origins import ModelOrigins, find_origins
-from fminfer.models.stored.stored_tensors import FLOATS
+from fminfer.models.origins import ModelOrigins, Origin, find_origins
 from fminfer.models.stored.tensor_table import DTYPES, TensorFiles
 from fminfer.models.stored.weight_folder import indexed_names, weight_files
+from fminfer.models.tensor_specs import model_specs
 
 
 def check_tensors(checkpoint: Checkpoint, *, has_weights: bool = True) -> None:
@@ -32,23 +31,39 @@ def check_tensors(checkpoint: Checkpoint, *, has_weights: bool = True) -> None:
         _find_origins(checkpoint, dict.fromkeys(names))
 
 
-def stored_formats(checkpoint: Checkpoint) -> tuple[Format, ...]:
-    """Return the format of most weights by their files' headers, or the config's without files.
+def stored_formats(checkpoint: Checkpoint) -> dict[str, list[tuple[Format, int]]]:
+    """Return in which formats each matrix is stored, as `Holding.of` takes them.
 
-    A config may lack it, or name another one. None: random weights, a format that does not run
-    here, or a broken file, which loading will name.
+    Names are those of `part_specs`. Files say it by their headers; the config does where there are
+    none. Nothing: random weights, or files that are broken, which loading will name.
     """
-    folder = checkpoint.folder
+    folder, model = checkpoint.folder, checkpoint.model
+    if folder is None:
+        return {}
     try:
-        if folder is None or not weight_files(folder):
-            own = None if folder is None else checkpoint.config.dtype
-            return () if own is None else (Dense(own),)
-        found = open_files(checkpoint, folder).main_type()
+        if weight_files(folder):
+            files = open_files(checkpoint, folder)
+            origins = find_stored(checkpoint, files).by_name()
+            origins.setdefault("head.weight", origins["embed.weight"])  # one that is tied
+            return {name: stored_parts(each, files.types) for name, each in origins.items()}
     except CheckpointError:
-        return ()
-    if found in FLOATS:
-        return (Dense(DTYPES[found]),)
-    return tuple(each for each in FORMATS if found in each.types)[:1]
+        return {}
+    own = checkpoint.config.dtype
+    specs = model_specs(model) if own else {}
+    return {name: [(Dense(own), each.shape[0])] for name, each in specs.items()}
+
+
+def stored_parts(origin: Origin, types: Mapping[str, str]) -> list[tuple[Format, int]]:
+    """Return in which formats a tensor is stored, as `Holding.of` takes them.
+
+    Args:
+        types: of the stored tensors.
+    """
+    return [
+        (piece.format or Dense(DTYPES[types[name]]), piece.last - piece.first)
+        for piece in origin.pieces
+        for name in [*piece.stored][:1]
+    ]
 
 
 def open_files(checkpoint: Checkpoint, folder: Path) -> TensorFiles:

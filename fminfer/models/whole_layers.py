@@ -22,7 +22,7 @@ from fminfer.compute.attention.kernel_attention import (
 )
 from fminfer.compute.attention.kv_cache import KvCache, StepAttention
 from fminfer.compute.layers.bodies import GATES, PLAIN
-from fminfer.compute.linear.product_kernel import TYPES, PackedProduct
+from fminfer.compute.linear.product_kernel import PackedProduct
 from fminfer.compute.registry import Registry
 from fminfer.compute.step import Rows
 from fminfer.compute.trial import Candidate, Limits, Pair, Trial
@@ -51,8 +51,8 @@ class LinearStruct(ctypes.Structure):
     """A PackedProduct."""
 
     _fields_ = (
-        *[(name, ctypes.c_void_p) for name in ("weight", "bias")],
-        *[(name, ctypes.c_int64) for name in ("inputs", "outputs", "weight_type")],
+        *[(name, ctypes.c_void_p) for name in ("parts", "bias")],
+        *[(name, ctypes.c_int64) for name in ("num_parts", "inputs", "outputs")],
     )
 
 
@@ -130,10 +130,8 @@ def _norm(how: spec.Norm | None, tensors: Tensors, name: str, dtype: torch.dtype
 def _linear(product: object) -> LinearStruct:
     assert isinstance(product, PackedProduct), "a product of ours"
     bias = None if product.bias is None else product.bias.data_ptr()
-    packed = product.packed
-    return LinearStruct(
-        packed.data_ptr(), bias, product.inputs, product.outputs, TYPES[packed.dtype]
-    )
+    parts = ctypes.addressof(product.calls)  # the layer keeps its products
+    return LinearStruct(parts, bias, len(product.calls), product.inputs, product.outputs)
 
 
 # Of the largest number that the parts give.

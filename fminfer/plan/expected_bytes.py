@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 
-from fminfer.compute.linear.product_kernel import head_takes
+from fminfer.compute.linear.product_kernel import head_takes, kernel_takes
 from fminfer.compute.spec import Layer, Mlp, Moe
-from fminfer.compute.weights import Dense
+from fminfer.compute.weights import Dense, TensorSpec
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.decode_graphs import can_capture, graph_sizes, input_bytes
@@ -44,26 +44,25 @@ def expect_bytes(plan: RunPlan, part: Part) -> ExpectedBytes:
     specs = part_specs(checkpoint.model, part)
     if checkpoint.config.tie_word_embeddings and part.is_first:
         specs.pop("head.weight", None)  # the embedding is the head
-    formats = {name: plan.formats[spec.use] for name, spec in specs.items()}
+    formats = {name: plan.held[name] for name in specs}
     sizes = {name: formats[name].num_bytes(spec.shape) for name, spec in specs.items()}
     packed: TensorSpecs = {}
     if plan.packed_by:
-        dense = {n: s for n, s in specs.items() if isinstance(formats[n], Dense)}
-        packed = {name: spec for name, spec in dense.items() if spec.use == "product"}
+        packed = {name: spec for name, spec in specs.items() if _is_packed(plan, name, spec)}
     # Joined tensors are copies, which packing replaces; what they were joined of leaves memory.
     # Of files in this very format the system keeps what was read, for it is mapped and not copied.
-    as_stored = (name for name in specs if on_cpu and formats[name] in plan.stored)
+    as_stored = (n for n in specs if on_cpu and formats[n] == plan.stored.get(n))
     whole = {name for name in as_stored if _is_whole(checkpoint.architecture, name)}
     head = "head.weight" if "head.weight" in specs else "embed.weight"
     if part.is_last and plan.has_kernels and head_takes(formats[head]):
         packed[head] = specs[head]
-        whole.discard(head)  # a packed head leaves its file
+    whole -= packed.keys()  # what is packed leaves its file
     mapped = sum(sizes[name] for name in whole)
-    copied = {name for name in whole if name in packed or specs[name].use == "moved"}
+    copied = {name for name in whole if specs[name].use == "moved"}
     weights = sum(sizes.values()) + sum(sizes[name] for name in copied)
     held = weights - mapped
     kind = plan.formats["product"]
-    weights += len(packed) * HOLE_BYTES.get(kind.name, 0)
+    weights += len(packed) * HOLE_BYTES.get(kind.name, HOLE_BYTES["bfloat16"])
     if plan.packed_by == "torch":
         num_products = sum(spec.shape[0] for spec in packed.values() if len(spec.shape) == 3)
         weights += num_products * EXPERT_HOLE_BYTES.get(kind.name, 0)
@@ -78,6 +77,13 @@ def expect_bytes(plan: RunPlan, part: Part) -> ExpectedBytes:
         work=_step_bytes(plan, part),
         kv_token=part.num_layers * math.prod(cache_shape) * plan.kv_dtype.itemsize,
     )
+
+
+def _is_packed(plan: RunPlan, name: str, spec: TensorSpec) -> bool:
+    """Tell whether a product has a packed form, which takes its place."""
+    held = plan.held[name]
+    is_plain = isinstance(held, Dense)
+    return spec.use == "product" and (is_plain or kernel_takes(held, plan.dtype))
 
 
 def _table_bytes(checkpoint: Checkpoint, part: Part) -> int:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Literal
 
 import torch
 
 from fminfer.compute.linear.product_kernel import kernel_takes
-from fminfer.compute.weights import USES, Dense, Format, TensorSpec
-from fminfer.core.config import DType, EngineConfig
+from fminfer.compute.quantized.block_format import join
+from fminfer.compute.weights import USES, Dense, Format, Use
+from fminfer.core.config import BITS, EngineConfig, ModelDType
 from fminfer.core.partition import Part, split_layers
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.formats import held_format
-from fminfer.models.tensor_specs import head_cost
+from fminfer.models.formats import Holding
+from fminfer.models.tensor_specs import TensorSpecs, head_cost, model_specs
 from fminfer.models.weight_headers import stored_formats
 from fminfer.plan.expected_bytes import expect_bytes
 from fminfer.plan.machine_facts import Machine, choose_device, find_machine
@@ -31,11 +33,13 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
     device = choose_device(config, machine, machine.rank)
     on_cpu, own = device.type == "cpu", checkpoint.config.dtype
     dtype = choose_dtype(config.dtype, own, device.type, machine.is_fast_in_bfloat16)
-    stored, is_asked = stored_formats(checkpoint), config.kernels != "off"
+    is_asked = config.kernels != "off"
     has_kernels = on_cpu and machine.has_library and is_asked
-    keeps_bfloat16 = has_kernels and dtype == torch.float32
-    held = partial(held_format, stored=stored, dtype=dtype, keeps_bfloat16=keeps_bfloat16)
-    formats = {use: held(TensorSpec((), use)) for use in USES}
+    holding = Holding(dtype, has_kernels and dtype == torch.float32, config.quantized_to)
+    stored = stored_formats(checkpoint)
+    specs = model_specs(checkpoint.model)
+    held = {name: holding.of(spec, stored.get(name, ())) for name, spec in specs.items()}
+    formats = {use: _of_most(specs, held, use) or Dense(dtype) for use in USES}
     plan = RunPlan(
         config,
         checkpoint,
@@ -43,8 +47,9 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
         device=device,
         dtype=dtype,
         kv_dtype=dtype if config.kv_dtype == "auto" else _dtype_of(config.kv_dtype),
-        stored=stored,
-        keeps_bfloat16=keeps_bfloat16,
+        holding=holding,
+        stored={name: join(parts) for name, parts in stored.items() if parts},
+        held=held,
         formats=formats,
         has_kernels=has_kernels,
         packed_by=choose_packer(machine, dtype, formats["product"], has_kernels=has_kernels),
@@ -64,6 +69,15 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
     return replace(plan, shortage=shortage, num_kv_tokens=num_kv_tokens, why_reread=slowness)
 
 
+def _of_most(specs: TensorSpecs, held: Mapping[str, Format], use: Use) -> Format | None:
+    """Return the format of most numbers of a use; None: there are none."""
+    sizes: Counter[Format] = Counter()
+    for name, spec in specs.items():
+        if spec.use == use:
+            sizes[held[name]] += spec.size
+    return max(sizes, key=sizes.__getitem__, default=None)
+
+
 def plan_ahead(
     config: EngineConfig, checkpoint: Checkpoint, num_stages: int = 1, num_pipelines: int = 1
 ) -> RunPlan:
@@ -77,7 +91,7 @@ def plan_ahead(
 
 
 def choose_dtype(
-    name: DType, own: torch.dtype | None, device_type: str, is_fast_in_bfloat16: bool
+    name: ModelDType, own: torch.dtype | None, device_type: str, is_fast_in_bfloat16: bool
 ) -> torch.dtype:
     """Return the dtype of the arithmetic, of a name.
 
@@ -85,7 +99,7 @@ def choose_dtype(
     on a CPU without bfloat16 units, on which 16-bit types are both slower and coarser. GPUs are as
     fast in float16, so that a checkpoint of float16 stays as it is.
     """
-    if name != "auto":
+    if name not in ("auto", *BITS):
         return _dtype_of(name)
     if device_type == "cuda" and own == torch.float16:
         return torch.float16

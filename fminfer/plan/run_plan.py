@@ -17,6 +17,7 @@ from fminfer.core.partition import Part
 from fminfer.core.version import __version__
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import fingerprint_of
+from fminfer.models.formats import Holding
 from fminfer.plan.machine_facts import Machine
 
 
@@ -61,9 +62,10 @@ class RunPlan:
     device: torch.device  # of this process
     dtype: torch.dtype  # of the arithmetic
     kv_dtype: torch.dtype  # of the KV cache
-    stored: tuple[Format, ...]  # the format of most weights in files; none: there are no files
-    keeps_bfloat16: bool  # what is stored so and multiplied or looked up stays so
-    formats: Mapping[Use, Format]  # in which tensors are held, by what they are for
+    holding: Holding  # what decides in which format a tensor is held
+    stored: Mapping[str, Format]  # of each tensor in files, by name; none: there are no files
+    held: Mapping[str, Format]  # of each tensor in memory
+    formats: Mapping[Use, Format]  # the same of most, by what they are for
     has_kernels: bool  # the CPU's are there, and may be used
     packed_by: Literal["kernels", "torch", ""]  # who packs the weights of products
     ranks: tuple[RankPlan, ...] = ()  # of one pipeline
@@ -123,6 +125,7 @@ class RunPlan:
             "fminfer's version": __version__,
             "the model's config": hashlib.sha256(text.encode()).hexdigest()[:12],
             "the dtype": name_of(self.dtype),
+            "--quantize": self.config.quantized_to,
             "the KV cache's dtype": name_of(self.kv_dtype),
             "the layers of each rank": [rank.part.num_layers for rank in self.ranks],
         } | {

@@ -161,6 +161,7 @@ class _EngineMetrics:
         }.items():
             if value is not None:
                 yield self._add_value(GaugeMetricFamily(name, GAUGES[name], labels=LABELS), value)
+        yield self._weights()
         for name, value in {
             "vllm:prompt_tokens": num_prompt_tokens,
             "vllm:generation_tokens": stats.num_generated_tokens,
@@ -173,6 +174,14 @@ class _EngineMetrics:
             "fminfer:result_cache_hits": num_found,
         }.items():
             yield self._add_value(CounterMetricFamily(name, COUNTERS[name], labels=LABELS), value)
+
+    def _weights(self) -> GaugeMetricFamily:
+        """Return what the weights take, with the format that most of them have."""
+        name, facts = "fminfer:weight_bytes", self._engine.facts
+        family = GaugeMetricFamily(name, GAUGES[name], labels=[*LABELS, "format", "dtype"])
+        values = [self._model_name, facts.weight_dtype, facts.dtype]
+        family.add_metric(values, facts.weight_bytes)
+        return family
 
     def _add_value(self, family: Family, value: float) -> Family:
         family.add_metric([self._model_name], value)
@@ -198,6 +207,7 @@ GAUGES = {
     "vllm:kv_cache_usage_perc": "Part of the KV cache that running sequences hold, from 0 to 1.",
     "fminfer:kv_cache_tokens": "Tokens that the KV cache can hold.",
     "fminfer:peak_memory_bytes": "Most memory that this process has had.",
+    "fminfer:weight_bytes": "Weights in memory. format: of most of them; dtype: of the arithmetic.",
     "fminfer:gpu_peak_memory_bytes": "Most memory of this process's GPU so far.",
     "fminfer:gpu_foreseen_memory_bytes": "Memory of this process's GPU that was forecast.",
 }

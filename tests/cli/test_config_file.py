@@ -182,7 +182,7 @@ def test_a_variable_goes_before_what_it_contradicts_in_the_file(
         ("max-rows = [1]", "max-rows in fminfer.toml is a list; give one value"),
         ("max-rows = 2020-01-01", "max-rows in fminfer.toml is of type date"),
         ("strict = 'maybe'", "strict in fminfer.toml is 'maybe'; give true or false"),
-        ("dtype = 'int8'", r"dtype in fminfer.toml: 'int8': weights of 8 bits are not there"),
+        ("dtype = 'int3'", r"dtype in fminfer.toml: 'int3' is not one of"),
         ("max-rows = 1\nmax_rows = 1", "max-rows and max_rows in fminfer.toml are one flag"),
         ("model = 'a'\nmodel-name = 'b'", "contradict each other; give one of them"),
         ("fp16 = true\ndtype = 'float32'", "fp16 in fminfer.toml and dtype in .* contradict"),

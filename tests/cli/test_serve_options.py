@@ -131,7 +131,8 @@ def test_flags_of_files_are_not_there() -> None:
         ("--allow-host *", "give a name, or name:port, such as"),
         ("--max-rows 0", "max_rows is 0; it must be at least 1"),
         ("--rank 0", "--world-size"),
-        ("--dtype int8", "weights of 8 bits are not there yet; give float16"),
+        ("--dtype int3", "'int3' is not one of"),
+        ("--dtype int8 --quantize int4", "--dtype int8 and --quantize int4 contradict"),
     ],
 )
 def test_wrong_values_are_refused(flags: str, says: str, started: list[Any]) -> None:

@@ -214,7 +214,7 @@ def test_packed_experts_take_what_the_plain_ones_took() -> None:
     how = Moe(6, 2, Mlp("silu", 128))
     up, down = draw(how, 256, HALVES)
     mix: Any = make(FLOATS).make(how, up, down)
-    assert mix.up.nbytes == up.nbytes and mix.down.nbytes == down.nbytes
+    assert mix.up.packed.nbytes == up.nbytes and mix.down.packed.nbytes == down.nbytes
 
 
 @pytest.mark.usefixtures("own_products")

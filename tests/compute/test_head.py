@@ -54,8 +54,9 @@ def make_head(
     library = None if kernel is None else built_library()
     registry = Registry("auto", library, of_rows or layer.weight.dtype, torch.device("cpu"))
     bias = None if layer.bias is None else layer.bias.detach()
-    head = Head(dense(layer.weight.detach(), "head"), bias, registry)
-    assert (head.packed is not None) == (kernel is not None and kernel.can_pack(layer.weight))
+    weight = dense(layer.weight.detach(), "head")
+    head = Head(weight, bias, registry)
+    assert (head.packed is not None) == (kernel is not None and kernel.can_pack(weight))
     return head
 
 
@@ -97,9 +98,10 @@ def test_nothing_beside_the_operands_is_read(
     for rows, inputs, outputs in SHAPES:
         layer = make_layer(inputs, outputs, of_weight, has_bias=True)
         x = torch.randn(rows, inputs).to(of_rows)
-        operands = [between_nan(each) for each in (x, layer.weight, layer.bias.float())]
-        if kernel.can_pack(layer.weight):  # of whole units
-            assert_exact(kernel.pack(*operands[1:]).unrounded(operands[0]), x, layer)
+        weight = dense(between_nan(layer.weight), "head")
+        if kernel.can_pack(weight):  # of whole units
+            product = kernel.pack(weight, between_nan(layer.bias.float()))
+            assert_exact(product.unrounded(between_nan(x)), x, layer)
 
 
 def between_nan(tensor: torch.Tensor) -> torch.Tensor:
@@ -113,8 +115,9 @@ def test_a_bfloat16_weight_gives_what_it_gives_widened(kernel: ProductKernel) ->
     """To the last bit: how a weight is stored must not show in an answer."""
     for rows, inputs, outputs in SHAPES:
         weight, x = torch.randn(outputs, inputs).bfloat16(), torch.randn(rows, inputs)
-        if kernel.can_pack(weight):  # of whole units
-            kept, widened = kernel.pack(weight, None), kernel.pack(weight.float(), None)
+        both = dense(weight, "head"), dense(weight.float(), "head")
+        if kernel.can_pack(both[0]):  # of whole units
+            kept, widened = (kernel.pack(each, None) for each in both)
             assert torch.equal(kept.unrounded(x), widened.unrounded(x))
 
 

@@ -19,6 +19,7 @@ from fminfer.compute.registry import Registry
 from fminfer.compute.spec import Mlp, Moe
 from fminfer.compute.weights import Weight, dense
 from fminfer.models.checkpoint import open_checkpoint
+from fminfer.models.formats import Holding
 from fminfer.models.layer import MoeOf
 from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_source import open_weights
@@ -87,7 +88,7 @@ def logprobs_in_bfloat16(
     folder: Path, kernels: PartKernels | None, rows: list[list[int]]
 ) -> torch.Tensor:
     checkpoint, dtype = open_checkpoint(str(folder)), torch.bfloat16
-    tensors = open_weights(checkpoint, one_stage()[0], dtype=dtype, device=CPU, seed=0)
+    tensors = open_weights(checkpoint, one_stage()[0], holding=Holding(dtype), device=CPU, seed=0)
     network = Transformer(checkpoint.model, tensors, first=0, bodies=bodies_of(kernels, dtype))
     dense = Dense(checkpoint.model, [len(row) for row in rows])
 

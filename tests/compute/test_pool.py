@@ -26,6 +26,7 @@ wait_briefly()
 import torch
 from fminfer.compute.registry import find_library
 from fminfer.compute.linear.product_kernel import ProductKernel
+from fminfer.compute.weights import dense
 
 def tasks():
     return set(os.listdir("/proc/self/task"))
@@ -37,7 +38,7 @@ def sleeps(task):
 torch.set_num_threads(5)
 kernel = ProductKernel(find_library("auto", torch.device("cpu")))
 others = tasks()
-product, x = kernel.pack(torch.randn(1600, 64), None), torch.randn(8, 64)
+product, x = kernel.pack(dense(torch.randn(1600, 64), "product"), None), torch.randn(8, 64)
 
 def multiply(times):
     for _ in range(times):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.linear import product_kernel
 from fminfer.compute.linear.packed_linear import library_products, onednn_packs_bfloat16
-from fminfer.compute.linear.product_kernel import ProductKernel, kernel_takes
+from fminfer.compute.linear.product_kernel import PackedProduct, ProductKernel, kernel_takes
 from fminfer.compute.registry import Registry
-from fminfer.compute.weights import Dense, dense
+from fminfer.compute.weights import Dense, Weight, dense
 from tests.conftest import built_library
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
@@ -50,6 +49,14 @@ def random_layer(
     return torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
 
 
+def pack(kernel: ProductKernel, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedProduct:
+    return kernel.pack(dense(weight, "product"), bias)
+
+
+def can_pack(*shape: int, dtype: torch.dtype = HALVES) -> bool:
+    return ProductKernel.can_pack(dense(torch.empty(shape, dtype=dtype), "product"))
+
+
 @of_all_ways
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -66,7 +73,7 @@ def test_products_are_rounded_once(
 ) -> None:
     set_threads(num_threads)
     weight, bias = random_layer(outputs, inputs, of_weight)
-    product = kernel.pack(weight, bias if has_bias else None)
+    product = pack(kernel, weight, bias if has_bias else None)
     for rows in [*range(1, 40), 300, 600]:  # and more than are widened at once
         x = torch.randn(rows, inputs).to(of_rows)
         exact = x.double() @ weight.double().t() + (bias.double() if has_bias else 0)
@@ -90,7 +97,7 @@ def test_a_row_is_the_same_beside_any_others(
 ) -> None:
     """For whatever rows, threads and pieces of a long weight: sums are in the inputs' order."""
     weight, bias = random_layer(200, num_inputs, of_weight)
-    product = kernel.pack(weight, bias)
+    product = pack(kernel, weight, bias)
     x = torch.randn(131, num_inputs).to(of_rows)
     set_threads(1)
     alone = torch.cat([product(row) for row in x.split(1)])
@@ -103,7 +110,7 @@ def test_a_row_is_the_same_beside_any_others(
 def test_weights_of_16_bits_give_what_floats_do(kernel: ProductKernel) -> None:
     """To the last bit: they are widened, and nothing else is rounded."""
     weight, bias = random_layer(200, 770)
-    halves, floats = kernel.pack(weight, bias), kernel.pack(weight.float(), bias.float())
+    halves, floats = pack(kernel, weight, bias), pack(kernel, weight.float(), bias.float())
     for rows in (1, 6, 25, 99):
         x = torch.randn(rows, 770)
         assert torch.equal(halves(x), floats(x))
@@ -114,7 +121,7 @@ def test_rows_that_are_not_in_one_piece(
     of_weight: torch.dtype, of_rows: torch.dtype, kernel: ProductKernel
 ) -> None:
     weight, bias = random_layer(70, 64, of_weight)
-    product = kernel.pack(weight, bias)
+    product = pack(kernel, weight, bias)
     x = torch.randn(1, 4, 9, 64).to(of_rows).transpose(1, 2)[..., ::2, :]
     found = product(x)
     assert found.shape == (1, 9, 2, 70)
@@ -131,7 +138,7 @@ def test_rows_of_a_weight_are_found_in_its_packed_form(
         weight, bias = random_layer(outputs, inputs, dtype)
         ids = torch.tensor([outputs - 1, 0, outputs // 2, 0])
         for some in (ids, ids[:0]):
-            found = kernel.pack(weight, bias).rows(some)
+            found = pack(kernel, weight, bias).rows(some)
             assert found.dtype == dtype and torch.equal(found, weight[some])
 
 
@@ -140,7 +147,7 @@ def test_sums_of_16_bit_products_may_stay_float32(
     of_weight: torch.dtype, of_rows: torch.dtype, kernel: ProductKernel
 ) -> None:
     weight, bias = random_layer(150, 96, of_weight)
-    product = kernel.pack(weight, bias)
+    product = pack(kernel, weight, bias)
     for rows in (1, 7, 30, 600):
         x = torch.randn(rows, 96).to(of_rows)
         found = product.unrounded(x)
@@ -152,7 +159,7 @@ def test_sums_of_16_bit_products_may_stay_float32(
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_row_that_is_not_finite_costs_no_other(value: float, kernel: ProductKernel) -> None:
     weight, bias = random_layer(65, 64)
-    product = kernel.pack(weight, bias)
+    product = pack(kernel, weight, bias)
     x = torch.randn(8, 64).bfloat16()
     expected = product(x)
     x[3, 17] = value
@@ -163,21 +170,24 @@ def test_a_row_that_is_not_finite_costs_no_other(value: float, kernel: ProductKe
 
 
 def test_it_packs_what_it_can_multiply(kernel: ProductKernel) -> None:
-    assert kernel.can_pack(torch.empty(3, 48, dtype=HALVES))
-    assert not kernel.can_pack(torch.empty(3, 33, dtype=HALVES)), "half a unit"
-    assert kernel.can_pack(torch.empty(3, 33))
-    assert not kernel.can_pack(torch.empty(0, 4))
-    assert not kernel.can_pack(torch.empty(3, 64, dtype=torch.float16))
+    assert can_pack(3, 48)
+    assert not can_pack(3, 33), "half a unit"
+    assert can_pack(3, 33, dtype=FLOATS)
+    assert not can_pack(0, 4, dtype=FLOATS)
+    assert not can_pack(3, 64, dtype=torch.float16)
     for wrong in (torch.empty(1, 32, dtype=HALVES), torch.empty(1, 64, dtype=torch.float16)):
         with pytest.raises(AssertionError, match="rows"):
-            kernel.pack(*random_layer(3, 64))(wrong)
+            pack(kernel, *random_layer(3, 64))(wrong)
     with pytest.raises(AssertionError, match="rows"):
-        kernel.pack(*random_layer(3, 64, FLOATS))(torch.empty(1, 64, dtype=HALVES))
+        pack(kernel, *random_layer(3, 64, FLOATS))(torch.empty(1, 64, dtype=HALVES))
 
 
-def test_a_product_without_memory_is_a_memory_error(kernel: ProductKernel) -> None:
+def test_a_product_without_memory_is_a_memory_error(
+    kernel: ProductKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It ended the process: what a thread of the pool throws goes nowhere."""
-    product = replace(kernel.pack(*random_layer(3, 64)), multiply=lambda product: 1)
+    product = pack(kernel, *random_layer(3, 64))
+    monkeypatch.setattr(kernel, "multiply", lambda product: 1)
     with pytest.raises(MemoryError, match="no memory"):
         product(torch.ones(2, 64, dtype=HALVES))
 
@@ -219,11 +229,11 @@ def test_a_model_answers_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     packed = []
-    pack = ProductKernel.pack
+    own = ProductKernel.pack
 
-    def spy(self: ProductKernel, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    def spy(self: ProductKernel, weight: Weight, bias: torch.Tensor | None) -> Any:
         packed.append(weight.shape)
-        return pack(self, weight, bias)
+        return own(self, weight, bias)
 
     monkeypatch.setattr(ProductKernel, "pack", spy)
     scored = {"max_tokens": 0, "echo": True, "logprobs": 1}

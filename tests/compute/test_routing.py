@@ -11,6 +11,7 @@ import transformers
 
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_checkpoint
+from fminfer.models.formats import Holding
 from fminfer.models.layer import MoeOf
 from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_source import open_weights
@@ -27,7 +28,7 @@ def load_routers(folder: Path) -> list[MoeOf | None]:
     checkpoint = open_checkpoint(str(folder))
     part = Part(0, 1, 0, len(checkpoint.model.layers))
     where = torch.device("cpu")
-    tensors = open_weights(checkpoint, part, dtype=torch.bfloat16, device=where, seed=0)
+    tensors = open_weights(checkpoint, part, holding=Holding(torch.bfloat16), device=where, seed=0)
     bodies = Bodies(plain_registry(torch.bfloat16), checkpoint.context_length)
     layers = Transformer(checkpoint.model, tensors, first=0, bodies=bodies).layers
     return [layer.mlp if isinstance(layer.mlp, MoeOf) else None for layer in layers]

@@ -15,7 +15,7 @@ from fminfer.cli.app import main
 from fminfer.compute.attention.kernel_attention import KernelAttention
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers.layer_kernels import LayerKernels
-from fminfer.compute.linear.product_kernel import PackedProduct
+from fminfer.compute.linear.product_kernel import PackedCall, PackedProduct
 from fminfer.compute.registry import Registry
 from fminfer.compute.sampling.draw_kernel import DrawKernel, ScoreKernel
 from fminfer.compute.sampling.sampler import Ranking
@@ -119,7 +119,8 @@ def test_a_whole_layer_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = LayerOf(how, weights, Bodies(plain_registry(torch.bfloat16), 8))
     nothing: Any = None
     layer.products = {
-        k: PackedProduct(torch.empty(0), None, v[1], v[0], nothing, 16) for k, v in sizes.items()
+        k: PackedProduct(nothing, (), None, v[1], v[0], (PackedCall * 0)())
+        for k, v in sizes.items()
     }
     for off in (0.0, 1.0):
         registry = Registry("auto", built_library(), torch.bfloat16, torch.device("cpu"))

@@ -1,12 +1,7 @@
 // Mixtures of experts, with one thread and with three.
-#include "stress.h"
+#include "stress_weights.h"
 
-extern "C" {
-int64_t fminfer_panel();
-void fminfer_pack_experts(const uint32_t* weight, int64_t experts, int64_t parts, int64_t outputs,
-                          int64_t units, uint32_t* packed, int64_t num_threads);
-int fminfer_mix(const Mixture* a);
-}
+extern "C" int fminfer_mix(const Mixture* a);
 
 namespace stress {
 
@@ -19,24 +14,13 @@ double number_of(double x, int64_t kind) {  // of activations.h
 
 // The MLPs of all experts, and what they are packed as.
 struct Experts {
-    Experts(Random& random, int64_t type)
+    Experts(Random& random, int64_t hidden, int64_t size, int64_t of_up, int64_t of_down)
         : num(random.from(1, 6)),
-          hidden(2 * random.from(1, 70)),
-          size(2 * random.from(1, 70)),
+          hidden(hidden),
+          size(size),
           parts(random.from(1, 2)),
-          up(random, num * parts * size * hidden, type),
-          down(random, num * hidden * size, type),
-          packed_up(pack(up, parts, size, hidden)),
-          packed_down(pack(down, 1, hidden, size)) {}
-
-    Numbers pack(const Numbers& weight, int64_t parts, int64_t outputs, int64_t inputs) const {
-        const int64_t panel = fminfer_panel(), whole = (outputs + panel - 1) / panel * panel;
-        Numbers packed(num * parts * whole * inputs, weight.type);
-        fminfer_pack_experts(static_cast<const uint32_t*>(weight.data()), num, parts, outputs,
-                             weight.type == FLOAT32 ? inputs : inputs / 2,
-                             static_cast<uint32_t*>(packed.data()), MANY);
-        return packed;
-    }
+          up(random, of_up, num, parts, size, hidden),
+          down(random, of_down, num, 1, hidden, size) {}
 
     // One number of what an expert gives for hidden states that begin at x[from].
     double give(const Numbers& x, int64_t from, int64_t expert, int64_t output, int64_t kind) const {
@@ -46,19 +30,18 @@ struct Experts {
             for (int64_t part = 0; part < parts; part++)
                 for (int64_t h = 0; h < hidden; h++)
                     inner[part] += double(x.at(from + h)) *
-                                   up.at(((expert * parts + part) * size + s) * hidden + h);
+                                   up.at((expert * parts + part) * size + s, h);
             const double bent = number_of(inner[0], kind) * (parts == 2 ? inner[1] : 1);
-            sum += bent * down.at((expert * hidden + output) * size + s);
+            sum += bent * down.at(expert * hidden + output, s);
         }
         return sum;
     }
 
     int64_t num, hidden, size, parts;
-    Numbers up, down, packed_up, packed_down;
+    Weight up, down;
 };
 
-void mix(Random& random, int64_t weight_type, int64_t type) {
-    const Experts experts(random, weight_type);
+void mix(Random& random, const Experts& experts, int64_t type) {
     const int64_t tokens = random.from(0, 60), top_k = random.from(1, experts.num);
     const int64_t kind = random.from(0, 2), hidden = experts.hidden;
     const Numbers x(random, tokens * hidden, type);
@@ -69,10 +52,10 @@ void mix(Random& random, int64_t weight_type, int64_t type) {
     for (int64_t num_threads : {MANY, FEW}) {
         Numbers space(tokens * top_k * (hidden + experts.size), FLOAT32);
         Numbers& to = num_threads == FEW ? alone : out;
-        const Mixture a = {x.data(), experts.packed_up.data(), experts.packed_down.data(),
-                           chosen.data(), shares.data(), to.data(),
-                           static_cast<float*>(space.data()), tokens, top_k, experts.num, hidden,
-                           experts.size, experts.parts == 2, kind, type, weight_type, num_threads};
+        const Mixture a = {x.data(), experts.up.packed(), experts.down.packed(), chosen.data(),
+                           shares.data(), to.data(), static_cast<float*>(space.data()), tokens,
+                           top_k, experts.num, hidden, experts.size, experts.parts == 2, kind, type,
+                           num_threads};
         check(fminfer_mix(&a) == 0, "there is no memory for a mixture");
     }
     check(out == alone, "threads change a mixture");
@@ -95,9 +78,17 @@ void mix(Random& random, int64_t weight_type, int64_t type) {
 void run_experts() {
     Random random(8);
     for (int i = 0; i < 12; i++) {
-        mix(random, FLOAT32, FLOAT32);
-        mix(random, BFLOAT16, FLOAT32);
-        mix(random, BFLOAT16, BFLOAT16);
+        const int64_t hidden = 2 * random.from(1, 70), size = 2 * random.from(1, 70);
+        mix(random, {random, hidden, size, FLOAT32, FLOAT32}, FLOAT32);
+        mix(random, {random, hidden, size, BFLOAT16, BFLOAT16}, FLOAT32);
+        mix(random, {random, hidden, size, BFLOAT16, BFLOAT16}, BFLOAT16);
+    }
+    for (const Kind& kind : KINDS) {
+        const int64_t hidden = kind.inputs == 256 ? 256 : 32 * random.from(1, 6);
+        const int64_t size = 32 * random.from(1, 8);
+        const int64_t of_down = random_type(random, size, BFLOAT16);
+        for (int64_t type : {FLOAT32, BFLOAT16})
+            mix(random, {random, hidden, size, kind.number, of_down}, type);
     }
 }
 

@@ -1,12 +1,9 @@
 // Norms, rotary positions, gated activations, and whole layers.
-#include "stress_step.h"
-#include "whole_layers.cpp"  // the structs of a layer are its own
+#include <list>
 
-extern "C" {
-int64_t fminfer_panel();
-void fminfer_pack(const uint32_t* weight, int64_t outputs, int64_t units, uint32_t* packed,
-                  int64_t num_threads);
-}
+#include "stress_step.h"
+#include "stress_weights.h"
+#include "whole_layers.cpp"  // the structs of a layer are its own
 
 namespace stress {
 
@@ -110,15 +107,16 @@ void gate(Random& random, int64_t type, int64_t kind) {
     });
 }
 
-// The tensors of a layer, of random sizes, over the cache of a step.
+// The tensors of a layer, of random sizes, over the cache of a step. has_blocks: products are of
+// blocks where their inputs allow it.
 class RandomLayer {
    public:
-    RandomLayer(Random& random, Step& step, int64_t type, int64_t weight_type)
-        : random(random), type(type), weight_type(weight_type) {
+    RandomLayer(Random& random, Step& step, int64_t type, int64_t weight_type, bool has_blocks)
+        : random(random), type(type), weight_type(weight_type), has_blocks(has_blocks) {
         const Arguments& a = step.arguments;
-        hidden = 2 * random.from(1, 50);
+        hidden = has_blocks ? 32 * random.from(1, 8) : 2 * random.from(1, 50);
         const int64_t dim = a.head_dim, gated = random.is_so() ? 2 : 1;
-        const int64_t wide = 2 * random.from(1, 250);
+        const int64_t wide = has_blocks ? 32 * random.from(1, 8) : 2 * random.from(1, 250);
         layer.first = make_norm(hidden);
         layer.second = make_norm(hidden);
         turned = random.is_so() ? dim / 2 * 2 : 0;
@@ -158,28 +156,34 @@ class RandomLayer {
     }
 
     Linear make_linear(int64_t inputs, int64_t outputs) {
-        const int64_t panel = fminfer_panel(), of_panels = (outputs + panel - 1) / panel * panel;
-        const Numbers weight(random, outputs * inputs, weight_type);
-        Numbers packed(of_panels * inputs, weight_type);
-        fminfer_pack(static_cast<const uint32_t*>(weight.data()), outputs,
-                     weight_type == FLOAT32 ? inputs : inputs / 2,
-                     static_cast<uint32_t*>(packed.data()), FEW);
-        const bool has_bias = random.is_so();
-        const void* const bias = has_bias ? keep(Numbers(random, of_panels, FLOAT32)) : nullptr;
-        return {keep(std::move(packed)), static_cast<const float*>(bias), inputs, outputs,
-                weight_type};
+        const int64_t num = has_blocks ? random.from(1, std::min<int64_t>(3, outputs)) : 1;
+        std::vector<Packed> of_parts;
+        for (int64_t i = 0; i < num; i++) {
+            const int64_t first = outputs * i / num, last = outputs * (i + 1) / num;
+            const int64_t own = has_blocks ? random_type(random, inputs, weight_type) : weight_type;
+            weights.emplace_back(random, own, 1, 1, last - first, inputs);
+            of_parts.push_back(weights.back().packed());
+        }
+        parts.push_back(std::move(of_parts));
+        const Numbers bias(random, outputs + fminfer_panel(), FLOAT32);
+        const void* const kept = random.is_so() ? keep(bias) : nullptr;
+        return {parts.back().data(), static_cast<const float*>(kept), num, inputs, outputs};
     }
 
     Random& random;
     int64_t type, weight_type;
+    bool has_blocks;
     std::vector<Numbers> tensors;
+    std::list<Weight> weights;
+    std::list<std::vector<Packed>> parts;
 };
 
 // A layer's numbers are tried beside its parts' elsewhere; here it is what it reads and writes.
-void run_layer(Random& random, int64_t type, int64_t weight_type, int64_t kv_type) {
+void run_layer(Random& random, int64_t type, int64_t weight_type, int64_t kv_type,
+               bool has_blocks = false) {
     Step step(random, type, kv_type, 2);  // products of 16 bits have inputs in pairs
     Arguments& a = step.arguments;
-    const RandomLayer made(random, step, type, weight_type);
+    const RandomLayer made(random, step, type, weight_type, has_blocks);
     const Layer& layer = made.layer;
     const Numbers x(random, a.num_tokens * made.hidden, type);
     const Numbers cos(random, a.num_tokens * made.turned, FLOAT32), sin = cos;
@@ -217,6 +221,8 @@ void run_layers() {
         run_layer(random, FLOAT32, FLOAT32, FLOAT32);
         run_layer(random, FLOAT32, BFLOAT16, i % 3);
         run_layer(random, BFLOAT16, BFLOAT16, BFLOAT16);
+        run_layer(random, FLOAT32, BFLOAT16, FLOAT32, true);
+        run_layer(random, BFLOAT16, BFLOAT16, BFLOAT16, true);
     }
 }
 

@@ -1,43 +1,61 @@
-// Products with packed weights, some with sums that stay as they are.
-#include "stress.h"
-
-extern "C" {
-int64_t fminfer_panel();
-void fminfer_pack(const uint32_t* weight, int64_t outputs, int64_t units, uint32_t* packed,
-                  int64_t num_threads);
-}
+// Products with packed weights of one type or of several, some with sums that stay as they are.
+#include "stress_weights.h"
 
 namespace stress {
 
 namespace {
 
+// A weight of parts, one below the other.
+struct Parts {
+    Parts(Random& random, int64_t outputs, int64_t inputs, const std::vector<int64_t>& types) {
+        const int64_t num = types.size();
+        for (int64_t i = 0; i < num; i++) {
+            const int64_t first = outputs * i / num, last = outputs * (i + 1) / num;
+            weights.emplace_back(random, types[i], 1, 1, last - first, inputs);
+        }
+        for (const Weight& weight : weights) {
+            packed.push_back(weight.packed());
+            for (int64_t o = 0; o < weight.outputs; o++) rows.push_back({&weight, o});
+        }
+    }
+
+    std::vector<Weight> weights;
+    std::vector<Packed> packed;
+    std::vector<std::pair<const Weight*, int64_t>> rows;
+};
+
 // Some of the products, with those summed in float64.
-void compare(const Numbers& x, const Numbers& weight, const float* bias, const Numbers& out,
+void compare(const Numbers& x, const Parts& weight, const float* bias, const Numbers& out,
              int64_t inputs, int64_t outputs) {
     for (int64_t i = 0; i < out.count; i += 7) {
         const int64_t row = i / outputs, o = i % outputs;
         double sum = bias[o];
         for (int64_t n = 0; n < inputs; n++)
-            sum += double(x.at(row * inputs + n)) * weight.at(o * inputs + n);
+            sum += double(x.at(row * inputs + n)) * weight.rows[o].first->at(weight.rows[o].second, n);
         check(is_near(out.at(i), sum, out.type), "a product is wrong");
     }
 }
 
-void multiply(Random& random, int64_t weight_type, int64_t type, int64_t out_type,
-              bool is_without_memory) {
-    const int64_t rows = is_without_memory ? 200 : random.from(1, 70);
-    const int64_t outputs = random.from(1, 150), inputs = 2 * random.from(1, 60);
-    const int64_t panel = fminfer_panel(), of_panels = (outputs + panel - 1) / panel * panel;
-    const Numbers weight(random, outputs * inputs, weight_type), x(random, rows * inputs, type);
-    Numbers packed(of_panels * inputs, weight_type);
-    fminfer_pack(static_cast<const uint32_t*>(weight.data()), outputs,
-                 weight_type == FLOAT32 ? inputs : inputs / 2,
-                 static_cast<uint32_t*>(packed.data()), MANY);
-    const std::vector<float> bias(of_panels, 0.5f);
+void multiply(Random& random, int64_t inputs, const std::vector<int64_t>& types, int64_t type,
+              int64_t out_type, bool is_without_memory) {
+    const int64_t rows = is_without_memory ? 200 : random.from(1, random.is_so() ? 6 : 70);
+    const int64_t outputs = random.from(int64_t(types.size()), 150);
+    const Parts weight(random, outputs, inputs, types);
+    const Numbers x(random, rows * inputs, type);
+    const std::vector<float> bias(outputs + fminfer_panel(), 0.5f);
     Numbers out(rows * outputs, out_type), alone = out;
     const auto run = [&](int64_t num_threads, Numbers& to) {
-        const Product product = {x.data(), packed.data(), bias.data(), to.data(), rows,       inputs,
-                                 outputs,  type,          weight_type, out_type,  num_threads};
+        const Product product = {x.data(),
+                                 weight.packed.data(),
+                                 bias.data(),
+                                 to.data(),
+                                 int64_t(types.size()),
+                                 rows,
+                                 inputs,
+                                 outputs,
+                                 type,
+                                 out_type,
+                                 num_threads};
         return fminfer_multiply(&product);
     };
     if (is_without_memory) {
@@ -56,11 +74,25 @@ void multiply(Random& random, int64_t weight_type, int64_t type, int64_t out_typ
 void run_products() {
     Random random(5);
     for (int i = 0; i < 40; i++) {
-        multiply(random, FLOAT32, FLOAT32, FLOAT32, i == 0);
-        multiply(random, BFLOAT16, FLOAT32, FLOAT32, false);
+        const int64_t inputs = 2 * random.from(1, 60);
+        multiply(random, inputs, {FLOAT32}, FLOAT32, FLOAT32, i == 0);
+        multiply(random, inputs, {BFLOAT16}, FLOAT32, FLOAT32, false);
         for (int64_t out_type : {BFLOAT16, FLOAT32})
-            multiply(random, BFLOAT16, BFLOAT16, out_type, false);
+            multiply(random, inputs, {BFLOAT16}, BFLOAT16, out_type, false);
     }
+    for (int i = 0; i < 4; i++)
+        for (const Kind& kind : KINDS) {
+            const int64_t inputs = kind.inputs == 256 ? 256 * random.from(1, 5)
+                                                      : 32 * random.from(1, 24);
+            const bool is_first = i == 0 && &kind == KINDS;
+            multiply(random, inputs, {kind.number}, FLOAT32, FLOAT32, is_first);
+            multiply(random, inputs, {kind.number}, BFLOAT16, i % 2 ? BFLOAT16 : FLOAT32, is_first);
+            std::vector<int64_t> types = {kind.number};
+            for (int64_t more = random.from(1, 3); more > 0; more--)
+                types.push_back(random_type(random, inputs, BFLOAT16));
+            const int64_t type = random.is_so() ? FLOAT32 : BFLOAT16;
+            multiply(random, inputs, types, type, type, false);
+        }
 }
 
 }  // namespace stress

@@ -16,6 +16,7 @@ from fminfer.core.errors import CheckpointError
 from fminfer.core.partition import split_layers
 from fminfer.models.checkpoint import open_checkpoint, text_part
 from fminfer.models.families.table import architecture_of
+from fminfer.models.formats import Holding
 from fminfer.models.layer_source import LayerSource, open_weights
 from fminfer.models.tensor_specs import entry_specs, exit_specs, layer_specs
 from tests.conftest import make_model
@@ -104,7 +105,9 @@ def test_an_activation_that_does_not_run_is_named() -> None:
 def load(folder: Path) -> LayerSource:
     checkpoint = open_checkpoint(str(folder))
     (part,) = split_layers(3, 1, head_cost=0.0)
-    return open_weights(checkpoint, part, dtype=torch.float32, device=torch.device("cpu"), seed=0)
+    return open_weights(
+        checkpoint, part, holding=Holding(torch.float32), device=torch.device("cpu"), seed=0
+    )
 
 
 def save(name: str, folder: Path, change: Callable[[Tensors], object], **fields: Any) -> None:

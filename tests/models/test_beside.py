@@ -158,18 +158,31 @@ def test_added_tokens_are_those_that_transformers_adds(has_old_files: bool, mode
 
 
 @pytest.mark.parametrize("has_config", [False, True])
-def test_a_folder_of_gguf_alone_is_told_at_once(has_config: bool, tmp_path: Path) -> None:
-    """It took three tries: a file is no folder, a folder has no config, no safetensors."""
-    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+def test_a_folder_of_gguf_alone_names_the_file_to_give(has_config: bool, tmp_path: Path) -> None:
+    """Which of several files is meant only its user knows."""
+    for name in ("m-Q8_0.gguf", "m-Q4_K_M.gguf", "mmproj-f16.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
     if has_config:
         shutil.copy(DEMO_MODEL / "config.json", tmp_path)
-        with pytest.raises(CheckpointError, match="GGUF, llama") as caught:
-            check_tensors(open_model(EngineConfig(str(tmp_path))))
-        assert "safetensors" in str(caught.value)
-        return
-    assert "m.gguf is in GGUF" in refusal(tmp_path)
-    assert "m.gguf is in GGUF" in refusal(tmp_path / "m.gguf")
-    assert "m.gguf is in GGUF" in refusal(Path("nowhere") / "m.gguf")
+    with pytest.raises(CheckpointError, match=r"GGUF, llama.cpp's form") as caught:
+        check_tensors(open_model(EngineConfig(str(tmp_path))))
+    says = (
+        f"(m-Q4_K_M.gguf and 1 more); give one by its name: --model-name {tmp_path}/m-Q4_K_M.gguf"
+    )
+    assert says in str(caught.value)
+
+
+def test_a_gguf_file_that_is_not_there_or_broken_is_told(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    assert "m.gguf is broken (" in refusal(tmp_path / "m.gguf")
+    assert "there is no file nowhere/m.gguf" in refusal(Path("nowhere") / "m.gguf")
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
+    arguments = ["submit", "--scheduler", "lsf", "--dry-run", "--infer-data", tmp_path / "a.jsonl"]
+    for name, says in (("m.gguf", ""), ("n.gguf", "there is no file")):
+        command = [*arguments, "--", "--model-name", tmp_path / name]
+        found = CliRunner().invoke(main, [*map(str, command)])
+        assert says in found.output and bool(found.exit_code) == bool(says), found.output
+    assert "give it by --model-name" in refusal(DEMO_MODEL, model_config=str(tmp_path / "m.gguf"))
 
 
 def test_a_model_of_the_hub_is_looked_at_before_its_weights_are_fetched(
@@ -183,7 +196,9 @@ def test_a_model_of_the_hub_is_looked_at_before_its_weights_are_fetched(
     monkeypatch.setattr(
         "huggingface_hub.HfApi.model_info", lambda self, name, revision: hub.model_info(name, None)
     )
-    with pytest.raises(CheckpointError, match=r"some/m-GGUF \(m-Q4_K_M.gguf\) is in GGUF"):
+    with pytest.raises(
+        CheckpointError, match=r"hf download some/m-GGUF m-Q4_K_M\.gguf --local-dir"
+    ):
         open_model(EngineConfig("some/m-GGUF"))
     add_adapter(files)
     hub._names = [file.name for file in files.iterdir()]

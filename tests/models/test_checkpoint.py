@@ -17,6 +17,7 @@ import fminfer
 from fminfer.core.errors import CheckpointError, UsageError
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_checkpoint, open_random
+from fminfer.models.formats import Holding
 from fminfer.models.layer_source import open_weights
 from fminfer.models.weight_headers import check_tensors
 from tests.conftest import make_model, save_byte_tokenizer
@@ -272,7 +273,7 @@ def test_progress_ends_at_the_whole(llama_checkpoint: Any) -> None:
     found = open_weights(
         checkpoint,
         Part(0, 1, 0, 3),
-        dtype=torch.float32,
+        holding=Holding(torch.float32),
         device=CPU,
         seed=1,
         on_progress=lambda done, total: seen.append((done, total)),
@@ -290,7 +291,9 @@ def test_random_weights_from_a_size_a_file_or_a_folder(tmp_path: Path) -> None:
     drawn = []
     for name, seed in [(tmp_path, 1), (tmp_path / "config.json", 1), (tmp_path, 2)]:
         checkpoint, part = open_random(str(name)), Part(0, 1, 0, 2)
-        found = open_weights(checkpoint, part, dtype=torch.float32, device=CPU, seed=seed)
+        found = open_weights(
+            checkpoint, part, holding=Holding(torch.float32), device=CPU, seed=seed
+        )
         drawn.append([*found.layers()][1]["qkv.weight"].plain)
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
     assert float(drawn[0].std()) == pytest.approx(0.02, rel=0.1)

@@ -44,6 +44,7 @@ from fminfer.models.decode_graphs import (
     find_graphs,
     graph_sizes,
 )
+from fminfer.models.formats import Holding
 from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_source import open_weights
 from fminfer.models.layer_step import LayerStep
@@ -115,7 +116,7 @@ def make_network(
     checkpoint = open_random(str(folder))
     model = checkpoint.model
     part = part or Part(0, 1, 0, len(model.layers))
-    source = open_weights(checkpoint, part, dtype=torch.float32, device=CPU, seed=1)
+    source = open_weights(checkpoint, part, holding=Holding(torch.float32), device=CPU, seed=1)
     registry = RowByRow("off", None, torch.float32, CPU)
     registry.of_products.clear()
     registry.parts = Parts(parts)

@@ -20,6 +20,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part, parts_of
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.fingerprint import digest_files, name_differences
+from fminfer.models.formats import Holding
 from fminfer.models.layer_source import LayerSource, open_weights
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.stored.weight_folder import find_weight_files, weight_files
@@ -39,7 +40,7 @@ IDS = [list(range(20)), [7, 3]]
 
 def load(folder: Path, part: Part, dtype: torch.dtype = torch.float32) -> LayerSource:
     checkpoint = open_checkpoint(str(folder))
-    return open_weights(checkpoint, part, dtype=dtype, device=CPU, seed=0)
+    return open_weights(checkpoint, part, holding=Holding(dtype), device=CPU, seed=0)
 
 
 def own_logits(model: Any) -> list[torch.Tensor]:
@@ -167,7 +168,8 @@ def test_tensors_that_lie_otherwise(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_every_form_tells_its_type_and_size(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = save(form, make_model("opt").to(dtype), tmp_path)
-    assert stored_formats(open_checkpoint(str(folder))) == (Dense(dtype),)
+    stored = stored_formats(open_checkpoint(str(folder)))
+    assert {each for parts in stored.values() for each, _ in parts} == {Dense(dtype)}
     files = weight_files(folder)
     assert {file.name for file in files} == {
         file.name for file in folder.iterdir() if file.suffix != ".json"
@@ -277,7 +279,7 @@ def _measure(folder: Path, part: Part, dtype: torch.dtype, told: Connection) -> 
         torch.ones(1 << 20, dtype=torch.float16).to(each).sum()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held
     before = _memory("VmRSS")
-    found = open_weights(checkpoint, part, dtype=dtype, device=CPU, seed=0)
+    found = open_weights(checkpoint, part, holding=Holding(dtype), device=CPU, seed=0)
     groups = groups_of(found)
     _touch(groups)
     largest = max(weight.num_bytes for each in groups for weight in each.values())

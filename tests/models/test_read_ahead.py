@@ -17,6 +17,7 @@ import torch
 from fminfer.compute.registry import Registry
 from fminfer.compute.weights import Function, Weight
 from fminfer.models.checkpoint import open_checkpoint
+from fminfer.models.formats import Holding
 from fminfer.models.layer import LayerOf
 from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_source import open_weights
@@ -98,7 +99,7 @@ def test_one_layer_is_in_memory_beside_the_packed_ones(
     tensors = open_weights(
         checkpoint,
         one_stage()[0],
-        dtype=torch.float32,
+        holding=Holding(torch.float32),
         device=torch.device("cpu"),
         seed=0,
         on_progress=see,

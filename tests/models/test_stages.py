@@ -15,6 +15,7 @@ from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.step import Step, StepResult, StepTrace
 from fminfer.core.partition import Part, parts_of, split_layers
 from fminfer.models.checkpoint import open_checkpoint, open_random
+from fminfer.models.formats import Holding
 from fminfer.models.layer_source import open_weights
 from fminfer.models.stage import Stage
 from fminfer.models.stored.tensor_table import TensorFiles
@@ -153,7 +154,7 @@ def test_random_weights_are_the_same_in_parts(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     checkpoint = open_random(str(tmp_path))
     whole, *parts = (
-        open_weights(checkpoint, part, dtype=torch.float32, device=CPU, seed=5)
+        open_weights(checkpoint, part, holding=Holding(torch.float32), device=CPU, seed=5)
         for part in (*parts_of([4]), *parts_of([3, 1]))
     )
     assert parts[1].exit({})["head.weight"].equals(whole.entry()["embed.weight"])
@@ -168,7 +169,7 @@ def test_the_progress_of_a_last_stage_counts_its_tied_head(tmp_path: Path) -> No
     seen: list[tuple[int, int]] = []
     source = open_weights(
         *(open_checkpoint(str(tmp_path)), parts_of([2, 1])[1]),
-        dtype=torch.float32,
+        holding=Holding(torch.float32),
         device=CPU,
         seed=0,
         on_progress=lambda done, total: seen.append((done, total)),

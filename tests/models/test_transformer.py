@@ -22,6 +22,7 @@ from fminfer.compute.spec import Model, Norm
 from fminfer.core.partition import Part, split_layers
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.families.table import ROWS
+from fminfer.models.formats import Holding
 from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_source import open_weights
 from fminfer.models.layer_step import LayerStep
@@ -30,6 +31,7 @@ from tests.conftest import FIELDS, VOCAB, built_library, make_model, plain_regis
 
 CPU = torch.device("cpu")
 MAX_ERROR = 1e-5  # of a logit; those of the models are up to 10
+IN_FLOAT32 = Holding(torch.float32)
 
 
 def rows_of_ids() -> list[list[int]]:
@@ -83,7 +85,7 @@ def logits_of(
     *,
     bodies: Callable[[], Bodies] = lambda: Bodies(plain_registry(), 256),
     change: Callable[[Model], Model] = lambda model: model,
-    keeps_bfloat16: bool = False,
+    holding: Holding = IN_FLOAT32,
 ) -> list[torch.Tensor]:
     """Return the logits of every token of rows (None: `rows_of_ids`), of stages in turn."""
     checkpoint = open_checkpoint(str(folder))
@@ -95,10 +97,9 @@ def logits_of(
         tensors = open_weights(
             checkpoint,
             part,
-            dtype=torch.float32,
+            holding=holding,
             device=CPU,
             seed=0,
-            keeps_bfloat16=keeps_bfloat16,
         )
         stage = Transformer(model, tensors, first=part.first, bodies=bodies())
         if part.is_first:

@@ -17,13 +17,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import fminfer
-from fminfer.compute.weights import Dense, TensorSpec, Weight
+from fminfer.compute.weights import Dense, Shape, TensorSpec, Weight
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import CheckpointError
 from fminfer.core.partition import split_layers
 from fminfer.models.checkpoint import open_checkpoint, open_random
-from fminfer.models.formats import FORMATS, Shape, held_format
+from fminfer.models.formats import FORMATS, Holding
 from fminfer.models.layer_source import LayerSource, open_weights
+from fminfer.models.tensor_specs import part_specs
 from fminfer.models.weight_headers import check_tensors, find_stored, open_files, stored_formats
 from fminfer.plan.planning import plan_ahead
 from tests.conftest import make_model, save_byte_tokenizer
@@ -112,7 +113,7 @@ def save_both(name: str, folder: Path) -> tuple[Path, Any]:
 
 def open_source(folder: Path) -> LayerSource:
     checkpoint, (part,) = open_checkpoint(str(folder)), one_stage()
-    return open_weights(checkpoint, part, dtype=torch.float32, device=CPU, seed=0)
+    return open_weights(checkpoint, part, holding=Holding(torch.float32), device=CPU, seed=0)
 
 
 def weights_of(source: LayerSource) -> list[Weight]:
@@ -143,7 +144,10 @@ def test_they_are_held_as_they_are_stored(name: str, tmp_path: Path, int8: RowsO
     assert num_bytes == source.num_bytes
     checkpoint = open_checkpoint(str(folder))
     config = EngineConfig(model=str(folder), dtype="float32", budget=512)
-    assert stored_formats(checkpoint) == (int8,)
+    specs = part_specs(checkpoint.model, one_stage()[0])
+    for name, parts in stored_formats(checkpoint).items():
+        is_matrix = specs[name].use in ("product", "moved", "head", "embedding")
+        assert {each for each, _ in parts} == {int8 if is_matrix else Dense(torch.float32)}, name
     foreseen = plan_ahead(config, checkpoint).own.takes
     assert foreseen.weights >= num_bytes >= foreseen.held_weights
 
@@ -177,7 +181,10 @@ def test_layers_may_be_asked_for_again_and_in_any_order(tmp_path: Path) -> None:
     later = source.layers()
     first = next(later)
     drawn = open_weights(
-        *(open_random("llama-160m"), one_stage()[0]), dtype=torch.float32, device=CPU, seed=0
+        *(open_random("llama-160m"), one_stage()[0]),
+        holding=Holding(torch.float32),
+        device=CPU,
+        seed=0,
     )
     for number in (2, 0, 2, 1):
         again = source.layer(number)
@@ -215,6 +222,7 @@ def test_int8_without_a_row_or_without_scales_is_refused(
 def test_in_which_format_a_tensor_is_held(int8: RowsOfInt8) -> None:
     """One function decides it, for loading and for forecasts."""
     floats, halves = Dense(torch.float32), Dense(torch.bfloat16)
+    stored: list[Any]
     for use, stored, keeps, expected in (
         ("product", [halves], True, halves),
         ("product", [halves], False, floats),
@@ -226,6 +234,7 @@ def test_in_which_format_a_tensor_is_held(int8: RowsOfInt8) -> None:
         ("head", [], True, floats),
     ):
         spec: Any = TensorSpec((4, 4), use)  # type: ignore[arg-type]
-        assert held_format(spec, stored, torch.float32, keeps_bfloat16=keeps) == expected
+        parts = [(each, 4 // len(stored)) for each in stored]
+        assert Holding(torch.float32, keeps_bfloat16=keeps).of(spec, parts) == expected
     router = TensorSpec((4, 4), "router")
-    assert held_format(router, [halves], torch.bfloat16, keeps_bfloat16=False) == floats
+    assert Holding(torch.bfloat16).of(router, [(halves, 4)]) == floats

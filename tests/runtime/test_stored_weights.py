@@ -26,6 +26,7 @@ from fminfer.compute.weights import Dense, dense
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part, split_layers
 from fminfer.models.checkpoint import open_checkpoint
+from fminfer.models.formats import Holding
 from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_source import LayerSource, open_weights
 from fminfer.models.stored.tensor_table import TensorFiles
@@ -62,10 +63,9 @@ def load(folder: Path, part: Part | None = None, *, keeps: bool = True) -> Layer
     return open_weights(
         open_checkpoint(str(folder)),
         part or one_stage()[0],
-        dtype=torch.float32,
+        holding=Holding(torch.float32, keeps_bfloat16=keeps),
         device=CPU,
         seed=0,
-        keeps_bfloat16=keeps,
     )
 
 
@@ -80,8 +80,9 @@ def test_logits_are_those_of_float32(folders: list[Path], num_stages: int) -> No
     """Bit for bit: only where a weight is widened is another."""
 
     parts = split_layers(3, num_stages, head_cost=0.0)
+    holding = Holding(torch.float32, keeps_bfloat16=True)
     kept, widened = (
-        logits_of(folder, parts, keeps_bfloat16=True, bodies=packing_bodies) for folder in folders
+        logits_of(folder, parts, holding=holding, bodies=packing_bodies) for folder in folders
     )
     for ours, expected in zip(kept, widened, strict=True):
         assert torch.equal(ours, expected)
@@ -107,7 +108,7 @@ def test_a_packed_head_is_kept_once(
     embed, head = entry["embed.weight"].plain, outside["head.weight"].plain
     network = Transformer(checkpoint.model, source, first=0, bodies=packing_bodies())
     assert network.head is not None and network.head.packed is not None
-    assert network.head.packed.packed.dtype == torch.bfloat16
+    assert network.head.packed.parts[0].held == Dense(torch.bfloat16)
     looked_up_in = getattr(network._look_up, "__self__", None)
     assert (looked_up_in is network.head.packed) == is_tied, "kept once"
     assert ("model.embed_tokens.weight" if is_tied else "lm_head.weight") in dropped
@@ -161,10 +162,9 @@ def test_progress_counts_what_is_held(tmp_path: Path) -> None:
     found = open_weights(
         open_checkpoint(str(folder)),
         one_stage()[0],
-        dtype=torch.float32,
+        holding=Holding(torch.float32, keeps_bfloat16=True),
         device=CPU,
         seed=0,
-        keeps_bfloat16=True,
         on_progress=lambda done, total: seen.append((done, total)),
     )
     weights = {id(weight): weight for group in groups_of(found) for weight in group.values()}
@@ -199,11 +199,12 @@ def test_the_forecast_is_of_what_is_held(tmp_path: Path) -> None:
 
 
 @needs_compiler
-def test_the_forecast_counts_mapped_files_beside_packed_weights(
+def test_the_forecast_counts_packed_weights_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The system keeps what it has mapped of a file until it needs the memory."""
-    monkeypatch.setattr(expected_bytes, "HOLE_BYTES", {})
+    """Files of what is packed leave memory; they counted beside it, as they stayed there."""
+    none = dict.fromkeys(expected_bytes.HOLE_BYTES, 0)
+    monkeypatch.setattr(expected_bytes, "HOLE_BYTES", none)
     folder, _ = save_both("llama", tmp_path)
     tensors = load(folder)
     layers = list(tensors.layers())
@@ -212,13 +213,11 @@ def test_the_forecast_counts_mapped_files_beside_packed_weights(
     packed = sum(
         w.num_bytes for each in layers for n, w in each.items() if specs[n].use == "product"
     )
-    mapped = sum(each[name].num_bytes for each in layers for name in ("out.weight", "down.weight"))
     config = EngineConfig(model=str(folder), dtype="float32", device="cpu", budget=1024)
     checkpoint = open_checkpoint(str(folder))
     found = plan_ahead(config, checkpoint).own.takes
-    # What is joined is copied, and its part of the file is left to others.
-    assert packed > mapped > 0 and found.weights == tensors.num_bytes + mapped
-    assert found.held_weights < found.weights - mapped
+    assert packed > 0 and found.weights == tensors.num_bytes
+    assert packed <= found.held_weights < found.weights
 
 
 @needs_compiler
@@ -278,7 +277,8 @@ def test_the_kernel_packs_them_as_they_are(
 
     weight, bias, x = torch.randn(70, 40).bfloat16(), torch.randn(70), torch.randn(5, 40)
     product = pack(weight)
-    assert isinstance(product, PackedProduct) and product.packed.dtype == torch.bfloat16
+    assert isinstance(product, PackedProduct)
+    assert [part.held for part in product.parts] == [Dense(torch.bfloat16)]
     assert torch.equal(product(x), pack(weight.float())(x))
     odd = torch.randn(70, 33).bfloat16()  # inputs that it does not serve
     x = torch.randn(5, 33)

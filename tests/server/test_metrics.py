@@ -55,6 +55,7 @@ class Still:
     stats = EngineStats(num_put_back=3, num_again_tokens=70, num_kv_tokens=4096)
     state = EngineState(num_waiting=7, num_running=5, kv_usage=0.25)
     runs = SimpleNamespace(cache=None)
+    facts = SimpleNamespace(weight_bytes=4096, weight_dtype="Q4_K", dtype="bfloat16")
     gpu_memory = {"peak_bytes": 2**31, "foreseen_bytes": 2**32}  # noqa: RUF012
 
 
@@ -92,6 +93,8 @@ def test_values_after_known_work(engine: fminfer.Engine) -> None:
     assert after["vllm:num_requests_waiting"] == after["vllm:kv_cache_usage_perc"] == 0
     assert after["fminfer:kv_cache_tokens"] == engine.stats.num_kv_tokens > 0
     assert 2**24 < after["fminfer:peak_memory_bytes"] < 2**36
+    (weights,) = (value for name, value in after.items() if "fminfer:weight_bytes" in name)
+    assert weights == engine.facts.weight_bytes > 0
     assert not [name for name in after if "gpu" in name], "this engine is on a CPU"
 
 

@@ -9,7 +9,7 @@ import click
 
 from fminfer.cli.options.option_table import options_for
 from fminfer.cli.options.value_types import NUMBERS, TYPES, Read
-from fminfer.core.config import DType
+from fminfer.core.config import DType, ModelDType
 from fminfer.core.option import GROUPS, OF_ENGINE, Command, Least, Option, marks_of, plain_hint
 
 
@@ -113,7 +113,7 @@ def _make(option: Option, command: Command) -> GroupedOption:
 def type_of(option: Option) -> click.ParamType[Any]:
     """Return the type by which click reads an option's values."""
     kind = plain_hint(option.hint)
-    if get_origin(kind) is Literal and kind != DType:
+    if get_origin(kind) is Literal and kind not in (DType, ModelDType):
         return click.Choice(get_args(kind), case_sensitive=False)
     for mark in marks_of(option.hint):
         if isinstance(mark, Least) and mark.is_shown:

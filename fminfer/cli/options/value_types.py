@@ -9,7 +9,7 @@ from typing import Any, ClassVar, get_args
 
 import click
 
-from fminfer.core.config import DType
+from fminfer.core.config import DType, ModelDType
 from fminfer.machine.stopper import parse_duration
 
 
@@ -63,21 +63,9 @@ BYTE_SIZE = Read("SIZE", _read_size, _write_size, int)
 class DTypeName(click.Choice):  # type: ignore[type-arg]
     """A dtype, also in the short names that others give them."""
 
-    LATER: ClassVar = ("int8", "int4")
     SHORT: ClassVar = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
-    def __init__(self) -> None:
-        super().__init__(get_args(DType), case_sensitive=False)
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if str(value).lower() in self.LATER:
-            bits = str(value)[3:]
-            self.fail(
-                f"{value!r}: weights of {bits} bits are not there yet; give float16, bfloat16 or "
-                "float32",
-                param,
-                ctx,
-            )
         return super().convert(self.SHORT.get(str(value).lower(), value), param, ctx)
 
 
@@ -109,7 +97,8 @@ PATH, LOCATION = click.Path(path_type=Path), PathOrUrl(path_type=Path)
 TYPES: Mapping[Any, click.ParamType[Any]] = {  # of Python's types, and of annotations
     **{str: click.STRING, int: click.INT, float: click.FLOAT, bool: click.BOOL},
     **{Path: PATH, tuple[Path, ...]: PATH, tuple[int, ...]: NUMBERS, tuple[str, ...]: Words()},
-    **{Path | str: LOCATION, tuple[Path | str, ...]: LOCATION, DType: DTypeName()},
+    **{Path | str: LOCATION, tuple[Path | str, ...]: LOCATION},
+    **{kind: DTypeName(get_args(kind), case_sensitive=False) for kind in (DType, ModelDType)},
     **{"duration": DURATION, "size": BYTE_SIZE, "whole": WholeText(), "pipe": PIPE},
     "folder": click.Path(file_okay=False, path_type=Path),
 }

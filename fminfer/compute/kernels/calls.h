@@ -41,29 +41,37 @@ struct Rows {
     int64_t num_threads;
 };
 
+// A packed weight, or some outputs of one. Must agree with product_kernel.PackedCall.
+struct Packed {
+    const void* weight;
+    int64_t outputs;
+    int64_t type;   // 0 float32, 1 bfloat16, or a Kind of forms.h
+    int64_t block;  // inputs of a block, of a Kind
+};
+
 // Must agree with product_kernel.ProductCall.
 struct Product {
-    const void* x;       // (rows, inputs)
-    const void* weight;  // packed
-    const float* bias;   // one for each packed output; null: none
-    void* out;           // (rows, outputs)
-    int64_t rows, inputs, outputs;
-    // 0 float32, 1 bfloat16; x of bfloat16 has weights of it, and out is float32 or of x's type.
-    int64_t x_type, weight_type, out_type;
+    const void* x;        // (rows, inputs)
+    const Packed* parts;  // of the weight, one below the other
+    const float* bias;    // one for each output, and a panel more; null: none
+    void* out;            // (rows, outputs)
+    int64_t num_parts, rows, inputs, outputs;
+    // 0 float32, 1 bfloat16; x of bfloat16 has no weights of float32, and out is float32 or as x.
+    int64_t x_type, out_type;
     int64_t num_threads;
 };
 
 // Must agree with expert_kernel.Arguments.
 struct Mixture {
     const void* x;          // (tokens, hidden)
-    const void *up, *down;  // of all experts, as fminfer_pack_experts packs them
+    Packed up, down;        // of all experts, as fminfer_pack_experts packs them
     const int64_t* chosen;  // (tokens, top_k): the experts of each token
     const float* shares;    // (tokens, top_k): what their results are multiplied by
     void* out;              // (tokens, hidden), of x's type
     float* space;           // (tokens * top_k, hidden + size)
     int64_t tokens, top_k, num_experts, hidden, size;  // size: the inputs of `down`
     int64_t is_gated, activation;                      // of activations.h
-    int64_t x_type, weight_type;  // 0 float32, 1 bfloat16; x of bfloat16 has weights of it
+    int64_t x_type;  // as a Product's
     int64_t num_threads;
 };
 

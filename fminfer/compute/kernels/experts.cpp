@@ -9,9 +9,7 @@
 #include <vector>
 
 #include "activations.h"
-#include "calls.h"
-#include "panels.h"
-#include "pool.h"
+#include "blocks.h"
 #include "wide.h"
 
 namespace {
@@ -67,26 +65,40 @@ std::vector<Part> divide(const Places& places, int64_t groups, int64_t group_uni
     return parts;
 }
 
+// Returns rows x from `row` on times `panels` that lie side by side: (panels, num, PANEL), good
+// until the thread's next call.
+template <typename Way>
+const float* sum_panels(const Way& way, const typename Way::Number* x, int64_t row, int64_t num,
+                        int64_t inputs, const uint32_t* weight, int64_t panels,
+                        const uint32_t* behind) {
+    const int64_t size = way.panel_units(inputs);
+    space.sums.resize(panels * num * PANEL);
+    for (int64_t p = 0; p < panels; p++, weight += size)
+        multiply_any<true>(way, x, row, num, inputs, weight, p + 1 < panels ? weight + size : behind,
+                           space.sums.data() + p * num * PANEL, [](int64_t, float*) {});
+    return space.sums.data();
+}
+
 // Multiplies rows x by all experts' weights, in groups of `width` panels with `outputs` in each of
 // the `width` parts. Calls use(row, output, sums, step): a panel's sums of a row, which begin with
 // `output`, and `step` numbers behind them those of the group's next panel.
 template <typename Way, typename Use>
-void multiply_experts(const Mixture& a, const Places& places, const void* weight, int64_t outputs,
+void multiply_experts(const Mixture& a, const Places& places, const Way& way, const Packed& weight,
                       int64_t width, const typename Way::Number* x, int64_t inputs,
                       const void* behind, const Use& use) {
-    const int64_t groups = (outputs + PANEL - 1) / PANEL;
-    const int64_t units = width * PANEL * (inputs / Way::INPUTS);
+    const int64_t groups = (weight.outputs + PANEL - 1) / PANEL;
+    const int64_t units = width * way.panel_units(inputs);
     const std::vector<Part> parts = divide(places, groups, units, a.num_threads);
     const auto start_of = [&](const Part& p) {
-        return static_cast<const uint32_t*>(weight) + (p.expert * groups + p.first) * units;
+        return static_cast<const uint32_t*>(weight.weight) + (p.expert * groups + p.first) * units;
     };
     for_pieces(a.num_threads, parts.size(), [&](int64_t i, int) {
         const Part& p = parts[i];
         const int64_t later = i + a.num_threads;
         const uint32_t* next = later < int64_t(parts.size()) ? start_of(parts[later])
                                                              : static_cast<const uint32_t*>(behind);
-        const float* sums = sum_panels<Way>(x + p.row * inputs, p.num, inputs, start_of(p),
-                                            (p.last - p.first) * width, next);
+        const float* sums = sum_panels(way, x, p.row, p.num, inputs, start_of(p),
+                                       (p.last - p.first) * width, next);
         for (int64_t g = p.first; g < p.last; g++, sums += width * p.num * PANEL)
             for (int64_t r = 0; r < p.num; r++)
                 use(p.row + r, g * PANEL, sums + r * PANEL, p.num * PANEL);
@@ -100,10 +112,11 @@ inline void for_lanes(int64_t first, int64_t all, const Use& use) {
         use(n, int(std::min<int64_t>(LANES, all - first - n)));
 }
 
-// T: of x and out; Way's numbers are what is multiplied.
-template <typename Way, typename T>
+// T: of x and out; Arithmetic's numbers are what is multiplied.
+template <typename Arithmetic, typename T>
 void mix(const Mixture& a) {
-    typedef typename Way::Number Number;
+    typedef typename Arithmetic::Number Number;
+    static thread_local std::vector<float> added;
     const Places places = place_rows(a);
     const T* const x = static_cast<const T*>(a.x);
     const int64_t num = a.tokens * a.top_k;
@@ -121,14 +134,18 @@ void mix(const Mixture& a) {
             store_some(inner + row * a.size + first + n, value, count);
         });
     };
-    multiply_experts<Way>(a, places, a.up, a.size, a.is_gated ? 2 : 1, rows, a.hidden, a.down,
-                          bend_row);
+    with_way<Arithmetic>(a.up, rows, num, a.hidden, a.num_threads, added, [&](const auto& way) {
+        const int64_t width = a.is_gated ? 2 : 1;
+        multiply_experts(a, places, way, a.up, width, rows, a.hidden, a.down.weight, bend_row);
+    });
     const auto keep_row = [&](int64_t row, int64_t first, const float* sums, int64_t) {
         for_lanes(first, a.hidden, [&](int64_t n, int count) {
             store_some(outs + row * a.hidden + first + n, load(sums + n), count);
         });
     };
-    multiply_experts<Way>(a, places, a.down, a.hidden, 1, inner, a.size, a.up, keep_row);
+    with_way<Arithmetic>(a.down, inner, num, a.size, a.num_threads, added, [&](const auto& way) {
+        multiply_experts(a, places, way, a.down, 1, inner, a.size, a.up.weight, keep_row);
+    });
     T* const out = static_cast<T*>(a.out);
     const int64_t least = COPIED / (a.hidden * a.top_k) + 1;
     for_parts(a.num_threads, a.tokens, least, [&](int64_t first, int64_t last) {
@@ -144,12 +161,11 @@ void mix(const Mixture& a) {
 }
 
 void mix_all(const Mixture& a) {
-    if (a.x_type == 0)
-        return a.weight_type == 1 ? mix<Widened, float>(a) : mix<Floats, float>(a);
+    if (a.x_type == 0) return mix<Floats, float>(a);
 #ifdef HAS_PAIRS
     mix<Pairs, uint16_t>(a);
 #else
-    mix<Widened, uint16_t>(a);
+    mix<Floats, uint16_t>(a);
 #endif
 }
 

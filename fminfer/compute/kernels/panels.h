@@ -31,16 +31,31 @@ constexpr int64_t BLOCK_ROWS = 48 * MOST_ROWS;  // that go through a piece, one 
 constexpr int64_t TASK_UNITS = 24 * 1024;       // least that a thread takes at a time
 constexpr int64_t UNPACK_ROWS = 4 * MOST_ROWS;  // more than so many: widened once for all
 
-// `units` of a panel times R rows, that begin at x: sums, (R, PANEL), += the products.
-struct Floats {
-    typedef float Number;
-    static constexpr int INPUTS = 1;  // of a unit
+// A way to multiply units that are as they were: rows of NUMBER, INPUTS of an output in a unit.
+template <typename NUMBER, int INPUTS_>
+struct InUnits {
+    typedef NUMBER Number;
+    static constexpr int INPUTS = INPUTS_;
+    static constexpr bool IS_BLOCKS = false;
 
+    int64_t panel_units(int64_t inputs) const { return inputs / INPUTS * PANEL; }
+};
+
+// `units` of a panel times R rows, that begin at x: sums, (R, PANEL), += the products.
+struct Floats : InUnits<float, 1> {
     template <int R>
     static void add(Wide (*sum)[VECTORS], const float* x, int64_t step, const uint32_t* units) {
+        UWide weight[VECTORS];
+        UNROLLED for (int v = 0; v < VECTORS; v++) weight[v] = bits_at(units + v * WIDTH);
+        add_vectors<R>(sum, x, step, weight);
+    }
+
+    template <int R>
+    static void add_vectors(Wide (*sum)[VECTORS], const float* x, int64_t step,
+                            const UWide* units) {
         Wide weight[VECTORS];
         UNROLLED for (int v = 0; v < VECTORS; v++) {
-            weight[v] = (Wide)bits_at(units + v * WIDTH);
+            weight[v] = (Wide)units[v];
             keep_in_register(weight[v]);
         }
         UNROLLED for (int r = 0; r < R; r++)
@@ -48,10 +63,7 @@ struct Floats {
     }
 };
 
-struct Widened {
-    typedef float Number;
-    static constexpr int INPUTS = 2;
-
+struct Widened : InUnits<float, 2> {
     template <int R>
     static void add(Wide (*sum)[VECTORS], const float* x, int64_t step, const uint32_t* units) {
         for (int i = 0; i < 2; i++) {
@@ -68,18 +80,21 @@ struct Widened {
 };
 
 #ifdef HAS_PAIRS
-struct Pairs {
-    typedef uint16_t Number;
-    static constexpr int INPUTS = 2;
-
+struct Pairs : InUnits<uint16_t, 2> {
     template <int R>
     static void add(Wide (*sum)[VECTORS], const uint16_t* x, int64_t step, const uint32_t* units) {
-        __m512i weight[VECTORS];
-        UNROLLED for (int v = 0; v < VECTORS; v++) weight[v] = (__m512i)bits_at(units + v * WIDTH);
+        UWide weight[VECTORS];
+        UNROLLED for (int v = 0; v < VECTORS; v++) weight[v] = bits_at(units + v * WIDTH);
+        add_vectors<R>(sum, x, step, weight);
+    }
+
+    template <int R>
+    static void add_vectors(Wide (*sum)[VECTORS], const uint16_t* x, int64_t step,
+                            const UWide* weight) {
         UNROLLED for (int r = 0; r < R; r++) {
             const __m512i both = pair_at(x + r * step);
             UNROLLED for (int v = 0; v < VECTORS; v++)
-                sum[r][v] = add_products(sum[r][v], both, weight[v]);
+                sum[r][v] = add_products(sum[r][v], both, (__m512i)weight[v]);
         }
     }
 };
@@ -157,7 +172,7 @@ void add_piece(const Piece& piece, const typename Way::Number* x, int64_t num, i
 
 // What one thread works in.
 struct Space {
-    std::vector<float> sums;
+    std::vector<float> sums, scales;
     std::vector<uint32_t> widened;
 };
 thread_local Space space;
@@ -192,19 +207,6 @@ void multiply_panel(const typename Way::Number* x, int64_t num, int64_t inputs,
             add_piece<Floats, STAYS>(piece, rows, num, inputs, sums, use);
         }
     }
-}
-
-// Returns x, (num, inputs), times `panels` that lie side by side: (panels, num, PANEL), good until
-// the thread's next call.
-template <typename Way>
-const float* sum_panels(const typename Way::Number* x, int64_t num, int64_t inputs,
-                        const uint32_t* weight, int64_t panels, const uint32_t* behind) {
-    const int64_t size = inputs / Way::INPUTS * PANEL;
-    space.sums.resize(panels * num * PANEL);
-    for (int64_t p = 0; p < panels; p++, weight += size)
-        multiply_panel<Way, true>(x, num, inputs, weight, p + 1 < panels ? weight + size : behind,
-                                  space.sums.data() + p * num * PANEL, [](int64_t, float*) {});
-    return space.sums.data();
 }
 
 // 16 outputs' next 16 units, and whatever is left of either.

@@ -3,18 +3,16 @@
 #include <algorithm>
 #include <vector>
 
-#include "calls.h"
-#include "panels.h"
-#include "pool.h"
+#include "blocks.h"
 
 namespace {
 
 constexpr int64_t WIDENED_ROWS = 2 * BLOCK_ROWS;  // of 16 bits that become floats at a time
 
 template <typename T>
-void finish_as(const Product& a, int64_t row, int64_t first, const float* sums) {
+void finish_as(const Product& a, int64_t row, int64_t first, int64_t end, const float* sums) {
     T* out = static_cast<T*>(a.out) + row * a.outputs + first;
-    const int64_t left = a.outputs - first;
+    const int64_t left = end - first;
     for (int n = 0; n < PANEL; n += LANES) {
         Vec sum = load(sums + n);
         if (a.bias != nullptr) sum += load(a.bias + first + n);
@@ -28,16 +26,18 @@ void finish_as(const Product& a, int64_t row, int64_t first, const float* sums) 
     }
 }
 
-// Writes one row's sums of a panel that begins at output `first`.
-inline void finish(const Product& a, int64_t row, int64_t first, const float* sums) {
-    a.out_type == 0 ? finish_as<float>(a, row, first, sums)
-                    : finish_as<uint16_t>(a, row, first, sums);
+// Writes one row's sums of a panel that begins at output `first`, of outputs up to `end`.
+inline void finish(const Product& a, int64_t row, int64_t first, int64_t end, const float* sums) {
+    a.out_type == 0 ? finish_as<float>(a, row, first, end, sums)
+                    : finish_as<uint16_t>(a, row, first, end, sums);
 }
 
+// Multiplies by a part of the weight, whose first output is `start`.
 template <typename Way>
-void multiply(const Product& a, const typename Way::Number* x) {
-    const int64_t panels = (a.outputs + PANEL - 1) / PANEL, size = a.inputs / Way::INPUTS * PANEL;
-    const uint32_t* const weight = static_cast<const uint32_t*>(a.weight);
+void multiply(const Product& a, const Packed& part, int64_t start, const Way& way,
+              const typename Way::Number* x) {
+    const int64_t panels = (part.outputs + PANEL - 1) / PANEL, size = way.panel_units(a.inputs);
+    const uint32_t* const weight = static_cast<const uint32_t*>(part.weight);
     const int64_t blocks = (a.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
     const int64_t fair = std::max<int64_t>(1, panels * blocks / (4 * a.num_threads));
     const int64_t least = std::max<int64_t>(1, TASK_UNITS / size);
@@ -51,12 +51,21 @@ void multiply(const Product& a, const typename Way::Number* x) {
         for (int64_t p = panels * t / tasks; p < end; p++) {
             const uint32_t* const next = weight + (p + 1 < end ? p + 1 : behind) * size;
             const auto use = [&](int64_t r, const float* sums) {
-                finish(a, row + r, p * PANEL, sums);
+                finish(a, row + r, start + p * PANEL, start + part.outputs, sums);
             };
-            multiply_panel<Way, false>(x + row * a.inputs, num, a.inputs, weight + p * size, next,
-                                       space.sums.data(), use);
+            multiply_any<false>(way, x, row, num, a.inputs, weight + p * size, next,
+                                space.sums.data(), use);
         }
     });
+}
+
+template <typename Arithmetic>
+void multiply_parts(const Product& a, const typename Arithmetic::Number* x) {
+    static thread_local std::vector<float> sums;
+    int64_t start = 0;
+    for (int64_t i = 0; i < a.num_parts; start += a.parts[i++].outputs)
+        with_way<Arithmetic>(a.parts[i], x, a.rows, a.inputs, a.num_threads, sums,
+                             [&](const auto& way) { multiply(a, a.parts[i], start, way, x); });
 }
 
 #ifndef HAS_PAIRS
@@ -73,20 +82,16 @@ void multiply_widened(const Product& a, const uint16_t* x) {
         for_parts(a.num_threads, some.rows * a.inputs, 1 << 13, [&](int64_t first, int64_t last) {
             for (int64_t i = first; i < last; i++) to[i] = from_bfloat16(from[i]);
         });
-        multiply<Widened>(some, to);
+        multiply_parts<Floats>(some, to);
     }
 }
 #endif
 
 void multiply_all(const Product& a) {
-    const bool has_halves = a.weight_type == 1;
-    if (a.x_type == 0) {
-        const float* x = static_cast<const float*>(a.x);
-        return has_halves ? multiply<Widened>(a, x) : multiply<Floats>(a, x);
-    }
+    if (a.x_type == 0) return multiply_parts<Floats>(a, static_cast<const float*>(a.x));
     const uint16_t* x = static_cast<const uint16_t*>(a.x);
 #ifdef HAS_PAIRS
-    multiply<Pairs>(a, x);
+    multiply_parts<Pairs>(a, x);
 #else
     multiply_widened(a, x);
 #endif
@@ -98,15 +103,6 @@ extern "C" {
 
 // The outputs of a panel; packed weights are of whole panels.
 int64_t fminfer_panel() { return PANEL; }
-
-// weight: (outputs, units of 32 bits); packed: of outputs rounded up to whole panels, 0 behind them.
-void fminfer_pack(const uint32_t* weight, int64_t outputs, int64_t units, uint32_t* packed,
-                  int64_t num_threads) {
-    for_pieces(num_threads, (outputs + PANEL - 1) / PANEL, [&](int64_t p, int) {
-        const int64_t first = p * PANEL;
-        pack_panel(weight + first * units, outputs - first, units, packed + first * units);
-    });
-}
 
 // out = x times the weight's transpose, plus bias. Nonzero: there was no memory.
 int fminfer_multiply(const Product* a) {

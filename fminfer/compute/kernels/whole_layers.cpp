@@ -20,9 +20,9 @@ struct Norm {
 };
 
 struct Linear {
-    const void* weight;  // packed
+    const Packed* parts;
     const float* bias;
-    int64_t inputs, outputs, weight_type;
+    int64_t num_parts, inputs, outputs;
 };
 
 struct Layer {
@@ -67,8 +67,8 @@ class Caller {
 
     void multiply(const Linear& l, const T* x, T* out, int64_t rows) const {
         const double start = spent ? seconds() : 0;
-        const Product p = {x, l.weight, l.bias, out, rows, l.inputs,
-                           l.outputs, TYPE, l.weight_type, TYPE, num_threads};
+        const Product p = {x, l.parts, l.bias, out, l.num_parts, rows,
+                           l.inputs, l.outputs, TYPE, TYPE, num_threads};
         if (fminfer_multiply(&p)) throw std::bad_alloc();
         if (spent) spent->products += seconds() - start;
     }
@@ -159,7 +159,7 @@ void run(const Layer* layer, const Arguments* given, const float* cos, const flo
         keep_rows(x, hidden, kept, rows, normed);
     }
     space = rest;
-    const bool gates = l.up.outputs == 2 * wide, has_mlp = l.up.weight != nullptr;
+    const bool gates = l.up.outputs == 2 * wide, has_mlp = l.up.parts != nullptr;
     T *const again = has_mlp ? take(hidden) : for_mlp, *const both = take(l.up.outputs);
     T* const gated = take(wide);
     T* const sum = has_mlp ? normed : out;

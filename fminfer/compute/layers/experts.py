@@ -48,10 +48,10 @@ class Mixture:
     down: Weight  # (experts, hidden, size)
 
     def trial(self, dtype: torch.dtype) -> Trial[Mix]:
-        """Return how a mixture of hidden states of a dtype is tried; each shape is once."""
+        """Return how a mixture of hidden states of a dtype is tried; each shape and format once."""
         pairs = partial(expert_pairs, asked=self, dtype=dtype)
         name = f"{self.how.num_experts} experts of {self.how.expert.size}"
-        key = self.how, self.up.shape, self.up.format.name
+        key = self.how, self.up.shape, self.up.format, self.down.format
         return Trial(name, pairs, MAX_ERROR[dtype], key)
 
 

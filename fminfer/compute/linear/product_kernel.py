@@ -1,49 +1,80 @@
-"""Calls the compiled products of rows with packed weights, of float32 or bfloat16 on the CPU.
+"""Calls the compiled products of rows, float32 or bfloat16 on the CPU, with packed weights.
 
-It knows nothing of layers.
+Weights are of these types or in blocks (compute/quantized).
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from fminfer.compute.linear.products import Linear, product_pairs
+from fminfer.compute.quantized.block_format import Blocks, Joined
 from fminfer.compute.trial import Candidate, Pair, Trial
-from fminfer.compute.weights import Dense, Format, Function, dense
+from fminfer.compute.weights import Dense, Format, Function, Weight
 from fminfer.machine.processor import has_unit
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 TRIED_OUTPUTS, UNROUNDED_ERROR = 150, 1e-4  # the error is a part of the largest result
 
 
-class ProductCall(ctypes.Structure):
-    """What the kernel is called with; products.cpp says what each is."""
+class PackedCall(ctypes.Structure):
+    """A packed weight, or some outputs of one; calls.h says what each is."""
 
     _fields_ = (
-        *[(name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out")],
-        *[(name, ctypes.c_int64) for name in ("rows", "inputs", "outputs")],
-        *[(name, ctypes.c_int64) for name in ("x_type", "weight_type", "out_type", "num_threads")],
+        ("weight", ctypes.c_void_p),
+        *[(name, ctypes.c_int64) for name in ("outputs", "type", "block")],
+    )
+
+
+class ProductCall(ctypes.Structure):
+    """What the kernel is called with; calls.h says what each is."""
+
+    _fields_ = (
+        *[(name, ctypes.c_void_p) for name in ("x", "parts", "bias", "out")],
+        *[(name, ctypes.c_int64) for name in ("num_parts", "rows", "inputs", "outputs")],
+        *[(name, ctypes.c_int64) for name in ("x_type", "out_type", "num_threads")],
     )
 
 
 @dataclass(slots=True, frozen=True)
+class PackedPart:
+    """Some outputs of a weight, or of all experts, in one format and in the kernel's own order."""
+
+    held: Format
+    packed: torch.Tensor  # (outputs, to whole panels, inputs); of blocks (panels, bytes)
+    outputs: int
+    inputs: int
+
+    @property
+    def call(self) -> PackedCall:
+        """It as the kernel takes it."""
+        address = self.packed.data_ptr()
+        if isinstance(self.held, Blocks):
+            block = self.held.block or self.inputs
+            return PackedCall(address, self.outputs, self.held.kind, block)
+        return PackedCall(address, self.outputs, TYPES[self.packed.dtype], 0)
+
+
+@dataclass(slots=True, frozen=True)
 class PackedProduct:
-    """The product x·Wᵀ + b, with W packed.
+    """The product x·Wᵀ + b, with W packed, in one format or in several.
 
     Rows are of W's type, or float32: then 16-bit weights are widened where they are multiplied.
+    Rows of either type are multiplied by blocks.
     """
 
-    packed: torch.Tensor  # (outputs, to a whole panel, inputs), in the kernel's own order
-    bias: torch.Tensor | None  # (outputs, to a whole panel) float32
+    kernel: ProductKernel
+    parts: tuple[PackedPart, ...]  # one below the other
+    bias: torch.Tensor | None  # (outputs and a panel,) float32
     inputs: int
     outputs: int
-    multiply: Callable[[ProductCall], int]
-    panel: int  # outputs of a panel
+    calls: ctypes.Array[PackedCall]  # of the parts
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return (…, outputs) of x, (…, inputs), in x's type.
@@ -55,33 +86,37 @@ class PackedProduct:
 
     def unrounded(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sums as they are, in float32, of x in float32 or bfloat16."""
-        return self._multiply(x.to(torch.promote_types(x.dtype, self.packed.dtype)), torch.float32)
+        widest = torch.float32 if torch.float32 in self._floats else torch.bfloat16
+        return self._multiply(x.to(torch.promote_types(x.dtype, widest)), torch.float32)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return rows of W, (n, inputs) in its type, for (n,) ids, which are below `outputs`."""
-        units = self.packed.view(torch.int32)
-        panels = units.view(-1, units.shape[1], self.panel)
-        return panels[ids // self.panel, :, ids % self.panel].view(self.packed.dtype)
+        (part,) = self.parts  # an embedding is not joined
+        return self.kernel.rows(part, ids)
+
+    @property
+    def _floats(self) -> set[torch.dtype]:
+        return {part.held.dtype for part in self.parts if isinstance(part.held, Dense)}
 
     def _multiply(self, x: torch.Tensor, out_type: torch.dtype) -> torch.Tensor:
-        assert x.is_cpu and x.shape[-1] == self.inputs, "rows"
-        assert x.dtype in (torch.float32, self.packed.dtype), "rows"
+        assert x.is_cpu and x.shape[-1] == self.inputs and x.dtype in TYPES, "rows"
+        assert x.dtype == torch.float32 or torch.float32 not in self._floats, "rows"
         x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], self.outputs), dtype=out_type)
         product = ProductCall(
             x.data_ptr(),
-            self.packed.data_ptr(),
+            ctypes.addressof(self.calls),
             None if self.bias is None else self.bias.data_ptr(),
             out.data_ptr(),
+            len(self.calls),
             x.numel() // self.inputs,
             self.inputs,
             self.outputs,
             TYPES[x.dtype],
-            TYPES[self.packed.dtype],
             TYPES[out_type],
             torch.get_num_threads(),
         )
-        if self.multiply(product):
+        if self.kernel.multiply(product):
             raise MemoryError("no memory for a product's working space")
         return out
 
@@ -91,39 +126,91 @@ class ProductKernel:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         address, number = ctypes.c_void_p, ctypes.c_int64
-        self._pack, self._multiply = library.fminfer_pack, library.fminfer_multiply
-        self._pack.argtypes = [address, number, number, address, number]
-        self._multiply.argtypes = [ctypes.POINTER(ProductCall)]
-        library.fminfer_panel.restype = number
-        self._panel: int = library.fminfer_panel()
+        self._pack, self._pack_blocks = library.fminfer_pack_experts, library.fminfer_pack_blocks
+        self._unpack, self.multiply = library.fminfer_unpack_rows, library.fminfer_multiply
+        self._pack.argtypes = [address, number, number, number, number, address, number]
+        self._pack_blocks.argtypes = [number, address, *[number] * 5, address, number]
+        self._unpack.argtypes = [number, address, number, number, address, number, address, number]
+        self.multiply.argtypes = [ctypes.POINTER(ProductCall)]
+        self._panel_bytes = library.fminfer_panel_bytes
+        for sized in (library.fminfer_panel, self._panel_bytes):
+            sized.restype = number
+        self._panel_bytes.argtypes = [number, number, number]
+        self.panel: int = library.fminfer_panel()  # outputs of a panel
 
     @staticmethod
-    def can_pack(weight: torch.Tensor) -> bool:
+    def can_pack(weight: Weight) -> bool:
         """Tell whether it can multiply with such a weight at all: of whole units of 32 bits."""
-        if not weight.is_cpu or weight.numel() == 0 or weight.dtype not in TYPES:
+        if weight.device.type != "cpu" or math.prod(weight.shape) == 0:
             return False
-        return weight.shape[-1] * weight.itemsize % 4 == 0
+        return all(_can_multiply(held, weight.shape[-1]) for held, _ in parts_of(weight))
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedProduct:
+    def pack(self, weight: Weight, bias: torch.Tensor | None) -> PackedProduct:
         """Return the product x·Wᵀ + b for x of (…, inputs).
 
         Args:
             weight: (outputs, inputs), one that `can_pack`.
             bias: (outputs,), or None.
         """
-        weight = weight.contiguous()
         assert self.can_pack(weight), "a weight to pack"
         outputs, inputs = weight.shape
-        num_packed = -(-outputs // self._panel) * self._panel
-        packed = weight.new_empty((num_packed, inputs))
-        units = inputs * weight.itemsize // 4
-        self._pack(weight.data_ptr(), outputs, units, packed.data_ptr(), torch.get_num_threads())
+        own = zip(parts_of(weight), weight.tensors, strict=True)
+        parts = tuple(self.pack_part(held, t[None], 1, inputs) for (held, _), t in own)
         biases = None
         if bias is not None:
             assert bias.shape == (outputs,), "a bias"
-            biases = torch.zeros(num_packed, dtype=torch.float32, device="cpu")
+            biases = torch.zeros(outputs + self.panel, dtype=torch.float32, device="cpu")
             biases[:outputs] = bias.detach()
-        return PackedProduct(packed, biases, inputs, outputs, self._multiply, self._panel)
+        calls = (PackedCall * len(parts))(*[part.call for part in parts])
+        return PackedProduct(self, parts, biases, inputs, outputs, calls)
+
+    def pack_part(self, held: Format, tensor: torch.Tensor, halves: int, inputs: int) -> PackedPart:
+        """Pack the only tensor of a weight, (items, halves * outputs, …), each half for itself."""
+        tensor = tensor.contiguous()
+        items, all_outputs, row = tensor.shape
+        outputs, num_threads = all_outputs // halves, torch.get_num_threads()
+        whole = halves * (-(-outputs // self.panel) * self.panel)
+        sizes = (items, halves, outputs)
+        if isinstance(held, Blocks):
+            block = held.block or inputs
+            size = self._panel_bytes(held.kind, inputs, block)
+            packed = tensor.new_empty((items * whole // self.panel, size))
+            addresses = tensor.data_ptr(), packed.data_ptr()
+            self._pack_blocks(
+                held.kind, addresses[0], *sizes, inputs, block, addresses[1], num_threads
+            )
+        else:
+            packed = tensor.new_empty((items * whole, row))
+            units = row * tensor.itemsize // 4
+            self._pack(tensor.data_ptr(), *sizes, units, packed.data_ptr(), num_threads)
+        return PackedPart(held, packed, outputs, inputs)
+
+    def rows(self, part: PackedPart, ids: torch.Tensor) -> torch.Tensor:
+        """Return outputs of a packed part, (n, inputs), in its type; of blocks in float32."""
+        if isinstance(part.held, Blocks):
+            call, ids = part.call, ids.contiguous()
+            out = torch.empty((len(ids), part.inputs), dtype=torch.float32, device="cpu")
+            addresses = part.packed.data_ptr(), ids.data_ptr(), out.data_ptr()
+            self._unpack(
+                *(call.type, addresses[0], part.inputs, call.block),
+                *(addresses[1], len(ids), addresses[2], torch.get_num_threads()),
+            )
+            return out
+        units = part.packed.view(torch.int32)
+        panels = units.view(-1, units.shape[1], self.panel)
+        return panels[ids // self.panel, :, ids % self.panel].view(part.packed.dtype)
+
+
+def parts_of(weight: Weight) -> tuple[tuple[Format, int], ...]:
+    """Return the formats of a weight, from its first outputs to its last."""
+    held = weight.format
+    return held.parts if isinstance(held, Joined) else ((held, weight.shape[-2]),)
+
+
+def _can_multiply(held: Format, inputs: int) -> bool:
+    if isinstance(held, Dense):
+        return held.dtype in TYPES and inputs * held.dtype.itemsize % 4 == 0
+    return isinstance(held, Blocks) and held.kind is not None
 
 
 def kernel_takes(held: Format, dtype: torch.dtype) -> bool:
@@ -131,10 +218,19 @@ def kernel_takes(held: Format, dtype: torch.dtype) -> bool:
 
     Of bfloat16 with rows of bfloat16 oneDNN's are, where the processor has tiles (AMX).
     """
-    if not isinstance(held, Dense) or held.dtype not in TYPES:
+    if isinstance(held, Joined):
+        return all(head_takes(each) and _fits(each, dtype) for each, _ in held.parts)
+    if not _fits(held, dtype):
         return False
-    is_bfloat16 = held.dtype == dtype == torch.bfloat16
-    return dtype in (torch.float32, held.dtype) and not (is_bfloat16 and has_unit("amx_bf16"))
+    is_bfloat16 = held == Dense(torch.bfloat16) and dtype == torch.bfloat16
+    return not (is_bfloat16 and has_unit("amx_bf16"))
+
+
+def _fits(held: Format, dtype: torch.dtype) -> bool:
+    """Tell whether rows of a dtype can be multiplied by weights of a format."""
+    if isinstance(held, Dense):
+        return held.dtype in TYPES and dtype in (torch.float32, held.dtype)
+    return head_takes(held) and dtype in TYPES
 
 
 def product_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[Linear, Function]:
@@ -142,17 +238,19 @@ def product_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[Lin
     kernel = ProductKernel(library)
 
     def serves(asked: Linear) -> bool:
-        return kernel_takes(asked.weight.format, dtype) and kernel.can_pack(asked.tensor)
+        return kernel_takes(asked.weight.format, dtype) and kernel.can_pack(asked.weight)
 
     def make(asked: Linear) -> Function:
-        return kernel.pack(asked.tensor, asked.bias)
+        return kernel.pack(asked.weight, asked.bias)
 
     return Candidate(make, partial(Linear.trial, dtype=dtype), serves)
 
 
 def head_takes(held: Format) -> bool:
     """Tell whether the kernel's sums may stay float32 for weights of a format, as a head's do."""
-    return isinstance(held, Dense) and held.dtype in TYPES
+    if isinstance(held, Dense):
+        return held.dtype in TYPES
+    return isinstance(held, Blocks) and held.kind is not None
 
 
 def head_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[Linear, PackedProduct]:
@@ -163,18 +261,19 @@ def head_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[Linear
     kernel = ProductKernel(library)
 
     def serves(asked: Linear) -> bool:
-        return head_takes(asked.weight.format) and kernel.can_pack(asked.tensor)
+        return head_takes(asked.weight.format) and kernel.can_pack(asked.weight)
 
     def make(asked: Linear) -> PackedProduct:
-        return kernel.pack(asked.tensor, asked.bias)
+        return kernel.pack(asked.weight, asked.bias)
 
     def trial(asked: Linear) -> Trial[PackedProduct]:
         bias = None if asked.bias is None else asked.bias[:TRIED_OUTPUTS]
-        some = Linear(dense(asked.tensor[:TRIED_OUTPUTS], "head"), bias)
+        some = Linear(asked.weight.first_rows(TRIED_OUTPUTS), bias)
 
         def pairs(_: PackedProduct) -> Iterator[Pair]:
             product = make(some)
-            yield product.rows(torch.arange(product.outputs)), some.tensor
+            rows = product.rows(torch.arange(product.outputs))
+            yield rows, some.weight.dequantized(rows.dtype)
             yield from product_pairs(product.unrounded, some, dtype, torch.float32)
 
         return Trial("products in float32", pairs, UNROUNDED_ERROR, asked.weight.format.name)

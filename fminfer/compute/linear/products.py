@@ -36,16 +36,26 @@ class Linear:
         return tensor
 
     def plain(self) -> Function:
-        """Return the product of plain torch; weights of another form become x's at each call."""
-        weight, bias = self.weight, self.bias
-        return lambda x: nn.functional.linear(x, weight.dequantized(x.dtype), bias)
+        """Return the product of plain torch."""
+        return PlainProduct(self.weight, self.bias)
 
     def trial(self, dtype: torch.dtype) -> Trial[Function]:
         """Return how a product of rows of a dtype is tried; each shape and format is once."""
         outputs, inputs = shape = self.weight.shape
         pairs = partial(product_pairs, asked=self, dtype=dtype)
-        key = shape, self.weight.format.name
+        key = shape, self.weight.format
         return Trial(f"products of {outputs} × {inputs}", pairs, MAX_ERROR[dtype], key)
+
+
+@dataclass(slots=True, frozen=True)
+class PlainProduct:
+    """The product of plain torch; weights of another form become x's at each call."""
+
+    weight: Weight
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight.dequantized(x.dtype), self.bias)
 
 
 def product_pairs(

@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from fminfer.compute.layers.plain import ACTIVATIONS
 from fminfer.compute.spec import ACTIVATION_SHAPES, Moe
 from fminfer.core.errors import CheckpointError
-from fminfer.models.config_fields import ReadConfig
+from fminfer.models.config_fields import ReadConfig, is_own_folder
 from fminfer.models.families import (
     gpt_like,
     llama_like,
@@ -22,7 +22,8 @@ from fminfer.models.families import (
     opt_like,
     squared_relu,
 )
-from fminfer.models.families.tensor_names import Architecture
+from fminfer.models.families.tensor_names import Architecture, by_our_names
+from fminfer.models.tensor_specs import model_specs
 
 # Fields of layers that carry a state from token to token in the place of keys and values.
 _OF_STATES = re.compile(
@@ -128,4 +129,6 @@ def architecture_of(config: Any) -> Architecture:
                 f"config.json has the activation {mlp.activation!r}, which does not run; these do: "
                 + ", ".join(sorted(ACTIVATIONS))
             )
+    if is_own_folder(getattr(config, "quantization_config", None)):
+        return by_our_names(architecture, model_specs(architecture.model))
     return architecture

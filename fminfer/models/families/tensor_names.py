@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,11 +14,19 @@ Shape = tuple[int, ...]
 
 @dataclass(slots=True, frozen=True)
 class Layout:
-    """How a stored tensor becomes ours: turned, and then with its rows in another order."""
+    """How a stored tensor becomes ours: turned, and then with its rows in another order.
+
+    Args:
+        order: the stored row that each of ours is. Rows of queries, keys and values stay among
+            themselves.
+        added: to each value.
+    """
 
     change: Callable[[torch.Tensor, Attention], torch.Tensor] | None = None
     is_transposed: bool = False  # stored matrices are (inputs, outputs)
     is_row: bool = False  # stored vectors are matrices of one row
+    order: Callable[[Attention], torch.Tensor] | None = None
+    added: float = 0.0
 
     def turned(self, stored: torch.Tensor) -> torch.Tensor:
         """Return a view of what is stored, outputs first."""
@@ -63,6 +71,17 @@ class Architecture:
     prefix: str  # of a layer's names, with {} for its number
     base: str  # the prefix that checkpoints saved without the head leave out
     left_out: str = ""  # a pattern of the names of stored tensors that are none of the model's
+
+
+def by_our_names(architecture: Architecture, names: Iterable[str]) -> Architecture:
+    """Return an architecture whose checkpoint has our tensors by our names.
+
+    Args:
+        names: of all tensors; those of a layer begin with its number.
+    """
+    inner = (name.partition(".")[2] if name[0].isdigit() else name for name in names)
+    own = {module: Source((module,)) for module, _, _ in (n.rpartition(".") for n in inner)}
+    return replace(architecture, outer=own, inner=own, prefix="layers.{}.", base="", left_out="")
 
 
 def sources(layout: Layout = AS_STORED, **ours: str) -> Sources:
@@ -117,6 +136,14 @@ def _by_turns(t: torch.Tensor, how: Attention) -> torch.Tensor:
     return torch.cat([t[:, ::2], t[:, 1::2]], 1)
 
 
+def _of_pairs(how: Attention) -> torch.Tensor:
+    """Return the order that undoes a change of heads from halves to neighbours."""
+    num_queries, num_keys, num_values = how.qkv_sizes
+    rows = torch.arange(num_queries + num_keys + num_values)
+    turned = rows[: num_queries + num_keys].view(-1, how.head_dim // 2, 2).mT
+    return torch.cat([turned.reshape(-1), rows[num_queries + num_keys :]])
+
+
 TRANSPOSED = Layout(is_transposed=True)  # GPT-2's Conv1D, gpt-oss's experts
 # gpt-oss's rows of gate and up.
 BY_TURNS = Layout(_by_turns)
@@ -127,3 +154,7 @@ BY_HEAD = Layout(_by_head)
 AS_ROW = Layout(is_row=True)
 # CodeGen's: four cores of a TPU, each with its queries, values and keys.
 BY_CORE = Layout(_by_core)
+# llama.cpp's queries and keys of LLaMA and Granite: neighbours of a head form pairs.
+BY_PAIRS = Layout(order=_of_pairs)
+# llama.cpp's norms of Gemma.
+WITH_ONE = Layout(added=-1.0)

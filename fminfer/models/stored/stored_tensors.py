@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fminfer.models.stored.gguf_types import BLOCKS
+
 # Bits of a value, by the type's name in safetensors.
 BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
@@ -15,6 +17,7 @@ BITS = {
     **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
+    **dict.fromkeys(BLOCKS, 8),  # whose shapes are in bytes
 }
 FLOATS = ("F64", "F32", "BF16", "F16")  # the types in which weights run
 MOST_HEADER_BYTES = 100_000_000  # of what names the tensors of a file

@@ -16,6 +16,7 @@ import torch
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import broken
 from fminfer.machine.host_memory import read_mapped
+from fminfer.models.stored.gguf_types import BLOCKS
 from fminfer.models.stored.metaseq import join_parts
 from fminfer.models.stored.read_ahead import Waiting
 from fminfer.models.stored.stored_tensors import BITS, JoinedTensor, StoredFile, StoredTensor
@@ -24,6 +25,7 @@ from fminfer.models.stored.weight_folder import LAYER, WeightFiles, find_weights
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 DTYPES |= {"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn}
+DTYPES |= dict.fromkeys(BLOCKS, torch.uint8)
 PAGE = mmap.PAGESIZE
 COPIED_BYTES = 1 << 18  # at once, of what is not aligned
 

@@ -1,4 +1,4 @@
-"""Reads where the tensors of one weight file are: of safetensors, or pickled by torch."""
+"""Reads where the tensors of one weight file are: of safetensors, GGUF, or pickled by torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import broken, refuse_impostor
+from fminfer.core.impostors import GGUF, broken, refuse_impostor
+from fminfer.models.stored.gguf_file import read_gguf
 from fminfer.models.stored.pickles import PickledTensor, Storage, UnsafePickleError, read_pickle
 from fminfer.models.stored.stored_tensors import (
     BITS,
@@ -91,6 +92,8 @@ def read_weight_file(path: Path) -> StoredFile:
         refuse_impostor(path)
         if not path.stat().st_size:
             raise broken(path, "it is empty")
+        if path.suffix == GGUF:
+            return read_gguf(path)[0]
         return read_safetensors(path) if path.suffix == ".safetensors" else read_torch_file(path)
     except OSError as error:
         raise broken(path, error) from error

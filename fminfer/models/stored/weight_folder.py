@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Literal
 
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import GGUF, broken, gguf_error, refuse_impostor
+from fminfer.core.impostors import GGUF, broken, gguf_error, is_gguf, refuse_impostor
 from fminfer.models.beside import ADAPTER_WEIGHTS
 from fminfer.models.known_sizes import folder_of
 from fminfer.models.stored.metaseq import unsharded_error
 
-Form = Literal["safetensors", "bin", "layers", "metaseq"]
+Form = Literal["safetensors", "bin", "layers", "metaseq", "gguf"]
 LAYER = re.compile(r"pytorch_(\d+)\.pt")
 BEFORE, AFTER = "pytorch_embs.pt", "pytorch_lm_head.pt"  # of a folder with a file a layer
 PART = re.compile(r"reshard-model_part-(\d+)\.pt")  # of metaseq
@@ -41,9 +41,14 @@ class WeightFiles:
 def find_weights(folder: Path) -> WeightFiles:
     """Find the files that make up the model; safetensors first, where it is there twice.
 
+    Args:
+        folder: or a GGUF file, the first one of a model that was split.
+
     Raises:
         CheckpointError: one of them is missing, or an index is broken.
     """
+    if is_gguf(folder):
+        return WeightFiles("gguf", _find_gguf(folder))
     return (
         _find_saved(folder, "safetensors", "model.safetensors", "*.safetensors")
         or _find_saved(folder, "bin", "pytorch_model.bin", "pytorch_model*.bin")
@@ -90,8 +95,8 @@ def find_weight_files(name: str) -> dict[Path, int]:
 def no_weights_error(folder: Path) -> CheckpointError:
     """Return the error of a folder without weights; it names what cannot be read."""
     others = sorted(file.name for file in folder.glob("*") if file.suffix in OTHERS)
-    if others and others[0].endswith(GGUF):
-        return gguf_error(str(folder / others[0]))
+    if ggufs := [name for name in others if name.endswith(GGUF)]:
+        return gguf_error(str(folder), ggufs)
     found = f"; it holds {others[0]}, which does not run" if others else ""
     return CheckpointError(
         f"{folder} holds no .safetensors file and no pytorch_model.bin{found}. Fetch one of them; "
@@ -119,6 +124,24 @@ def _find_saved(folder: Path, form: Form, one: str, several: str) -> WeightFiles
     files = [file for file in files if not file.name.startswith(ADAPTER_WEIGHTS)]
     _refuse_gaps(folder, [file.name for file in files])
     return WeightFiles(form, files, {}, index.name) if files else None
+
+
+def _find_gguf(file: Path) -> list[Path]:
+    """Find the parts of a GGUF model by the name of the first one: m-00001-of-00003.gguf."""
+    if not file.is_file():
+        raise CheckpointError(
+            f"there is no file {file}. A GGUF file of the hub is downloaded first: hf download ID "
+            "FILE --local-dir ."
+        )
+    found, files = SHARD_OF.fullmatch(file.name), [file]
+    if found is not None:
+        first = file.with_name(f"{found[1]}{1:0{len(found[2])}}-of-{found[3]}{GGUF}")
+        if file != first:
+            raise CheckpointError(f"{file} is one part of a model; give the first, {first}")
+        for number in range(2, int(found[3]) + 1):
+            part = f"{found[1]}{number:0{len(found[2])}}-of-{found[3]}{GGUF}"
+            files += _all_there(file.parent, [part])
+    return files
 
 
 def _refuse_gaps(folder: Path, names: list[str]) -> None:

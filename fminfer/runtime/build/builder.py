@@ -114,10 +114,9 @@ def load_part(
     source = open_weights(
         checkpoint,
         plan.own.part,
-        dtype=plan.dtype,
+        holding=plan.holding,
         device=device,
         seed=config.seed,
-        keeps_bfloat16=plan.keeps_bfloat16,
         on_progress=on_progress,
     )
     model, part = checkpoint.model, plan.own.part

@@ -1,0 +1,82 @@
+#!/usr/bin/env python
+"""What bits of weights cost: how far a model's next-token distributions move.
+
+    python benchmarks/bits.py MODEL_FOLDER text.md …
+
+For each format of `--quantize`, and each form of GGUF that the `gguf` package writes, all matrices
+are quantized and widened again in transformers' model, in float32. Told is the mean KL divergence
+from the model as it was, over the tokens of the texts in windows of 512, and how often the
+likeliest token stayed. Head and embedding keep 8 bits, as in a run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import gguf
+import torch
+import transformers
+
+from fminfer.compute.quantized.own_forms import OWN_FORMS, quantized_forms
+
+WINDOW = 512
+GGUF_NAMES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+Rounded = Callable[[torch.Tensor, bool], torch.Tensor]  # of a matrix; whether it is a layer's
+
+
+def rounded_by(name: str) -> Rounded:
+    """Return what rounds a matrix as a format does."""
+
+    def by_ours(weight: torch.Tensor, is_inner: bool) -> torch.Tensor:
+        for form in quantized_forms(name, "product" if is_inner else "head"):
+            if form.takes(weight.shape[1]):
+                return form.dequantize((form.quantize(weight),), torch.float32)
+        return weight
+
+    def by_gguf(weight: torch.Tensor, is_inner: bool) -> torch.Tensor:
+        kind = gguf.GGMLQuantizationType[name if is_inner else "Q8_0"]
+        if weight.shape[1] % 32:
+            return weight
+        packed = gguf.quants.quantize(weight.numpy(), kind)
+        return torch.from_numpy(gguf.quants.dequantize(packed, kind))
+
+    return by_gguf if name in GGUF_NAMES else by_ours
+
+
+@click.command()
+@click.argument("folder", type=click.Path(exists=True, path_type=Path))
+@click.argument("texts", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
+@click.option("--windows", default=8, show_default=True, help="Most windows of 512 tokens.")
+@torch.no_grad()
+def main(folder: Path, texts: tuple[Path, ...], windows: int) -> None:
+    """Print a table, and one line of JSON last."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = tokenizer("\n".join(text.read_text() for text in texts))["input_ids"]
+    num = min(windows, len(ids) // WINDOW)
+    rows = torch.tensor(ids[: num * WINDOW]).view(num, WINDOW)
+
+    def logprobs() -> torch.Tensor:
+        return torch.cat([model(row[None]).logits.log_softmax(-1) for row in rows])
+
+    matrices = {n: p for n, p in model.named_parameters() if p.dim() == 2}
+    plain = {name: parameter.detach().clone() for name, parameter in matrices.items()}
+    expected, found = logprobs(), {}
+    for name in (*(form.name for form in OWN_FORMS), *GGUF_NAMES):
+        rounded = rounded_by(name)
+        for each, parameter in matrices.items():
+            is_inner = not any(part in each for part in ("embed", "wte", "wpe", "lm_head"))
+            parameter.data.copy_(rounded(plain[each], is_inner))
+        now = logprobs()
+        apart = float((expected.exp() * (expected - now)).sum(-1).mean())
+        same = float((now.argmax(-1) == expected.argmax(-1)).float().mean())
+        found[name] = {"kl": apart, "same_top": same}
+        print(f"{name:20} KL {apart:.5f}   top token the same {same:7.2%}", flush=True)
+    print(json.dumps({"model": folder.name, "tokens": rows.numel(), "formats": found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+// The forms of quantized weights: bytes of blocks as files hold them, and the same in panels.
+//
+// In a panel a block is the scales of all its outputs, then its chunks (values.h). A weight is
+// scale * number + offset. Inputs with the same scale are a run. Must agree with compute/quantized: `Kind` is `Blocks.kind`.
+#pragma once
+
+#include "values.h"
+
+namespace {
+
+enum Kind : int64_t {
+    INT8 = 2,  // a scale and whole numbers of 8 bits; Q8_0 as well
+    SYMMETRIC, // a scale and units of 4 bits, of which 8 is 0
+    INT4,      // a scale, the least weight and units of 4 bits
+    Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K,
+};
+
+inline Wide halves_at(const uint32_t* from, int n) {
+    return wide_at(reinterpret_cast<const Float16*>(from) + n);
+}
+
+// WIDTH bytes as whole numbers: of type uint8_t or int8_t.
+template <typename T>
+inline Wide bytes_at(const uint32_t* from, int n) {
+    typedef T Bytes __attribute__((vector_size(WIDTH), aligned(1), may_alias));
+    const Bytes* bytes = reinterpret_cast<const Bytes*>(reinterpret_cast<const T*>(from) + n);
+    return floats_of(__builtin_convertvector(*bytes, IWide));
+}
+
+// Scales of a block: how they stand in a panel, n being the place of an output or of WIDTH of them.
+
+// One number.
+struct OneScale {
+    static constexpr int64_t UNITS = PANEL / 2;
+    static constexpr bool HAS_OFFSET = false, IS_OF_BLOCK = true;
+
+    static Wide scale(const uint32_t* scales, int64_t, int n) { return halves_at(scales, n); }
+    static Wide offset(const uint32_t*, int64_t, int) { return Wide{}; }
+    static void put(const uint8_t* block, uint32_t* scales, int n) {
+        std::memcpy(reinterpret_cast<uint16_t*>(scales) + n, block, 2);
+    }
+};
+
+// And one that is the least weight.
+struct ScaleAndLeast {
+    static constexpr int64_t UNITS = PANEL;
+    static constexpr bool HAS_OFFSET = true, IS_OF_BLOCK = true;
+
+    static Wide scale(const uint32_t* scales, int64_t, int n) { return halves_at(scales, n); }
+    static Wide offset(const uint32_t* scales, int64_t, int n) {
+        return halves_at(scales + PANEL / 2, n);
+    }
+    static void put(const uint8_t* block, uint32_t* scales, int n) {
+        for (int i = 0; i < 2; i++)
+            std::memcpy(reinterpret_cast<uint16_t*>(scales) + i * PANEL + n, block + 2 * i, 2);
+    }
+};
+
+// Those of K forms: numbers for each of 8 chunks, of 6 bits in the block and of 8 in the panel.
+struct GroupScales {
+    static constexpr int64_t UNITS = PANEL + 16 * PANEL / 4;
+    static constexpr bool HAS_OFFSET = true, IS_OF_BLOCK = false;
+
+    static const uint32_t* group(const uint32_t* scales, int64_t at) {
+        return scales + PANEL + at * PANEL / 4;
+    }
+    static Wide scale(const uint32_t* scales, int64_t chunk, int n) {
+        return halves_at(scales, n) * bytes_at<uint8_t>(group(scales, chunk), n);
+    }
+    static Wide offset(const uint32_t* scales, int64_t chunk, int n) {
+        return -(halves_at(scales + PANEL / 2, n) * bytes_at<uint8_t>(group(scales, 8 + chunk), n));
+    }
+    static void put(const uint8_t* block, uint32_t* scales, int n) {
+        ScaleAndLeast::put(block, scales, n);
+        const uint8_t* const low = block + 4;
+        uint8_t* const to = reinterpret_cast<uint8_t*>(scales + PANEL) + n;
+        for (int i = 0; i < 4; i++) {
+            to[i * PANEL] = low[i] & 63;
+            to[(4 + i) * PANEL] = (low[8 + i] & 15) | low[i] >> 6 << 4;
+            to[(8 + i) * PANEL] = low[4 + i] & 63;
+            to[(12 + i) * PANEL] = low[8 + i] >> 4 | low[4 + i] >> 6 << 4;
+        }
+    }
+};
+
+// Those of Q6_K, of 16 chunks.
+struct SignedScales {
+    static constexpr int64_t UNITS = PANEL / 2 + 16 * PANEL / 4;
+    static constexpr bool HAS_OFFSET = false, IS_OF_BLOCK = false;
+
+    static Wide scale(const uint32_t* scales, int64_t chunk, int n) {
+        return halves_at(scales, n) * bytes_at<int8_t>(scales + PANEL / 2 + chunk * PANEL / 4, n);
+    }
+    static Wide offset(const uint32_t*, int64_t, int) { return Wide{}; }
+    static void put(const uint8_t* block, uint32_t* scales, int n) {
+        std::memcpy(reinterpret_cast<uint16_t*>(scales) + n, block + 208, 2);
+        uint8_t* const to = reinterpret_cast<uint8_t*>(scales + PANEL / 2) + n;
+        for (int i = 0; i < 16; i++) to[i * PANEL] = block[192 + i];
+    }
+};
+
+// A form: its numbers, its scales, and how a file's block gives numbers of a chunk.
+template <typename Values_, typename Scales_>
+struct Form : Values_ {
+    typedef Values_ Values;
+    typedef Scales_ Scales;
+    static constexpr bool HAS_UNITS = false;  // a file's numbers are units already
+
+    static int64_t panel_units(int64_t inputs, int64_t block) {
+        const int64_t blocks = inputs / block;
+        return blocks * Scales::UNITS + inputs / Values_::CHUNK * Values_::UNITS * PANEL;
+    }
+};
+
+// 16 bytes hold inputs i and i + 16 each.
+inline void split_nibbles(const uint8_t* from, uint8_t* to) {
+    for (int i = 0; i < 16; i++) {
+        to[i] = from[i] & 15;
+        to[16 + i] = from[i] >> 4;
+    }
+}
+inline void add_fifth_bits(const uint8_t* from, uint8_t* to) {
+    uint32_t bits;
+    std::memcpy(&bits, from, sizeof bits);
+    for (int i = 0; i < 32; i++) to[i] |= (bits >> i & 1) << 4;
+}
+
+template <int AT, typename Values_, typename Scales_>
+struct Units : Form<Values_, Scales_> {
+    static constexpr bool HAS_UNITS = true;
+    static constexpr int64_t UNITS_AT = AT;
+    static int64_t bytes(int64_t block) { return AT + block * Values_::UNITS * 4 / Values_::CHUNK; }
+    static void read(const uint8_t*, int64_t, uint8_t*) {}
+};
+typedef Units<2, Values<8, 0>, OneScale> Int8;
+typedef Units<2, Values<4, 8>, OneScale> Symmetric;
+typedef Units<4, Values<4, 0>, ScaleAndLeast> Int4;
+
+struct FourBits : Form<Values<4, 8>, OneScale> {
+    static int64_t bytes(int64_t) { return 18; }
+    static void read(const uint8_t* block, int64_t, uint8_t* to) { split_nibbles(block + 2, to); }
+};
+struct FourBitsLeast : Form<Values<4, 0>, ScaleAndLeast> {
+    static int64_t bytes(int64_t) { return 20; }
+    static void read(const uint8_t* block, int64_t, uint8_t* to) { split_nibbles(block + 4, to); }
+};
+struct FiveBits : Form<Values<5, 16>, OneScale> {
+    static int64_t bytes(int64_t) { return 22; }
+    static void read(const uint8_t* block, int64_t, uint8_t* to) {
+        split_nibbles(block + 6, to);
+        add_fifth_bits(block + 2, to);
+    }
+};
+struct FiveBitsLeast : Form<Values<5, 0>, ScaleAndLeast> {
+    static int64_t bytes(int64_t) { return 24; }
+    static void read(const uint8_t* block, int64_t, uint8_t* to) {
+        split_nibbles(block + 8, to);
+        add_fifth_bits(block + 4, to);
+    }
+};
+// 32 bytes hold chunks 2 i and 2 i + 1.
+inline void read_half_bytes(const uint8_t* from, int64_t chunk, uint8_t* to) {
+    for (int i = 0; i < 32; i++) to[i] = from[chunk / 2 * 32 + i] >> chunk % 2 * 4 & 15;
+}
+struct FourBitsK : Form<Values<4, 0>, GroupScales> {
+    static int64_t bytes(int64_t) { return 144; }
+    static void read(const uint8_t* block, int64_t chunk, uint8_t* to) {
+        read_half_bytes(block + 16, chunk, to);
+    }
+};
+struct FiveBitsK : Form<Values<5, 0>, GroupScales> {
+    static int64_t bytes(int64_t) { return 176; }
+    static void read(const uint8_t* block, int64_t chunk, uint8_t* to) {
+        read_half_bytes(block + 48, chunk, to);
+        for (int i = 0; i < 32; i++) to[i] |= (block[16 + i] >> chunk & 1) << 4;
+    }
+};
+struct SixBitsK : Form<Values<6, 32>, SignedScales> {
+    static int64_t bytes(int64_t) { return 210; }
+    static void read(const uint8_t* block, int64_t chunk, uint8_t* to) {
+        const int64_t part = chunk / 8, group = chunk % 8 / 2, first = chunk % 2 * 16;
+        const uint8_t* const low = block + part * 64 + group % 2 * 32 + first;
+        const uint8_t* const high = block + 128 + part * 32 + first;
+        for (int i = 0; i < 16; i++)
+            to[i] = (low[i] >> group / 2 * 4 & 15) | (high[i] >> group * 2 & 3) << 4;
+    }
+};
+
+// Calls use(form) with the form of a kind.
+template <typename Use>
+inline void with_form(int64_t kind, const Use& use) {
+    switch (kind) {
+        case INT8: return use(Int8());
+        case SYMMETRIC: return use(Symmetric());
+        case INT4: return use(Int4());
+        case Q4_0: return use(FourBits());
+        case Q4_1: return use(FourBitsLeast());
+        case Q5_0: return use(FiveBits());
+        case Q5_1: return use(FiveBitsLeast());
+        case Q4_K: return use(FourBitsK());
+        case Q5_K: return use(FiveBitsK());
+        case Q6_K: return use(SixBitsK());
+    }
+}
+
+}  // namespace

@@ -1,0 +1,167 @@
+"""Weights in blocks of neighbouring inputs with scales of their own, and those of several formats.
+
+The rows of a weight stay rows: a block never holds numbers of two outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from fminfer.compute.weights import Dense, Format, Shape, Tensors
+
+Unpack = Callable[[torch.Tensor], torch.Tensor]  # (…, bytes of a block) → (…, numbers) float32
+Pack = Callable[[torch.Tensor], torch.Tensor]  # and back
+# Numbers that one thread makes blocks of at once: torch does not divide so few among threads.
+PACKED_AT_ONCE = 1 << 15
+
+
+@dataclass(slots=True, frozen=True)
+class Blocks:
+    """A format whose only tensor holds the bytes of blocks, (…, outputs, bytes of a row).
+
+    Args:
+        name: what people call it.
+        block: the numbers of a block; 0: a row is one block.
+        block_bytes: what a block takes; of a whole row, beside a byte for each number.
+        unpack: returns the numbers of blocks.
+        pack: makes blocks of numbers; None: fminfer only reads such weights.
+        kind: its number in the CPU's kernels (`forms.h`); None: it becomes floats when it is read.
+    """
+
+    name: str
+    block: int
+    block_bytes: int
+    unpack: Unpack
+    pack: Pack | None = None
+    kind: int | None = None
+
+    def row_bytes(self, inputs: int) -> int:
+        """Return what a row of a weight takes."""
+        if self.block:
+            return inputs // self.block * self.block_bytes
+        return inputs + self.block_bytes
+
+    def takes(self, inputs: int) -> bool:
+        """Tell whether rows of so many numbers are whole blocks."""
+        return inputs % (self.block or 32) == 0
+
+    def num_bytes(self, shape: Shape) -> int:
+        return math.prod(shape[:-1]) * self.row_bytes(shape[-1])
+
+    def empty(self, shape: Shape, device: torch.device) -> Tensors:
+        size = (*shape[:-1], self.row_bytes(shape[-1]))
+        return (torch.empty(size, dtype=torch.uint8, device=device),)
+
+    def dequantize(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
+        (packed,) = tensors
+        size = self.block_bytes if self.block else packed.shape[-1]
+        return self.unpack(packed.reshape(*packed.shape[:-1], -1, size)).flatten(-2).to(dtype)
+
+    def quantize(self, numbers: torch.Tensor, to: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the only tensor of a weight, of its numbers, (…, outputs, inputs).
+
+        Args:
+            to: the tensor, to be written; None: a new one.
+        """
+        assert self.pack is not None and self.takes(numbers.shape[-1]), "numbers for blocks"
+        if to is None:
+            (to,) = self.empty(tuple(numbers.shape), numbers.device)
+        if numbers.dim() > 2:
+            for each, own in zip(numbers, to, strict=True):
+                self.quantize(each, own)
+            return to
+        step = max(1, PACKED_AT_ONCE // max(1, numbers.shape[1]))
+        pack, own = self.pack, to
+
+        def pack_rows(first: int) -> None:
+            with torch.inference_mode(own.is_inference()):  # a thread's own mode
+                part = numbers[first : first + step].float()
+                blocks = pack(part.reshape(len(part), -1, self.block or part.shape[1]))
+                own[first : first + step] = blocks.flatten(-2)
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            for _ in threads.map(pack_rows, range(0, len(numbers), step)):
+                pass
+        return to
+
+    # What checkpoints store so; see models/formats.StoredFormat.
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        return ("U8",) if self.pack else (self.name,)
+
+    @property
+    def _ending(self) -> str:
+        """What names of fminfer's own forms end with, as they are all stored as bytes."""
+        return f".{self.name}" if self.pack else ""
+
+    def stored(
+        self, name: str, shape: Shape, *, is_transposed: bool
+    ) -> dict[str, tuple[str, Shape]]:
+        size = (*shape[:-1], self.row_bytes(shape[-1])) if self.takes(shape[-1]) else ()
+        if is_transposed:
+            return {name: ("", ())}  # of no type that a file has
+        return {name + self._ending: (self.types[0], size)}
+
+    def read(self, stored: Tensors, *, is_transposed: bool) -> Tensors:
+        return stored
+
+
+@dataclass(slots=True, frozen=True)
+class Joined:
+    """Rows of several formats: parts one below the other, each with tensors of its own.
+
+    Files hold queries, keys and values in different formats, which are one weight of ours.
+
+    Args:
+        parts: of each, its format and how many outputs it has.
+    """
+
+    parts: tuple[tuple[Format, int], ...]
+
+    @property
+    def name(self) -> str:
+        return " + ".join(dict.fromkeys(held.name for held, _ in self.parts))
+
+    def num_bytes(self, shape: Shape) -> int:
+        return sum(held.num_bytes(self._part(shape, num)) for held, num in self.parts)
+
+    def empty(self, shape: Shape, device: torch.device) -> Tensors:
+        return tuple(
+            tensor
+            for held, num in self.parts
+            for tensor in held.empty(self._part(shape, num), device)
+        )
+
+    def dequantize(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
+        pairs = zip(self.parts, tensors, strict=True)  # each part is of one tensor
+        return torch.cat([held.dequantize((t,), dtype) for (held, _), t in pairs], -2)
+
+    def starts(self) -> list[int]:
+        """Return the first output of each part, and the end."""
+        return [0, *accumulate(num for _, num in self.parts)]
+
+    @staticmethod
+    def _part(shape: Shape, outputs: int) -> Shape:
+        return (*shape[:-2], outputs, shape[-1])
+
+
+def join(parts: list[tuple[Format, int]]) -> Format:
+    """Return one format of parts, of which neighbours may be alike."""
+    found: list[tuple[Format, int]] = []
+    for held, num in parts:
+        if found and found[-1][0] == held:
+            num += found.pop()[1]
+        found.append((held, num))
+    return found[0][0] if len(found) == 1 else Joined(tuple(found))
+
+
+def is_quantized(held: Format) -> bool:
+    """Tell whether a format, or a part of it, is of blocks."""
+    return not isinstance(held, Dense)

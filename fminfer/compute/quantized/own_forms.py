@@ -1,0 +1,107 @@
+"""fminfer's own 8 and 4 bits: what `--quantize` makes of a model, and `fminfer quantize` writes.
+
+A block is a scale in float16, for zero points a minimum, then its numbers. 8 numbers of 4 bits are
+one unit of 32 bits, in which the kernels multiply them: first those with an even place, then those
+with an odd one.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from fminfer.compute.quantized.block_format import Blocks
+from fminfer.compute.quantized.gguf_forms import divided, unpack_q8_0
+from fminfer.compute.weights import Use
+
+Tensor = torch.Tensor
+LEAST_SCALE = 2.0**-24  # of float16: it keeps a block of zeros from being divided by 0
+
+
+def _bytes_of(numbers: Tensor) -> Tensor:
+    """Return float16's bytes of numbers, (…, numbers)."""
+    return numbers.half().contiguous().view(torch.uint8)
+
+
+def _scale(sizes: Tensor, steps: int) -> Tensor:
+    """Return scales as float16 holds them, (…, 1), of which `steps` reach each size.
+
+    One that is too large is inf, so that its block becomes nan, as one with nan does.
+    """
+    return (sizes / steps).clamp(LEAST_SCALE).half().float()
+
+
+def pack_int8(blocks: Tensor) -> Tensor:
+    scale = _scale(blocks.abs().amax(-1, keepdim=True), 127)
+    values = (blocks / scale).round_().clamp_(-127, 127).to(torch.int8)
+    return torch.cat([_bytes_of(scale), values.view(torch.uint8)], -1)
+
+
+def _pack_units(values: Tensor) -> Tensor:
+    """Return numbers of 4 bits in units, (…, numbers / 2 bytes): 8 bytes at once."""
+    eight = values.contiguous().view(torch.int64)
+    both = eight | eight >> 12  # bytes 0, 1, 4 and 5 have numbers i and i + 2
+    units = both & 0xFF | both >> 24 & 0xFF00 | both << 8 & 0xFF0000 | both >> 16 & 0xFF000000
+    return units.view(torch.int32)[..., ::2].contiguous().view(torch.uint8)
+
+
+def _unpack_units(packed: Tensor) -> Tensor:
+    units = divided(torch.stack([packed & 15, packed >> 4], -1).flatten(-2), -1, 2, 4)
+    return units.mT.flatten(-3).float()
+
+
+def pack_symmetric(blocks: Tensor) -> Tensor:
+    """Pack numbers so that the largest one is -8 or 8 times the scale, as others reach -8 and 7."""
+    most = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+    scale = _scale(most.abs(), 8) * torch.where(most > 0, -1.0, 1.0)
+    values = (blocks / scale).round_().add_(8).clamp_(0, 15).to(torch.uint8)
+    return torch.cat([_bytes_of(scale), _pack_units(values)], -1)
+
+
+def unpack_symmetric(blocks: Tensor) -> Tensor:
+    scale = blocks[..., :2].contiguous().view(torch.float16).float()
+    return scale * (_unpack_units(blocks[..., 2:]) - 8)
+
+
+def pack_int4(blocks: Tensor) -> Tensor:
+    least, most = blocks.aminmax(dim=-1, keepdim=True)
+    least = least.half().float()
+    scale = _scale(most - least, 15)
+    values = ((blocks - least) / scale).round_().clamp_(0, 15).to(torch.uint8)
+    return torch.cat([_bytes_of(scale), _bytes_of(least), _pack_units(values)], -1)
+
+
+def unpack_int4(blocks: Tensor) -> Tensor:
+    both = blocks[..., :4].contiguous().view(torch.float16).float()
+    return both[..., :1] * _unpack_units(blocks[..., 4:]) + both[..., 1:]
+
+
+_int8 = partial(Blocks, unpack=unpack_q8_0, pack=pack_int8, kind=2)
+_symmetric = partial(Blocks, unpack=unpack_symmetric, pack=pack_symmetric, kind=3)
+_int4 = partial(Blocks, unpack=unpack_int4, pack=pack_int4, kind=4)
+INT8, INT8_32, INT4 = _int8("int8", 128, 130), _int8("int8-32", 32, 34), _int4("int4", 32, 20)
+INT4_SYMMETRIC = _symmetric("int4-symmetric", 32, 18)
+OWN_FORMS = (
+    INT8,
+    INT8_32,
+    _int8("int8-row", 0, 2),
+    INT4,
+    _int4("int4-128", 128, 68),
+    INT4_SYMMETRIC,
+    _symmetric("int4-symmetric-128", 128, 66),
+)
+_BY_NAME = {form.name: form for form in OWN_FORMS}
+
+
+def quantized_forms(name: str, use: Use) -> tuple[Blocks, ...]:
+    """Return what a matrix becomes by --quantize: the first of these forms that takes its rows.
+
+    Head and embedding keep 8 bits. Matrices that none takes keep their floats.
+    """
+    form = _BY_NAME[name]
+    if form.name.startswith("int8"):
+        return form, INT8_32
+    if use != "product":
+        return INT8, INT8_32
+    return form, INT4 if form.unpack is unpack_int4 else INT4_SYMMETRIC

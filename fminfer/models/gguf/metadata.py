@@ -1,0 +1,171 @@
+"""The metadata of a GGUF model, which notes the keys that are read.
+
+A key of the model's architecture that nobody reads may change answers. It refuses the file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fminfer.core.errors import CheckpointError
+from fminfer.core.impostors import broken
+from fminfer.models.stored.gguf_file import Metadata, read_gguf
+from fminfer.models.stored.stored_tensors import StoredTensor
+from fminfer.models.stored.weight_folder import weight_files
+
+LAST_NORM = "output_norm.weight"
+MOST = 1 << 20  # of whole numbers, so that a broken file asks for no endless lists
+# Keys of an architecture that nothing reads → why they change no answer.
+HARMLESS = {
+    "vocab_size": "the rows of the embedding count",
+    "rope.scaling.finetuned": "it tells of training",
+    "tensor_data_layout": "each architecture here has one",
+}
+
+
+@dataclass(slots=True)
+class GgufModel:
+    """What the headers of a model's GGUF files tell.
+
+    Keys of its architecture are given without the architecture's name.
+
+    Args:
+        path: of the first file, which has the metadata.
+        header: the bytes of the first file that hold them.
+
+    Raises:
+        CheckpointError: of each method, when a value is missing or of another kind.
+    """
+
+    path: Path
+    metadata: Metadata
+    tensors: Mapping[str, StoredTensor]
+    header: tuple[int, int]
+    _read: set[str] = field(default_factory=set)
+
+    @property
+    def arch(self) -> str:
+        """The name of its architecture, such as "llama"."""
+        return str(self.metadata.get("general.architecture"))
+
+    @property
+    def hidden_size(self) -> int:
+        """The length of hidden states, which is that of the last norm."""
+        size = self.whole("embedding_length", least=1)
+        stored = getattr(self.tensors.get(LAST_NORM), "shape", None)
+        if stored != (size,):
+            raise broken(self.path, f"embedding_length is {size}, {LAST_NORM} has {stored}")
+        return size
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are, by the metadata and by the names of tensors."""
+        num = self.whole("block_count")
+        numbers = {n.split(".")[1] for n in self.tensors if n.startswith("blk.")}
+        if num != len(numbers) or not num:
+            raise broken(self.path, f"block_count is {num}, and {len(numbers)} are stored")
+        return num
+
+    @property
+    def heads(self) -> int:
+        """How many heads a layer has."""
+        return self.whole("attention.head_count", least=1, most=self.hidden_size)
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of a sequence."""
+        return self.whole("context_length", most=1 << 40)
+
+    def find(self, key: str) -> object:
+        """Return a value; None: there is none."""
+        self._read.add(f"{self.arch}.{key}")
+        return self.metadata.get(f"{self.arch}.{key}")
+
+    def whole(
+        self, key: str, default: int | None = None, *, least: int = 0, most: int = MOST
+    ) -> int:
+        """Return a whole number. One for each layer must be the same for all."""
+        found = self.find(key)
+        if isinstance(found, list) and found:
+            if any(each != found[0] for each in found):
+                raise self._unlike(key, found, "one number for all layers")
+            found = found[0]
+        found = default if found is None else found
+        if type(found) is not int or not least <= found <= max(most, default or 0):
+            raise self._wrong(key, found, f"whole number from {least} to {most}")
+        return found
+
+    def real(self, key: str, default: float | None = None) -> float:
+        """Return a number."""
+        found = self.find(key)
+        found = default if found is None else found
+        if not isinstance(found, int | float) or not math.isfinite(found):
+            raise self._wrong(key, found, "number")
+        return float(found)
+
+    def only(self, key: str, *allowed: object) -> None:
+        """Refuse a key with another value; one that is not there is fine."""
+        found = self.find(key)
+        if found is not None and found not in allowed:
+            *first, last = map(str, allowed)
+            raise self._unlike(key, found, f"{', '.join(first)} or {last}" if first else last)
+
+    def rows(self, tensor: str) -> int:
+        """Return the outputs of a stored matrix."""
+        found = self.tensors.get(tensor)
+        if found is None or len(found.shape) != 2:
+            raise broken(self.path, f"it stores no matrix {tensor!r}")
+        return found.shape[0]
+
+    def refuse_unread(self) -> None:
+        """Refuse a key that nobody reads."""
+        for key, value in self.metadata.items():
+            own = key.removeprefix(f"{self.arch}.")
+            if own != key and key not in self._read and own not in HARMLESS:
+                why = "which fminfer does not know for this architecture and may change answers"
+                raise self._refusal(own, value, why)
+
+    def _refusal(self, key: str, found: object, why: str) -> CheckpointError:
+        said = f"{self.path} sets {self.arch}.{key} to {f'{found!r:.60}'}"
+        return CheckpointError(f"{said}, {why}; take the same model in safetensors")
+
+    def _unlike(self, key: str, found: object, allowed: str) -> CheckpointError:
+        return self._refusal(key, found, f"and fminfer computes such a model only with {allowed}")
+
+    def _wrong(self, key: str, found: object, kind: str) -> CheckpointError:
+        if found is None:
+            return broken(self.path, f"it lacks the key {self.arch}.{key}")
+        return broken(self.path, f"{self.arch}.{key} is {found!r:.60}, and no {kind}")
+
+
+def read_model(path: Path) -> GgufModel:
+    """Read the headers of a model's files; the first one's metadata count.
+
+    Raises:
+        CheckpointError: a file is missing or broken, or is not of a model.
+    """
+    found = [read_gguf(file) for file in weight_files(path)]
+    first, metadata = found[0]
+    tensors = {name: each for file, _ in found for name, each in file.tensors.items()}
+    model = GgufModel(path, metadata, tensors, first.header)
+    kind = metadata.get("general.type", "model")
+    if kind != "model" or model.arch == "clip":
+        raise CheckpointError(
+            f"{path} holds no language model, but {kind} of {model.arch}; give the model's own file"
+        )
+    num = metadata.get("split.count", 0) or 1
+    if num != len(found):
+        raise CheckpointError(
+            f"{path} is one of {num} parts by its split.count, and its name tells of {len(found)}; "
+            "give all parts the names that they had, such as m-00001-of-00003.gguf"
+        )
+    for number, (file, own) in enumerate(found):
+        if own.get("split.no", 0) != number:
+            raise CheckpointError(
+                f"{file.path} is part {number + 1} by its name, and has split.no "
+                f"{own.get('split.no')!r}, which counts from 0; fetch it again"
+            )
+    return model

@@ -1,0 +1,117 @@
+"""Writes the tokenizer of a GGUF file as the files of transformers that it was converted from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import processors
+
+from fminfer.core.errors import CheckpointError
+from fminfer.models.gguf.pre_tokenizers import find_cuts
+from fminfer.models.gguf.tokenizer_models import byte_level, scored_merges, unigram
+from fminfer.models.gguf.vocabulary import Json, Metadata, StoredVocabulary
+
+KINDS = ("gpt2", "llama", "t5")  # of tokenizer.ggml.model
+TEMPLATE = "tokenizer.chat_template"
+# Keys of tokenizer_config.json → names of special tokens.
+_SPECIALS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+# Tokens that end a turn. A file names one of them at most; a template may write several.
+_TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|return|>", "<|call|>")
+_END = "<|end|>"  # another one, except beside <|return|>, where it ends a part of a turn
+# Keys of generation_config.json → of general.sampling.
+_SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+
+
+def write_tokenizer_files(metadata: Metadata, folder: Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json and generation_config.json.
+
+    Raises:
+        CheckpointError: the tokenizer is broken, or of a kind that is not read.
+    """
+    vocabulary = StoredVocabulary.read(metadata)
+    kind, cuts = vocabulary.find("model"), None
+    if kind not in KINDS:
+        what = "no tokenizer" if kind in (None, "none", "no_vocab") else f"one of the kind {kind!r}"
+        raise CheckpointError(
+            f"the GGUF file holds {what}, and only {', '.join(KINDS)} are read. Name the folder "
+            "or hub id of the original model by --tokenizer"
+        )
+    if kind == "gpt2":
+        cuts = find_cuts(vocabulary.find("pre"))
+    vocabulary.refuse_broken()
+    if cuts is not None:
+        backend, pieces = byte_level(vocabulary, cuts)
+    else:
+        backend, pieces = (scored_merges if kind == "llama" else unigram)(vocabulary)
+    adds_bos = kind == "llama" if cuts is None else cuts.adds_bos
+    before = vocabulary.special("bos") if vocabulary.find("add_bos_token", adds_bos) else None
+    behind = vocabulary.special("eos") if vocabulary.find("add_eos_token", kind == "t5") else None
+    backend.post_processor = _post_processor(vocabulary, before, behind)
+    content: dict[str, Any] = json.loads(backend.to_str())
+    content["added_tokens"] = vocabulary.added_tokens()
+    content["model"] |= pieces
+    adds = {"add_bos_token": before is not None, "add_eos_token": behind is not None}
+    _write(folder / "tokenizer.json", content)
+    _write(folder / "tokenizer_config.json", _without_none(_config(vocabulary) | adds))
+    write_generation_config(metadata, folder)
+
+
+def write_generation_config(metadata: Metadata, folder: Path) -> None:
+    """Write generation_config.json, which needs no tokenizer of a kind that is read."""
+    vocabulary = StoredVocabulary.read(metadata)
+    template = "".join(_templates(metadata).values())
+    ends = _TURN_ENDS if "<|return|>" in template else (*_TURN_ENDS, _END)
+    eos = [vocabulary.special_id(name) for name in ("eos", "eot", "eom")]
+    eos += [vocabulary.ids.get(end) for end in ends if end in template]
+    fields = {name: metadata.get(f"general.sampling.{key}") for name, key in _SAMPLING.items()} | {
+        "bos_token_id": vocabulary.special_id("bos"),
+        "eos_token_id": [each for each in dict.fromkeys(eos) if each is not None] or None,
+        "pad_token_id": vocabulary.special_id("padding"),
+    }
+    _write(folder / "generation_config.json", _without_none(fields))
+
+
+def _post_processor(
+    vocabulary: StoredVocabulary, before: str | None, behind: str | None
+) -> processors.PostProcessor:
+    """Put a token before each text and one behind it, where the tokenizer has such."""
+    first, second = (
+        [piece for piece in (before, text, behind) if piece is not None] for text in ("$A", "$B")
+    )
+    special = {piece: vocabulary.ids[piece] for piece in (before, behind) if piece is not None}
+    return processors.TemplateProcessing(first, first + second, list(special.items()))
+
+
+def _config(vocabulary: StoredVocabulary) -> Json:
+    templates = _templates(vocabulary.metadata)
+    several = [{"name": name, "template": each} for name, each in templates.items()]
+    return {key: vocabulary.special(name) for key, name in _SPECIALS.items()} | {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "chat_template": templates["default"] if [*templates] == ["default"] else several or None,
+    }
+
+
+def _templates(metadata: Metadata) -> dict[str, str]:
+    """Return the chat templates by their names; the one without a name is "default"."""
+    return {
+        key.removeprefix(TEMPLATE).removeprefix(".") or "default": text
+        for key, text in metadata.items()
+        if f"{key}.".startswith(f"{TEMPLATE}.") and isinstance(text, str)
+    }
+
+
+def _without_none(fields: Json) -> Json:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _write(path: Path, content: Json) -> None:
+    path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")

@@ -1,0 +1,212 @@
+"""Reads the header of a GGUF file, llama.cpp's form of a model: its metadata and its tensors."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fminfer.core.errors import CheckpointError
+from fminfer.core.impostors import broken, refuse_impostor
+from fminfer.models.stored.gguf_types import BLOCKS, NUMBERS, TYPES
+from fminfer.models.stored.stored_tensors import (
+    MOST_HEADER_BYTES,
+    StoredFile,
+    StoredTensor,
+    plain_strides,
+)
+
+Metadata = dict[str, object]
+MAGIC = b"GGUF"
+FLOAT, STRING, ARRAY = 6, 8, 9  # kinds of values
+ALIGNMENT = "general.alignment"
+MOST_DIMENSIONS = 4
+# Tensors whose first dimension counts experts, or heads.
+STACKED = ("_exps.weight", "_exps.bias", ".attn_k_b.weight", ".attn_v_b.weight")
+MOST_STACKED = 4096
+# A matrix of one row, which older files store as a vector.
+ONE_ROW = ".ffn_gate_inp_shexp.weight"
+
+
+def read_gguf(path: Path) -> tuple[StoredFile, Metadata]:
+    """Return the tensors and the metadata of one GGUF file. No value of a tensor is read.
+
+    A tensor in blocks has its rows in bytes: (…, outputs, bytes of a row). Stacked experts or heads
+    are one tensor each, with their number before the end of the name.
+
+    Raises:
+        CheckpointError: the file is broken, of another version, or big-endian.
+    """
+    refuse_impostor(path)
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _read_header(path, _Cursor(data))
+    except (OSError, ValueError) as error:
+        raise broken(path, error) from error
+
+
+def read_values(tensor: StoredTensor) -> list[float]:
+    """Return the values of a small tensor of floats.
+
+    Raises:
+        CheckpointError: it is no vector of float32, or the file cannot be read.
+    """
+    try:
+        if tensor.dtype != "F32" or len(tensor.shape) != 1:
+            raise ValueError(f"{tensor.dtype} of shape {tensor.shape} where F32 of one is needed")
+        stored = np.fromfile(tensor.file, "<f4", tensor.shape[0], offset=tensor.start)
+        return [float(each) for each in stored]
+    except (OSError, ValueError) as error:
+        raise broken(tensor.file, error) from error
+
+
+class _Cursor:
+    """Reads little-endian values one after the other, and none beyond the end.
+
+    Raises:
+        ValueError: of each method, when the file says more than it has.
+    """
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data, self.at = data, 0
+        self.size = len(data)
+        self._end = min(self.size, MOST_HEADER_BYTES)
+
+    def take(self, num_bytes: int) -> bytes:
+        """Return the next bytes."""
+        if num_bytes > (left := self._end - self.at):
+            limit = f"; a header has {MOST_HEADER_BYTES} at most" * (self._end < self.size)
+            raise ValueError(f"{num_bytes} bytes follow, for which {left} are left{limit}")
+        self.at += num_bytes
+        return self._data[self.at - num_bytes : self.at]
+
+    def numbers(self, form: str, num: int) -> list[Any]:
+        """Return so many values, by their letter of numpy."""
+        dtype = np.dtype(f"<{form}")
+        return list(np.frombuffer(self.take(num * dtype.itemsize), dtype).tolist())
+
+    def whole(self, form: str = "I") -> int:
+        """Return a whole number of 4 bytes, "Q": of 8."""
+        return int(self.numbers(form, 1)[0])
+
+    def texts(self, num: int) -> list[str]:
+        """Return so many strings: each is its length in 8 bytes, then UTF-8.
+
+        A vocabulary has a hundred thousand, so that `take` would be too slow.
+        """
+        data, at, end, unpack = self._data, self.at, self._end, struct.Struct("<Q").unpack_from
+        found = []
+        for _ in range(num):
+            if (first := at + 8) > end or (at := first + unpack(data, at)[0]) > end:
+                raise ValueError(f"its header has {end} bytes, for which a text is too long")
+            found.append(data[first:at].decode())
+        self.at = at
+        return found
+
+    def value(self) -> object:
+        """Return a value of the metadata behind its kind; arrays are lists."""
+        kind = self.whole()
+        if kind == ARRAY:
+            return self._values(self.whole(), self.whole("Q"))
+        (value,) = self._values(kind, 1)
+        # As it was written: 1e-05, not 9.999999747378752e-06.
+        return float(str(np.float32(value))) if kind == FLOAT else value
+
+    def _values(self, kind: int, num: int) -> list[Any]:
+        if kind == STRING:
+            return self.texts(num)
+        if kind not in NUMBERS:
+            raise ValueError(f"a value of the kind {kind}, which GGUF does not have")
+        return self.numbers(NUMBERS[kind], num)
+
+
+def _read_header(path: Path, cursor: _Cursor) -> tuple[StoredFile, Metadata]:
+    if cursor.take(4) != MAGIC:
+        raise ValueError("it does not begin with GGUF")
+    version = cursor.whole()
+    if version & 0xFFFF == 0:
+        raise CheckpointError(f"{path} is big-endian, which does not run; take one for x86 or ARM")
+    if version not in (2, 3):
+        raise CheckpointError(
+            f"{path} is GGUF of version {version}, and 2 and 3 run; convert the model again with a "
+            "llama.cpp of today"
+        )
+    num_tensors, num_keys = cursor.numbers("Q", 2)
+    metadata = _read_metadata(cursor, num_keys)
+    tensors = [_read_entry(path, cursor) for _ in range(num_tensors)]
+    end, step = cursor.at, metadata.get(ALIGNMENT, 32)
+    if type(step) is not int or step < 1 or step & (step - 1):
+        raise ValueError(f"{ALIGNMENT} is {step!r}, and it is a power of two")
+    first = -(-end // step) * step
+    _check_spans(tensors, step, cursor.size - first)
+    parts: dict[str, StoredTensor] = {}
+    for name, part in (each for whole in tensors for each in _unstacked(*whole)):
+        if name in parts:
+            raise ValueError(f"tensor {name!r} is there twice")
+        parts[name] = replace(part, start=first + part.start)
+    return StoredFile(path, parts, (0, end)), metadata
+
+
+def _read_metadata(cursor: _Cursor, num: int) -> Metadata:
+    metadata: Metadata = {}
+    for _ in range(num):
+        (key,) = cursor.texts(1)
+        if key in metadata:
+            raise ValueError(f"the key {key!r} is there twice")
+        metadata[key] = cursor.value()
+    return metadata
+
+
+def _read_entry(path: Path, cursor: _Cursor) -> tuple[str, StoredTensor]:
+    """Return a tensor by its name. It starts at an offset into the values of all."""
+    (name,), num = cursor.texts(1), cursor.whole()
+    if num > MOST_DIMENSIONS:
+        raise ValueError(f"tensor {name!r} has {num} dimensions; {MOST_DIMENSIONS} are the most")
+    shape = tuple(reversed(cursor.numbers("Q", num)))
+    kind, start = cursor.whole(), cursor.whole("Q")
+    if (dtype := TYPES.get(kind)) is None:
+        raise CheckpointError(
+            f"{path} stores {name!r} as type {kind}, which ggml did not have in 2026: the file is "
+            "broken or newer. Take one of the same model in Q8_0, Q4_K_M or F16"
+        )
+    if dtype in BLOCKS:
+        (size, num_bytes), row = BLOCKS[dtype], shape[-1] if shape else 1
+        if row % size:
+            raise ValueError(f"tensor {name!r} has rows of {row}, no blocks of {size}")
+        shape = (*shape[:-1], row // size * num_bytes)
+    return name, StoredTensor(path, dtype, shape, start, plain_strides(shape))
+
+
+def _check_spans(tensors: list[tuple[str, StoredTensor]], step: int, num_bytes: int) -> None:
+    """Refuse tensors that lie askew, that overlap, or that end beyond the file."""
+    end, before = 0, ""
+    for name, tensor in sorted(tensors, key=lambda item: item[1].span):
+        last = tensor.span[1]
+        if tensor.start % step:
+            raise ValueError(f"tensor {name!r} begins at {tensor.start}, no multiple of {step}")
+        if last > num_bytes:
+            raise ValueError(f"tensor {name!r} ends at byte {last} of {num_bytes} of all tensors")
+        if tensor.start < end:
+            raise ValueError(f"the tensors {before!r} and {name!r} overlap")
+        end, before = last, name
+
+
+def _unstacked(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+    """Give the part of each expert or head of a stacked tensor, or the tensor."""
+    if name.endswith(ONE_ROW) and len(tensor.shape) == 1:
+        tensor = replace(tensor, shape=(1, *tensor.shape), strides=(*tensor.shape, 1))
+    if not name.endswith(STACKED) or len(tensor.shape) < 2:
+        yield name, tensor
+        return
+    if tensor.shape[0] > MOST_STACKED:
+        raise ValueError(f"tensor {name!r} stacks {tensor.shape[0]}; the most are {MOST_STACKED}")
+    stem, _, leaf = name.rpartition(".")
+    one = replace(tensor, shape=tensor.shape[1:], strides=tensor.strides[1:])
+    for number in range(tensor.shape[0]):
+        start = tensor.rows(number, number + 1).start
+        yield f"{stem}.{number}.{leaf}", replace(one, start=start)

@@ -1,0 +1,313 @@
+"""The kernels' products with weights in blocks: right, each row for itself, for every form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fminfer.compute.kernels.kernel_build import find_compiler
+from fminfer.compute.layers.expert_kernel import PackedExperts
+from fminfer.compute.linear import product_kernel
+from fminfer.compute.linear.product_kernel import (
+    PackedProduct,
+    ProductKernel,
+    head_takes,
+    kernel_takes,
+)
+from fminfer.compute.quantized.block_format import Blocks, Joined, join
+from fminfer.compute.quantized.own_forms import INT4, INT8, INT8_32
+from fminfer.compute.registry import Registry
+from fminfer.compute.spec import Mlp, Moe
+from fminfer.compute.weights import Dense, Format, Use, Weight, dense
+from fminfer.core.errors import UsageError
+from tests.compute.test_experts import choose, expected_of
+from tests.conftest import built_library
+from tests.random_blocks import FORMS, random_weight, summed_sizes
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+KINDS = [form for form in FORMS.values() if form.kind is not None]
+ROWS = [*range(1, 10), 13, 100]
+OUTPUTS = (5, 64, 70, 130)  # less than a panel, whole ones, some more
+FLOATS, HALVES = torch.float32, torch.bfloat16
+of_both_types = pytest.mark.parametrize("of_rows", [FLOATS, HALVES])
+of_kinds = pytest.mark.parametrize("form", KINDS, ids=lambda form: form.name)
+MIXED: list[list[tuple[Format, int]]] = [
+    [(FORMS["Q4_K"], 70), (FORMS["Q6_K"], 30), (Dense(HALVES), 33)],
+    [(FORMS["Q8_0"], 1), (INT4, 129), (FORMS["Q8_0"], 64)],
+    [(Dense(HALVES), 64), (FORMS["Q5_1"], 64)],
+]
+
+
+@pytest.fixture(scope="module")
+def kernel() -> ProductKernel:
+    return ProductKernel(built_library())
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def inputs_of(form: Blocks) -> tuple[int, ...]:
+    """Return the shortest rows, some more, and those of several pieces of a panel."""
+    block = form.block or 32
+    return block, 3 * block, 2304
+
+
+def assert_near(found: torch.Tensor, x: torch.Tensor, weight: Weight, bias: torch.Tensor) -> None:
+    """See that sums are what they are in float64, up to float32's rounding of each term."""
+    numbers = weight.dequantized(FLOATS)
+    exact = x.double() @ numbers.double().t() + bias.double()
+    size = x.double().abs() @ summed_sizes(numbers).t() + bias.double().abs()
+    assert found.dtype == FLOATS and found.shape == exact.shape
+    assert ((found.double() - exact).abs() <= size * (x.shape[-1] + 8) * 2**-24).all()
+
+
+@of_both_types
+@of_kinds
+def test_products_are_right_and_a_row_is_the_same_beside_any_others(
+    form: Blocks,
+    of_rows: torch.dtype,
+    kernel: ProductKernel,
+    set_threads: Callable[[int], None],
+) -> None:
+    """With and without a bias, by one thread and by three, in registers and unpacked before."""
+    for inputs in inputs_of(form):
+        torch.manual_seed(inputs)
+        x = torch.randn(300, inputs).to(of_rows)
+        for outputs in OUTPUTS:
+            weight = random_weight(form, outputs, inputs)
+            for bias in (None, torch.randn(outputs)):
+                product = kernel.pack(weight, bias)
+                set_threads(3)
+                sums = product.unrounded(x)
+                assert_near(sums, x, weight, torch.zeros(outputs) if bias is None else bias)
+                set_threads(1)
+                assert torch.equal(product(x), sums.to(of_rows))
+                for rows in ROWS:
+                    set_threads(1 + 2 * (rows % 2))
+                    first = 7 * rows % 200
+                    found = product.unrounded(x[first : first + rows])
+                    assert torch.equal(found, sums[first : first + rows]), f"{rows} rows"
+
+
+@of_kinds
+def test_rows_are_found_in_the_packed_form(
+    form: Blocks, kernel: ProductKernel, set_threads: Callable[[int], None]
+) -> None:
+    """A tied embedding is looked up in the packed head."""
+    for outputs, inputs in zip(OUTPUTS, (*inputs_of(form), 512), strict=True):
+        weight = random_weight(form, outputs, inputs)
+        numbers, product = weight.dequantized(FLOATS), kernel.pack(weight, None)
+        for num_threads in (1, 3):
+            set_threads(num_threads)
+            for ids in (torch.arange(outputs).flip(0), torch.tensor([outputs - 1, 0, 0])):
+                assert torch.equal(product.rows(ids), numbers[ids])
+                assert torch.equal(product.rows(ids.repeat(2)[::2]), numbers[ids.repeat(2)[::2]])
+        assert product.rows(torch.arange(0)).shape == (0, inputs)
+
+
+@of_kinds
+def test_what_is_packed_takes_what_the_blocks_took(form: Blocks, kernel: ProductKernel) -> None:
+    """But for scales of K forms, which have 8 bits there instead of 6."""
+    weight = random_weight(form, 4 * kernel.panel, 512)
+    (part,) = kernel.pack(weight, None).parts
+    more = {"Q4_K": 148 / 144, "Q5_K": 180 / 176}.get(form.name, 1.0)
+    assert part.packed.nbytes == pytest.approx(more * weight.num_bytes)
+
+
+@of_both_types
+@pytest.mark.parametrize("parts", MIXED)
+def test_parts_of_several_formats_are_what_each_is_alone(
+    parts: list[tuple[Format, int]],
+    of_rows: torch.dtype,
+    kernel: ProductKernel,
+    set_threads: Callable[[int], None],
+) -> None:
+    """To the last bit; queries, keys and values of a file may differ in their formats."""
+    held = join(parts)
+    assert isinstance(held, Joined)
+    outputs, torch_bias = sum(num for _, num in parts), torch.randn(200)
+    weight, bias = random_weight(held, outputs, 512), torch_bias[:outputs]
+    product = kernel.pack(weight, bias)
+    alone = []
+    for (each, num), tensor, start in zip(parts, weight.tensors, held.starts(), strict=False):
+        own = replace(random_weight(each, num, 512), tensors=(tensor,))
+        alone.append(kernel.pack(own, bias[start : start + num]))
+    x = torch.randn(100, 512).to(of_rows)
+    for rows in (1, 4, 5, 100):
+        for num_threads in (1, 3):
+            set_threads(num_threads)
+            expected = torch.cat([each.unrounded(x[:rows]) for each in alone], -1)
+            assert torch.equal(product.unrounded(x[:rows]), expected)
+            assert torch.equal(product(x[:rows]), expected.to(of_rows))
+    assert_near(product.unrounded(x), x, weight, bias)
+
+
+def test_parts_of_float32_take_rows_of_float32_alone(kernel: ProductKernel) -> None:
+    held = join([(FORMS["Q8_0"], 5), (Dense(FLOATS), 70)])
+    weight, x = random_weight(held, 75, 64), torch.randn(3, 64)
+    assert_near(kernel.pack(weight, None)(x), x, weight, torch.zeros(75))
+    with pytest.raises(AssertionError, match="rows"):
+        kernel.pack(weight, None)(x.bfloat16())
+    wide = kernel.pack(weight, None).unrounded(x.bfloat16())
+    assert torch.equal(wide, kernel.pack(weight, None)(x.bfloat16().float()))
+
+
+@of_both_types
+def test_a_row_that_is_not_finite_costs_no_other(of_rows: torch.dtype) -> None:
+    kernel = ProductKernel(built_library())
+    for form in KINDS:
+        product = kernel.pack(random_weight(form, 65, 256), None)
+        for rows in (4, 20):
+            x = torch.randn(rows, 256).to(of_rows)
+            expected = product(x)
+            x[3, 17] = float("nan")
+            found, others = product(x), torch.arange(rows) != 3
+            assert torch.equal(found[others], expected[others]) and found[3].isnan().all()
+
+
+@pytest.mark.parametrize("place", [0, 255])
+def test_a_block_that_is_not_finite_costs_its_own_output_alone(
+    place: int, kernel: ProductKernel
+) -> None:
+    """What no scale holds is nan in each form, and is seen by whoever reads the sum."""
+    for form in (each for each in KINDS if each.pack is not None):
+        numbers = torch.randn(70, 256)
+        right = kernel.pack(_quantized(form, numbers), None)
+        numbers[33, place] = float("inf")
+        wrong = kernel.pack(_quantized(form, numbers), None)
+        others = torch.arange(70) != 33
+        for rows in (2, 20):
+            x = torch.randn(rows, 256)
+            found, expected = wrong(x), right(x)
+            assert torch.equal(found[:, others], expected[:, others])
+            assert not found[:, 33].isfinite().any()
+
+
+def _quantized(form: Blocks, numbers: torch.Tensor) -> Weight:
+    return Weight(dense(numbers, "product").spec, form, (form.quantize(numbers),))
+
+
+EXPERTS: list[tuple[str, str, Mlp]] = [
+    ("int4", "int8-32", Mlp("silu", 96)),
+    ("int8-row", "int4-128", Mlp("gelu_pytorch_tanh", 128)),
+    ("Q4_K", "Q6_K", Mlp("silu", 256)),
+    ("Q5_K", "Q5_0", Mlp("relu", 64, is_gated=False)),
+    ("int4-symmetric", "Q8_0", Mlp("silu", 160)),
+    ("Q4_1", "bfloat16", Mlp("silu", 70)),
+    ("bfloat16", "Q5_1", Mlp("silu", 64)),
+]
+
+
+def format_of(name: str) -> Format:
+    return Dense(HALVES) if name == "bfloat16" else FORMS[name]
+
+
+@of_both_types
+@pytest.mark.parametrize(("of_up", "of_down", "expert"), EXPERTS)
+def test_experts_of_blocks_are_those_of_their_numbers(
+    of_up: str,
+    of_down: str,
+    expert: Mlp,
+    of_rows: torch.dtype,
+    set_threads: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(product_kernel, "has_unit", lambda name: False)  # tiles are left to oneDNN
+    how, hidden = Moe(5, 2, expert), 256
+    torch.manual_seed(4)
+    up = random_weight(format_of(of_up), 5, expert.up_size, hidden)
+    down = random_weight(format_of(of_down), 5, hidden, expert.size)
+    mix = registry_of(of_rows).experts(how, up, down)
+    assert isinstance(mix, PackedExperts)
+    numbers = up.dequantized(FLOATS), down.dequantized(FLOATS)
+    x = (torch.randn(150, hidden) / 16).to(of_rows)
+    chosen, shares = choose(how, len(x))
+    chosen[40:120] = torch.tensor([3, 1])
+    found = mix(x, chosen, shares)
+    expected = expected_of(how, x, *numbers, chosen, shares)
+    limit = 2e-5 if of_rows == FLOATS else 0.02
+    assert (found - expected).abs().max() <= limit * expected.abs().max()
+    for num_threads, tokens in ((1, 1), (3, 2), (1, 7), (3, 61)):
+        set_threads(num_threads)
+        some = mix(x[:tokens], chosen[:tokens], shares[:tokens])
+        assert torch.equal(some, found[:tokens])
+
+
+def registry_of(dtype: torch.dtype, asked: Any = "auto") -> Registry:
+    registry = Registry(asked, built_library(), dtype, torch.device("cpu"))
+    registry.of_products[1:] = []  # ours alone
+    return registry
+
+
+def test_what_the_kernel_serves(kernel: ProductKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks on every processor; forms without a kind are not in it."""
+    for has_tiles in (False, True):
+        monkeypatch.setattr(product_kernel, "has_unit", lambda name, tiles=has_tiles: tiles)
+        for form in FORMS.values():
+            for dtype in (FLOATS, HALVES):
+                assert kernel_takes(form, dtype) == (form.kind is not None)
+            assert head_takes(form) == (form.kind is not None)
+            assert kernel.can_pack(random_weight(form, 3, 256)) == (form.kind is not None)
+            assert not kernel_takes(form, torch.float16)
+        for parts in MIXED:
+            held = join(parts)
+            assert kernel_takes(held, FLOATS) and kernel_takes(held, HALVES)
+            assert kernel.can_pack(random_weight(held, sum(num for _, num in parts), 256))
+            assert not head_takes(held), "a head is one part"
+        assert not kernel_takes(join([(INT8, 4), (FORMS["Q2_K"], 4)]), FLOATS)
+        assert not kernel_takes(join([(INT8, 4), (Dense(FLOATS), 4)]), HALVES)
+    assert len(KINDS) == 15, "of 8 and 4 bits, and of GGUF"
+
+
+@of_both_types
+def test_a_model_gets_the_kernels_products(of_rows: torch.dtype) -> None:
+    """Each form and each mixture passes its trial, for products and for heads."""
+    registry = registry_of(of_rows, "require")
+    for form in KINDS:
+        product = registry.product(random_weight(form, 200, 256), torch.randn(200).to(of_rows))
+        head = registry.head(random_weight(form, 200, 256, use="head"), None)
+        assert isinstance(product, PackedProduct) and isinstance(head, PackedProduct)
+    for parts in MIXED:
+        weight = random_weight(join(parts), sum(num for _, num in parts), 256)
+        assert isinstance(registry.product(weight, None), PackedProduct)
+
+
+@of_both_types
+def test_a_trial_refuses_a_kernel_that_is_wrong(of_rows: torch.dtype) -> None:
+    """One that takes int4's bytes for those of Q4_1, which are as many: plain torch is right."""
+    wrong = replace(INT4, name="int4 in another order", kind=FORMS["Q4_1"].kind)
+    registry, required = registry_of(of_rows), registry_of(of_rows, "require")
+    x = torch.randn(5, 256).to(of_rows)
+    weight = random_weight(wrong, 70, 256)
+    plain = torch.nn.functional.linear(x, weight.dequantized(of_rows))
+    assert plain.isfinite().all() and torch.equal(registry.product(weight, None)(x), plain)
+    assert "products of 70 × 256: the kernel cannot be used (what it gives is off" in (
+        registry.why_plain
+    )
+    uses: list[Use] = ["product", "head"]
+    for use, ask in zip(uses, (required.product, required.head), strict=True):
+        with pytest.raises(UsageError, match="what it gives is off by"):
+            ask(random_weight(wrong, 70, 256, use=use), None)
+    how = Moe(3, 2, Mlp("silu", 64))
+    up, down = random_weight(wrong, 3, 128, 256), random_weight(INT8_32, 3, 256, 64)
+    assert registry.experts(how, up, down) is None
+    mixed = random_weight(join([(INT8, 30), (wrong, 30)]), 60, 256)
+    assert not isinstance(registry.product(mixed, None), PackedProduct)
+
+
+def test_a_trial_is_of_each_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts were tried by the format of their first weight alone."""
+    wrong = replace(INT4, name="int4 in another order", kind=FORMS["Q4_1"].kind)
+    registry, how = registry_of(FLOATS), Moe(3, 2, Mlp("silu", 64))
+    up = random_weight(INT8, 3, 128, 256)
+    right, other = random_weight(INT4, 3, 256, 64), random_weight(wrong, 3, 256, 64)
+    assert isinstance(registry.experts(how, up, right), PackedExperts)
+    assert registry.experts(how, up, other) is None

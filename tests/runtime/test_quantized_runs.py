@@ -1,0 +1,190 @@
+"""Runs with `--quantize`, and folders that `fminfer quantize` has written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner
+
+import fminfer
+from fminfer.cli.app import main
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import CheckpointError, UsageError
+from fminfer.models.checkpoint import open_checkpoint
+from fminfer.plan.planning import plan_ahead
+from tests.conftest import make_model, save_byte_tokenizer
+
+# Joined, of heads in turns, stacked experts, transposed and tied, transposed experts, latent.
+NAMES = ["llama", "gpt_neox", "mixtral", "gpt2", "gpt_oss", "deepseek_v3", "gemma2"]
+PROMPTS = [[3 + (7 * i + n) % 200 for i in range(9 + 3 * n)] for n in range(5)]
+LINES = [{"prompt": ids, "max_tokens": 6, "ignore_eos": True, "logprobs": 2} for ids in PROMPTS]
+LINES = [
+    line | {"temperature": 0.7 * (number % 2), "seed": number, "return_token_ids": True}
+    for number, line in enumerate(LINES)
+]
+
+
+def save(name: str, folder: Path) -> Path:
+    make_model(name).bfloat16().save_pretrained(folder)
+    save_byte_tokenizer(folder)
+    return folder
+
+
+def answers(model: Path, **options: Any) -> list[Any]:
+    """Return the choices of LINES, in their order."""
+    told = {"dtype": "float32", "budget": 1024} | options
+    engine = fminfer.Engine(str(model), **told)
+    records = sorted(engine.run(LINES), key=lambda record: record.line.number)
+    engine.close()
+    return [record.to_dict()["result"]["choices"] for record in records]
+
+
+def equal_up_to(found: list[Any], expected: list[Any], error: float) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours[0]["token_ids"] == theirs[0]["token_ids"]
+        values = (each[0]["logprobs"]["token_logprobs"] for each in (ours, theirs))
+        assert [*map(float, next(values))] == pytest.approx([*next(values)], abs=error)
+
+
+@pytest.mark.parametrize("to", ["int8", "int4"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_written_folder_answers_as_the_model_quantized_at_load(
+    name: str, to: str, tmp_path: Path
+) -> None:
+    """Our tensors are stored by our names, joined and laid out."""
+    model, folder = save(name, tmp_path / "model"), tmp_path / "quantized"
+    told = CliRunner().invoke(
+        main, ["quantize", "--model-name", str(model), "--output", str(folder), "--to", to]
+    )
+    assert told.exit_code == 0, told.output
+    equal_up_to(answers(folder), answers(model, quantize=to), 1e-6)
+    plan = plan_ahead(EngineConfig(str(folder), dtype="float32", budget=256), open_at(folder))
+    assert plan.held_in.startswith(to) and plan.formats["head"].name.startswith("int8")
+
+
+def open_at(folder: Path) -> Any:
+    return open_checkpoint(str(folder))
+
+
+def test_ranks_rows_put_back_and_plain_torch_answer_alike(tmp_path: Path) -> None:
+    model = save("llama", tmp_path)
+    expected = answers(model, quantize="int4")
+    equal_up_to(answers(model, quantize="int4", world_size=2), expected, 1e-5)
+    equal_up_to(answers(model, quantize="int4", budget=64, chunk_size=16), expected, 1e-5)
+    equal_up_to(answers(model, quantize="int4", kernels="off"), expected, 1e-5)
+    equal_up_to(answers(model, dtype="int4"), answers(model, dtype="auto", quantize="int4"), 0)
+    assert answers(model) != expected, "bits change answers"
+
+
+def test_random_weights_are_quantized_as_well(tmp_path: Path) -> None:
+    folder = tmp_path / "random"
+    config = transformers.AutoConfig.for_model(
+        "llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=256
+    )
+    config.save_pretrained(tmp_path / "config")
+    flags = ["--random-init", str(tmp_path / "config"), "--output", str(folder), "--to", "int4"]
+    assert CliRunner().invoke(main, ["quantize", *flags]).exit_code == 0
+    (choices, *_) = answers(folder, skip_tokenizer_init=True)
+    assert len(choices[0]["token_ids"]) == 6
+
+
+def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    model, folder = save("llama", tmp_path / "model"), tmp_path / "quantized"
+
+    def quantize(name: Path, output: Path) -> tuple[int, str]:
+        flags = ["quantize", "--model-name", str(name), "--output", str(output)]
+        told = CliRunner().invoke(main, flags)
+        return told.exit_code, told.output
+
+    assert quantize(model, folder)[0] == 0
+    status, told = quantize(model, folder)
+    assert status == 2 and "is there already; name a folder" in told
+    status, told = quantize(folder, tmp_path / "twice")
+    assert status == 1 and "is quantized already" in told
+    assert not (tmp_path / "twice").exists() and not [*tmp_path.glob(".*")], "no draft is left"
+    file = folder / "model-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="is broken"):
+        answers(folder)
+
+
+def test_the_fingerprint_knows_the_bits(tmp_path: Path) -> None:
+    """Answers of a model in 4 bits are kept for it alone, whatever option named them."""
+    model = save("llama", tmp_path)
+
+    def fingerprint(**options: Any) -> dict[str, str]:
+        config = EngineConfig(str(model), budget=256, **options)
+        return plan_ahead(config, open_checkpoint(str(model))).fingerprint()
+
+    plain, eight, four = fingerprint(), fingerprint(dtype="int8"), fingerprint(quantize="int4")
+    assert "--quantize" not in plain
+    assert (eight["--quantize"], four["--quantize"]) == ("int8", "int4")
+    assert fingerprint(quantize="int8") == eight
+    with pytest.raises(UsageError, match="--dtype int8 and --quantize int4 contradict each other"):
+        EngineConfig(str(model), dtype="int8", quantize="int4")
+
+
+LOAD = """
+import sys
+import fminfer
+from pathlib import Path
+
+told = {} if sys.argv[2] == "none" else {"quantize": sys.argv[2]}
+engine = fminfer.Engine(sys.argv[1], dtype="float32", budget=256, skip_tokenizer_init=True, **told)
+status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+print(int(status["VmHWM"].split()[0]) * 1024, engine.facts.weight_bytes)
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give a model of 105 million parameters in bfloat16."""
+    folder = tmp_path_factory.mktemp("large")
+    config = transformers.AutoConfig.for_model(
+        "llama", hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, vocab_size=1024
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.fill_(0.01)
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_loading_8_bits_takes_no_more_memory_than_16(large: Path) -> None:
+    """Each tensor is quantized as it is read: at no time are all there in 16 bits."""
+
+    def peak(to: str) -> tuple[int, int]:
+        done = subprocess.run(
+            [sys.executable, "-c", LOAD, str(large), to],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        most, held = map(int, done.stdout.split())
+        return most, held
+
+    (of_16, held_16), (of_8, held_8), (of_4, held_4) = map(peak, ("none", "int8", "int4"))
+    assert held_8 < 0.55 * held_16 and held_4 < 0.35 * held_16
+    assert of_8 < of_16 - 0.3 * held_16, "half of what 16 bits take is not there"
+    assert of_4 < of_8
+
+
+def test_check_and_a_summary_tell_the_format(tmp_path: Path) -> None:
+    model, lines = save("llama", tmp_path / "model"), tmp_path / "lines.jsonl"
+    lines.write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    flags = [str(lines), "--model-name", str(model), "--quantize", "int4", "--dtype", "float32"]
+    checked = CliRunner().invoke(main, ["check", *flags])
+    assert "float32 with int4 weights" in checked.output, checked.output
+    ran = CliRunner().invoke(main, ["run", *flags])
+    assert "float32 with int4 weights" in ran.output, ran.output
