@@ -177,8 +177,6 @@ def run_fminfer(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "fminfer", "run", str(rows), "--model-name", model]
     if job["bits"] and not job["is_gguf"]:
         command += ["--quantize", job["bits"]]
-    if job["is_gguf"]:
-        command += ["--skip-tokenizer-init", "--tokenizer", job["model"]]
     command += ["--output", str(output), "--restart", "-q", "--dtype", job["dtype"]]
     command += ["--device", job["device"]]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -414,6 +412,8 @@ def main(
                 continue
             job[name] = str(folder / f"{name}{bits}")
             print(f"  {name}: converted once, {took_s:.0f} s", file=sys.stderr)
+    if is_gguf and "llama.cpp" not in job:
+        raise click.ClickException("--gguf needs llama.cpp's environment, which makes the file")
     if bits and "openvino" in able:
         able["openvino-dynamic"] = sides["openvino-dynamic"] = able["openvino"]
     results, roofs, limits = {}, list[Roof](), dict[str, float]()

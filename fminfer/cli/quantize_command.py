@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import time
 from pathlib import Path
 from typing import get_args
@@ -9,6 +11,7 @@ from typing import get_args
 import click
 from tqdm import tqdm
 
+from fminfer.cli.ending import EXIT_STOPPED
 from fminfer.core.config import ModelOptions, Quantized
 from fminfer.core.quantities import show_bytes, show_seconds
 from fminfer.machine.start_up import importing
@@ -72,6 +75,8 @@ def quantize(
         revision=revision,
     )
     start_s = time.monotonic()
+    status = EXIT_STOPPED["terminated"]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(status))  # the draft is removed
     checkpoint = open_model(named)
     with tqdm(unit="B", unit_scale=True, desc="quantizing", disable=None) as bar:
 

@@ -106,6 +106,7 @@ def open_checkpoint(
     tokenizer: str | None = None,
     revision: str | None = None,
     without_adapter: bool = False,
+    needs_tokenizer: bool = True,
 ) -> Checkpoint:
     """Find a model by folder, GGUF file or hub id (None, demo: the demo model); read its config.
 
@@ -115,6 +116,7 @@ def open_checkpoint(
         tokenizer: a folder or hub id; None: the model's own.
         revision: of a model of the hub.
         without_adapter: leave out an adapter that lies beside the model.
+        needs_tokenizer: otherwise a GGUF file may have one of a kind that does not run.
 
     Raises:
         CheckpointError: nothing there, no config, an architecture that does not run, or something
@@ -127,7 +129,7 @@ def open_checkpoint(
             f"--revision is {revision!r}, and {name} is a folder; models of the hub have revisions"
         )
     if is_gguf(folder):
-        return _open_gguf(str(name), model_config, tokenizer)
+        return _open_gguf(str(name), model_config, tokenizer, needs_tokenizer=needs_tokenizer)
     config, where = None, None
     if is_of_hub:
         # First: an architecture that does not run is refused before the download of its weights.
@@ -154,12 +156,14 @@ def open_checkpoint(
     )
 
 
-def _open_gguf(name: str, model_config: str | None, tokenizer: str | None) -> Checkpoint:
+def _open_gguf(
+    name: str, model_config: str | None, tokenizer: str | None, *, needs_tokenizer: bool
+) -> Checkpoint:
     """Open a GGUF file; its metadata are its config and its tokenizer."""
     model = read_model(Path(name))
     config = text_part(config_of(model) if model_config is None else find_config(model_config)[0])
     architecture = gguf_architecture(model, config)
-    own = small_files(model, has_tokenizer=tokenizer is None)
+    own = small_files(model, has_tokenizer=tokenizer is None and needs_tokenizer)
     return Checkpoint(
         name,
         model.path,

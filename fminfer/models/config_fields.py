@@ -87,7 +87,8 @@ UNDECLARED: dict[str, tuple[object, ...]] = {
     "quantization_config": (None,),
     "attn_config.rope": (False, None),
 }
-OWN_METHOD = "fminfer"  # the `quant_method` of folders that `fminfer quantize` writes
+# The `quantization_config` of folders that `fminfer quantize` writes, and what it is named by.
+OWN_FOLDER = {"quant_method": "fminfer", "version": 1}
 TEXT_PART = "text_config"  # of a model that reads images, too
 # Fields that transformers' models read with getattr, though their configs may not declare them.
 UNDECLARED_BUT_READ = {"head_dim"}
@@ -95,8 +96,21 @@ _OF_ALL = frozenset(field.name for field in dataclasses.fields(transformers.PreT
 
 
 def is_own_folder(quantization: object) -> bool:
-    """Tell whether a `quantization_config` is of a folder that `fminfer quantize` has written."""
-    return isinstance(quantization, dict) and quantization.get("quant_method") == OWN_METHOD
+    """Tell whether a `quantization_config` is of a folder that `fminfer quantize` has written.
+
+    Raises:
+        CheckpointError: a later fminfer has written it.
+    """
+    method, version = OWN_FOLDER.values()
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != method:
+        return False
+    if quantization.get("version") != version:
+        raise CheckpointError(
+            f"config.json is of a folder that a later fminfer has quantized (its version is "
+            f"{quantization.get('version')!r}, this one reads {version}); upgrade fminfer, or "
+            "quantize the model again"
+        )
+    return True
 
 
 class ReadConfig:

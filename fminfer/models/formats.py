@@ -66,7 +66,7 @@ class Holding:
         if not spec.is_widened:
             return Dense(self.dtype)
         parts = [*stored]
-        if self.quantized and all(isinstance(each, Dense) for each, _ in parts):
+        if self.quantized and not any(_is_kept(each) for each, _ in parts):
             for form in quantized_forms(self.quantized, spec.use):
                 if form.takes(spec.shape[-1]):
                     return form
@@ -77,9 +77,13 @@ class Holding:
         return join(held) if is_one or has_blocks else Dense(self.dtype)
 
     def _kept(self, stored: Format) -> Format:
-        is_kept = not isinstance(stored, Dense) and getattr(stored, "kind", 0) is not None
-        is_kept = is_kept or (self.keeps_bfloat16 and stored == Dense(torch.bfloat16))
+        is_kept = _is_kept(stored) or (self.keeps_bfloat16 and stored == Dense(torch.bfloat16))
         return stored if is_kept else Dense(self.dtype)
+
+
+def _is_kept(stored: Format) -> bool:
+    """Tell whether a format is quantized, and held as it is stored."""
+    return not isinstance(stored, Dense) and getattr(stored, "kind", 0) is not None
 
 
 def _of_one(parts: list[tuple[Format, int]], outputs: int) -> list[tuple[Format, int]]:

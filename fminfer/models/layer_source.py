@@ -246,12 +246,13 @@ class Reader:
                 values = (layout.turned(values[0]),)
             else:
                 values = piece.format.read(values, is_transposed=layout.is_transposed)
-                if isinstance(form, Dense):
-                    values = (piece.format.dequantize(values, form.dtype),)
+                if form != piece.format:
+                    dtype = form.dtype if isinstance(form, Dense) else torch.float32
+                    values = (piece.format.dequantize(values, dtype),)
             if piece.is_turned:
                 assert isinstance(form, Dense), "blocks cannot be turned"
                 values = (values[0].mT,)
-            if piece.format is None and isinstance(form, Blocks):
+            if form != piece.format and isinstance(form, Blocks):
                 form.quantize(values[0], parts[0])
             else:
                 for part, value in zip(parts, values, strict=True):

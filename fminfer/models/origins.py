@@ -236,11 +236,11 @@ class _Search:
             return
         is_stacked = "*" in source.names[0]
         of_item = shape[1:] if is_stacked else shape
-        sizes = _part_sizes(module, layer, len(source.names), of_item[0])
+        sizes = _part_sizes(module, layer, len(source.names), sum(of_item[:1]))
         for item in range(shape[0]) if is_stacked else (None,):
             first = 0
             for theirs, size in zip(source.names, sizes, strict=True):
-                part = (size, *of_item[1:])
+                part = (size, *of_item[1:]) if of_item else ()
                 names = [form.format(n) for n in theirs.replace("*", str(item)).split("|")]
                 yield self._piece(names, part, source.layout, item, first)
                 first += size

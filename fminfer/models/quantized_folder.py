@@ -14,15 +14,18 @@ import tempfile
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from fminfer.compute.quantized.block_format import Blocks
 from fminfer.core.errors import CheckpointError, UsageError
-from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.config_fields import OWN_METHOD
+from fminfer.core.quantities import show_bytes
+from fminfer.models.checkpoint import GENERATION, Checkpoint
+from fminfer.models.config_fields import OWN_FOLDER
+from fminfer.models.fingerprint import FURTHER_TEMPLATES
 from fminfer.models.formats import Holding
 from fminfer.models.hub import SMALL_FILES
-from fminfer.models.layer_source import OnProgress, open_weights
+from fminfer.models.layer_source import LayerSource, OnProgress, open_weights
 from fminfer.models.tensor_specs import Weights, whole_model
 from fminfer.models.weight_headers import stored_formats
 
@@ -46,8 +49,9 @@ def write_quantized(
 
     Raises:
         CheckpointError: the model cannot be loaded, or is quantized already.
-        UsageError: the folder is there.
+        UsageError: the folder is there, or cannot be written.
     """
+    output = output.resolve()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"--output {output} is there already; name a folder that is new or empty")
     stored = stored_formats(checkpoint).values()
@@ -57,31 +61,48 @@ def write_quantized(
             f"{checkpoint.name} is {'a GGUF file' if is_gguf else 'quantized already'}; fminfer "
             "runs it as it is. Give the model's folder in 16 or 32 bits"
         )
-    dtype = checkpoint.config.dtype or torch.bfloat16
-    holding = Holding(dtype, quantized=quantized)
+    # What stays in floats is as exact as it is stored.
+    holding = Holding(torch.float32, keeps_bfloat16=True, quantized=quantized)
     part = whole_model(checkpoint.model)
     source = open_weights(
         checkpoint, part, holding=holding, device=CPU, seed=seed, on_progress=on_progress
     )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}."))
+    draft: Path | None = None
     try:
-        shards = _Shards(draft)
-        entry = source.entry()
-        shards.add(entry, "")
-        for number, layer in enumerate(source.layers()):
-            shards.add(layer, f"layers.{number}.")
-        kept = {id(weight) for weight in entry.values()}
-        shards.add({n: w for n, w in source.exit(entry).items() if id(w) not in kept}, "")
-        num_bytes = shards.finish()
+        output.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}."))
+        num_bytes = _write_weights(source, draft)
         _write_small_files(checkpoint, draft, quantized)
-        draft.chmod(0o755)
+        draft.chmod(0o777 & ~_umask())
         if output.exists():
             output.rmdir()
         os.replace(draft, output)
+    except (OSError, SafetensorError) as error:
+        free = (
+            f"{show_bytes(shutil.disk_usage(draft).free)} are free there" if draft else "check it"
+        )
+        raise UsageError(f"--output {output} cannot be written: {error}; {free}") from error
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        if draft is not None:
+            shutil.rmtree(draft, ignore_errors=True)
     return num_bytes
+
+
+def _write_weights(source: LayerSource, folder: Path) -> int:
+    shards, entry = _Shards(folder), source.entry()
+    shards.add(entry, "")
+    for number, layer in enumerate(source.layers()):
+        shards.add(layer, f"layers.{number}.")
+    kept = {id(weight) for weight in entry.values()}
+    shards.add({n: w for n, w in source.exit(entry).items() if id(w) not in kept}, "")
+    return shards.finish()
+
+
+def _umask() -> int:
+    """Return what new files of this process may not be; it can be read by setting it alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 class _Shards:
@@ -116,7 +137,7 @@ class _Shards:
         self._num_files += 1
         name = f"model-{self._num_files:05}.safetensors"
         save_file(self._tensors, self._folder / name, metadata={"format": "pt"})
-        (self._folder / name).chmod(0o644)
+        (self._folder / name).chmod(0o666 & ~_umask())
         self._homes |= dict.fromkeys(self._tensors, name)
         self._num_bytes += self._waiting_bytes
         self._tensors, self._waiting_bytes = {}, 0
@@ -124,12 +145,18 @@ class _Shards:
 
 def _write_small_files(checkpoint: Checkpoint, folder: Path, quantized: str) -> None:
     """Write the config, and copy what a model has beside its weights."""
-    for own in (checkpoint.tokenizer_folder, checkpoint.generation_folder):
-        for file in [] if own is None else own.iterdir():
-            is_small = file.is_file() and any(file.match(pattern) for pattern in SMALL_FILES)
-            if is_small and not file.name.endswith(".index.json"):
-                shutil.copyfile(file, folder / file.name)
+    own = checkpoint.tokenizer_folder
+    files = [] if own is None else [f for pattern in SMALL_FILES for f in own.glob(pattern)]
+    templates = [] if own is None else [*own.glob(FURTHER_TEMPLATES)]
+    for file in (*files, *templates):
+        if own is not None and not file.name.endswith(".index.json"):
+            target = folder / file.relative_to(own)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target)
+    if checkpoint.generation_folder not in (None, own):
+        assert checkpoint.generation_folder is not None, "a folder"
+        shutil.copyfile(checkpoint.generation_folder / GENERATION, folder / GENERATION)
     fields = checkpoint.config.to_dict()
     fields.pop("_name_or_path", None)
-    fields["quantization_config"] = {"quant_method": OWN_METHOD, "to": quantized}
+    fields["quantization_config"] = OWN_FOLDER | {"to": quantized}
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fminfer.compute.layers import plain
+from fminfer.compute.linear.products import multiply_plain
 from fminfer.compute.registry import Registry
 from fminfer.compute.spec import Model
 from fminfer.compute.weights import Function, Weight, dense
@@ -54,8 +55,7 @@ class Head:
 
     def _multiply(self, hidden: torch.Tensor) -> torch.Tensor:
         if not self._weight.is_plain:
-            widened = self._weight.dequantized(torch.float32)
-            return torch.nn.functional.linear(hidden.float(), widened, self._bias)
+            return multiply_plain(hidden.float(), self._weight, self._bias)
         weight = self._weight.plain
         if weight.dtype == torch.float32:
             return torch.nn.functional.linear(hidden, weight, self._bias)

@@ -29,6 +29,7 @@ def open_model(config: ModelOptions, *, has_weights: bool = True) -> Checkpoint:
             tokenizer=config.tokenizer,
             revision=config.revision,
             without_adapter=config.without_adapter,
+            needs_tokenizer=not config.skip_tokenizer_init,
         )
     _check_model_type(config.model_type, str(checkpoint.config.model_type))
     if config.max_model_len is None:

@@ -13,6 +13,7 @@ from fminfer.compute.linear.product_kernel import kernel_takes
 from fminfer.compute.quantized.block_format import join
 from fminfer.compute.weights import USES, Dense, Format, Use
 from fminfer.core.config import BITS, EngineConfig, ModelDType
+from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part, split_layers
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.formats import Holding
@@ -39,6 +40,9 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
     stored = stored_formats(checkpoint)
     specs = model_specs(checkpoint.model)
     held = {name: holding.of(spec, stored.get(name, ())) for name, spec in specs.items()}
+    plain = replace(holding, quantized="")
+    if holding.quantized and held == {n: plain.of(s, stored.get(n, ())) for n, s in specs.items()}:
+        raise _needless(config, checkpoint, held)
     formats = {use: _of_most(specs, held, use) or Dense(dtype) for use in USES}
     plan = RunPlan(
         config,
@@ -67,6 +71,18 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
     num_kv_tokens = 0 if shortage else count_kv_tokens(plan)
     slowness = explain_slowness(plan)
     return replace(plan, shortage=shortage, num_kv_tokens=num_kv_tokens, why_reread=slowness)
+
+
+def _needless(
+    config: EngineConfig, checkpoint: Checkpoint, held: Mapping[str, Format]
+) -> UsageError:
+    """Return the error of a --quantize that changes no weight."""
+    kinds = ", ".join(sorted({each.name for each in held.values()}))
+    return UsageError(
+        f"--quantize {config.quantized_to} changes no weight of {checkpoint.name}, whose weights "
+        f"are {kinds}: they are quantized already, or their rows do not divide by 32. Leave the "
+        "flag out"
+    )
 
 
 def _of_most(specs: TensorSpecs, held: Mapping[str, Format], use: Use) -> Format | None:

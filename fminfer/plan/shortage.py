@@ -153,6 +153,8 @@ def _weights(plan: RunPlan) -> str:
 
 def _remedy(plan: RunPlan) -> str:
     smaller = "--dtype bfloat16, which takes half; " * (plan.held_in == "float32")
+    has_floats = plan.held_in in ("float32", "bfloat16", "float16")
+    smaller += "--quantize int8 or int4; " * (has_floats and plan.device.type == "cpu")
     budget = "a smaller --budget; " * (_taken_budget(plan) is not None)
     where = "a machine" if plan.device.type == "cpu" else "a GPU"
     return (

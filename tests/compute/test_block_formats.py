@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fminfer.compute.quantized import block_format
-from fminfer.compute.quantized.block_format import Blocks, Joined, is_quantized, join
+from fminfer.compute.quantized.block_format import Blocks, Joined, join
 from fminfer.compute.quantized.gguf_forms import GGUF_FORMS
 from fminfer.compute.quantized.own_forms import INT4, INT8, INT8_32, OWN_FORMS, quantized_forms
 from fminfer.compute.weights import Dense, Format, TensorSpec, Use
@@ -181,7 +181,7 @@ def test_a_weight_has_the_bytes_that_are_foreseen(form: Blocks) -> None:
         numbers = form.dequantize((random_blocks(form, *shape),), torch.bfloat16)
         assert numbers.shape == shape and numbers.dtype == torch.bfloat16
     block = form.block or 32
-    assert form.takes(3 * block) and not form.takes(3 * block + 16) and is_quantized(form)
+    assert form.takes(3 * block) and not form.takes(3 * block + 16)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_joined_rows_are_those_of_their_parts() -> None:
     parts: list[tuple[Format, int]] = [(FORMS["Q4_K"], 6), (FORMS["Q6_K"], 2), (HALVES, 4)]
     held = join(parts)
     assert isinstance(held, Joined) and held.name == "Q4_K + Q6_K + bfloat16"
-    assert held.starts() == [0, 6, 8, 12] and is_quantized(held)
+    assert held.starts() == [0, 6, 8, 12]
     weight = random_weight(held, 12, 512)
     assert [t.shape for t in held.empty((12, 512), CPU)] == [t.shape for t in weight.tensors]
     assert held.num_bytes((12, 512)) == weight.num_bytes
@@ -249,4 +249,4 @@ def test_neighbours_that_are_alike_are_one_part() -> None:
     found: Any = join([*same, (INT8, 1), (INT4, 3)])
     assert found.parts == ((INT4, 8), (INT8, 1), (INT4, 3)) and found.name == "int4 + int8"
     assert join([(INT8, 2), (replace(INT8, name="other"), 2)]) != INT8
-    assert not is_quantized(join([(HALVES, 6), (HALVES, 2)]))
+    assert join([(HALVES, 6), (HALVES, 2)]) == HALVES

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.linear.product_kernel import PackedPart, ProductKernel
-from fminfer.compute.quantized.block_format import Blocks, is_quantized
+from fminfer.compute.quantized.block_format import Blocks
 from fminfer.compute.registry import Registry
 from fminfer.compute.weights import Dense, Format
 from fminfer.core.config import EngineConfig
@@ -112,7 +112,7 @@ def share_of_blocks(folder: Path, holding: Holding) -> float:
     sizes: dict[bool, int] = {False: 0, True: 0}
     for weight in weights:
         if weight.spec.is_widened:
-            sizes[is_quantized(weight.format)] += weight.spec.size
+            sizes[not weight.is_plain] += weight.spec.size
         else:
             assert weight.format == Dense(torch.float32)
     return sizes[True] / sum(sizes.values())
@@ -183,7 +183,7 @@ def test_a_forecast_is_of_what_is_held(
     plan = plan_ahead(config, open_checkpoint(str(folder)))
     assert plan.holding == Holding(torch.float32, keeps_bfloat16=True, quantized=quantized)
     assert isinstance(plan.formats["product"], Blocks)
-    assert all(is_quantized(plan.held[name]) for name in ("1.qkv.weight", "head.weight"))
+    assert all(isinstance(plan.held[name], Blocks) for name in ("1.qkv.weight", "head.weight"))
     assert plan.held["1.before_mlp.weight"] == Dense(torch.float32)
     source = open_weights(
         open_checkpoint(str(folder)), one_stage()[0], holding=plan.holding, device=CPU, seed=0

@@ -24,6 +24,7 @@ from tests.conftest import make_model, save_byte_tokenizer
 
 # Joined, of heads in turns, stacked experts, transposed and tied, transposed experts, latent.
 NAMES = ["llama", "gpt_neox", "mixtral", "gpt2", "gpt_oss", "deepseek_v3", "gemma2"]
+NAMES += ["apertus"]  # some of its tensors have no dimension
 PROMPTS = [[3 + (7 * i + n) % 200 for i in range(9 + 3 * n)] for n in range(5)]
 LINES = [{"prompt": ids, "max_tokens": 6, "ignore_eos": True, "logprobs": 2} for ids in PROMPTS]
 LINES = [
@@ -114,6 +115,56 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="is broken"):
         answers(folder)
+
+
+def test_a_folder_has_the_tokenizer_that_was_named_and_all_templates(tmp_path: Path) -> None:
+    """The model's own files were written over those of --tokenizer; further templates were not."""
+    model, named = save("llama", tmp_path / "model"), tmp_path / "named"
+    (model / "added_tokens.json").write_text('{"<mine>": 256}')
+    named.mkdir()
+    save_byte_tokenizer(named)
+    (named / "additional_chat_templates").mkdir()
+    (named / "additional_chat_templates" / "tool_use.jinja").write_text("x")
+    (named / "tokenizer.json").write_text((named / "tokenizer.json").read_text() + " ")
+    flags = ["--model-name", str(model), "--tokenizer", str(named), "--output", str(tmp_path / "q")]
+    assert CliRunner().invoke(main, ["quantize", *flags]).exit_code == 0
+    for name in ("tokenizer.json", "additional_chat_templates/tool_use.jinja"):
+        assert (tmp_path / "q" / name).read_bytes() == (named / name).read_bytes()
+    assert not (tmp_path / "q" / "added_tokens.json").exists()
+
+
+def test_what_stays_in_floats_is_as_exact_as_it_was(tmp_path: Path) -> None:
+    """Norms and biases of a float32 checkpoint were rounded to the config's dtype."""
+    model = make_model("llama-biases")
+    model.config.dtype = torch.bfloat16
+    model.save_pretrained(tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    save_byte_tokenizer(tmp_path / "model")
+    flags = ["--model-name", str(tmp_path / "model"), "--output", str(tmp_path / "q")]
+    assert CliRunner().invoke(main, ["quantize", *flags]).exit_code == 0
+    equal_up_to(answers(tmp_path / "q"), answers(tmp_path / "model", quantize="int8"), 1e-6)
+
+
+def test_a_quantize_that_changes_nothing_is_refused(tmp_path: Path) -> None:
+    model, folder = save("llama", tmp_path / "model"), tmp_path / "q"
+    flags = ["quantize", "--model-name", str(model), "--output", str(folder), "--to", "int8"]
+    assert CliRunner().invoke(main, flags).exit_code == 0
+    with pytest.raises(UsageError, match=r"int4 changes no weight of .*they are quantized already"):
+        answers(folder, quantize="int4")
+    fields = json.loads((folder / "config.json").read_text())
+    fields["quantization_config"]["version"] = 2
+    (folder / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match=r"a later fminfer has quantized .*upgrade fminfer"):
+        answers(folder)
+
+
+def test_an_output_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    model = save("llama", tmp_path / "model")
+    (tmp_path / "file").write_text("")
+    flags = ["--model-name", str(model), "--output", str(tmp_path / "file" / "q")]
+    told = CliRunner().invoke(main, ["quantize", *flags])
+    assert told.exit_code == 2 and "cannot be written" in told.output, told.output
 
 
 def test_the_fingerprint_knows_the_bits(tmp_path: Path) -> None:

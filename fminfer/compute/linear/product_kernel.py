@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from fminfer.compute.linear.products import Linear, product_pairs
-from fminfer.compute.quantized.block_format import Blocks, Joined
+from fminfer.compute.quantized.block_format import Blocks, Joined, parts_of
 from fminfer.compute.trial import Candidate, Pair, Trial
 from fminfer.compute.weights import Dense, Format, Function, Weight
 from fminfer.machine.processor import has_unit
@@ -199,12 +199,6 @@ class ProductKernel:
         units = part.packed.view(torch.int32)
         panels = units.view(-1, units.shape[1], self.panel)
         return panels[ids // self.panel, :, ids % self.panel].view(part.packed.dtype)
-
-
-def parts_of(weight: Weight) -> tuple[tuple[Format, int], ...]:
-    """Return the formats of a weight, from its first outputs to its last."""
-    held = weight.format
-    return held.parts if isinstance(held, Joined) else ((held, weight.shape[-2]),)
 
 
 def _can_multiply(held: Format, inputs: int) -> bool:

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from fminfer.compute.quantized.block_format import pieces_of
 from fminfer.compute.trial import Limits, Pair, Trial
 from fminfer.compute.weights import Function, Weight
 
@@ -55,7 +56,16 @@ class PlainProduct:
     bias: torch.Tensor | None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.weight.dequantized(x.dtype), self.bias)
+        return multiply_plain(x, self.weight, self.bias)
+
+
+def multiply_plain(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return x·Wᵀ + b in x's type; of blocks some rows are floats at a time."""
+    if weight.is_plain:
+        return nn.functional.linear(x, weight.dequantized(x.dtype), bias)
+    parts = [nn.functional.linear(x, each.dequantized(x.dtype)) for each in pieces_of(weight)]
+    found = torch.cat(parts, -1)
+    return found if bias is None else found + bias
 
 
 def product_pairs(
@@ -67,8 +77,8 @@ def product_pairs(
         dtype: of the rows.
         summed: of the plain product; None: that of the rows.
     """
-    weight, inputs = asked.weight.dequantized(summed or dtype), asked.weight.shape[1]
+    weight, inputs = asked.weight, asked.weight.shape[1]
     for rows in CHECKED_ROWS:
         x = torch.linspace(-1, 1, rows * inputs, dtype=dtype).view(rows, -1)
         x = x * torch.cos(torch.arange(inputs, dtype=torch.float32)).to(dtype)
-        yield product(x), nn.functional.linear(x.to(weight.dtype), weight, asked.bias)
+        yield product(x), multiply_plain(x.to(summed or dtype), weight, asked.bias)

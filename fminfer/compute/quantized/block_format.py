@@ -6,19 +6,20 @@ The rows of a weight stay rows: a block never holds numbers of two outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
-from fminfer.compute.weights import Dense, Format, Shape, Tensors
+from fminfer.compute.weights import Format, Shape, Tensors, TensorSpec, Weight
 
 Unpack = Callable[[torch.Tensor], torch.Tensor]  # (…, bytes of a block) → (…, numbers) float32
 Pack = Callable[[torch.Tensor], torch.Tensor]  # and back
 # Numbers that one thread makes blocks of at once: torch does not divide so few among threads.
 PACKED_AT_ONCE = 1 << 15
+DEQUANTIZED_AT_ONCE = 1 << 22  # numbers, whose copies take up to 12 bytes each
 
 
 @dataclass(slots=True, frozen=True)
@@ -162,6 +163,19 @@ def join(parts: list[tuple[Format, int]]) -> Format:
     return found[0][0] if len(found) == 1 else Joined(tuple(found))
 
 
-def is_quantized(held: Format) -> bool:
-    """Tell whether a format, or a part of it, is of blocks."""
-    return not isinstance(held, Dense)
+def parts_of(weight: Weight) -> tuple[tuple[Format, int], ...]:
+    """Return the formats of a weight, from its first outputs to its last."""
+    held = weight.format
+    return held.parts if isinstance(held, Joined) else ((held, weight.shape[-2]),)
+
+
+def pieces_of(weight: Weight) -> Iterator[Weight]:
+    """Give the rows of a weight as smaller ones, each small enough to be made floats."""
+    inputs = weight.shape[-1]
+    step = max(1, DEQUANTIZED_AT_ONCE // inputs)
+    parts, is_joined = parts_of(weight), isinstance(weight.format, Joined)
+    tensors = [(tensor,) for tensor in weight.tensors] if is_joined else [weight.tensors]
+    for (held, outputs), own in zip(parts, tensors, strict=True):
+        for first in range(0, outputs, step):
+            rows = tuple(tensor[first : first + step] for tensor in own)
+            yield Weight(TensorSpec((len(rows[0]), inputs), weight.spec.use), held, rows)

@@ -16,7 +16,9 @@ from fminfer.compute.quantized.gguf_forms import divided, unpack_q8_0
 from fminfer.compute.weights import Use
 
 Tensor = torch.Tensor
-LEAST_SCALE = 2.0**-24  # of float16: it keeps a block of zeros from being divided by 0
+LEAST_SCALE = (
+    2.0**-24
+)  # and the step, of float16's smallest numbers: it keeps a block of zeros from being divided by 0
 
 
 def _bytes_of(numbers: Tensor) -> Tensor:
@@ -27,9 +29,12 @@ def _bytes_of(numbers: Tensor) -> Tensor:
 def _scale(sizes: Tensor, steps: int) -> Tensor:
     """Return scales as float16 holds them, (…, 1), of which `steps` reach each size.
 
-    One that is too large is inf, so that its block becomes nan, as one with nan does.
+    One that is too large is inf, so that its block becomes nan, as one with nan does. One that is
+    too small for all bits of float16 is rounded up: none of its block is cut.
     """
-    return (sizes / steps).clamp(LEAST_SCALE).half().float()
+    exact = (sizes / steps).clamp(LEAST_SCALE)
+    scale = exact.half().float()
+    return torch.where(scale < exact * 0.999, scale + LEAST_SCALE, scale)
 
 
 def pack_int8(blocks: Tensor) -> Tensor:
