@@ -4,9 +4,9 @@
     python benchmarks/bits.py MODEL_FOLDER text.md …
 
 For each format of `--quantize`, and each form of GGUF that the `gguf` package writes, all matrices
-are quantized and widened again in transformers' model, in float32. Told is the mean KL divergence
-from the model as it was, over the tokens of the texts in windows of 512, and how often the
-likeliest token stayed. Head and embedding keep 8 bits, as in a run.
+are quantized and dequantized in transformers' model, in float32. It prints the mean KL divergence
+from the unquantized model over the texts, in windows of 512 tokens, and how often the likeliest
+token stayed the same. Head and embedding have 8 bits, as in a run.
 """
 
 from __future__ import annotations

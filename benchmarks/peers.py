@@ -151,7 +151,7 @@ def write_model(folder: Path, size: str, dtype: str, device: str) -> None:
         torch.cuda.empty_cache()  # the sides are to find it free
 
 
-def convert(side: str, peers: Path, folder: Path, dtype: str, bits: str) -> float | None:
+def convert(side: str, peers: Path, folder: Path, dtype: str, bits: str = "") -> float | None:
     """Convert the checkpoint into folder/SIDE once; return the seconds, None if it can't."""
     target = folder / f"{side}{bits}"
     weights, form = BITS.get(bits, ("fp16", dtype))
@@ -173,10 +173,11 @@ def run_fminfer(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     rows, output = folder / "rows.jsonl", folder / "out.jsonl"
     with rows.open("w") as file:
         file.writelines(json.dumps(row) + "\n" for row in job["rows"])
-    model = f"{job['llama.cpp']}/model.gguf" if job["is_gguf"] else job["model"]
+    is_gguf, bits = job.get("is_gguf", False), job.get("bits", "")
+    model = f"{job['llama.cpp']}/model.gguf" if is_gguf else job["model"]
     command = [sys.executable, "-m", "fminfer", "run", str(rows), "--model-name", model]
-    if job["bits"] and not job["is_gguf"]:
-        command += ["--quantize", job["bits"]]
+    if bits and not is_gguf:
+        command += ["--quantize", bits]
     command += ["--output", str(output), "--restart", "-q", "--dtype", job["dtype"]]
     command += ["--device", job["device"]]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -57,7 +57,8 @@ def importing_engine(config: EngineConfig, role: Role) -> Iterator[None]:
     files: dict[Path, int] = {}
     if role.kind == "alone" and config.model is not None and _is_for_cpu(config.device):
         files = find_weight_files(config.model)
-    num_bytes = 2 * sum(files.values())  # packed, and as much for the KV cache
+    share = {"int8": 0.55, "int4": 0.35}.get(config.quantized_to[:4], 1.0)
+    num_bytes = int(2 * share * sum(files.values()))  # packed, and as much for the KV cache
     with reading_files(files), touching_memory(num_bytes), importing():
         yield
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import get_args
 
 import click
-from tqdm import tqdm
 
 from fminfer.cli.ending import EXIT_STOPPED
 from fminfer.core.config import ModelOptions, Quantized
@@ -36,7 +35,7 @@ from fminfer.machine.start_up import importing
     type=click.Choice(get_args(Quantized)),
     default="int8",
     show_default=True,
-    help="As --quantize of fminfer run.",
+    help="The format, as in fminfer run --quantize.",
 )
 @click.option(
     "--output",
@@ -61,10 +60,12 @@ def quantize(
     fminfer quantize --model-name /models/llama --output /models/llama-int4 --to int4
     fminfer run requests.jsonl --model-name /models/llama-int4
 
-    Answers are those of --quantize at load. The folder is smaller, and loads at the speed of the
-    disk. It serves every processor, and fminfer alone reads it.
+    Answers are the same as with fminfer run --quantize. The folder is smaller, and loads at the
+    speed of the disk. It runs on every processor, but only fminfer reads it.
     """
     with importing():
+        from tqdm import tqdm
+
         from fminfer.models.quantized_folder import write_quantized
         from fminfer.plan.opening import open_model
     named = ModelOptions(

@@ -78,7 +78,7 @@ class ModelOptions(Options):
     """Which model answers, and how much of it."""
 
     model: ModelPlace | None = _model(
-        "A local folder, a Hugging Face hub id, or demo: the small model of the package.  "
+        "A local folder, a .gguf file, a Hugging Face hub id, or demo: the package's small model.  "
         "[default: demo; a run then refuses lines that name another model]",
         flags=("--model-name", "--model"),
         is_positional=True,
@@ -154,8 +154,8 @@ class ComputeOptions(Options):
     dtype: ModelDType = _speed(
         "Type of the arithmetic. auto: bfloat16 where the machine is fast in it; on a GPU, "
         "float16 checkpoints stay float16. With float32 on a CPU, weights that are stored in "
-        "bfloat16 stay bfloat16 in memory, unless --kernels off is set. int8, int4: auto with "
-        "--quantize.",
+        "bfloat16 stay bfloat16 in memory, unless --kernels off is set. int8, int4: as auto "
+        "with --quantize int8 or int4.",
         default="auto",
         old={"--fp16": {"true": "float16"}, "half": {"true": "float16", "false": "float32"}},
     )
@@ -165,10 +165,10 @@ class ComputeOptions(Options):
         default="auto",
     )
     quantize: Quantized | None = _speed(
-        "Round weights to 8 or 4 bits while they are read. int8: groups of 128 inputs with a "
-        "scale (of 32 where rows do not divide by 128); int8-32: of 32; int8-row: a scale a row. "
-        "int4: groups of 32 with a scale and a least value; int4-128: of 128; symmetric: without "
-        "a least value. Head and embedding keep 8 bits. What is quantized already stays so.  "
+        "Round weights to 8 or 4 bits while they are read. int8: a scale for each 128 inputs; "
+        "int8-32: for each 32; int8-row: for each row. int4: a scale and a minimum for each 32; "
+        "int4-128: for each 128; symmetric: no minimum. Groups of 128 become 32 where rows do not "
+        "divide by 128. Head and embedding get 8 bits.  "
         "[default: weights keep their bits]",
     )
     device: str = _speed("Where to compute: auto, cpu, cuda, cuda:0, …", default="auto")

@@ -80,17 +80,8 @@ def run_bench(
         for batch_size in batch_sizes:
             generate_s = _generate(engine, batch_size, new_tokens)
             num_tokens = batch_size * new_tokens
-            host_bytes, gpu_bytes = _memory(engine.device)
-            yield BatchFigures(
-                batch_size,
-                num_tokens,
-                generate_s,
-                ready_s,
-                host_bytes,
-                gpu_bytes,
-                engine.facts.dtype,
-                engine.facts.weight_dtype,
-            )
+            own = *_memory(engine.device), engine.facts.dtype, engine.facts.weight_dtype
+            yield BatchFigures(batch_size, num_tokens, generate_s, ready_s, *own)
     finally:
         engine.close()
 

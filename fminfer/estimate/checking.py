@@ -43,6 +43,7 @@ OF_COSTS = (
     "random_init",
     "model_config",
     "dtype",
+    "quantize",
     "kv_dtype",
     "device",
     "kernels",

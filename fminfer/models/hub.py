@@ -40,7 +40,7 @@ def fetch(name: str, files: list[str], revision: str | None = None) -> Path:
         at = "" if revision is None else f" at revision {revision!r}"
         raise CheckpointError(
             f"{name!r}{at} is no local folder, and the hub did not give it: {error}\nWithout a "
-            "connection, copy its files into a folder here and give that"
+            "connection, copy its files into a folder here and give that (of GGUF, give the file)"
         ) from error
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 import torch
@@ -70,10 +69,11 @@ def write_quantized(
     draft: Path | None = None
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}."))
+        draft = output.with_name(f".{output.name}.part")
+        shutil.rmtree(draft, ignore_errors=True)  # of one that was killed
+        draft.mkdir()
         num_bytes = _write_weights(source, draft)
         _write_small_files(checkpoint, draft, quantized)
-        draft.chmod(0o777 & ~_umask())
         if output.exists():
             output.rmdir()
         os.replace(draft, output)
@@ -96,13 +96,6 @@ def _write_weights(source: LayerSource, folder: Path) -> int:
     kept = {id(weight) for weight in entry.values()}
     shards.add({n: w for n, w in source.exit(entry).items() if id(w) not in kept}, "")
     return shards.finish()
-
-
-def _umask() -> int:
-    """Return what new files of this process may not be; it can be read by setting it alone."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 class _Shards:
@@ -137,7 +130,7 @@ class _Shards:
         self._num_files += 1
         name = f"model-{self._num_files:05}.safetensors"
         save_file(self._tensors, self._folder / name, metadata={"format": "pt"})
-        (self._folder / name).chmod(0o666 & ~_umask())
+        (self._folder / name).chmod(self._folder.stat().st_mode & 0o666)
         self._homes |= dict.fromkeys(self._tensors, name)
         self._num_bytes += self._waiting_bytes
         self._tensors, self._waiting_bytes = {}, 0

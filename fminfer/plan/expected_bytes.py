@@ -62,7 +62,11 @@ def expect_bytes(plan: RunPlan, part: Part) -> ExpectedBytes:
     weights = sum(sizes.values()) + sum(sizes[name] for name in copied)
     held = weights - mapped
     kind = plan.formats["product"]
-    weights += len(packed) * HOLE_BYTES.get(kind.name, HOLE_BYTES["bfloat16"])
+    hole = HOLE_BYTES.get(kind.name, HOLE_BYTES["bfloat16"])
+    if isinstance(kind, Dense):
+        weights += len(packed) * hole
+    else:  # it is no larger than what was replaced
+        weights += sum(min(hole, sizes[name]) for name in packed)
     if plan.packed_by == "torch":
         num_products = sum(spec.shape[0] for spec in packed.values() if len(spec.shape) == 3)
         weights += num_products * EXPERT_HOLE_BYTES.get(kind.name, 0)

@@ -42,7 +42,11 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
     held = {name: holding.of(spec, stored.get(name, ())) for name, spec in specs.items()}
     plain = replace(holding, quantized="")
     if holding.quantized and held == {n: plain.of(s, stored.get(n, ())) for n, s in specs.items()}:
-        raise _needless(config, checkpoint, held)
+        kinds = ", ".join(sorted({each.name for each in held.values()}))
+        raise UsageError(
+            f"--quantize {holding.quantized} changes no weight of {checkpoint.name}, which has "
+            f"{kinds}: they are quantized already, or rows do not divide by 32. Leave the flag out"
+        )
     formats = {use: _of_most(specs, held, use) or Dense(dtype) for use in USES}
     plan = RunPlan(
         config,
@@ -71,18 +75,6 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
     num_kv_tokens = 0 if shortage else count_kv_tokens(plan)
     slowness = explain_slowness(plan)
     return replace(plan, shortage=shortage, num_kv_tokens=num_kv_tokens, why_reread=slowness)
-
-
-def _needless(
-    config: EngineConfig, checkpoint: Checkpoint, held: Mapping[str, Format]
-) -> UsageError:
-    """Return the error of a --quantize that changes no weight."""
-    kinds = ", ".join(sorted({each.name for each in held.values()}))
-    return UsageError(
-        f"--quantize {config.quantized_to} changes no weight of {checkpoint.name}, whose weights "
-        f"are {kinds}: they are quantized already, or their rows do not divide by 32. Leave the "
-        "flag out"
-    )
 
 
 def _of_most(specs: TensorSpecs, held: Mapping[str, Format], use: Use) -> Format | None:

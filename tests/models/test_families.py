@@ -38,7 +38,7 @@ def test_the_readme_counts_them() -> None:
 
 
 def test_the_table_of_the_docs_is_this_list() -> None:
-    table = (DOCS / "models.md").read_text().partition("\n## What may lie beside")[0]
+    table = (DOCS / "models.md").read_text().partition("\n## Weights in 8")[0]
     for name, each in EXAMPLES.items():
         assert f"| {name} | `{each.hub_id}` | {each.gibibytes:.1f} |" in table, name
     assert table.count("| `") == len(EXAMPLES), "and no other"

@@ -211,14 +211,20 @@ def test_broken_metadata_are_refused_or_make_a_model(name: str, tmp_path: Path) 
         (b"GGML" + bytes(60), "does not begin with GGUF"),
         (b"<!DOCTYPE html><html>", "is a web page"),
         (b"version https://git-lfs.github.com/spec/v1\n", "pointer of git-LFS"),
-        (build(KEYS, TENSORS, version=1), "GGUF of version 1, and 2 and 3 run; convert"),
-        (build(KEYS, TENSORS, version=4), "GGUF of version 4"),
+        (
+            build(KEYS, TENSORS, version=1),
+            "GGUF version 1; fminfer reads versions 2 and 3. Convert",
+        ),
+        (build(KEYS, TENSORS, version=4), "GGUF version 4"),
         (build(KEYS, TENSORS, order=">"), "is big-endian, which does not run"),
         (build(KEYS, TENSORS)[:-40], "tensor 'output_norm.weight' ends at byte"),
-        (build(KEYS, TENSORS)[:100], "for which"),
-        (build(KEYS | {"general.alignment": (U32, 24)}, TENSORS), "is 24, and it is a power"),
-        (build(KEYS, {"x": (99, (4, 8), bytes(128))}), "'x' as type 99, which ggml did not have"),
-        (build(KEYS, {"x": (8, (2, 40), bytes(128))}), "'x' has rows of 40, no blocks of 32"),
+        (build(KEYS, TENSORS)[:100], "cut off: a text in its header ends"),
+        (build(KEYS | {"general.alignment": (U32, 24)}, TENSORS), "is 24, which is no power"),
+        (
+            build(KEYS, {"x": (99, (4, 8), bytes(128))}),
+            "'x' as type 99, which fminfer does not know",
+        ),
+        (build(KEYS, {"x": (8, (2, 40), bytes(128))}), "'x' has rows of 40, no multiple of 32"),
         (build(KEYS, {"x": (0, (1, 1, 1, 1, 1), bytes(4))}), "'x' has 5 dimensions; 4 are"),
         (build({"k": (ARRAY, (ARRAY, []))}, {}), "a value of the kind 9"),
         (build({"k": (ARRAY, (77, []))}, {}), "a value of the kind 77"),
@@ -289,7 +295,7 @@ def test_parts_that_are_not_all_there_are_told(tmp_path: Path) -> None:
     ):
         read_model(second)
     first.rename(alone := tmp_path / "alone.gguf")
-    with pytest.raises(CheckpointError, match=r"one of 2 parts by its split\.count, and its name"):
+    with pytest.raises(CheckpointError, match=r"has split\.count 2, but its name says 1 part"):
         read_model(alone)
     alone.rename(first)
     second.write_bytes(first.read_bytes())

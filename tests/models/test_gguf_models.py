@@ -206,7 +206,7 @@ def refusal(name: str, path: Path, change: Change) -> str:
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("llama.attention.temperature_scale", (F32, 0.5), "which fminfer does not know for this"),
+        ("llama.attention.temperature_scale", (F32, 0.5), "which fminfer does not read for this"),
         ("llama.attention.causal", (BOOL, False), "causal to False, and fminfer computes such a"),
         ("llama.pooling_type", (U32, 3), "pooling_type to 3"),
         ("llama.rope.scaling.type", (STRING, "longest"), "only with none, linear, yarn or longr"),
@@ -218,7 +218,11 @@ def refusal(name: str, path: Path, change: Change) -> str:
         ("llama.context_length", (STRING, "long"), "context_length is 'long', and no whole numb"),
         ("llama.rope.freq_base", (F32, float("nan")), "freq_base is nan, and no number"),
         ("general.architecture", (STRING, "mamba"), "the architecture 'mamba', which does not r"),
-        ("general.type", (STRING, "adapter"), "holds no language model, but adapter of llama"),
+        (
+            "general.type",
+            (STRING, "adapter"),
+            "is no language model (general.type 'adapter', architecture 'llama')",
+        ),
     ],
 )
 def test_a_key_that_would_change_answers_refuses_the_file(
@@ -248,7 +252,7 @@ def test_missing_keys_and_tensors_are_named(tmp_path: Path) -> None:
     says = refusal("llama", path, lambda _, tensors: tensors.update(more))
     assert "holds a tensor 'blk.1.attn_gate.weight' that a model" in says
     says = refusal("llama3", path, lambda _, t: t.update({"rope_freqs.weight": f32([1.0])}))
-    assert "rope_freqs.weight has 1 factors for 4" in says
+    assert "rope_freqs.weight has 1 factors, and 4 above 0" in says
 
 
 @pytest.fixture

@@ -122,7 +122,7 @@ void add_unpacked(const blocks::Way<typename Arithmetic::Number>& way,
     }
 }
 
-// Forms that differ in files alone have the same code.
+// Forms that differ only in files share this code.
 template <typename Values, typename Scales, typename Arithmetic>
 const blocks::Code<typename Arithmetic::Number> CODE = {
     Values::CHUNK,

@@ -14,7 +14,7 @@ namespace blocks {
 
 constexpr int64_t MOST_RUN = 256;      // inputs that are added up before they are scaled
 constexpr int64_t NEAR_UNITS = 8192;   // of an unpacked piece, which the first cache holds
-// For which numbers are unpacked in registers, again for every few.
+// Up to so many rows, each MOST_ROWS of them unpack the weights again in registers.
 constexpr int64_t FEW_ROWS = 4 * MOST_ROWS;
 
 template <typename Number>
@@ -50,7 +50,7 @@ struct Code {
     int64_t chunk, steps;  // inputs of a chunk, and units of 32 bits that they become
     int64_t scale_units, chunk_units;
     bool has_offset, has_runs;  // runs of more than a chunk
-    bool is_fast;               // to unpack in registers, for any number of rows
+    bool is_fast;               // to unpack: it is done in registers for any number of rows
     // Of so many rows: sums, (rows, PANEL), += rows times a whole panel.
     void (*add_few[MOST_ROWS + 1])(const Way<Number>&, const Number* x, const uint32_t* panel,
                                    float* sums);
@@ -150,7 +150,7 @@ void sum_runs(const blocks::Way<Number>& way, const Number* x, int64_t rows, int
 }
 
 // Calls use(way) with how rows x, (rows, inputs), of Arithmetic's numbers are multiplied by a packed
-// weight. `sums` is what the way works with.
+// weight. `sums` keeps the sums of x that the way uses.
 template <typename Arithmetic, typename Use>
 inline void with_way(const Packed& weight, const typename Arithmetic::Number* x, int64_t rows,
                      int64_t inputs, int64_t num_threads, std::vector<float>& sums,

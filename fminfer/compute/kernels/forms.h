@@ -1,7 +1,8 @@
 // The forms of quantized weights: bytes of blocks as files hold them, and the same in panels.
 //
 // In a panel a block is the scales of all its outputs, then its chunks (values.h). A weight is
-// scale * number + offset. Inputs with the same scale are a run. Must agree with compute/quantized: `Kind` is `Blocks.kind`.
+// scale * number + offset. Inputs with the same scale are a run. The numbers of `Kind` must be those
+// of `Blocks.kind` (compute/quantized).
 #pragma once
 
 #include "values.h"
@@ -29,7 +30,7 @@ inline Wide bytes_at(const uint32_t* from, int n) {
 
 // Scales of a block: how they stand in a panel, n being the place of an output or of WIDTH of them.
 
-// One number.
+// A scale for each block.
 struct OneScale {
     static constexpr int64_t UNITS = PANEL / 2;
     static constexpr bool HAS_OFFSET = false, IS_OF_BLOCK = true;
@@ -41,7 +42,7 @@ struct OneScale {
     }
 };
 
-// And one that is the least weight.
+// A scale and a minimum for each block.
 struct ScaleAndLeast {
     static constexpr int64_t UNITS = PANEL;
     static constexpr bool HAS_OFFSET = true, IS_OF_BLOCK = true;
@@ -56,7 +57,7 @@ struct ScaleAndLeast {
     }
 };
 
-// Those of K forms: numbers for each of 8 chunks, of 6 bits in the block and of 8 in the panel.
+// Scales and minima of Q4_K and Q5_K, one of each for 8 chunks: 6 bits in files, 8 in panels.
 struct GroupScales {
     static constexpr int64_t UNITS = PANEL + 16 * PANEL / 4;
     static constexpr bool HAS_OFFSET = true, IS_OF_BLOCK = false;
@@ -83,7 +84,7 @@ struct GroupScales {
     }
 };
 
-// Those of Q6_K, of 16 chunks.
+// Scales of Q6_K, one for each of 16 chunks.
 struct SignedScales {
     static constexpr int64_t UNITS = PANEL / 2 + 16 * PANEL / 4;
     static constexpr bool HAS_OFFSET = false, IS_OF_BLOCK = false;

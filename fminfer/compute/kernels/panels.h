@@ -31,7 +31,7 @@ constexpr int64_t BLOCK_ROWS = 48 * MOST_ROWS;  // that go through a piece, one 
 constexpr int64_t TASK_UNITS = 24 * 1024;       // least that a thread takes at a time
 constexpr int64_t UNPACK_ROWS = 4 * MOST_ROWS;  // more than so many: widened once for all
 
-// A way to multiply units that are as they were: rows of NUMBER, INPUTS of an output in a unit.
+// A way to multiply weights that are floats: rows of NUMBER, and INPUTS inputs in each unit.
 template <typename NUMBER, int INPUTS_>
 struct InUnits {
     typedef NUMBER Number;

@@ -4,7 +4,7 @@
 // CHUNK neighbouring inputs of a panel's outputs stand together, in units of 32 bits: the first unit
 // of all outputs, then their second one, and so on. A unit has the lower 4 bits of 8 inputs: its
 // lower half those with an even place, its upper half those with an odd one. Further units have the
-// bits above, halved in the same way. ZERO stands for 0 in them. Where the processor has AVX-512,
+// bits above, halved in the same way. A stored ZERO means the number 0. Where the processor has AVX-512,
 // numbers of 8 bits stand there two by two: those of 16 outputs, of the next 16, and so on.
 #pragma once
 

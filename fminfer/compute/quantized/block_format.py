@@ -29,7 +29,7 @@ class Blocks:
     Args:
         name: what people call it.
         block: the numbers of a block; 0: a row is one block.
-        block_bytes: what a block takes; of a whole row, beside a byte for each number.
+        block_bytes: of a block; where a row is one, those beside a byte for each number.
         unpack: returns the numbers of blocks.
         pack: makes blocks of numbers; None: fminfer only reads such weights.
         kind: its number in the CPU's kernels (`forms.h`); None: it becomes floats when it is read.

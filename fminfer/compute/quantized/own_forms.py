@@ -1,8 +1,8 @@
 """fminfer's own 8 and 4 bits: what `--quantize` makes of a model, and `fminfer quantize` writes.
 
-A block is a scale in float16, for zero points a minimum, then its numbers. 8 numbers of 4 bits are
-one unit of 32 bits, in which the kernels multiply them: first those with an even place, then those
-with an odd one.
+A block is a scale in float16, in some forms a minimum, and then its numbers. 8 numbers of 4 bits
+are one unit of 32 bits, in which the kernels multiply them: first those with an even place, then
+those with an odd one.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from fminfer.compute.quantized.gguf_forms import divided, unpack_q8_0
 from fminfer.compute.weights import Use
 
 Tensor = torch.Tensor
-LEAST_SCALE = (
-    2.0**-24
-)  # and the step, of float16's smallest numbers: it keeps a block of zeros from being divided by 0
+# The smallest float16, and the step between small ones. As a least scale it avoids 0 / 0.
+LEAST_SCALE = 2.0**-24
 
 
 def _bytes_of(numbers: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""The configs of transformers that GGUF's metadata stand for, a row for each architecture.
+"""Makes transformers' configs from GGUF metadata, with a row for each architecture.
 
-Each config gets the fields of all: one that its class does not declare is never read.
+Each config gets the common fields. Those that its class does not declare are never read.
 """
 
 from __future__ import annotations
@@ -260,14 +260,14 @@ def _deepseek2(m: GgufModel) -> Fields:
 
 
 def _latent(m: GgufModel) -> Fields:
-    """Return the sizes of latent attention. The first files have those of heads without `_mla`."""
+    """Return the sizes of latent attention. Older files have them without `_mla`."""
     turned = m.whole("rope.dimension_count")
     key_dim, value_dim = m.whole("attention.key_length"), m.whole("attention.value_length")
     if "blk.0.attn_k_b.0.weight" in m.tensors:
         key_dim = m.whole("attention.key_length_mla")
         value_dim = m.whole("attention.value_length_mla")
     how = rope(m, size=turned)
-    if by := m.real("rope.scaling.yarn_log_multiplier", 0.0):  # a tenth of it, for old readers
+    if by := m.real("rope.scaling.yarn_log_multiplier", 0.0):  # files store a tenth of mscale
         how |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * by, 6))
     return {
         "qk_rope_head_dim": turned,

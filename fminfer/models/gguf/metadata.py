@@ -125,7 +125,7 @@ class GgufModel:
         for key, value in self.metadata.items():
             own = key.removeprefix(f"{self.arch}.")
             if own != key and key not in self._read and own not in HARMLESS:
-                why = "which fminfer does not know for this architecture and may change answers"
+                why = "which fminfer does not read for this architecture and may change answers"
                 raise self._refusal(own, value, why)
 
     def _refusal(self, key: str, found: object, why: str) -> CheckpointError:
@@ -154,12 +154,13 @@ def read_model(path: Path) -> GgufModel:
     kind = metadata.get("general.type", "model")
     if kind != "model" or model.arch == "clip":
         raise CheckpointError(
-            f"{path} holds no language model, but {kind} of {model.arch}; give the model's own file"
+            f"{path} is no language model (general.type {kind!r}, architecture {model.arch!r}); "
+            "give the model's own file"
         )
     num = metadata.get("split.count", 0) or 1
     if num != len(found):
         raise CheckpointError(
-            f"{path} is one of {num} parts by its split.count, and its name tells of {len(found)}; "
+            f"{path} has split.count {num}, but its name says {len(found)} part(s); "
             "give all parts the names that they had, such as m-00001-of-00003.gguf"
         )
     for number, (file, own) in enumerate(found):

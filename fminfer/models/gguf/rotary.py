@@ -95,7 +95,7 @@ def _divided(m: GgufModel, num: int, long: str, short: str, original: int) -> Fi
     found = {name: read_values(m.tensors[name]) for name in (long, short)}
     for name, factors in found.items():
         if len(factors) != num or min(factors) <= 0:
-            raise broken(m.path, f"{name} has {len(factors)} factors for {num}, or some not over 0")
+            raise broken(m.path, f"{name} has {len(factors)} factors, and {num} above 0 are needed")
     how: Fields = {"long_factor": found[long], "short_factor": found[short]}
     return how | {"rope_type": "longrope", "original_max_position_embeddings": original}
 

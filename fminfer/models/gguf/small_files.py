@@ -1,4 +1,4 @@
-"""Keeps the small files that a GGUF model stands for in the user's cache folder.
+"""Writes a GGUF model's small files into the user's cache folder.
 
 Tokenizer, chat template and generation_config.json are files for all other code. They are written
 once for each model, whole or not at all, so that processes may do it at the same time.
@@ -48,7 +48,7 @@ def small_files(model: GgufModel, *, has_tokenizer: bool) -> Path:
     except OSError as error:
         raise CheckpointError(
             f"the tokenizer of {model.path} cannot be written to the cache folder: {error}. Set "
-            "XDG_CACHE_HOME to a folder that can be"
+            "XDG_CACHE_HOME to a folder that you can write"
         ) from error
 
 

@@ -50,7 +50,7 @@ LATENT = sources(
     kv_down="attn_kv_a_mqa",
     kv_norm="attn_kv_a_norm",
 )
-PAIRED = ("llama", "granite")  # architectures whose queries and keys were laid out otherwise
+PAIRED = ("llama", "granite")  # llama.cpp's converter reorders their rows of queries and keys
 WITH_ONES = ("gemma", "gemma2", "gemma3")
 NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp", "q_norm", "k_norm")
 LEFT_OUT = r"rope_freqs\.weight$|rope_factors_(long|short)\.weight$|blk\.\d+\.attn_rot_embd\."

@@ -44,6 +44,8 @@ def read_gguf(path: Path) -> tuple[StoredFile, Metadata]:
     """
     refuse_impostor(path)
     try:
+        if not path.stat().st_size:
+            raise ValueError("it is empty")
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _read_header(path, _Cursor(data))
     except (OSError, ValueError) as error:
@@ -81,7 +83,7 @@ class _Cursor:
         """Return the next bytes."""
         if num_bytes > (left := self._end - self.at):
             limit = f"; a header has {MOST_HEADER_BYTES} at most" * (self._end < self.size)
-            raise ValueError(f"{num_bytes} bytes follow, for which {left} are left{limit}")
+            raise ValueError(f"it announces {num_bytes} bytes, but {left} are left{limit}")
         self.at += num_bytes
         return self._data[self.at - num_bytes : self.at]
 
@@ -103,7 +105,7 @@ class _Cursor:
         found = []
         for _ in range(num):
             if (first := at + 8) > end or (at := first + unpack(data, at)[0]) > end:
-                raise ValueError(f"its header has {end} bytes, for which a text is too long")
+                raise ValueError(f"it is cut off: a text in its header ends behind byte {end}")
             found.append(data[first:at].decode())
         self.at = at
         return found
@@ -133,15 +135,15 @@ def _read_header(path: Path, cursor: _Cursor) -> tuple[StoredFile, Metadata]:
         raise CheckpointError(f"{path} is big-endian, which does not run; take one for x86 or ARM")
     if version not in (2, 3):
         raise CheckpointError(
-            f"{path} is GGUF of version {version}, and 2 and 3 run; convert the model again with a "
-            "llama.cpp of today"
+            f"{path} is GGUF version {version}; fminfer reads versions 2 and 3. Convert the model "
+            "again with a current llama.cpp"
         )
     num_tensors, num_keys = cursor.numbers("Q", 2)
     metadata = _read_metadata(cursor, num_keys)
     tensors = [_read_entry(path, cursor) for _ in range(num_tensors)]
     end, step = cursor.at, metadata.get(ALIGNMENT, 32)
     if type(step) is not int or step < 1 or step & (step - 1):
-        raise ValueError(f"{ALIGNMENT} is {step!r}, and it is a power of two")
+        raise ValueError(f"{ALIGNMENT} is {step!r}, which is no power of two")
     first = -(-end // step) * step
     _check_spans(tensors, step, cursor.size - first)
     parts: dict[str, StoredTensor] = {}
@@ -171,13 +173,13 @@ def _read_entry(path: Path, cursor: _Cursor) -> tuple[str, StoredTensor]:
     kind, start = cursor.whole(), cursor.whole("Q")
     if (dtype := TYPES.get(kind)) is None:
         raise CheckpointError(
-            f"{path} stores {name!r} as type {kind}, which ggml did not have in 2026: the file is "
-            "broken or newer. Take one of the same model in Q8_0, Q4_K_M or F16"
+            f"{path} stores {name!r} as type {kind}, which fminfer does not know: the file is "
+            "broken or newer. Take the same model in Q8_0, Q4_K_M or F16"
         )
     if dtype in BLOCKS:
         (size, num_bytes), row = BLOCKS[dtype], shape[-1] if shape else 1
         if row % size:
-            raise ValueError(f"tensor {name!r} has rows of {row}, no blocks of {size}")
+            raise ValueError(f"tensor {name!r} has rows of {row}, no multiple of {size}")
         shape = (*shape[:-1], row // size * num_bytes)
     return name, StoredTensor(path, dtype, shape, start, plain_strides(shape))
 
@@ -190,7 +192,10 @@ def _check_spans(tensors: list[tuple[str, StoredTensor]], step: int, num_bytes: 
         if tensor.start % step:
             raise ValueError(f"tensor {name!r} begins at {tensor.start}, no multiple of {step}")
         if last > num_bytes:
-            raise ValueError(f"tensor {name!r} ends at byte {last} of {num_bytes} of all tensors")
+            raise ValueError(
+                f"it is cut off: tensor {name!r} ends at byte {last} of the tensors, and there are "
+                f"{num_bytes}"
+            )
         if tensor.start < end:
             raise ValueError(f"the tensors {before!r} and {name!r} overlap")
         end, before = last, name

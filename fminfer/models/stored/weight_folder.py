@@ -138,9 +138,9 @@ def _find_gguf(file: Path) -> list[Path]:
         first = file.with_name(f"{found[1]}{1:0{len(found[2])}}-of-{found[3]}{GGUF}")
         if file != first:
             raise CheckpointError(f"{file} is one part of a model; give the first, {first}")
-        for number in range(2, int(found[3]) + 1):
-            part = f"{found[1]}{number:0{len(found[2])}}-of-{found[3]}{GGUF}"
-            files += _all_there(file.parent, [part])
+        numbers, width = range(2, int(found[3]) + 1), len(found[2])
+        parts = [f"{found[1]}{number:0{width}}-of-{found[3]}{GGUF}" for number in numbers]
+        files += _all_there(file.parent, parts)
     return files
 
 
