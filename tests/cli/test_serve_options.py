@@ -60,7 +60,7 @@ def test_the_old_line_with_int8_starts_a_server_of_8_bits(started: list[Any]) ->
     done = serve(OLD.format(tp=1).replace("fp16", "int8"))
     assert done.exit_code == 0, done.output
     _, config, *_ = started
-    assert (config.quantized_to, config.random_init, config.max_rows) == ("int8", "bloom-7b1", 4)
+    assert (config.quantized_to, config.random_init, config.max_rows) == ("int8", "7b1", 4)
 
 
 def test_every_setting_has_a_flag_and_reaches_the_server(
