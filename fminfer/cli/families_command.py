@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import get_args
 
 import click
+
+from fminfer.core.config import Quantized
 
 
 @dataclass(slots=True, frozen=True)
@@ -120,3 +123,8 @@ def families(is_json: bool) -> None:
     click.echo(f"{'family':<18} {'example':<48} {'GiB':>7}")
     for name, each in EXAMPLES.items():
         click.echo(f"{name:<18} {each.hub_id:<48} {each.gibibytes:7.1f}")
+    click.echo(
+        "\nAll run with weights in 32 or 16 bits, and by --quantize in 8 or 4: "
+        f"{', '.join(get_args(Quantized))}.\nGGUF files of llama.cpp run, too: docs/models.md lists "
+        "their architectures and forms."
+    )
