@@ -124,7 +124,8 @@ def families(is_json: bool) -> None:
     for name, each in EXAMPLES.items():
         click.echo(f"{name:<18} {each.hub_id:<48} {each.gibibytes:7.1f}")
     click.echo(
-        "\nAll run with weights in 32 or 16 bits, and by --quantize in 8 or 4: "
-        f"{', '.join(get_args(Quantized))}.\nGGUF files of llama.cpp run, too: docs/models.md lists "
-        "their architectures and forms."
+        "All run with weights in 32 or 16 bits, and by --quantize in 8 or 4: "
+        f"{', '.join(get_args(Quantized))}. GGUF files of llama.cpp run, too: docs/models.md lists "
+        "their architectures and forms.",
+        err=True,
     )
