@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -25,7 +26,8 @@ from fminfer.models.formats import Holding
 from fminfer.models.gguf.metadata import HARMLESS
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.models.layer_source import open_weights
-from fminfer.models.weight_headers import check_tensors
+from fminfer.models.weight_headers import check_tensors, stored_formats
+from tests.conftest import more
 from tests.gguf_building import (
     ARRAY,
     BOOL,
@@ -75,6 +77,48 @@ def error(found: torch.Tensor, expected: list[float]) -> float:
 def test_logprobs_are_those_of_transformers(name: str, num_stages: int) -> None:
     """GGUF was refused. Each sample is another architecture, or other forms of blocks."""
     check_logprobs(SAMPLES / f"{name}.gguf", name, num_stages)
+
+
+# Each architecture in one of the forms that its rows of 32 can have; all of them with --all.
+PLAIN = [n for n in NAMES if n.partition("-")[0] not in ("kforms", "legacy", "fallback")]
+PLAIN.remove("gpt_oss-mxfp4_moe")
+FORMS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        pytest.param(name, form, marks=[] if i % len(FORMS) == j else more)
+        for i, name in enumerate(PLAIN)
+        for j, form in enumerate(FORMS)
+    ],
+)
+def test_forms_give_the_logits_of_their_dequantized_numbers(
+    name: str, form: str, tmp_path: Path
+) -> None:
+    """Quantized rows are permuted, joined, stacked and cut as floats are."""
+    kind, quants = gguf.GGMLQuantizationType[form], gguf.quants
+
+    def rounded(tensors: Tensors, *, stays: bool) -> None:
+        for each, (_, shape, _) in [*tensors.items()]:
+            is_matrix = len(shape) > 1 and shape[-1] % 32 == 0 and each.endswith(".weight")
+            if is_matrix and "norm" not in each and "ffn_gate_inp" not in each:
+                packed = quants.quantize(floats(tensors[each]).astype(np.float32), kind)
+                wide = quants.dequantize(packed, kind)
+                own = (int(kind), shape, packed.tobytes())
+                tensors[each] = own if stays else (0, shape, wide.tobytes())
+
+    files = [tmp_path / f"{each}.gguf" for each in ("packed", "wide")]
+    for file in files:
+        stays = file.stem == "packed"
+        copy(name, file, lambda _, tensors, stays=stays: rounded(tensors, stays=stays))
+    num_layers = len(open_checkpoint(str(files[0])).model.layers)
+    parts = split_layers(num_layers, 1, head_cost=0.0)
+    rows = [prompt["ids"] for prompt in told(name)["prompts"]]
+    mine, theirs = (torch.cat(logits_of(file, parts, rows)) for file in files)
+    assert float((mine - theirs).abs().max()) < MAX_ERROR
+    stored = stored_formats(open_checkpoint(str(files[0]))).values()
+    assert form in {each.name for parts in stored for each, _ in parts}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -75,6 +75,7 @@ class PackedProduct:
     inputs: int
     outputs: int
     calls: ctypes.Array[PackedCall]  # of the parts
+    least: torch.dtype  # of rows: float32 where a part is, for it is never rounded
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return (…, outputs) of x, (…, inputs), in x's type.
@@ -86,21 +87,16 @@ class PackedProduct:
 
     def unrounded(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sums as they are, in float32, of x in float32 or bfloat16."""
-        widest = torch.float32 if torch.float32 in self._floats else torch.bfloat16
-        return self._multiply(x.to(torch.promote_types(x.dtype, widest)), torch.float32)
+        return self._multiply(x.to(torch.promote_types(x.dtype, self.least)), torch.float32)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return rows of W, (n, inputs) in its type, for (n,) ids, which are below `outputs`."""
         (part,) = self.parts  # an embedding is not joined
         return self.kernel.rows(part, ids)
 
-    @property
-    def _floats(self) -> set[torch.dtype]:
-        return {part.held.dtype for part in self.parts if isinstance(part.held, Dense)}
-
     def _multiply(self, x: torch.Tensor, out_type: torch.dtype) -> torch.Tensor:
-        assert x.is_cpu and x.shape[-1] == self.inputs and x.dtype in TYPES, "rows"
-        assert x.dtype == torch.float32 or torch.float32 not in self._floats, "rows"
+        assert x.is_cpu and x.shape[-1] == self.inputs, "rows"
+        assert x.dtype in (torch.float32, self.least), "rows"
         x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], self.outputs), dtype=out_type)
         product = ProductCall(
@@ -162,7 +158,9 @@ class ProductKernel:
             biases = torch.zeros(outputs + self.panel, dtype=torch.float32, device="cpu")
             biases[:outputs] = bias.detach()
         calls = (PackedCall * len(parts))(*[part.call for part in parts])
-        return PackedProduct(self, parts, biases, inputs, outputs, calls)
+        has_float32 = any(part.held == Dense(torch.float32) for part in parts)
+        least = torch.float32 if has_float32 else torch.bfloat16
+        return PackedProduct(self, parts, biases, inputs, outputs, calls, least)
 
     def pack_part(self, held: Format, tensor: torch.Tensor, halves: int, inputs: int) -> PackedPart:
         """Pack the only tensor of a weight, (items, halves * outputs, …), each half for itself."""
