@@ -119,7 +119,7 @@ def test_a_whole_layer_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = LayerOf(how, weights, Bodies(plain_registry(torch.bfloat16), 8))
     nothing: Any = None
     layer.products = {
-        k: PackedProduct(nothing, (), None, v[1], v[0], (PackedCall * 0)())
+        k: PackedProduct(nothing, (), None, v[1], v[0], (PackedCall * 0)(), torch.bfloat16)
         for k, v in sizes.items()
     }
     for off in (0.0, 1.0):
