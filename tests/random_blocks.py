@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from fminfer.compute.quantized.block_format import Blocks, Joined
@@ -10,13 +12,17 @@ from fminfer.compute.quantized.own_forms import OWN_FORMS
 from fminfer.compute.weights import Dense, Format, Tensors, TensorSpec, Use, Weight
 
 FORMS = {form.name: form for form in (*GGUF_FORMS, *OWN_FORMS)}
-# Where blocks have float16 numbers; all others have one at their beginning. Behind a blank of a
-# form's name tests say what they changed.
-HALVES_AT = {
-    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K", "int4", "int4-128"), (0, 2)),
-    **{"Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,), "MXFP4": ()},
-}
 NEAR = 16  # inputs that certainly have the same scale
+
+
+@cache
+def halves_of(form: Blocks) -> list[int]:
+    """Return where blocks have float16 numbers: nan at that byte makes some of the block nan."""
+    size = form.row_bytes(form.block or NEAR)
+    upper_bytes = torch.full((size - 1,), 0x7E, dtype=torch.uint8)
+    blocks = torch.diag(upper_bytes, 1)[:-1]  # row n has nan at byte n, and is 0 elsewhere
+    is_half = form.unpack(blocks).isnan().flatten(1).any(1)
+    return [*map(int, is_half.nonzero())]
 
 
 def random_blocks(form: Blocks, *shape: int) -> torch.Tensor:
@@ -25,7 +31,7 @@ def random_blocks(form: Blocks, *shape: int) -> torch.Tensor:
     block = form.block or inputs
     size = form.row_bytes(block)
     bytes_ = torch.randint(256, (*outer, inputs // block, size), dtype=torch.uint8)
-    for place in HALVES_AT.get(form.name.partition(" ")[0], (0,)):
+    for place in halves_of(form):
         scales = torch.randn((*outer, inputs // block, 1)) * 0.1
         bytes_[..., place : place + 2] = scales.half().view(torch.uint8)
     return bytes_.flatten(-2)

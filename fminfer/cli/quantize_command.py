@@ -5,55 +5,22 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from pathlib import Path
-from typing import get_args
+from typing import Any
 
 import click
 
 from fminfer.cli.ending import EXIT_STOPPED
-from fminfer.core.config import ModelOptions, Quantized
+from fminfer.cli.options.flags import GroupedCommand, flags_of
+from fminfer.cli.options.option_table import QuantizeOptions
+from fminfer.core.config import ModelOptions
+from fminfer.core.errors import UsageError
+from fminfer.core.option import take
 from fminfer.core.quantities import show_bytes, show_seconds
 from fminfer.machine.start_up import importing
 
 
-@click.command()
-@click.option("--model-name", "--model", help="A local folder or a Hugging Face hub id.")
-@click.option(
-    "--random-init",
-    metavar="CONFIG_OR_SIZE",
-    help="Random weights in the shape of a config.json, a hub id or a known size.",
-)
-@click.option(
-    "--tokenizer", metavar="FOLDER_OR_ID", help="A tokenizer.  [default: the model's own]"
-)
-@click.option(
-    "--model-config", metavar="CONFIG_OR_SIZE", help="A config.  [default: the model's own]"
-)
-@click.option("--revision", help="Branch, tag or commit of a hub model.")
-@click.option(
-    "--to",
-    type=click.Choice(get_args(Quantized)),
-    default="int8",
-    show_default=True,
-    help="The format, as in fminfer run --quantize.",
-)
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="The folder to write. It must be new or empty.",
-)
-@click.option("--seed", type=int, default=1, show_default=True, help="Seed of random weights.")
-def quantize(
-    model_name: str | None,
-    random_init: str | None,
-    tokenizer: str | None,
-    model_config: str | None,
-    revision: str | None,
-    to: str,
-    output: Path,
-    seed: int,
-) -> None:
+@click.command(cls=GroupedCommand, params=flags_of("quantize"))
+def quantize(seed: int, **options: Any) -> None:
     """Write a folder of a model whose weights have 8 or 4 bits.
 
     \b
@@ -63,21 +30,18 @@ def quantize(
     Answers are the same as with fminfer run --quantize. The folder is smaller, and loads at the
     speed of the disk. It runs on every processor, but only fminfer reads it.
     """
+    asked, named = take(QuantizeOptions, options), take(ModelOptions, options)
+    output, to = asked.output, asked.to
+    if output is None:
+        raise UsageError("quantize needs --output FOLDER")
     with importing():
         from tqdm import tqdm
 
         from fminfer.models.quantized_folder import write_quantized
         from fminfer.plan.opening import open_model
-    named = ModelOptions(
-        model_name,
-        random_init,
-        tokenizer=tokenizer,
-        model_config=model_config,
-        revision=revision,
-    )
     start_s = time.monotonic()
-    status = EXIT_STOPPED["terminated"]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(status))  # the draft is removed
+    # An exit removes the draft; a signal would leave it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED["terminated"]))
     checkpoint = open_model(named)
     with tqdm(unit="B", unit_scale=True, desc="quantizing", disable=None) as bar:
 

@@ -25,7 +25,7 @@ from fminfer.compute.linear.product_kernel import (
     head_candidate,
     product_candidate,
 )
-from fminfer.compute.linear.products import Linear
+from fminfer.compute.linear.products import Linear, PlainProduct
 from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR, draw_candidate, rank_candidate
 from fminfer.compute.sampling.sampler import Drawer, Ranker, draw, rank
 from fminfer.compute.spec import Attention, Moe
@@ -165,7 +165,7 @@ class Registry:
             weight: (outputs, inputs).
         """
         asked = Linear(weight, bias)
-        return self.find(self.of_products, asked) or asked.plain()
+        return self.find(self.of_products, asked) or PlainProduct(asked.weight, asked.bias)
 
     def experts(self, how: Moe, up: Weight, down: Weight) -> Mix | None:
         """Return a layer's experts; None: their products are to be made one by one.

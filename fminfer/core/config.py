@@ -13,6 +13,7 @@ from typing_extensions import Self
 from fminfer.core.errors import UsageError
 from fminfer.core.option import (
     OF_ENGINE,
+    OF_WEIGHTS,
     Amount,
     ConfigPlace,
     Count,
@@ -67,6 +68,7 @@ ON_CPU, ON_GPU = StepSizes(512, 256), StepSizes(4096, 1024)
 BLOCK_SIZE = 32
 
 _model = partial(option, group="Model", commands=OF_ENGINE)
+_weights = partial(_model, commands=OF_WEIGHTS)
 _speed = partial(option, group="Speed and memory", commands=OF_ENGINE)
 _rank = partial(option, group="Ranks", commands=("run", "serve", "check"))
 _request = partial(option, group="Requests", commands=("run", "serve", "check"))
@@ -77,33 +79,33 @@ _recorded = partial(_request, alters="requests", is_always_recorded=True)
 class ModelOptions(Options):
     """Which model answers, and how much of it."""
 
-    model: ModelPlace | None = _model(
+    model: ModelPlace | None = _weights(
         "A local folder, a .gguf file, a Hugging Face hub id, or demo: the package's small model.  "
         "[default: demo; a run then refuses lines that name another model]",
         flags=("--model-name", "--model"),
         is_positional=True,
         old={"checkpoint": {}},
     )
-    random_init: ConfigPlace | None = _model(
+    random_init: ConfigPlace | None = _weights(
         "Random weights, for benchmarks, in the shape of a config.json, a hub id or a known size "
         "(llama-160m, bloom-176b, …).",
         metavar="CONFIG_OR_SIZE",
         is_positional=True,
     )
-    tokenizer: ModelPlace | None = _model(
+    tokenizer: ModelPlace | None = _weights(
         "A tokenizer from elsewhere: a local folder or hub id.  [default: the model's own]",
         metavar="FOLDER_OR_ID",
         old={"tokenizer_path": {}},
     )
-    model_config: ConfigPlace | None = _model(
+    model_config: ConfigPlace | None = _weights(
         "A config from elsewhere: a config.json, its folder, a hub id or a known size.  "
         "[default: the model's own]",
         metavar="CONFIG_OR_SIZE",
     )
-    revision: str | None = _model(
+    revision: str | None = _weights(
         "Branch, tag or commit of a hub model.  [default: its main branch]"
     )
-    without_adapter: bool = _model(
+    without_adapter: bool = _weights(
         "Answer with the model alone where a LoRA adapter lies beside it. Otherwise such a folder "
         "is refused: adapters are not applied."
     )
@@ -332,7 +334,7 @@ class RequestOptions(Options):
         "Seed of random weights, and of requests without one of their own. A server draws such "
         "requests at random.",
         default=1,
-        commands=OF_ENGINE,
+        commands=OF_WEIGHTS,
         must_agree=True,
     )
     max_logprobs: Amount = _recorded("Largest value of logprobs in a request.", default=100)

@@ -19,12 +19,13 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_ori
 from fminfer.core.errors import UsageError
 
 GROUPS = (  # titles of the help, in its order
-    *("Input and output", "Server", "Jobs", "Queue", "Check", "Bench", "Requests", "Model"),
-    *("Speed and memory", "Kept answers", "Ranks", "Made-up requests and --prompt"),
+    *("Input and output", "Server", "Jobs", "Queue", "Check", "Bench", "Requests"),
+    *("Model", "Speed and memory", "Kept answers", "Ranks", "Made-up requests and --prompt"),
     *("Configuration", "Old command lines", "Help"),
 )
-Command = Literal["run", "serve", "check", "bench", "submit"]
+Command = Literal["run", "serve", "check", "bench", "submit", "quantize"]
 OF_ENGINE: tuple[Command, ...] = ("run", "serve", "check", "bench")
+OF_WEIGHTS: tuple[Command, ...] = (*OF_ENGINE, "quantize")  # all that read weights
 
 
 @dataclass(slots=True, frozen=True)

@@ -164,14 +164,8 @@ def _open_gguf(
     config = text_part(config_of(model) if model_config is None else find_config(model_config)[0])
     architecture = gguf_architecture(model, config)
     own = small_files(model, has_tokenizer=tokenizer is None and needs_tokenizer)
-    return Checkpoint(
-        name,
-        model.path,
-        config,
-        architecture,
-        own if tokenizer is None else _find_tokenizer(tokenizer),
-        own,
-    )
+    tokenizer_folder = own if tokenizer is None else _find_tokenizer(tokenizer)
+    return Checkpoint(name, model.path, config, architecture, tokenizer_folder, own)
 
 
 def open_random(name: str, *, tokenizer: str | None = None) -> Checkpoint:

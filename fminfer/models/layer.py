@@ -220,14 +220,10 @@ class MoeOf:
         own = _under("experts.", weights)
         mix = bodies.registry.experts(how, own["up.weight"], own["down.weight"])
         shared = [] if self._shared is None else [self._shared]
-        experts = (
-            []
-            if mix
-            else [
-                MlpOf(how.expert, {name: each.expert(n) for name, each in own.items()}, bodies)
-                for n in range(how.num_experts)
-            ]
-        )
+        experts = [
+            MlpOf(how.expert, {name: each.expert(n) for name, each in own.items()}, bodies)
+            for n in range(0 if mix else how.num_experts)
+        ]
         self.mix: Mix = mix or PlainExperts(how, experts)
         self.products = [p for mlp in (*shared, *experts) for p in mlp.products.values()]
 

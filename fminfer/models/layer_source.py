@@ -15,7 +15,7 @@ from fminfer.compute.spec import Attention
 from fminfer.compute.weights import Dense, Format, Tensors, Weight
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.families.tensor_names import AS_STORED
+from fminfer.models.families.tensor_names import AS_STORED, Change
 from fminfer.models.formats import Holding
 from fminfer.models.origins import ModelOrigins, Origin, Origins, drawn_origins
 from fminfer.models.stored.read_ahead import Waiting, reading_ahead
@@ -193,10 +193,7 @@ class Reader:
         start = tensors[0].data_ptr()
         if layout.change is not None:
             assert attention is not None, "only a layer's tensors are laid out otherwise"
-            tensors = tuple(layout.change(tensor, attention) for tensor in tensors)
-        if layout.order is not None:
-            assert attention is not None, "only a layer's tensors have another order"
-            tensors = _ordered(tensors, layout.order(attention), held)
+            tensors = _laid_out(tensors, layout.change, attention, held)
         if layout.added:
             tensors = (tensors[0] + layout.added,)
         if isinstance(held, Dense):
@@ -271,11 +268,12 @@ def _part_at(row: int, held: Format, tensors: Tensors) -> tuple[Format, Tensors,
     return held.parts[number][0], (tensors[number],), starts[number]
 
 
-def _ordered(tensors: Tensors, order: torch.Tensor, held: Format) -> Tensors:
+def _laid_out(tensors: Tensors, change: Change, attention: Attention, held: Format) -> Tensors:
     """Return tensors with their rows in another order, which keeps those of a part together."""
     if not isinstance(held, Joined):
-        return tuple(tensor[order] for tensor in tensors)
+        return tuple(change(tensor, attention) for tensor in tensors)
     starts = held.starts()
+    order = change(torch.arange(starts[-1]), attention)
     places = zip(tensors, starts, starts[1:], strict=False)
     return tuple(tensor[order[first:end] - first] for tensor, first, end in places)
 

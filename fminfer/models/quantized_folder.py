@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -18,7 +19,6 @@ from safetensors.torch import save_file
 
 from fminfer.compute.quantized.block_format import Blocks
 from fminfer.core.errors import CheckpointError, UsageError
-from fminfer.core.quantities import show_bytes
 from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.models.config_fields import OWN_FOLDER
 from fminfer.models.fingerprint import FURTHER_TEMPLATES
@@ -28,7 +28,6 @@ from fminfer.models.layer_source import LayerSource, OnProgress, open_weights
 from fminfer.models.tensor_specs import Weights, whole_model
 from fminfer.models.weight_headers import stored_formats
 
-SHARD_BYTES = 1 << 29  # of one file
 INDEX = "model.safetensors.index.json"
 CPU = torch.device("cpu")
 
@@ -66,10 +65,9 @@ def write_quantized(
     source = open_weights(
         checkpoint, part, holding=holding, device=CPU, seed=seed, on_progress=on_progress
     )
-    draft: Path | None = None
+    draft = output.with_name(f".{output.name}.part")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        draft = output.with_name(f".{output.name}.part")
         shutil.rmtree(draft, ignore_errors=True)  # of one that was killed
         draft.mkdir()
         num_bytes = _write_weights(source, draft)
@@ -78,72 +76,50 @@ def write_quantized(
             output.rmdir()
         os.replace(draft, output)
     except (OSError, SafetensorError) as error:
-        free = (
-            f"{show_bytes(shutil.disk_usage(draft).free)} are free there" if draft else "check it"
-        )
-        raise UsageError(f"--output {output} cannot be written: {error}; {free}") from error
+        raise UsageError(
+            f"--output {output} cannot be written: {error}. Make room there, or name another folder"
+        ) from error
     finally:
-        if draft is not None:
-            shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(draft, ignore_errors=True)
     return num_bytes
 
 
 def _write_weights(source: LayerSource, folder: Path) -> int:
-    shards, entry = _Shards(folder), source.entry()
-    shards.add(entry, "")
-    for number, layer in enumerate(source.layers()):
-        shards.add(layer, f"layers.{number}.")
-    kept = {id(weight) for weight in entry.values()}
-    shards.add({n: w for n, w in source.exit(entry).items() if id(w) not in kept}, "")
-    return shards.finish()
-
-
-class _Shards:
-    """Files of tensors, and the index that names them."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._homes: dict[str, str] = {}
-        self._num_bytes = self._waiting_bytes = self._num_files = 0
-
-    def add(self, weights: Weights, prefix: str) -> None:
-        """Take the weights of a layer; write those that fill a file."""
+    """Write a file for each layer, and the index that names them; return the bytes of tensors."""
+    homes: dict[str, str] = {}
+    num_bytes = 0
+    for number, weights in enumerate(_groups(source)):
+        tensors = {}
         for name, weight in weights.items():
             ending = "" if weight.is_plain else f".{weight.format.name}"
-            self._tensors[f"{prefix}{name}{ending}"] = weight.tensors[0]
-            self._waiting_bytes += weight.num_bytes
-        if self._waiting_bytes >= SHARD_BYTES:
-            self._write()
+            tensors[name + ending] = weight.tensors[0]
+            num_bytes += weight.num_bytes
+        file = folder / f"model-{number:05}.safetensors"
+        save_file(tensors, file, metadata={"format": "pt"})
+        file.chmod(folder.stat().st_mode & 0o666)
+        homes |= dict.fromkeys(tensors, file.name)
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": homes}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return num_bytes
 
-    def finish(self) -> int:
-        """Write the rest and the index; return the bytes of all tensors."""
-        self._write()
-        index = {"metadata": {"total_size": self._num_bytes}, "weight_map": self._homes}
-        path = self._folder / INDEX
-        path.write_text(json.dumps(index, indent=2) + "\n")
-        return self._num_bytes
 
-    def _write(self) -> None:
-        if not self._tensors:
-            return
-        self._num_files += 1
-        name = f"model-{self._num_files:05}.safetensors"
-        save_file(self._tensors, self._folder / name, metadata={"format": "pt"})
-        (self._folder / name).chmod(self._folder.stat().st_mode & 0o666)
-        self._homes |= dict.fromkeys(self._tensors, name)
-        self._num_bytes += self._waiting_bytes
-        self._tensors, self._waiting_bytes = {}, 0
+def _groups(source: LayerSource) -> Iterator[Weights]:
+    """Give all weights by the names of a folder: before the layers, each layer's, the rest."""
+    yield (entry := source.entry())
+    for number, layer in enumerate(source.layers()):
+        yield {f"layers.{number}.{name}": weight for name, weight in layer.items()}
+    kept = {id(weight) for weight in entry.values()}
+    yield {n: weight for n, weight in source.exit(entry).items() if id(weight) not in kept}
 
 
 def _write_small_files(checkpoint: Checkpoint, folder: Path, quantized: str) -> None:
     """Write the config, and copy what a model has beside its weights."""
     own = checkpoint.tokenizer_folder
-    files = [] if own is None else [f for pattern in SMALL_FILES for f in own.glob(pattern)]
-    templates = [] if own is None else [*own.glob(FURTHER_TEMPLATES)]
-    for file in (*files, *templates):
-        if own is not None and not file.name.endswith(".index.json"):
-            target = folder / file.relative_to(own)
+    patterns = (*SMALL_FILES, FURTHER_TEMPLATES)
+    files = [] if own is None else [f for pattern in patterns for f in own.glob(pattern)]
+    for file in files:
+        target = folder / file.relative_to(str(own))
+        if not file.name.endswith(".index.json"):
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, target)
     if checkpoint.generation_folder not in (None, own):

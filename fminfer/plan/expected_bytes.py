@@ -9,7 +9,7 @@ import math
 
 from fminfer.compute.linear.product_kernel import head_takes, kernel_takes
 from fminfer.compute.spec import Layer, Mlp, Moe
-from fminfer.compute.weights import Dense, TensorSpec
+from fminfer.compute.weights import Dense
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.decode_graphs import can_capture, graph_sizes, input_bytes
@@ -47,8 +47,13 @@ def expect_bytes(plan: RunPlan, part: Part) -> ExpectedBytes:
     formats = {name: plan.held[name] for name in specs}
     sizes = {name: formats[name].num_bytes(spec.shape) for name, spec in specs.items()}
     packed: TensorSpecs = {}
-    if plan.packed_by:
-        packed = {name: spec for name, spec in specs.items() if _is_packed(plan, name, spec)}
+    if plan.packed_by:  # a packed form takes a product's place
+        products = {name: spec for name, spec in specs.items() if spec.use == "product"}
+        packed = {
+            n: s
+            for n, s in products.items()
+            if isinstance(formats[n], Dense) or kernel_takes(formats[n], plan.dtype)
+        }
     # Joined tensors are copies, which packing replaces; what they were joined of leaves memory.
     # Of files in this very format the system keeps what was read, for it is mapped and not copied.
     as_stored = (n for n in specs if on_cpu and formats[n] == plan.stored.get(n))
@@ -81,13 +86,6 @@ def expect_bytes(plan: RunPlan, part: Part) -> ExpectedBytes:
         work=_step_bytes(plan, part),
         kv_token=part.num_layers * math.prod(cache_shape) * plan.kv_dtype.itemsize,
     )
-
-
-def _is_packed(plan: RunPlan, name: str, spec: TensorSpec) -> bool:
-    """Tell whether a product has a packed form, which takes its place."""
-    held = plan.held[name]
-    is_plain = isinstance(held, Dense)
-    return spec.use == "product" and (is_plain or kernel_takes(held, plan.dtype))
 
 
 def _table_bytes(checkpoint: Checkpoint, part: Part) -> int:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from fminfer.compute.kernels.kernel_build import SOURCES, find_compiler
 from fminfer.core.errors import UsageError
 from fminfer.machine import processor
 from tests.conftest import IS_ALL, more
+from tests.random_blocks import FORMS, NEAR, halves_of
 
 STRESS = Path(__file__).parent.parent / "kernels"  # stress.cpp says what it runs
 INCLUDED = ("pool.cpp", "whole_layers.cpp")  # in files of STRESS, which try what is theirs alone
@@ -55,6 +57,23 @@ def _compile(flags: list[str], sanitizer: str, folder: Path) -> None:
     assert built.returncode == 0, built.stderr[-2000:]
 
 
+def _kinds() -> Iterator[str]:
+    """Describe each kind of weights in blocks, as stress_weights.h takes them."""
+    kinds = {form.kind: form for form in FORMS.values() if form.kind is not None}
+    for number, form in sorted(kinds.items()):
+        halves, block = halves_of(form), form.block or NEAR
+        blocks = torch.randint(256, (1000, form.row_bytes(block)), dtype=torch.uint8)
+        for place in halves:
+            blocks[:, place : place + 2] = torch.ones(1).half().view(torch.uint8)
+        scale = 1 / float(form.unpack(blocks).abs().max())
+        size, bits = form.block_bytes, 0
+        if form.pack is not None:  # one of fminfer's own, whose block may be of any size
+            size = 2 * len(halves)
+            block, bits = 0, (form.row_bytes(block) - size) * 8 // block
+        places = ", ".join(map(str, halves))
+        yield f"{{{number}, {block}, {size}, {bits}, {{{places}}}, {scale}f}},  // {form.name}"
+
+
 @pytest.fixture(scope="module")
 def callers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Path]]:
     """Return what calls the kernels, compiled once for each sanitizer: it is of no processor."""
@@ -63,7 +82,8 @@ def callers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Pa
     def compile_once(sanitizer: str) -> list[Path]:
         if sanitizer not in folders:
             folder = tmp_path_factory.mktemp("callers")
-            _compile(["-O1", "-c", *map(str, STRESS.glob("*.cpp"))], sanitizer, folder)
+            (folder / "kinds.h").write_text("\n".join(_kinds()))
+            _compile(["-O1", "-c", "-I.", *map(str, STRESS.glob("*.cpp"))], sanitizer, folder)
             folders[sanitizer] = folder
         return list(folders[sanitizer].glob("*.o"))
 

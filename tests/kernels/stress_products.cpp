@@ -84,7 +84,7 @@ void run_products() {
         for (const Kind& kind : KINDS) {
             const int64_t inputs = kind.inputs == 256 ? 256 * random.from(1, 5)
                                                       : 32 * random.from(1, 24);
-            const bool is_first = i == 0 && &kind == KINDS;
+            const bool is_first = i == 0 && &kind == &KINDS[0];
             multiply(random, inputs, {kind.number}, FLOAT32, FLOAT32, is_first);
             multiply(random, inputs, {kind.number}, BFLOAT16, i % 2 ? BFLOAT16 : FLOAT32, is_first);
             std::vector<int64_t> types = {kind.number};

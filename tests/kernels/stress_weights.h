@@ -19,23 +19,15 @@ void fminfer_unpack_rows(int64_t kind, const uint32_t* packed, int64_t inputs, i
 
 namespace stress {
 
-// The kinds of blocks, as forms.h numbers them: inputs and bytes of a block (0: the inputs are the
-// caller's choice), where its float16 numbers are, and how small they are here.
+// A kind of blocks, as forms.h numbers it. test_sanitizers.py writes those of kinds.h.
 struct Kind {
-    int64_t number, inputs, bytes, num_halves, halves_at;
-    float scale;
+    int64_t number, inputs, bytes;  // of a block; inputs 0: the caller's choice
+    int64_t bits;                   // of a number, which come beside `bytes`, where inputs are 0
+    std::vector<int64_t> halves;    // where its float16 numbers are
+    float scale;                    // how large these are here
 };
-constexpr Kind KINDS[] = {
-    {2, 0, 2, 1, 0, 1 / 128.0f},        // INT8
-    {3, 0, 2, 1, 0, 1 / 16.0f},         // SYMMETRIC
-    {4, 0, 4, 2, 0, 1 / 16.0f},         // INT4
-    {5, 32, 18, 1, 0, 1 / 16.0f},       // Q4_0
-    {6, 32, 20, 2, 0, 1 / 16.0f},       // Q4_1
-    {7, 32, 22, 1, 0, 1 / 16.0f},       // Q5_0
-    {8, 32, 24, 2, 0, 1 / 16.0f},       // Q5_1
-    {9, 256, 144, 2, 0, 1 / 1024.0f},   // Q4_K
-    {10, 256, 176, 2, 0, 1 / 1024.0f},  // Q5_K
-    {11, 256, 210, 1, 208, 1 / 4096.0f},  // Q6_K
+inline const std::vector<Kind> KINDS = {
+#include "kinds.h"
 };
 
 inline const Kind* find_kind(int64_t type) {
@@ -46,7 +38,7 @@ inline const Kind* find_kind(int64_t type) {
 
 // A type whose rows may have so many inputs, which is one of the floats where no kind fits.
 inline int64_t random_type(Random& random, int64_t inputs, int64_t floats) {
-    const Kind& kind = KINDS[random.from(0, 9)];
+    const Kind& kind = KINDS[random.from(0, KINDS.size() - 1)];
     return inputs % (kind.inputs ? kind.inputs : 32) == 0 ? kind.number : floats;
 }
 
@@ -83,15 +75,14 @@ class Weight {
         block = kind.inputs ? kind.inputs : 32;
         if (kind.inputs == 0 && inputs % 128 == 0 && random.is_so()) block = 128;
         if (kind.inputs == 0 && random.is_so()) block = inputs;
-        const int64_t of_numbers = kind.number == 2 ? block : block / 2;
-        const int64_t size = kind.inputs ? kind.bytes : kind.bytes + of_numbers;
+        const int64_t size = kind.bytes + block * kind.bits / 8;
         const int64_t rows = items * parts * outputs, blocks = inputs / block;
         std::vector<uint8_t> bytes(rows * blocks * size);
         for (uint8_t& each : bytes) each = uint8_t(random());
         for (int64_t b = 0; b < rows * blocks; b++)
-            for (int64_t n = 0; n < kind.num_halves; n++) {
+            for (int64_t place : kind.halves) {
                 const uint16_t half = to_float16(random.number() * kind.scale).bits;
-                std::memcpy(&bytes[b * size + kind.halves_at + 2 * n], &half, sizeof half);
+                std::memcpy(&bytes[b * size + place], &half, sizeof half);
             }
         const int64_t panel_bytes = fminfer_panel_bytes(kind.number, inputs, block);
         units.assign(items * panels * parts * panel_bytes / 4, ~0u);

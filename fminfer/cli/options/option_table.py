@@ -1,4 +1,4 @@
-"""The table of all options: the dataclasses that declare them, those of check and bench here."""
+"""The table of all options: the dataclasses that declare them, those of small commands here."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from fminfer.core.config import (
     GroupSizes,
     MemoryOptions,
     ModelOptions,
+    Quantized,
     RankOptions,
     RequestOptions,
 )
-from fminfer.core.option import Bytes, Command, Option, Options, option, options_of
+from fminfer.core.option import Bytes, Command, Folder, Option, Options, option, options_of
 from fminfer.files.cache_place import KeptAnswers
 from fminfer.job.run_paths import JobOptions
 from fminfer.job.synthetic import Hyperparameters
@@ -26,6 +27,7 @@ from fminfer.server.settings import ServerSettings
 MAX_TOLD = 20  # wrong lines that `fminfer check` prints, unless all are asked for
 _check = partial(option, group="Check", commands=("check",))
 _bench = partial(option, group="Bench", commands=("bench",))
+_quantize = partial(option, group="Input and output", commands=("quantize",))
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,19 @@ class BenchOptions(Options):
     )
 
 
+@dataclass(frozen=True)
+class QuantizeOptions(Options):
+    """What `fminfer quantize` writes."""
+
+    output: Folder | None = _quantize("The folder to write. It must be new or empty.")
+    to: Quantized = _quantize("The format, as in fminfer run --quantize.", default="int8")
+
+
 # In this order the help shows the options of a group.
 TABLES: tuple[type[Options], ...] = (
     *(SubmitOptions, JobOptions, CheckOptions, BenchOptions, KeptAnswers, ServerSettings),
-    *(ProcessOptions, RequestOptions, ModelOptions, GroupSizes, RankOptions, RankConfig),
-    *(ComputeOptions, MemoryOptions, Hyperparameters),
+    *(ProcessOptions, RequestOptions, QuantizeOptions, ModelOptions, GroupSizes, RankOptions),
+    *(RankConfig, ComputeOptions, MemoryOptions, Hyperparameters),
 )
 
 

@@ -30,7 +30,8 @@ inline Wide bytes_at(const uint32_t* from, int n) {
 
 // Scales of a block: how they stand in a panel, n being the place of an output or of WIDTH of them.
 
-// A scale for each block.
+// A scale for each block, which a file has at byte AT.
+template <int AT>
 struct OneScale {
     static constexpr int64_t UNITS = PANEL / 2;
     static constexpr bool HAS_OFFSET = false, IS_OF_BLOCK = true;
@@ -38,7 +39,7 @@ struct OneScale {
     static Wide scale(const uint32_t* scales, int64_t, int n) { return halves_at(scales, n); }
     static Wide offset(const uint32_t*, int64_t, int) { return Wide{}; }
     static void put(const uint8_t* block, uint32_t* scales, int n) {
-        std::memcpy(reinterpret_cast<uint16_t*>(scales) + n, block, 2);
+        std::memcpy(reinterpret_cast<uint16_t*>(scales) + n, block + AT, 2);
     }
 };
 
@@ -94,7 +95,7 @@ struct SignedScales {
     }
     static Wide offset(const uint32_t*, int64_t, int) { return Wide{}; }
     static void put(const uint8_t* block, uint32_t* scales, int n) {
-        std::memcpy(reinterpret_cast<uint16_t*>(scales) + n, block + 208, 2);
+        OneScale<208>::put(block, scales, n);
         uint8_t* const to = reinterpret_cast<uint8_t*>(scales + PANEL / 2) + n;
         for (int i = 0; i < 16; i++) to[i * PANEL] = block[192 + i];
     }
@@ -133,11 +134,11 @@ struct Units : Form<Values_, Scales_> {
     static int64_t bytes(int64_t block) { return AT + block * Values_::UNITS * 4 / Values_::CHUNK; }
     static void read(const uint8_t*, int64_t, uint8_t*) {}
 };
-typedef Units<2, Values<8, 0>, OneScale> Int8;
-typedef Units<2, Values<4, 8>, OneScale> Symmetric;
+typedef Units<2, Values<8, 0>, OneScale<0>> Int8;
+typedef Units<2, Values<4, 8>, OneScale<0>> Symmetric;
 typedef Units<4, Values<4, 0>, ScaleAndLeast> Int4;
 
-struct FourBits : Form<Values<4, 8>, OneScale> {
+struct FourBits : Form<Values<4, 8>, OneScale<0>> {
     static int64_t bytes(int64_t) { return 18; }
     static void read(const uint8_t* block, int64_t, uint8_t* to) { split_nibbles(block + 2, to); }
 };
@@ -145,7 +146,7 @@ struct FourBitsLeast : Form<Values<4, 0>, ScaleAndLeast> {
     static int64_t bytes(int64_t) { return 20; }
     static void read(const uint8_t* block, int64_t, uint8_t* to) { split_nibbles(block + 4, to); }
 };
-struct FiveBits : Form<Values<5, 16>, OneScale> {
+struct FiveBits : Form<Values<5, 16>, OneScale<0>> {
     static int64_t bytes(int64_t) { return 22; }
     static void read(const uint8_t* block, int64_t, uint8_t* to) {
         split_nibbles(block + 6, to);

@@ -30,7 +30,7 @@ inline void put_nibbles(const uint8_t* numbers, int units, uint32_t* unit) {
 }
 
 #ifdef HAS_PAIRS
-// A whole number of at most 7 bits in bfloat16.
+// A whole number of at most 8 bits in bfloat16.
 constexpr uint16_t bfloat16_of(int number) {
     if (number == 0) return 0;
     const int size = number < 0 ? -number : number;
@@ -39,12 +39,12 @@ constexpr uint16_t bfloat16_of(int number) {
     return (number < 0) << 15 | (127 + exponent) << 7 | (size << (7 - exponent) & 127);
 }
 
-// Numbers from -ZERO on in bfloat16; those of 4 bits stand there again and again.
+// Numbers of at most 6 bits in bfloat16, from -ZERO on, again and again: bits above are ignored.
 template <int BITS, int ZERO>
 struct Table {
     uint16_t numbers[64] = {};
     constexpr Table() {
-        for (int i = 0; i < 64; i++) numbers[i] = bfloat16_of((BITS == 4 ? i % 16 : i) - ZERO);
+        for (int i = 0; i < 64; i++) numbers[i] = bfloat16_of(i % (1 << BITS) - ZERO);
     }
 };
 template <int BITS, int ZERO>
@@ -60,6 +60,13 @@ inline UVec nibbles_of(const uint32_t* chunk, int v, int64_t eight, int pair) {
 }
 #endif
 
+// How numbers of some bits stand in chunks. Each struct has:
+//   CHUNK, UNITS           inputs of a chunk, a multiple of 8, and the units of one output
+//   IS_FAST                they are unpacked in registers for any number of rows
+//   at(…, eight, i)        input i of 8 neighbours, as floats
+//   pair(…, eight, pair)   inputs 2 pair and 2 pair + 1 of these, as bfloat16 (with HAS_PAIRS)
+//   put(numbers, …)        packs a chunk of one output
+//   put_units(units, …)    the same of 16 outputs, of files that have units (fminfer's own)
 template <int BITS, int ZERO>
 struct Values;
 

@@ -123,7 +123,6 @@ def expert_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[Mixt
     def make(asked: Mixture) -> Mix:
         expert = asked.how.expert
         activation = (GATES if expert.is_gated else PLAIN)[expert.activation]
-        gated = expert.is_gated
-        return kernel.pack(asked.up, asked.down, is_gated=gated, activation=activation)
+        return kernel.pack(asked.up, asked.down, is_gated=expert.is_gated, activation=activation)
 
     return Candidate(make, partial(Mixture.trial, dtype=dtype), serves_all)

@@ -139,7 +139,8 @@ class ProductKernel:
         """Tell whether it can multiply with such a weight at all: of whole units of 32 bits."""
         if weight.device.type != "cpu" or math.prod(weight.shape) == 0:
             return False
-        return all(_can_multiply(held, weight.shape[-1]) for held, _ in parts_of(weight))
+        held, is_even = [each for each, _ in parts_of(weight)], weight.shape[-1] % 2 == 0
+        return all(head_takes(h) and (is_even or h == Dense(torch.float32)) for h in held)
 
     def pack(self, weight: Weight, bias: torch.Tensor | None) -> PackedProduct:
         """Return the product x·Wᵀ + b for x of (…, inputs).
@@ -199,30 +200,21 @@ class ProductKernel:
         return panels[ids // self.panel, :, ids % self.panel].view(part.packed.dtype)
 
 
-def _can_multiply(held: Format, inputs: int) -> bool:
-    if isinstance(held, Dense):
-        return held.dtype in TYPES and inputs * held.dtype.itemsize % 4 == 0
-    return isinstance(held, Blocks) and held.kind is not None
-
-
 def kernel_takes(held: Format, dtype: torch.dtype) -> bool:
     """Tell whether it is faster than other products of a format, for rows of a dtype.
 
     Of bfloat16 with rows of bfloat16 oneDNN's are, where the processor has tiles (AMX).
     """
     if isinstance(held, Joined):
-        return all(head_takes(each) and _fits(each, dtype) for each, _ in held.parts)
-    if not _fits(held, dtype):
-        return False
+        return all(_fits(each, dtype) for each, _ in held.parts)
     is_bfloat16 = held == Dense(torch.bfloat16) and dtype == torch.bfloat16
-    return not (is_bfloat16 and has_unit("amx_bf16"))
+    return _fits(held, dtype) and not (is_bfloat16 and has_unit("amx_bf16"))
 
 
 def _fits(held: Format, dtype: torch.dtype) -> bool:
     """Tell whether rows of a dtype can be multiplied by weights of a format."""
-    if isinstance(held, Dense):
-        return held.dtype in TYPES and dtype in (torch.float32, held.dtype)
-    return head_takes(held) and dtype in TYPES
+    is_narrower = isinstance(held, Dense) and dtype not in (torch.float32, held.dtype)
+    return head_takes(held) and dtype in TYPES and not is_narrower
 
 
 def product_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[Linear, Function]:

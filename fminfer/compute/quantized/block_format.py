@@ -97,18 +97,14 @@ class Blocks:
     def types(self) -> tuple[str, ...]:
         return ("U8",) if self.pack else (self.name,)
 
-    @property
-    def _ending(self) -> str:
-        """What names of fminfer's own forms end with, as they are all stored as bytes."""
-        return f".{self.name}" if self.pack else ""
-
     def stored(
         self, name: str, shape: Shape, *, is_transposed: bool
     ) -> dict[str, tuple[str, Shape]]:
-        size = (*shape[:-1], self.row_bytes(shape[-1])) if self.takes(shape[-1]) else ()
         if is_transposed:
             return {name: ("", ())}  # of no type that a file has
-        return {name + self._ending: (self.types[0], size)}
+        size = (*shape[:-1], self.row_bytes(shape[-1])) if self.takes(shape[-1]) else ()
+        ending = f".{self.name}" if self.pack else ""  # fminfer's own forms are all stored as bytes
+        return {name + ending: (self.types[0], size)}
 
     def read(self, stored: Tensors, *, is_transposed: bool) -> Tensors:
         return stored
@@ -131,14 +127,11 @@ class Joined:
         return " + ".join(dict.fromkeys(held.name for held, _ in self.parts))
 
     def num_bytes(self, shape: Shape) -> int:
-        return sum(held.num_bytes(self._part(shape, num)) for held, num in self.parts)
+        return sum(held.num_bytes((*shape[:-2], num, shape[-1])) for held, num in self.parts)
 
     def empty(self, shape: Shape, device: torch.device) -> Tensors:
-        return tuple(
-            tensor
-            for held, num in self.parts
-            for tensor in held.empty(self._part(shape, num), device)
-        )
+        sizes = [(held, (*shape[:-2], num, shape[-1])) for held, num in self.parts]
+        return tuple(tensor for held, size in sizes for tensor in held.empty(size, device))
 
     def dequantize(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         pairs = zip(self.parts, tensors, strict=True)  # each part is of one tensor
@@ -147,10 +140,6 @@ class Joined:
     def starts(self) -> list[int]:
         """Return the first output of each part, and the end."""
         return [0, *accumulate(num for _, num in self.parts)]
-
-    @staticmethod
-    def _part(shape: Shape, outputs: int) -> Shape:
-        return (*shape[:-2], outputs, shape[-1])
 
 
 def join(parts: list[tuple[Format, int]]) -> Format:

@@ -10,6 +10,7 @@ import torch
 from fminfer.compute.spec import Attention, Model
 
 Shape = tuple[int, ...]
+Change = Callable[[torch.Tensor, Attention], torch.Tensor]
 
 
 @dataclass(slots=True, frozen=True)
@@ -17,15 +18,13 @@ class Layout:
     """How a stored tensor becomes ours: turned, and then with its rows in another order.
 
     Args:
-        order: the stored row that each of ours is. Rows of queries, keys and values stay among
-            themselves.
+        change: gives rows another order; queries, keys and values stay among themselves.
         added: to each value.
     """
 
-    change: Callable[[torch.Tensor, Attention], torch.Tensor] | None = None
+    change: Change | None = None
     is_transposed: bool = False  # stored matrices are (inputs, outputs)
     is_row: bool = False  # stored vectors are matrices of one row
-    order: Callable[[Attention], torch.Tensor] | None = None
     added: float = 0.0
 
     def turned(self, stored: torch.Tensor) -> torch.Tensor:
@@ -136,12 +135,10 @@ def _by_turns(t: torch.Tensor, how: Attention) -> torch.Tensor:
     return torch.cat([t[:, ::2], t[:, 1::2]], 1)
 
 
-def _of_pairs(how: Attention) -> torch.Tensor:
-    """Return the order that undoes a change of heads from halves to neighbours."""
-    num_queries, num_keys, num_values = how.qkv_sizes
-    rows = torch.arange(num_queries + num_keys + num_values)
-    turned = rows[: num_queries + num_keys].view(-1, how.head_dim // 2, 2).mT
-    return torch.cat([turned.reshape(-1), rows[num_queries + num_keys :]])
+def _by_pairs(t: torch.Tensor, how: Attention) -> torch.Tensor:
+    num_turned = sum(how.qkv_sizes[:2])
+    pairs = t[:num_turned].view(-1, how.head_dim // 2, 2, *t.shape[1:])
+    return torch.cat([pairs.transpose(1, 2).reshape(-1, *t.shape[1:]), t[num_turned:]])
 
 
 TRANSPOSED = Layout(is_transposed=True)  # GPT-2's Conv1D, gpt-oss's experts
@@ -155,6 +152,6 @@ AS_ROW = Layout(is_row=True)
 # CodeGen's: four cores of a TPU, each with its queries, values and keys.
 BY_CORE = Layout(_by_core)
 # llama.cpp's queries and keys of LLaMA and Granite: neighbours of a head form pairs.
-BY_PAIRS = Layout(order=_of_pairs)
+BY_PAIRS = Layout(_by_pairs)
 # llama.cpp's norms of Gemma.
 WITH_ONE = Layout(added=-1.0)

@@ -133,15 +133,14 @@ def _find_gguf(file: Path) -> list[Path]:
             f"there is no file {file}. A GGUF file of the hub is downloaded first: hf download ID "
             "FILE --local-dir ."
         )
-    found, files = SHARD_OF.fullmatch(file.name), [file]
-    if found is not None:
-        first = file.with_name(f"{found[1]}{1:0{len(found[2])}}-of-{found[3]}{GGUF}")
-        if file != first:
-            raise CheckpointError(f"{file} is one part of a model; give the first, {first}")
-        numbers, width = range(2, int(found[3]) + 1), len(found[2])
-        parts = [f"{found[1]}{number:0{width}}-of-{found[3]}{GGUF}" for number in numbers]
-        files += _all_there(file.parent, parts)
-    return files
+    if (found := SHARD_OF.fullmatch(file.name)) is None:
+        return [file]
+    stem, width, numbers = found[1], len(found[2]), range(1, int(found[3]) + 1)
+    parts = [f"{stem}{number:0{width}}-of-{found[3]}{GGUF}" for number in numbers]
+    if file.name != parts[0]:
+        first = file.with_name(parts[0])
+        raise CheckpointError(f"{file} is one part of a model; give the first, {first}")
+    return _all_there(file.parent, parts)
 
 
 def _refuse_gaps(folder: Path, names: list[str]) -> None:
