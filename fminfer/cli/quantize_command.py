@@ -27,8 +27,8 @@ def quantize(seed: int, **options: Any) -> None:
     fminfer quantize --model-name /models/llama --output /models/llama-int4 --to int4
     fminfer run requests.jsonl --model-name /models/llama-int4
 
-    Answers are the same as with fminfer run --quantize. The folder is smaller, and loads at the
-    speed of the disk. It runs on every processor, but only fminfer reads it.
+    Answers are the same as with fminfer run --quantize. The folder is smaller, and loads faster. It
+    runs on every processor, but only fminfer reads it.
     """
     asked, named = take(QuantizeOptions, options), take(ModelOptions, options)
     output, to = asked.output, asked.to
