@@ -1,4 +1,4 @@
-"""A folder of a quantized model: written once, read at the speed of the disk.
+"""A folder of a quantized model: written once, and read without rounding again.
 
 Its safetensors hold our tensors by our names, such as "layers.0.qkv.weight.int4": joined, laid out
 and in the bytes in which they are held. Processors pack them in orders of their own, so they are
