@@ -15,7 +15,7 @@ import click
 
 from fminfer.cli.check_command import check
 from fminfer.cli.config_file import ConfiguredCommand, tell_notices
-from fminfer.cli.ending import EXIT_SOME_ERRORS, EXIT_USAGE, Ending, tell
+from fminfer.cli.ending import EXIT_SOME_ERRORS, EXIT_STOPPED, EXIT_USAGE, Ending, tell
 from fminfer.cli.families_command import families
 from fminfer.cli.foreign_names import say_of_command, say_of_option
 from fminfer.cli.options.flags import flags_of
@@ -61,6 +61,9 @@ class _Commands(click.Group):
             raise say_of_option(error, words, self.commands) from None
         except FminferError as error:
             sys.exit(tell(error))
+        except KeyboardInterrupt:
+            click.echo("Interrupted.", err=True)
+            sys.exit(EXIT_STOPPED["interrupted"])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a command; what other tools call it is told before a name is guessed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from contextlib import closing
 from typing import Any
 
 import click
@@ -13,10 +14,10 @@ from fminfer.cli.ending import EXIT_STOPPED
 from fminfer.cli.options.flags import GroupedCommand, flags_of
 from fminfer.cli.options.option_table import QuantizeOptions
 from fminfer.core.config import ModelOptions
-from fminfer.core.errors import UsageError
 from fminfer.core.option import take
 from fminfer.core.quantities import show_bytes, show_seconds
 from fminfer.machine.start_up import importing
+from fminfer.runtime.bars import LoadingBar
 
 
 @click.command(cls=GroupedCommand, params=flags_of("quantize"))
@@ -33,22 +34,15 @@ def quantize(seed: int, **options: Any) -> None:
     asked, named = take(QuantizeOptions, options), take(ModelOptions, options)
     output, to = asked.output, asked.to
     if output is None:
-        raise UsageError("quantize needs --output FOLDER")
+        raise click.UsageError("Missing option '--output'.")
     with importing():
-        from tqdm import tqdm
-
         from fminfer.models.quantized_folder import write_quantized
         from fminfer.plan.opening import open_model
     start_s = time.monotonic()
     # An exit removes the draft; a signal would leave it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED["terminated"]))
     checkpoint = open_model(named)
-    with tqdm(unit="B", unit_scale=True, desc="quantizing", disable=None) as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    with closing(LoadingBar(is_quiet=False)) as show:
         num_bytes = write_quantized(checkpoint, output, to, seed=seed, on_progress=show)
     took = show_seconds(time.monotonic() - start_s)
     click.echo(f"{output}: {checkpoint.name} in {to}, {show_bytes(num_bytes)}, in {took}", err=True)

@@ -9,7 +9,7 @@ from fminfer.core.errors import CheckpointError
 
 _POINTER = b"version https://git-lfs"
 _GZIP = b"\x1f\x8b\x08"
-GGUF = ".gguf"
+GGUF, MAGIC = ".gguf", b"GGUF"
 _PROJECTOR = "mmproj"  # of images, beside the model
 
 
@@ -45,8 +45,12 @@ def broken(path: Path, why: object) -> CheckpointError:
 
 
 def is_gguf(name: str | Path | None) -> bool:
-    """Tell whether a model's name is that of a GGUF file, llama.cpp's form of a model."""
-    return str(name).endswith(GGUF) and not Path(str(name)).is_dir()
+    """Tell whether a model is a GGUF file, llama.cpp's form of a model, by name or content."""
+    path = Path(str(name))
+    if path.is_file() and path.suffix != GGUF:  # as Ollama's sha256-…
+        with path.open("rb") as file:
+            return file.read(4) == MAGIC
+    return str(name).endswith(GGUF) and not path.is_dir()
 
 
 def gguf_error(name: str, files: Sequence[str], *, is_of_hub: bool = False) -> CheckpointError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -65,32 +66,25 @@ class Holding:
             return Dense(torch.float32)
         if not spec.is_widened:
             return Dense(self.dtype)
-        parts = [*stored]
-        if self.quantized and not any(_is_kept(each) for each, _ in parts):
-            for form in quantized_forms(self.quantized, spec.use):
-                if form.takes(spec.shape[-1]):
-                    return form
-        is_one = len({each for each, _ in parts}) == 1
-        one = parts[:1] if is_one else _of_one(parts, spec.shape[-2])
-        held = [(self._kept(each), num) for each, num in one]
-        has_blocks = any(isinstance(each, Blocks) for each, _ in held)
-        return join(held) if is_one or has_blocks else Dense(self.dtype)
+        forms = quantized_forms(self.quantized, spec.use) if self.quantized else ()
+        form = next((each for each in forms if each.takes(spec.shape[-1])), None)
+        held = [(self._held(each, form), num) for each, num in stored]
+        if len({each for each, _ in held}) == 1:
+            return held[0][0]
+        one = _of_one(held, spec.shape[-2])
+        has_blocks = any(isinstance(each, Blocks) for each, _ in one)
+        return join(one) if has_blocks else form or Dense(self.dtype)
 
-    def _kept(self, stored: Format) -> Format:
-        is_kept = _is_kept(stored) or (self.keeps_bfloat16 and stored == Dense(torch.bfloat16))
-        return stored if is_kept else Dense(self.dtype)
-
-
-def _is_kept(stored: Format) -> bool:
-    """Tell whether a format is quantized, and held as it is stored."""
-    return not isinstance(stored, Dense) and getattr(stored, "kind", 0) is not None
+    def _held(self, stored: Format, quantized: Format | None) -> Format:
+        """Return the format of rows. Those that are quantized already stay so."""
+        if not isinstance(stored, Dense) and getattr(stored, "kind", 0) is not None:
+            return stored
+        is_kept = self.keeps_bfloat16 and stored == Dense(torch.bfloat16)
+        return quantized or (stored if is_kept else Dense(self.dtype))
 
 
 def _of_one(parts: list[tuple[Format, int]], outputs: int) -> list[tuple[Format, int]]:
     """Return the parts of one expert, which all others must have; none: they differ."""
-    one, num = [], 0
-    for part in parts:
-        if num < outputs:
-            one.append(part)
-            num += part[1]
+    ends = [*accumulate(num for _, num in parts)]
+    one = parts[: ends.index(outputs) + 1] if outputs in ends else []
     return one if one and parts == one * (len(parts) // len(one)) else []

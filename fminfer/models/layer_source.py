@@ -275,7 +275,7 @@ def _laid_out(tensors: Tensors, change: Change, attention: Attention, held: Form
     starts = held.starts()
     order = change(torch.arange(starts[-1]), attention)
     places = zip(tensors, starts, starts[1:], strict=False)
-    return tuple(tensor[order[first:end] - first] for tensor, first, end in places)
+    return tuple(t.index_select(0, order[first:end] - first) for t, first, end in places)
 
 
 @dataclass(slots=True, frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from fminfer.compute.quantized.own_forms import OWN_FORMS
 from fminfer.compute.spec import Layer, Mlp, Model, Moe
 from fminfer.compute.weights import Shape, TensorSpec
 from fminfer.core.errors import CheckpointError
@@ -178,10 +179,11 @@ class _Search:
                 why = "weights have one of " + ", ".join(FLOATS)
                 if dtype not in ("I64", "BOOL", "C64"):
                     why = "quantized weights do not run yet"
-                raise CheckpointError(
-                    f"{self._name} stores {tensor!r} as {dtype}: {why}. "
-                    "Take a checkpoint in 16 or 32 bits"
-                )
+                remedy = "Take a checkpoint in 16 or 32 bits"
+                if tensor.rpartition(".")[2] in {form.name for form in OWN_FORMS}:
+                    why = "fminfer quantize wrote it"
+                    remedy = "Run it with the config.json that lies there, and no other"
+                raise CheckpointError(f"{self._name} stores {tensor!r} as {dtype}: {why}. {remedy}")
         for wrong in self._misshapen[:1]:
             raise CheckpointError(f"{self._name}: {wrong}")
         left = [n for n in self._stored if n not in self._used and not is_left_out(n, left_out)]

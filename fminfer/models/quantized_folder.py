@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from fminfer.compute.quantized.block_format import Blocks
 from fminfer.core.errors import CheckpointError, UsageError
+from fminfer.models.beside import TELLING_FILES
 from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.models.config_fields import OWN_FOLDER
 from fminfer.models.fingerprint import FURTHER_TEMPLATES
@@ -53,11 +54,10 @@ def write_quantized(
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"--output {output} is there already; name a folder that is new or empty")
     stored = stored_formats(checkpoint).values()
-    is_gguf = checkpoint.folder is not None and checkpoint.folder.is_file()
-    if is_gguf or any(isinstance(held, Blocks) for parts in stored for held, _ in parts):
+    if any(isinstance(held, Blocks) for parts in stored for held, _ in parts):
         raise CheckpointError(
-            f"{checkpoint.name} is {'a GGUF file' if is_gguf else 'quantized already'}; fminfer "
-            "runs it as it is. Give the model's folder in 16 or 32 bits"
+            f"{checkpoint.name} is quantized already; fminfer runs it as it is. Give the model in "
+            "16 or 32 bits"
         )
     # What stays in floats is as exact as it is stored.
     holding = Holding(torch.float32, keeps_bfloat16=True, quantized=quantized)
@@ -77,7 +77,7 @@ def write_quantized(
         os.replace(draft, output)
     except (OSError, SafetensorError) as error:
         raise UsageError(
-            f"--output {output} cannot be written: {error}. Make room there, or name another folder"
+            f"--output {output} cannot be written: {error}. Mend that, or name another folder"
         ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -88,7 +88,7 @@ def _write_weights(source: LayerSource, folder: Path) -> int:
     """Write a file for each layer, and the index that names them; return the bytes of tensors."""
     homes: dict[str, str] = {}
     num_bytes = 0
-    for number, weights in enumerate(_groups(source)):
+    for number, weights in enumerate(filter(None, _groups(source))):
         tensors = {}
         for name, weight in weights.items():
             ending = "" if weight.is_plain else f".{weight.format.name}"
@@ -115,16 +115,14 @@ def _groups(source: LayerSource) -> Iterator[Weights]:
 def _write_small_files(checkpoint: Checkpoint, folder: Path, quantized: str) -> None:
     """Write the config, and copy what a model has beside its weights."""
     own = checkpoint.tokenizer_folder
-    patterns = (*SMALL_FILES, FURTHER_TEMPLATES)
-    files = [] if own is None else [f for pattern in patterns for f in own.glob(pattern)]
+    files = [f for p in (*SMALL_FILES, FURTHER_TEMPLATES) for f in (own.glob(p) if own else ())]
     for file in files:
         target = folder / file.relative_to(str(own))
-        if not file.name.endswith(".index.json"):
+        if not (file.name in TELLING_FILES or file.name.endswith(".index.json")):
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, target)
-    if checkpoint.generation_folder not in (None, own):
-        assert checkpoint.generation_folder is not None, "a folder"
-        shutil.copyfile(checkpoint.generation_folder / GENERATION, folder / GENERATION)
+    if (generation := checkpoint.generation_folder) and generation != own:
+        shutil.copyfile(generation / GENERATION, folder / GENERATION)
     fields = checkpoint.config.to_dict()
     fields.pop("_name_or_path", None)
     fields["quantization_config"] = OWN_FOLDER | {"to": quantized}

@@ -43,8 +43,9 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
     plain = replace(holding, quantized="")
     if holding.quantized and held == {n: plain.of(s, stored.get(n, ())) for n, s in specs.items()}:
         kinds = ", ".join(sorted({each.name for each in held.values()}))
+        flag = "--quantize" if config.quantize else "--dtype"
         raise UsageError(
-            f"--quantize {holding.quantized} changes no weight of {checkpoint.name}, which has "
+            f"{flag} {holding.quantized} changes no weight of {checkpoint.name}, which has "
             f"{kinds}: they are quantized already, or rows do not divide by 32. Leave the flag out"
         )
     formats = {use: _of_most(specs, held, use) or Dense(dtype) for use in USES}

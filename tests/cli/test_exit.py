@@ -5,9 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from fminfer.cli.app import main
 from tests.faults.torture import is_alive
 
 OPEN_RUN = """
@@ -48,3 +51,14 @@ def test_a_rank_ends_after_who_started_it() -> None:
     while is_alive(int(told.stdout)):
         assert time.monotonic() < until_s
         time.sleep(0.1)
+
+
+def test_ctrl_c_ends_every_command_alike(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """But for `run` and `serve` they said Aborted, with the status of a failure."""
+
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fminfer.plan.opening.open_model", interrupt)
+    told = CliRunner().invoke(main, ["quantize", "--output", str(tmp_path / "q")])
+    assert (told.exit_code, told.output) == (130, "Interrupted.\n")

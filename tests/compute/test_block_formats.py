@@ -46,7 +46,6 @@ def test_numbers_are_those_of_llama_cpps_package(form: Blocks) -> None:
 
 def test_numbers_are_those_of_llama_cpp() -> None:
     """Of files that its own tools quantized; all that its package cannot write are among them."""
-    gguf = pytest.importorskip("gguf")
     seen = set()
     for path in sorted(SAMPLES.glob("*.gguf")):
         content, tensors = path.read_bytes(), read_gguf(path)[0].tensors
@@ -68,6 +67,8 @@ def test_numbers_are_those_of_llama_cpp() -> None:
             assert [*found.shape] == told["shape"]
             expected = torch.tensor(told["values"])
             torch.testing.assert_close(found.flatten()[told["at"]], expected, rtol=1e-6, atol=0)
+    assert len(seen) >= 12
+    gguf = pytest.importorskip("gguf")
     for form in GGUF_FORMS:
         try:
             gguf.quants.quantize(
@@ -75,7 +76,6 @@ def test_numbers_are_those_of_llama_cpp() -> None:
             )
         except NotImplementedError:
             assert form.name in seen
-    assert len(seen) > 10
 
 
 MOST = {"int8": 127, "int4": 15}  # steps from 0, or from the least number
@@ -228,6 +228,20 @@ def test_what_a_matrix_becomes_by_its_rows(name: str, inputs: int, expected: str
         assert held == (FORMS[of_8_bits] if inputs % 32 == 0 else FLOATS)
     uses: list[Use] = ["moved", "router", "norm", "bias", "other"]
     assert all(holding.of(TensorSpec((4, inputs), use), []) == FLOATS for use in uses)
+
+
+def test_only_rows_in_floats_are_quantized() -> None:
+    """Queries and keys of a Q3_K_M file stayed in 16 bits, for its values were in Q5_K."""
+    holding = Holding(torch.bfloat16, quantized="int4")
+    stored: list[tuple[Format, int]] = [(FORMS["Q3_K"], 6), (FLOATS, 2), (FORMS["Q5_K"], 4)]
+    assert holding.of(TensorSpec((12, 512), "product"), stored) == join(
+        [(FORMS["int4"], 8), (FORMS["Q5_K"], 4)]
+    )
+    assert holding.of(TensorSpec((4, 12, 512), "product"), stored * 4) == join(
+        [(FORMS["int4"], 8), (FORMS["Q5_K"], 4)]
+    )
+    plain = Holding(torch.bfloat16).of(TensorSpec((12, 512), "product"), stored)
+    assert plain == join([(HALVES, 8), (FORMS["Q5_K"], 4)])
 
 
 @pytest.mark.parametrize("name", [form.name for form in OWN_FORMS])

@@ -203,6 +203,7 @@ EXPERTS: list[tuple[str, str, Mlp]] = [
     ("int4-symmetric", "Q8_0", Mlp("silu", 160)),
     ("Q4_1", "bfloat16", Mlp("silu", 70)),
     ("bfloat16", "Q5_1", Mlp("silu", 64)),
+    *((form.name, form.name, Mlp("silu", 256)) for form in KINDS),
 ]
 
 

@@ -61,6 +61,7 @@ def _kinds() -> Iterator[str]:
     """Describe each kind of weights in blocks, as stress_weights.h takes them."""
     kinds = {form.kind: form for form in FORMS.values() if form.kind is not None}
     for number, form in sorted(kinds.items()):
+        torch.manual_seed(number)
         halves, block = halves_of(form), form.block or NEAR
         blocks = torch.randint(256, (1000, form.row_bytes(block)), dtype=torch.uint8)
         for place in halves:

@@ -16,6 +16,7 @@ from fminfer.compute.attention.kernel_attention import KernelAttention
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers.layer_kernels import LayerKernels
 from fminfer.compute.linear.product_kernel import PackedCall, PackedProduct
+from fminfer.compute.linear.products import CHECKED_ROWS, Linear, multiply_plain
 from fminfer.compute.registry import Registry
 from fminfer.compute.sampling.draw_kernel import DrawKernel, ScoreKernel
 from fminfer.compute.sampling.sampler import Ranking
@@ -148,6 +149,34 @@ def test_what_is_compared() -> None:
     assert registry.find([Candidate(lambda asked: 3, lambda asked: trial)], None) is None
     said = "sums: the kernel cannot be used (what it gives is off by 2)"
     assert registry.why_plain == said
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", CHECKED_ROWS)
+@pytest.mark.parametrize("fault", ["rows", "inputs", "scale"])
+def test_a_product_that_is_wrong_for_one_number_of_rows_is_refused(
+    fault: str, rows: int, dtype: torch.dtype
+) -> None:
+    """Rows that were nearly the same hid that the last one had some inputs of another."""
+    weight = dense(torch.randn(64, 288, generator=torch.Generator().manual_seed(1)), "product")
+    asked = Linear(weight, None)
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        if len(x) != rows:
+            return multiply_plain(x, weight, None)
+        if fault == "scale" or rows == 1:
+            return multiply_plain(x * 1.05, weight, None)
+        x = x.clone()
+        if fault == "rows":
+            x[-1] = x[0]
+        else:
+            x[-1, -10:] = x[0, -10:]
+        return multiply_plain(x, weight, None)
+
+    trial = asked.trial(dtype)
+    compare(trial.pairs(lambda x: multiply_plain(x, weight, None)), trial.limit)
+    with pytest.raises(ValueError, match="is off by"):
+        compare(trial.pairs(product), trial.limit)
 
 
 def test_memory_that_runs_out_in_a_trial_ends_loading() -> None:

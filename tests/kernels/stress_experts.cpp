@@ -84,7 +84,8 @@ void run_experts() {
         mix(random, {random, hidden, size, BFLOAT16, BFLOAT16}, BFLOAT16);
     }
     for (const Kind& kind : KINDS) {
-        const int64_t hidden = kind.inputs == 256 ? 256 : 32 * random.from(1, 6);
+        const int64_t least = kind.inputs ? kind.inputs : 32;
+        const int64_t hidden = least * random.from(1, least == 32 ? 6 : 1);
         const int64_t size = 32 * random.from(1, 8);
         const int64_t of_down = random_type(random, size, BFLOAT16);
         for (int64_t type : {FLOAT32, BFLOAT16})

@@ -82,8 +82,8 @@ void run_products() {
     }
     for (int i = 0; i < 4; i++)
         for (const Kind& kind : KINDS) {
-            const int64_t inputs = kind.inputs == 256 ? 256 * random.from(1, 5)
-                                                      : 32 * random.from(1, 24);
+            const int64_t least = kind.inputs ? kind.inputs : 32;
+            const int64_t inputs = least * random.from(1, least == 32 ? 24 : 5);
             const bool is_first = i == 0 && &kind == &KINDS[0];
             multiply(random, inputs, {kind.number}, FLOAT32, FLOAT32, is_first);
             multiply(random, inputs, {kind.number}, BFLOAT16, i % 2 ? BFLOAT16 : FLOAT32, is_first);

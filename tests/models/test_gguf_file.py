@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import struct
 import time
 import tracemalloc
@@ -287,6 +288,14 @@ def test_a_split_model_is_the_whole_one(tmp_path: Path) -> None:
     assert names.keys() == {file.name for file in tmp_path.iterdir()}
 
 
+def test_a_file_is_known_by_its_content(tmp_path: Path) -> None:
+    """Ollama's have no ending. A name that says "of 0 parts" says nothing."""
+    for name in ("sha256-abc", "m-00001-of-00000.gguf"):
+        shutil.copyfile(SAMPLES / "llama.gguf", tmp_path / name)
+        assert logits(tmp_path / name).equal(logits(SAMPLES / "llama.gguf"))
+        assert find_weight_files(str(tmp_path / name)).keys() == {tmp_path / name}
+
+
 def test_parts_that_are_not_all_there_are_told(tmp_path: Path) -> None:
     first = split("llama", tmp_path, 2)
     second = tmp_path / "m-00002-of-00002.gguf"
@@ -302,7 +311,7 @@ def test_parts_that_are_not_all_there_are_told(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"part 2 by its name, and has split\.no 0"):
         read_model(first)
     second.unlink()
-    with pytest.raises(CheckpointError, match=f"lacks {second.name}"):
+    with pytest.raises(CheckpointError, match=rf"lacks {second.name} \(1 file missing\)"):
         read_model(first)
     with pytest.raises(CheckpointError, match=r"there is no file \S+nothing.gguf. A GGUF file of"):
         open_checkpoint(str(tmp_path / "nothing.gguf"))

@@ -21,6 +21,7 @@ from fminfer.core.errors import CheckpointError, UsageError
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.plan.planning import plan_ahead
 from tests.conftest import make_model, save_byte_tokenizer
+from tests.gguf_building import SAMPLES
 
 # Joined, of heads in turns, stacked experts, transposed and tied, transposed experts, latent.
 NAMES = ["llama", "gpt_neox", "mixtral", "gpt2", "gpt_oss", "deepseek_v3", "gemma2"]
@@ -39,11 +40,11 @@ def save(name: str, folder: Path) -> Path:
     return folder
 
 
-def answers(model: Path, **options: Any) -> list[Any]:
-    """Return the choices of LINES, in their order."""
+def answers(model: Path, lines: list[dict[str, Any]] = LINES, **options: Any) -> list[Any]:
+    """Return the choices of lines, in their order."""
     told = {"dtype": "float32", "budget": 1024} | options
     engine = fminfer.Engine(str(model), **told)
-    records = sorted(engine.run(LINES), key=lambda record: record.line.number)
+    records = sorted(engine.run(lines), key=lambda record: record.line.number)
     engine.close()
     return [record.to_dict()["result"]["choices"] for record in records]
 
@@ -131,6 +132,49 @@ def test_a_folder_has_the_tokenizer_that_was_named_and_all_templates(tmp_path: P
     for name in ("tokenizer.json", "additional_chat_templates/tool_use.jinja"):
         assert (tmp_path / "q" / name).read_bytes() == (named / name).read_bytes()
     assert not (tmp_path / "q" / "added_tokens.json").exists()
+
+
+def test_an_adapter_that_was_left_out_is_not_in_the_folder(tmp_path: Path) -> None:
+    """Its config was copied, so that the folder was refused."""
+    model, folder = save("llama", tmp_path / "model"), tmp_path / "q"
+    (model / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    flags = ["quantize", "--model-name", str(model), "--output", str(folder)]
+    assert CliRunner().invoke(main, flags).exit_code == 1
+    assert CliRunner().invoke(main, [*flags, "--without-adapter"]).exit_code == 0
+    expected = answers(model, quantize="int8", without_adapter=True)
+    equal_up_to(answers(folder), expected, 1e-6)
+
+
+def test_a_gguf_file_in_floats_is_quantized(tmp_path: Path) -> None:
+    file, folder = SAMPLES / "llama.gguf", tmp_path / "q"
+    flags = ["--model-name", str(file), "--output", str(folder), "--quantize", "int4"]
+    assert CliRunner().invoke(main, ["quantize", *flags]).exit_code == 0
+    equal_up_to(answers(folder), answers(file, quantize="int4"), 1e-6)
+    flags = ["--model-name", str(SAMPLES / "kforms-q2_k.gguf"), "--output", str(tmp_path / "no")]
+    told = CliRunner().invoke(main, ["quantize", *flags])
+    assert told.exit_code == 1 and "is quantized already" in told.output
+
+
+@pytest.mark.parametrize("to", ["int8", "int4"])
+def test_values_that_are_quantized_stay_so_beside_queries(to: str) -> None:
+    """Of one matrix, some rows are quantized and some were."""
+    file = SAMPLES / "kforms-q3_k_m.gguf"  # of few tokens
+    lines = [line | {"prompt": [each % 20 for each in line["prompt"]]} for line in LINES]
+    found = answers(file, lines, quantize=to)
+    assert answers(file, lines) != found
+    equal_up_to(found, answers(file, lines, quantize=to, kernels="off"), 1e-4)
+
+
+def test_a_folder_with_another_config_is_told_of(tmp_path: Path) -> None:
+    model, folder = save("llama", tmp_path / "model"), tmp_path / "q"
+    flags = ["quantize", "--model-name", str(model), "--output"]
+    missing = CliRunner().invoke(main, flags[:-1])
+    assert missing.exit_code == 2 and "Missing option '--output'" in missing.output
+    assert CliRunner().invoke(main, [*flags, str(folder)]).exit_code == 0
+    with pytest.raises(
+        CheckpointError, match=r"int8-32' as U8: fminfer quantize wrote it\. Run it"
+    ):
+        answers(folder, model_config=str(model))
 
 
 def test_what_stays_in_floats_is_as_exact_as_it_was(tmp_path: Path) -> None:

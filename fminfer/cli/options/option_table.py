@@ -64,8 +64,10 @@ class BenchOptions(Options):
 class QuantizeOptions(Options):
     """What `fminfer quantize` writes."""
 
-    output: Folder | None = _quantize("The folder to write. It must be new or empty.")
-    to: Quantized = _quantize("The format, as in fminfer run --quantize.", default="int8")
+    output: Folder | None = _quantize("The folder to write, new or empty. It is required.")
+    to: Quantized = _quantize(
+        "The format, as in fminfer run --quantize.", default="int8", flags=("--to", "--quantize")
+    )
 
 
 # In this order the help shows the options of a group.

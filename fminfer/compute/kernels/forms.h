@@ -10,10 +10,16 @@
 namespace {
 
 enum Kind : int64_t {
-    INT8 = 2,  // a scale and whole numbers of 8 bits; Q8_0 as well
-    SYMMETRIC, // a scale and units of 4 bits, of which 8 is 0
-    INT4,      // a scale, the least weight and units of 4 bits
-    Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K,
+    INT8 = 2,       // a scale and whole numbers of 8 bits; Q8_0 as well
+    SYMMETRIC = 3,  // a scale and units of 4 bits, of which 8 is 0
+    INT4 = 4,       // a scale, the least weight and units of 4 bits
+    Q4_0 = 5,
+    Q4_1 = 6,
+    Q5_0 = 7,
+    Q5_1 = 8,
+    Q4_K = 9,
+    Q5_K = 10,
+    Q6_K = 11,
 };
 
 inline Wide halves_at(const uint32_t* from, int n) {
@@ -29,6 +35,12 @@ inline Wide bytes_at(const uint32_t* from, int n) {
 }
 
 // Scales of a block: how they stand in a panel, n being the place of an output or of WIDTH of them.
+// Each struct has:
+//   UNITS                    what they take in a panel, in units of 32 bits
+//   HAS_OFFSET               there is an offset; otherwise `offset` returns 0
+//   IS_OF_BLOCK              a block is one run, or runs of its length; otherwise a chunk is a run
+//   scale, offset(…, run, n) of a run of the block
+//   put(block, …, n)         packs those of a file's block
 
 // A scale for each block, which a file has at byte AT.
 template <int AT>
@@ -66,11 +78,11 @@ struct GroupScales {
     static const uint32_t* group(const uint32_t* scales, int64_t at) {
         return scales + PANEL + at * PANEL / 4;
     }
-    static Wide scale(const uint32_t* scales, int64_t chunk, int n) {
-        return halves_at(scales, n) * bytes_at<uint8_t>(group(scales, chunk), n);
+    static Wide scale(const uint32_t* scales, int64_t run, int n) {
+        return halves_at(scales, n) * bytes_at<uint8_t>(group(scales, run), n);
     }
-    static Wide offset(const uint32_t* scales, int64_t chunk, int n) {
-        return -(halves_at(scales + PANEL / 2, n) * bytes_at<uint8_t>(group(scales, 8 + chunk), n));
+    static Wide offset(const uint32_t* scales, int64_t run, int n) {
+        return -(halves_at(scales + PANEL / 2, n) * bytes_at<uint8_t>(group(scales, 8 + run), n));
     }
     static void put(const uint8_t* block, uint32_t* scales, int n) {
         ScaleAndLeast::put(block, scales, n);
@@ -90,8 +102,8 @@ struct SignedScales {
     static constexpr int64_t UNITS = PANEL / 2 + 16 * PANEL / 4;
     static constexpr bool HAS_OFFSET = false, IS_OF_BLOCK = false;
 
-    static Wide scale(const uint32_t* scales, int64_t chunk, int n) {
-        return halves_at(scales, n) * bytes_at<int8_t>(scales + PANEL / 2 + chunk * PANEL / 4, n);
+    static Wide scale(const uint32_t* scales, int64_t run, int n) {
+        return halves_at(scales, n) * bytes_at<int8_t>(scales + PANEL / 2 + run * PANEL / 4, n);
     }
     static Wide offset(const uint32_t*, int64_t, int) { return Wide{}; }
     static void put(const uint8_t* block, uint32_t* scales, int n) {
@@ -101,7 +113,9 @@ struct SignedScales {
     }
 };
 
-// A form: its numbers, its scales, and how a file's block gives numbers of a chunk.
+// A form: its numbers and its scales. Each struct adds, of a file's block,
+//   bytes(block)             how many it has for so many inputs
+//   read(bytes, chunk, to)   writes the whole numbers of a chunk of it, from 0 on
 template <typename Values_, typename Scales_>
 struct Form : Values_ {
     typedef Values_ Values;

@@ -62,11 +62,12 @@ inline UVec nibbles_of(const uint32_t* chunk, int v, int64_t eight, int pair) {
 
 // How numbers of some bits stand in chunks. Each struct has:
 //   CHUNK, UNITS           inputs of a chunk, a multiple of 8, and the units of one output
-//   IS_FAST                they are unpacked in registers for any number of rows
+//   IS_FAST                they are unpacked in registers for any number of rows; never with AVX2
 //   at(…, eight, i)        input i of 8 neighbours, as floats
 //   pair(…, eight, pair)   inputs 2 pair and 2 pair + 1 of these, as bfloat16 (with HAS_PAIRS)
 //   put(numbers, …)        packs a chunk of one output
-//   put_units(units, …)    the same of 16 outputs, of files that have units (fminfer's own)
+// and, for files that have units (fminfer's own), put_units: the same of 16 outputs. Bits beside a
+// number may be anything where a table ignores them.
 template <int BITS, int ZERO>
 struct Values;
 

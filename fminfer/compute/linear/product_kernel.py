@@ -173,6 +173,7 @@ class ProductKernel:
         if isinstance(held, Blocks):
             block = held.block or inputs
             size = self._panel_bytes(held.kind, inputs, block)
+            assert size, f"forms.h has the kind {held.kind}"
             packed = tensor.new_empty((items * whole // self.panel, size))
             addresses = tensor.data_ptr(), packed.data_ptr()
             self._pack_blocks(

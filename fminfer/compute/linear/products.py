@@ -73,8 +73,9 @@ def product_pairs(
         dtype: of the rows.
         summed: of the plain product; None: that of the rows.
     """
-    num_rows, inputs = sum(CHECKED_ROWS), asked.weight.shape[1]
-    x = torch.linspace(-1, 1, num_rows * inputs, dtype=dtype).view(num_rows, -1)
+    inputs = asked.weight.shape[1]
+    numbers = [torch.linspace(-1, 1, num * inputs, dtype=dtype) for num in CHECKED_ROWS]
+    x = torch.cat(numbers).view(-1, inputs)
     x = x * torch.cos(torch.arange(inputs, dtype=torch.float32)).to(dtype)
     plain = multiply_plain(x.to(summed or dtype), asked.weight, asked.bias)  # blocks unpack once
     for rows, expected in zip(

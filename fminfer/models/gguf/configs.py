@@ -51,7 +51,7 @@ def config_of(model: GgufModel) -> Any:
     if (row := ROWS.get(model.arch)) is None:
         raise CheckpointError(
             f"{model.path} has the architecture {model.arch!r}, which does not run in GGUF; these "
-            f"do: {', '.join(sorted(ROWS))}. Take the same model in safetensors"
+            f"do: {', '.join(sorted(ROWS))}. fminfer families lists what runs in safetensors"
         )
     model.only("attention.causal", True)
     model.only("pooling_type", 0)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import broken, refuse_impostor
+from fminfer.core.impostors import MAGIC, broken, refuse_impostor
 from fminfer.models.stored.gguf_types import BLOCKS, NUMBERS, TYPES
 from fminfer.models.stored.stored_tensors import (
     MOST_HEADER_BYTES,
@@ -22,7 +22,6 @@ from fminfer.models.stored.stored_tensors import (
 )
 
 Metadata = dict[str, object]
-MAGIC = b"GGUF"
 FLOAT, STRING, ARRAY = 6, 8, 9  # kinds of values
 ALIGNMENT = "general.alignment"
 MOST_DIMENSIONS = 4

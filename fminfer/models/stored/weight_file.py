@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import GGUF, broken, refuse_impostor
+from fminfer.core.impostors import broken, is_gguf, refuse_impostor
 from fminfer.models.stored.gguf_file import read_gguf
 from fminfer.models.stored.pickles import PickledTensor, Storage, UnsafePickleError, read_pickle
 from fminfer.models.stored.stored_tensors import (
@@ -92,7 +92,7 @@ def read_weight_file(path: Path) -> StoredFile:
         refuse_impostor(path)
         if not path.stat().st_size:
             raise broken(path, "it is empty")
-        if path.suffix == GGUF:
+        if is_gguf(path):
             return read_gguf(path)[0]
         return read_safetensors(path) if path.suffix == ".safetensors" else read_torch_file(path)
     except OSError as error:

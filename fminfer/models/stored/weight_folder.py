@@ -10,6 +10,7 @@ from typing import Literal
 
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import GGUF, broken, gguf_error, is_gguf, refuse_impostor
+from fminfer.core.quantities import counted
 from fminfer.models.beside import ADAPTER_WEIGHTS
 from fminfer.models.known_sizes import folder_of
 from fminfer.models.stored.metaseq import unsharded_error
@@ -133,7 +134,7 @@ def _find_gguf(file: Path) -> list[Path]:
             f"there is no file {file}. A GGUF file of the hub is downloaded first: hf download ID "
             "FILE --local-dir ."
         )
-    if (found := SHARD_OF.fullmatch(file.name)) is None:
+    if (found := SHARD_OF.fullmatch(file.name)) is None or not int(found[3]):
         return [file]
     stem, width, numbers = found[1], len(found[2]), range(1, int(found[3]) + 1)
     parts = [f"{stem}{number:0{width}}-of-{found[3]}{GGUF}" for number in numbers]
@@ -200,7 +201,8 @@ def _numbers(folder: Path, form: re.Pattern[str]) -> list[int]:
 def _all_there(folder: Path, names: list[str]) -> list[Path]:
     missing = [name for name in names if not (folder / name).exists()]
     for name in missing[:1]:
-        raise CheckpointError(f"{folder} lacks {name} ({len(missing)} such files); fetch it")
+        where, num = folder.absolute(), counted(len(missing), "file")
+        raise CheckpointError(f"{where} lacks {name} ({num} missing); fetch what is missing")
     return [folder / name for name in names]
 
 
