@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from fminfer.core.errors import CheckpointError
@@ -19,11 +20,7 @@ def refuse_impostor(path: Path) -> None:
     Raises:
         CheckpointError: it says what to fetch instead.
     """
-    try:
-        with path.open("rb") as file:
-            start = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
-    except OSError:
-        return  # whoever reads it says what is wrong
+    start = _start_of(path).removeprefix(b"\xef\xbb\xbf").lstrip()
     # The size that a weight file begins with may be a "<", but has zeros.
     if start.startswith(b"<") and b"\0" not in start:
         raise CheckpointError(
@@ -39,6 +36,12 @@ def refuse_impostor(path: Path) -> None:
         raise CheckpointError(f"{path} is compressed by gzip; unpack it: gunzip")
 
 
+def _start_of(path: Path) -> bytes:
+    with suppress(OSError), path.open("rb") as file:  # whoever reads on says what is wrong
+        return file.read(64)
+    return b""
+
+
 def broken(path: Path, why: object) -> CheckpointError:
     """Return the error of a file that does not hold what its kind holds."""
     return CheckpointError(f"{path} is broken ({why}); fetch it again")
@@ -47,10 +50,8 @@ def broken(path: Path, why: object) -> CheckpointError:
 def is_gguf(name: str | Path | None) -> bool:
     """Tell whether a model is a GGUF file, llama.cpp's form of a model, by name or content."""
     path = Path(str(name))
-    if path.is_file() and path.suffix != GGUF:  # as Ollama's sha256-…
-        with path.open("rb") as file:
-            return file.read(4) == MAGIC
-    return str(name).endswith(GGUF) and not path.is_dir()
+    is_named_so = str(name).endswith(GGUF) and not path.is_dir()
+    return is_named_so or _start_of(path).startswith(MAGIC)  # Ollama's are sha256-…
 
 
 def gguf_error(name: str, files: Sequence[str], *, is_of_hub: bool = False) -> CheckpointError:

@@ -29,7 +29,6 @@ from fminfer.models.layer_source import LayerSource, OnProgress, open_weights
 from fminfer.models.tensor_specs import Weights, whole_model
 from fminfer.models.weight_headers import stored_formats
 
-INDEX = "model.safetensors.index.json"
 CPU = torch.device("cpu")
 
 
@@ -99,7 +98,7 @@ def _write_weights(source: LayerSource, folder: Path) -> int:
         file.chmod(folder.stat().st_mode & 0o666)
         homes |= dict.fromkeys(tensors, file.name)
     index = {"metadata": {"total_size": num_bytes}, "weight_map": homes}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     return num_bytes
 
 
