@@ -123,9 +123,5 @@ def families(is_json: bool) -> None:
     click.echo(f"{'family':<18} {'example':<48} {'GiB':>7}")
     for name, each in EXAMPLES.items():
         click.echo(f"{name:<18} {each.hub_id:<48} {each.gibibytes:7.1f}")
-    click.echo(
-        "All run with weights in 32 or 16 bits, and by --quantize in 8 or 4: "
-        f"{', '.join(get_args(Quantized))}. GGUF files of llama.cpp run, too: docs/models.md lists "
-        "their architectures and forms.",
-        err=True,
-    )
+    bits = f"16 or 32 bits, or in fewer by --quantize ({', '.join(get_args(Quantized))})"
+    click.echo(f"All run in {bits}. Of GGUF files, docs/models.md says which run.", err=True)

@@ -171,18 +171,18 @@ class _Search:
         for tensor, dtype in self._types.items():
             is_read = dtype in FLOATS or self._used.get(tensor) is not None
             if not is_read and not is_left_out(tensor, left_out):
-                if dtype in BLOCKS:
-                    raise CheckpointError(
-                        f"{self._name} stores {tensor!r} as {dtype}, which does not run. These do: "
-                        f"{', '.join(_runnable())}; take a file of the same model with these alone"
-                    )
-                why = "weights have one of " + ", ".join(FLOATS)
-                if dtype not in ("I64", "BOOL", "C64"):
-                    why = "quantized weights do not run yet"
                 remedy = "Take a checkpoint in 16 or 32 bits"
-                if tensor.rpartition(".")[2] in {form.name for form in OWN_FORMS}:
+                if dtype in BLOCKS:
+                    runs = [each for form in FORMATS for each in form.types if each in BLOCKS]
+                    why = f"these types run: {', '.join((*runs, *FLOATS))}"
+                    remedy = "Take a file of the same model with these alone"
+                elif tensor.rpartition(".")[2] in {form.name for form in OWN_FORMS}:
                     why = "fminfer quantize wrote it"
                     remedy = "Run it with the config.json that lies there, and no other"
+                elif dtype in ("I64", "BOOL", "C64"):
+                    why = "weights have one of " + ", ".join(FLOATS)
+                else:
+                    why = "quantized weights do not run yet"
                 raise CheckpointError(f"{self._name} stores {tensor!r} as {dtype}: {why}. {remedy}")
         for wrong in self._misshapen[:1]:
             raise CheckpointError(f"{self._name}: {wrong}")
@@ -308,12 +308,6 @@ class _Search:
                     f"tensor {name!r} has shape {found}, and config.json asks for {shape}"
                     + "; it seems to be transposed" * (found == shape[::-1])
                 )
-
-
-def _runnable() -> list[str]:
-    """Return the types of GGUF that run."""
-    found = (each for form in FORMATS for each in form.types if each in BLOCKS)
-    return [*dict.fromkeys((*found, *FLOATS))]
 
 
 def _part_sizes(module: str, layer: Layer | None, num: int, rows: int) -> tuple[int, ...]:

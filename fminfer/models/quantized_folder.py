@@ -71,9 +71,7 @@ def write_quantized(
         draft.mkdir()
         num_bytes = _write_weights(source, draft)
         _write_small_files(checkpoint, draft, quantized)
-        if output.exists():
-            output.rmdir()
-        os.replace(draft, output)
+        os.replace(draft, output)  # which may be there, empty
     except (OSError, SafetensorError) as error:
         raise UsageError(
             f"--output {output} cannot be written: {error}. Mend that, or name another folder"

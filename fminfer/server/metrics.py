@@ -179,8 +179,7 @@ class _EngineMetrics:
         """Return what the weights take, with the format that most of them have."""
         name, facts = "fminfer:weight_bytes", self._engine.facts
         family = GaugeMetricFamily(name, GAUGES[name], labels=[*LABELS, "format", "dtype"])
-        values = [self._model_name, facts.weight_dtype, facts.dtype]
-        family.add_metric(values, facts.weight_bytes)
+        family.add_metric([self._model_name, facts.weight_dtype, facts.dtype], facts.weight_bytes)
         return family
 
     def _add_value(self, family: Family, value: float) -> Family:

@@ -16,7 +16,7 @@ from fminfer.compute.attention.kernel_attention import KernelAttention
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers.layer_kernels import LayerKernels
 from fminfer.compute.linear.product_kernel import PackedCall, PackedProduct
-from fminfer.compute.linear.products import CHECKED_ROWS, Linear, multiply_plain
+from fminfer.compute.linear.products import Linear, multiply_plain
 from fminfer.compute.registry import Registry
 from fminfer.compute.sampling.draw_kernel import DrawKernel, ScoreKernel
 from fminfer.compute.sampling.sampler import Ranking
@@ -152,7 +152,7 @@ def test_what_is_compared() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", CHECKED_ROWS)
+@pytest.mark.parametrize("rows", [1, 5, 48])
 @pytest.mark.parametrize("fault", ["rows", "inputs", "scale"])
 def test_a_product_that_is_wrong_for_one_number_of_rows_is_refused(
     fault: str, rows: int, dtype: torch.dtype

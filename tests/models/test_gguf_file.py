@@ -322,8 +322,6 @@ def test_a_type_that_does_not_run_is_named(tmp_path: Path) -> None:
         tensors["blk.0.ffn_up.weight"] = (16, (256, 256), bytes(256 * 66))
 
     path = copy("kforms-q8_0", tmp_path / "m.gguf", change)
-    says = (
-        r"stores 'blk.0.ffn_up.weight' as IQ2_XXS, which does not run. These do: .*Q4_K.*F16; take"
-    )
+    says = r"stores 'blk.0.ffn_up.weight' as IQ2_XXS: these types run: .*Q4_K.*F16\. Take a file of"
     with pytest.raises(CheckpointError, match=says):
         check_tensors(open_checkpoint(str(path), tokenizer=str(DEMO_MODEL)))

@@ -191,10 +191,7 @@ def _check_spans(tensors: list[tuple[str, StoredTensor]], step: int, num_bytes: 
         if tensor.start % step:
             raise ValueError(f"tensor {name!r} begins at {tensor.start}, no multiple of {step}")
         if last > num_bytes:
-            raise ValueError(
-                f"it is cut off: tensor {name!r} ends at byte {last} of the tensors, and there are "
-                f"{num_bytes}"
-            )
+            raise ValueError(f"it is cut off: tensor {name!r} ends at byte {last} of {num_bytes}")
         if tensor.start < end:
             raise ValueError(f"the tensors {before!r} and {name!r} overlap")
         end, before = last, name

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from math import prod
 from pathlib import Path
 
 import torch
@@ -104,13 +102,6 @@ class TensorFiles:
                 address = torch.frombuffer(self._map(part.file), dtype=torch.uint8).data_ptr()
                 fetch = partial(read_mapped, address + first, last - first)
             yield Waiting(last - first, fetch)
-
-    def main_type(self) -> str:
-        """Return the type of most values."""
-        sizes: Counter[str] = Counter()
-        for name, dtype in self.types.items():
-            sizes[dtype] += prod(self.shapes[name])
-        return max(sizes, key=sizes.__getitem__, default="")
 
     def _view(self, tensor: StoredTensor) -> torch.Tensor:
         dtype = DTYPES[tensor.dtype]
