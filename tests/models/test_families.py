@@ -27,7 +27,7 @@ def test_every_family_has_an_example_and_its_line() -> None:
     told = CliRunner().invoke(main, ["families"])
     lines = told.stdout.splitlines()[1:]
     assert [line.split()[0] for line in lines] == list(EXAMPLES)
-    assert "by --quantize in 8 or 4: int8, int8-32" in told.stderr
+    assert "or in fewer by --quantize (int8, int8-32, " in told.stderr
     found = json.loads(CliRunner().invoke(main, ["families", "--json"]).output)
     assert {name: each["example"] for name, each in found.items()} == {
         name: each.hub_id for name, each in EXAMPLES.items()

@@ -110,7 +110,8 @@ class GgufModel:
         """Refuse a key with another value; one that is not there is fine."""
         found = self.find(key)
         if found is not None and found not in allowed:
-            raise self._unlike(key, found, " or ".join(map(str, allowed)))
+            *first, last = map(str, allowed)
+            raise self._unlike(key, found, f"{', '.join(first)} or {last}" if first else last)
 
     def rows(self, tensor: str) -> int:
         """Return the outputs of a stored matrix."""
