@@ -67,6 +67,7 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
 
     machine = Machine(
         num_stages=sizes.num_stages,
+        num_shards=sizes.tensor_parallel_size,
         num_pipelines=sizes.data_group_size,
         device_bytes=asked.device_bytes,
     )

@@ -39,7 +39,7 @@ def start_children(config: EngineConfig, role: Role, stopper: Stopper, ending: E
         check_split(config, spread.num_stages)
     is_team = spread.num_pipelines > 1
     children = Processes(
-        role.children, num_ranks=spread.num_stages - 1 if is_team else 0, has_line=is_team
+        role.children, num_ranks=spread.num_ranks - 1 if is_team else 0, has_line=is_team
     )
     ending.children = children
     stopper.on_second = children.kill

@@ -58,6 +58,15 @@ class Latent:
 
 
 @dataclass(slots=True, frozen=True)
+class HeadsOfAll:
+    """Of a part of a layer: the heads of all ranks, for a norm over all of them together."""
+
+    heads: int
+    kv_heads: int
+    kv_copies: int  # ranks that have the same KV heads as this one
+
+
+@dataclass(slots=True, frozen=True)
 class Attention:
     """Causal attention of grouped heads, with the products `qkv` (in this order) and `out`."""
 
@@ -77,6 +86,7 @@ class Attention:
     clip: float | None = None  # the outputs of qkv are clamped to [-clip, clip]
     has_sinks: bool = False  # each head has the score of one key more, without a value (gpt-oss)
     latent: Latent | None = None  # instead of qkv; one KV head, of rank + turned_dim
+    of_all: HeadsOfAll | None = None  # of which these are some; None: a norm needs no others
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:

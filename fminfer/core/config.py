@@ -271,46 +271,59 @@ class GroupSizes(Options):
 
     world_size: Count | None = _rank(
         "Number of ranks, which are processes, in all pipelines together.  [default: "
-        "--pipeline-group-size × --data-group-size]"
+        "--pipeline-group-size × --tensor-parallel-size × --data-group-size]"
     )
     data_group_size: Count = _rank(
         "Number of pipelines, each with the whole model. They share the input.", default=1
     )
     pipeline_group_size: Count | None = _rank(
-        "Stages of each pipeline: ranks that share the model's layers.  [default: --world-size / "
-        "--data-group-size, or 1]"
+        "Stages of each pipeline, which share the model's layers.  [default: --world-size / "
+        "(--tensor-parallel-size × --data-group-size), or 1]",
+        old={"pp_init_size": {}},
+    )
+    tensor_parallel_size: Count = _rank(
+        "Ranks of each stage, which share every layer: heads, MLPs, experts and vocabulary. They "
+        "must be on one machine.",
+        default=1,
+        flags=("--tensor-parallel-size", "--tp"),
+        alters="answers",
+        must_agree=True,
+        old={"tp_init_size": {}},
     )
 
     @property
     def told_stages(self) -> int | None:
-        """Processes of each pipeline; None: no option says it."""
+        """Stages of each pipeline; None: no option says it."""
         if self.pipeline_group_size is None and self.world_size is not None:
-            return self.world_size // self.data_group_size
+            return self.world_size // (self.data_group_size * self.tensor_parallel_size)
         return self.pipeline_group_size
 
     @property
     def num_stages(self) -> int:
-        """Processes of each pipeline."""
+        """Stages of each pipeline."""
         return self.told_stages or 1
 
     @property
     def told_ranks(self) -> int | None:
         """Processes of all pipelines; None: no option says it."""
-        return None if self.told_stages is None else self.num_ranks
+        is_told = self.told_stages is not None or self.tensor_parallel_size > 1
+        return self.num_ranks if is_told else None
 
     @property
     def num_ranks(self) -> int:
         """Processes of all pipelines."""
-        return self.num_stages * self.data_group_size
+        return self.num_stages * self.tensor_parallel_size * self.data_group_size
 
     def check(self) -> None:
         """Refuse numbers that do not fit together."""
         if self.world_size not in (None, self.num_ranks):
             names = ("world_size", "pipeline_group_size", "data_group_size")
             world, stages, groups = map(self.called, names)
+            size = self.tensor_parallel_size
+            tensor = f"× {self.called('tensor_parallel_size')} {size} " * (size > 1)
             raise UsageError(
                 f"{world} {self.world_size} is not {stages} {self.pipeline_group_size or '(any)'} "
-                f"× {groups} {self.data_group_size}"
+                f"{tensor}× {groups} {self.data_group_size}"
             )
 
 

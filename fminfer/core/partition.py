@@ -1,8 +1,8 @@
-"""Which layers each stage of a pipeline runs. It knows numbers of layers and their costs only."""
+"""Which layers each stage of a pipeline runs, and which rank has which part of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fminfer.core.errors import UsageError
 from fminfer.core.quantities import counted
@@ -10,12 +10,18 @@ from fminfer.core.quantities import counted
 
 @dataclass(slots=True, frozen=True)
 class Part:
-    """One stage's layers: from `first` up to, not with, `last`."""
+    """What one rank computes: a stage's layers from `first` up to, not with, `last`.
+
+    With tensor parallelism several ranks share a stage, and each has a shard of its layers. The
+    leader, which has shard 0, speaks to other stages.
+    """
 
     stage: int
     num_stages: int
     first: int
     last: int
+    shard: int = 0
+    num_shards: int = 1
 
     @property
     def is_first(self) -> bool:
@@ -28,6 +34,41 @@ class Part:
     @property
     def num_layers(self) -> int:
         return self.last - self.first
+
+    @property
+    def is_leader(self) -> bool:
+        return self.shard == 0
+
+    @property
+    def ranks(self) -> range:
+        """Of its stage, the leader first."""
+        return range(self.stage * self.num_shards, (self.stage + 1) * self.num_shards)
+
+    @property
+    def rank(self) -> int:
+        return self.ranks[self.shard]
+
+    @property
+    def rank_before(self) -> int:
+        """The rank that steps come from: the leader of the stage before, or of its own stage."""
+        return self.rank - self.num_shards if self.is_leader else self.ranks[0]
+
+    @property
+    def rank_behind(self) -> int:
+        """The leader of the next stage; behind the last stage the first is."""
+        return (self.stage + 1) % self.num_stages * self.num_shards
+
+    @property
+    def shards(self) -> list[Part]:
+        """The parts of all ranks of its stage."""
+        return [replace(self, shard=shard) for shard in range(self.num_shards)]
+
+
+def even_parts(size: int, count: int, unit: int = 1) -> list[range]:
+    """Divide a size as evenly as whole units allow; the last unit may be smaller."""
+    units = -(-size // unit)
+    ends = [min(size, -(-units * each // count) * unit) for each in range(count + 1)]
+    return [range(*pair) for pair in zip(ends, ends[1:], strict=False)]
 
 
 def balance(num_layers: int, num_stages: int, head_cost: float) -> list[int]:

@@ -68,7 +68,8 @@ class Check:
         if folder_of(config.model) is not None:  # else the hub still has them
             check_tensors(self._checkpoint, has_weights=has_weights)
         self._tokenizer: Tokenizer = load_tokenizer(config, self._checkpoint)
-        machine = find_machine(config, replace(machine, local_size=machine.num_stages))
+        size = machine.num_stages * machine.num_shards
+        machine = find_machine(config, replace(machine, local_size=size))
         self._plan = plan = make_plan(config, self._checkpoint, machine)
         # Without room no line is judged by it: the plan says what is wrong.
         self._num_blocks = (plan.num_kv_tokens or plan.most_kv_tokens) // config.block_size
@@ -167,7 +168,7 @@ class Check:
         machine = self._plan.machine
         if machine.device_bytes is not None:
             return None, "steps are timed on the machine that runs them"
-        if machine.num_stages * machine.num_pipelines > 1:
+        if machine.num_stages * machine.num_shards * machine.num_pipelines > 1:
             return None, "that of several processes cannot be yet"
         kernels, device = self._config.kernels, self._plan.device
         has_kernel = find_library(kernels, device) is not None

@@ -36,10 +36,12 @@ class SizeLimit:
 
     Args:
         name: of the work's unit, for people: "tokens".
+        is_shared: other processes do the same work at the same time, in the same parts; then it
+            is not halved.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, *, is_shared: bool = False) -> None:
+        self._name, self._is_shared = name, is_shared
         self.most = sys.maxsize
 
     def run(self, size: int, work: Callable[[int, int], Result]) -> list[Result]:
@@ -71,6 +73,12 @@ class SizeLimit:
 
     def _halve(self, num_failed: int, size: int, reason: str) -> None:
         """Halve the size of parts, after so much of one failed; the last part may be small."""
+        if self._is_shared:
+            raise OutOfMemoryError(
+                f"there is no memory for a step of {num_failed} {self._name} ({reason}), which "
+                "ranks that share layers compute together. Finished rows are kept; run the same "
+                "command with a smaller --chunk-size or --budget"
+            )
         if num_failed == 1:
             raise OutOfMemoryError(
                 f"there is no memory for a step of even one of its {self._name} ({reason}). "

@@ -16,7 +16,7 @@ from fminfer.compute.spec import Attention, Layer, Mlp, Moe
 from fminfer.compute.weights import Function
 from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_step import LayerStep
-from fminfer.models.tensor_specs import Weights
+from fminfer.models.tensor_specs import Weights, plain_of
 
 
 def route(
@@ -74,6 +74,7 @@ class AttentionOf:
         self.products = {name: bodies.product(weights, name) for name in ("qkv", "out")}
         self._q_norm = bodies.norm(how.qk_norm, weights, "q_norm")
         self._k_norm = bodies.norm(how.qk_norm, weights, "k_norm")
+        self._norm_weights = [plain_of(weights, f"{n}_norm.weight") for n in "qk"]
         device = weights["qkv.weight"].device
         self._rotate, self._table = None, torch.empty(0, device=device)
         if how.rope is not None:
@@ -103,7 +104,9 @@ class AttentionOf:
             both = self._rotated(both.view(len(qkv), -1, how.head_dim), step)
             return both[:, : how.heads], both[:, how.heads :]
         q, k = both[:, : how.qkv_sizes[0]], both[:, how.qkv_sizes[0] :]
-        if how.qk_norm_over == "all":
+        if how.qk_norm_over == "all" and step.shards is not None:
+            q, k = self._norm_over_ranks(q, k, step)
+        elif how.qk_norm_over == "all":
             q, k = self._q_norm(q), self._k_norm(k)
         q, k = (part.view(len(qkv), -1, how.head_dim) for part in (q, k))
         if how.qk_norm_is_last:
@@ -111,6 +114,23 @@ class AttentionOf:
         if how.qk_norm_over != "all":
             q, k = self._q_norm(q), self._k_norm(k)
         return self._rotated(q, step), self._rotated(k, step)
+
+    def _norm_over_ranks(
+        self, q: torch.Tensor, k: torch.Tensor, step: LayerStep
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Norm queries, and keys, over the heads of all ranks by one sum of their squares."""
+        how, norm, of_all = self._how, self._how.qk_norm, self._how.of_all
+        assert norm is not None and norm.is_rms and of_all is not None, "a cut norm over all heads"
+        squares = torch.stack([each.float().square().sum(-1) for each in (q, k)])
+        squares[1] /= of_all.kv_copies
+        found = []
+        totals, counts = step.sum(squares), (of_all.heads, of_all.kv_heads)
+        for x, total, num, weight in zip((q, k), totals, counts, self._norm_weights, strict=True):
+            means = total[:, None] / (num * how.head_dim)
+            y = x.float() * torch.rsqrt(means + norm.eps)
+            y = y if weight is None else y * (weight.float() + norm.offset)
+            found.append(y.to(x.dtype))
+        return found[0], found[1]
 
     def _rotated(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
         turns = self.turns(step)
@@ -227,16 +247,18 @@ class MoeOf:
         self.mix: Mix = mix or PlainExperts(how, experts)
         self.products = [p for mlp in (*shared, *experts) for p in mlp.products.values()]
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        shares, chosen = self._choose(x)
+    def __call__(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
+        shares, chosen = self._choose(x, step)
         return self._with_shared(x, self.mix(x, chosen, shares))
 
-    def _choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _choose(self, x: torch.Tensor, step: LayerStep) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the shares and numbers of each token's experts, (tokens, top_k)."""
         if self._how.scores == "sigmoid" or self._how.is_precise:
             x = x.float()  # scores that are near to each other stay apart
         self._router = self._router.to(x.dtype)  # once
         logits = nn.functional.linear(x, self._router, self._router_bias).float()
+        if step.shards is not None:  # all have to choose the same, whatever they round
+            logits = step.shards.share(logits)[0]
         return route(self._how, logits, self._bias)
 
     def _with_shared(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -263,7 +285,7 @@ class LayerOf:
             self.attention = LatentAttentionOf(how.attention, weights, bodies)
         else:
             self.attention = AttentionOf(how.attention, weights, bodies)
-        self.mlp: Function
+        self.mlp: MlpOf | MoeOf
         if isinstance(how.mlp, Moe):
             self.mlp = MoeOf(how.mlp, weights, bodies)
         else:
@@ -293,6 +315,9 @@ class LayerOf:
         how = self.how
         x, normed = normed_sum(self._before[0], x, more)
         attended = self.attention(normed, number, step)
+        is_summed_once = how.is_parallel and not self._after[0]  # with what the MLP gives
+        if not is_summed_once:
+            attended = step.sum(attended)
         x, normed = step.keep(x), step.keep(normed)
         if self._after[0]:
             attended = self._after[0](attended)
@@ -300,13 +325,17 @@ class LayerOf:
         if how.is_parallel:
             if self._before[1]:
                 normed = self._before[1](x)
-            return x, attended + self._scaled(self.mlp(normed))
+            out = self._scaled(self.run_mlp(normed, step))
+            return x, step.sum(attended + out) if is_summed_once else attended + step.sum(out)
         x, more = _added(self._of_sum[0], normed if how.adds_normed else x, attended)
         x, normed = normed_sum(self._before[1], x, more)
-        out = self.mlp(normed)
+        out = step.sum(self.run_mlp(normed, step))
         if self._after[1]:
             out = self._after[1](out)
         return _added(self._of_sum[1], normed if how.adds_normed else x, self._scaled(out))
+
+    def run_mlp(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
+        return self.mlp(x, step) if isinstance(self.mlp, MoeOf) else self.mlp(x)
 
     def _scaled(self, out: torch.Tensor) -> torch.Tensor:
         return out if self.how.residual_scale == 1.0 else out * self.how.residual_scale

@@ -15,9 +15,10 @@ from fminfer.compute.spec import Attention
 from fminfer.compute.weights import Dense, Format, Tensors, Weight
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.families.tensor_names import AS_STORED, Change
+from fminfer.models.families.tensor_names import AS_STORED
 from fminfer.models.formats import Holding
-from fminfer.models.origins import ModelOrigins, Origin, Origins, drawn_origins
+from fminfer.models.origins import ModelOrigins, Origin, Origins, Piece, drawn_origins
+from fminfer.models.sharding import ModelShare, outputs_dim
 from fminfer.models.stored.read_ahead import Waiting, reading_ahead
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.tensor_specs import Weights
@@ -35,7 +36,7 @@ class Maker(Protocol):
     def make(self, name: str, origin: Origin, attention: Attention | None) -> Tensors:
         """Return its tensors. The name has the number of its layer, if it is of one."""
 
-    def waiting(self, origin: Origin) -> Iterator[Waiting]:
+    def waiting(self, origin: Origin, attention: Attention | None) -> Iterator[Waiting]:
         """Give the parts of files that it is made of, which were not read yet."""
 
     def leave(self, origin: Origin) -> None:
@@ -70,7 +71,7 @@ class LayerSource:
         groups += [origins.entry] if part.is_first else [self._of_embed] * has_embed
         each = (origin for group in groups for origin in group.values())
         # What all weights take; one that has two names counts once.
-        self.num_bytes = sum(maker.format_of(one).num_bytes(one.spec.shape) for one in each)
+        self.num_bytes = sum(maker.format_of(one).num_bytes(one.held.shape) for one in each)
         self._done, self._total = 0, self.num_bytes
 
     def layer(self, number: int) -> Weights:
@@ -80,9 +81,9 @@ class LayerSource:
 
     def layers(self) -> Iterator[Weights]:
         """Give those of each layer of the stage; the next ones' are read meanwhile, then exit's."""
-        groups = [self._origins.layers[number] for number in self._numbers]
-        groups += [self._origins.exit] * self._part.is_last
-        waiting = [[w for one in g.values() for w in self._maker.waiting(one)] for g in groups]
+        own = [(self._origins.layers[n], self._attention[n]) for n in self._numbers]
+        groups = [*own, *[(self._origins.exit, None)] * self._part.is_last]
+        waiting = [[w for one in g.values() for w in self._maker.waiting(one, a)] for g, a in groups]
         with reading_ahead(waiting) as next_group:
             for number in self._numbers:
                 yield self.layer(number)
@@ -136,7 +137,7 @@ class LayerSource:
         found: Weights = {}
         for name, origin in origins.items():
             tensors = self._maker.make(where + name, origin, attention)
-            found[name] = Weight(origin.spec, self._maker.format_of(origin), tensors)
+            found[name] = Weight(origin.held, self._maker.format_of(origin), tensors)
             self._done += found[name].num_bytes
             self._on_progress(min(self._done, self._total), self._total)
         return found
@@ -149,6 +150,7 @@ def open_weights(
     holding: Holding,
     device: torch.device,
     seed: int,
+    share: ModelShare | None = None,
     on_progress: OnProgress = lambda done, total: None,
 ) -> LayerSource:
     """Return where one stage's weights come from; none is read yet.
@@ -156,6 +158,7 @@ def open_weights(
     Args:
         holding: says in which format each is held.
         seed: for random weights. They do not depend on how the model is split.
+        share: what this rank holds of each tensor; None: all.
         on_progress: called with (bytes read, bytes in all) after each weight.
 
     Raises:
@@ -163,10 +166,11 @@ def open_weights(
     """
     if checkpoint.folder is not None:
         files = open_files(checkpoint, checkpoint.folder)
-        origins = find_stored(checkpoint, files)
+        origins = find_stored(checkpoint, files).cut(share)
         reader = Reader(files, device, holding)
         return LayerSource(checkpoint, part, origins, reader, holding.dtype, on_progress)
-    origins = drawn_origins(checkpoint.model, is_tied=checkpoint.config.tie_word_embeddings)
+    is_tied = checkpoint.config.tie_word_embeddings
+    origins = drawn_origins(checkpoint.model, is_tied=is_tied).cut(share)
     spread = float(getattr(checkpoint.config, "initializer_range", 0.02))
     norm = checkpoint.model.final_norm
     drawer = Drawer(seed, spread, 1.0 - (norm.offset if norm else 0.0), device, holding)
@@ -182,18 +186,18 @@ class Reader:
     holding: Holding
 
     def format_of(self, origin: Origin) -> Format:
-        return self.holding.of(origin.spec, stored_parts(origin, self.files.types))
+        held = self.holding.of(origin.spec, stored_parts(origin, self.files.types))
+        return held if origin.cut is None else origin.cut.format(held)
 
     def make(self, name: str, origin: Origin, attention: Attention | None) -> Tensors:
         held, in_place, layout = self.format_of(origin), self._in_place(origin), origin.layout
+        if origin.cut is not None and origin.cut.is_zero:
+            return tuple(t.zero_() for t in held.empty(origin.held.shape, self.device))
         if in_place is None:
-            tensors = self._join(origin, held)
+            tensors = self._join(origin, held, _order(origin, attention))
         else:
             tensors = (layout.turned(self.files.read(in_place)),)
         start = tensors[0].data_ptr()
-        if layout.change is not None:
-            assert attention is not None, "only a layer's tensors are laid out otherwise"
-            tensors = _laid_out(tensors, layout.change, attention, held)
         if layout.added:
             tensors = (tensors[0] + layout.added,)
         if isinstance(held, Dense):
@@ -203,15 +207,23 @@ class Reader:
             self.files.drop(in_place)
         return tensors
 
-    def waiting(self, origin: Origin) -> Iterator[Waiting]:
+    def waiting(self, origin: Origin, attention: Attention | None) -> Iterator[Waiting]:
         name, is_here = self._in_place(origin), self.device.type == "cpu"
         held, stored = self.format_of(origin), stored_parts(origin, self.files.types)
         stays = (  # as it is stored, where it lies
             (name is not None and is_here and origin.layout == AS_STORED) and held == stored[0][0]
         )
+        order = _order(origin, attention)
         for piece in origin.pieces:
+            is_stacked = piece.item is None and outputs_dim(origin.spec) > 0
+            is_other = piece.is_turned or origin.layout.is_transposed or origin.layout.is_row
+            if (place := _place_of(piece, origin, order)) is None:
+                continue
+            rows, span = place[1], None
+            if rows is not None and not (is_stacked or is_other):
+                span = int(rows.min()), int(rows.max()) + 1
             for each in piece.stored:
-                yield from self.files.waiting(each, is_used_there=stays)
+                yield from self.files.waiting(each, is_used_there=stays, rows=span)
 
     def leave(self, origin: Origin) -> None:
         for piece in origin.pieces:
@@ -224,40 +236,106 @@ class Reader:
         held = self.format_of(origin)
         is_so = isinstance(held, Dense) if form is None else form == held
         is_one = is_so and not others and origin.is_one_piece
-        return name if is_one and self.files.is_in_place(name) else None
+        is_as_it_is = is_one and origin.layout.change is None and origin.cut is None
+        return name if is_as_it_is and self.files.is_in_place(name) else None
 
-    def _join(self, origin: Origin, held: Format) -> Tensors:
-        """Copy what is stored of a tensor; dequantize or quantize what is not held so."""
-        wholes, layout = held.empty(origin.spec.shape, self.device), origin.layout
+    def _join(self, origin: Origin, held: Format, order: torch.Tensor | None) -> Tensors:
+        """Copy what is stored of a tensor; dequantize or quantize what is not held so.
+
+        Args:
+            order: the rows that are held, in their order; None: all.
+        """
+        wholes, columns = held.empty(origin.held.shape, self.device), _columns_of(origin)
+        item: int | None = None
+        at = 0  # the next row to be written
         for piece in origin.pieces:
-            form, targets, start = _part_at(piece.first, held, wholes)
-            parts = [whole if piece.item is None else whole[piece.item] for whole in targets]
+            if (place := _place_of(piece, origin, order)) is None:
+                continue  # it is other ranks'
+            at = at if place[0] == item else 0
+            item, rows = place
+            num = piece.last - piece.first if rows is None else len(rows)
+            form, targets, start = _part_at(at, held, wholes)
+            parts = [whole if item is None else whole[item] for whole in targets]
             if not origin.is_one_piece:
-                parts = [part[piece.first - start : piece.last - start] for part in parts]
+                parts = [part[at - start : at - start + num] for part in parts]
+            at += num
+            is_whole = rows is None and columns is None and not piece.is_turned
             is_plain = piece.format is None and isinstance(form, Dense)
-            if is_plain and not (layout.is_transposed or layout.is_row or piece.is_turned):
+            if is_plain and is_whole and not (origin.layout.is_transposed or origin.layout.is_row):
                 self.files.copy(next(iter(piece.stored)), parts[0])
                 continue
-            values = tuple(map(self.files.read, piece.stored))
-            if piece.format is None:
-                values = (layout.turned(values[0]),)
-            else:
-                values = piece.format.read(values, is_transposed=layout.is_transposed)
-                if form != piece.format:
-                    dtype = form.dtype if isinstance(form, Dense) else torch.float32
-                    values = (piece.format.dequantize(values, dtype),)
-            if piece.is_turned:
-                assert isinstance(form, Dense), "blocks cannot be turned"
-                values = (values[0].mT,)
-            if form != piece.format and isinstance(form, Blocks):
+            values = self._values(piece, origin, form, rows)
+            is_new = form != piece.format and isinstance(form, Blocks)
+            if is_new and isinstance(form, Blocks) and columns is None:
                 form.quantize(values[0], parts[0])
             else:
+                if is_new and isinstance(form, Blocks):  # of whole rows, for a row may be one block
+                    values = (form.quantize(values[0]),)
                 for part, value in zip(parts, values, strict=True):
-                    part.copy_(value)
+                    part.copy_(_cut_columns(value, form, columns))
             for name in piece.stored:
                 self.files.drop(name)
         return wholes
 
+    def _values(
+        self, piece: Piece, origin: Origin, form: Format, rows: torch.Tensor | None
+    ) -> Tensors:
+        """Return some rows of a piece in its own format, or as floats if it is held in another."""
+        stored, layout = tuple(map(self.files.read, piece.stored)), origin.layout
+        values: Tensors = (layout.turned(stored[0]),)
+        if piece.format is not None:
+            values = piece.format.read(stored, is_transposed=layout.is_transposed)
+        dim = outputs_dim(origin.spec) - (piece.item is not None)
+        if rows is not None and not piece.is_turned:
+            values = tuple(value.index_select(dim, rows) for value in values)
+        if piece.format is not None and form != piece.format:
+            dtype = form.dtype if isinstance(form, Dense) else torch.float32
+            values = (piece.format.dequantize(values, dtype),)
+        if piece.is_turned:
+            assert isinstance(form, Dense), "blocks cannot be turned"
+            values = (values[0].mT if rows is None else values[0].mT[rows],)
+        return values
+
+
+def _order(origin: Origin, attention: Attention | None) -> torch.Tensor | None:
+    """Return the rows that are held as they are stored, in their order; None: all in this order."""
+    change, rows = origin.layout.change, None if origin.cut is None else origin.cut.rows
+    if change is None and rows is None:
+        return None
+    dim = outputs_dim(origin.spec)
+    order = torch.arange(origin.spec.shape[dim])
+    if change is not None:  # queries, keys and values stay among themselves
+        assert attention is not None, "only a layer's tensors are laid out otherwise"
+        order = change(order[None] if dim else order, attention).flatten()
+    return order if rows is None else torch.cat([order[r.start : r.stop] for r in rows])
+
+
+def _place_of(
+    piece: Piece, origin: Origin, order: torch.Tensor | None
+) -> tuple[int | None, torch.Tensor | None] | None:
+    """Return of which item held a piece is a part, and its rows that are held; None: it is not.
+
+    Rows that are None are all of them.
+    """
+    if order is None or origin.is_one_piece:
+        return piece.item, order
+    if piece.item is not None and outputs_dim(origin.spec) == 0:  # of a head
+        places = (order == piece.item).nonzero()
+        return (int(places[0]), None) if len(places) else None
+    rows = order[(order >= piece.first) & (order < piece.last)] - piece.first
+    return (piece.item, rows) if len(rows) else None
+
+
+def _columns_of(origin: Origin) -> range | None:
+    return None if origin.cut is None else origin.cut.columns
+
+
+def _cut_columns(values: torch.Tensor, held: Format, columns: range | None) -> torch.Tensor:
+    if columns is None:
+        return values
+    if isinstance(held, Blocks):
+        return held.cut(values, columns)
+    return values[..., columns.start : columns.stop]
 
 def _part_at(row: int, held: Format, tensors: Tensors) -> tuple[Format, Tensors, int]:
     """Return the part of a weight that holds a row: its format, its tensors, its first row."""
@@ -266,16 +344,6 @@ def _part_at(row: int, held: Format, tensors: Tensors) -> tuple[Format, Tensors,
     starts = held.starts()
     number = bisect_right(starts, row) - 1
     return held.parts[number][0], (tensors[number],), starts[number]
-
-
-def _laid_out(tensors: Tensors, change: Change, attention: Attention, held: Format) -> Tensors:
-    """Return tensors with their rows in another order, which keeps those of a part together."""
-    if not isinstance(held, Joined):
-        return tuple(change(tensor, attention) for tensor in tensors)
-    starts = held.starts()
-    order = change(torch.arange(starts[-1]), attention)
-    places = zip(tensors, starts, starts[1:], strict=False)
-    return tuple(t.index_select(0, order[first:end] - first) for t, first, end in places)
 
 
 @dataclass(slots=True, frozen=True)
@@ -294,23 +362,26 @@ class Drawer:
     holding: Holding
 
     def format_of(self, origin: Origin) -> Format:
-        return self.holding.of(origin.spec, ())
+        return self.holding.of(origin.spec, ())  # of one format, however it is cut
 
     def make(self, name: str, origin: Origin, attention: Attention | None) -> Tensors:
         """Draw one. Norms multiply by 1, biases are 0, the rest is normal."""
         held = self.format_of(origin)
         floats = held if isinstance(held, Dense) else Dense(self.holding.dtype)
+        if origin.spec.use in ("bias", "norm_bias", "choice", "norm"):
+            value = self.of_norms if origin.spec.use == "norm" else 0.0
+            return (floats.empty(origin.held.shape, self.device)[0].fill_(value),)
         (tensor,) = floats.empty(origin.spec.shape, self.device)
-        if origin.spec.use in ("bias", "norm_bias", "choice"):
-            return (tensor.zero_(),)
-        if origin.spec.use == "norm":
-            return (tensor.fill_(self.of_norms),)
         key = f"{self.seed} {name}"
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(key.encode()))
         tensor.normal_(0, self.spread, generator=generator)
-        return (held.quantize(tensor) if isinstance(held, Blocks) else tensor,)
+        if (order := _order(origin, None)) is not None:
+            tensor = tensor.index_select(outputs_dim(origin.spec), order.to(self.device))
+        if isinstance(held, Blocks):
+            tensor = held.quantize(tensor)
+        return (_cut_columns(tensor, held, _columns_of(origin)).contiguous(),)
 
-    def waiting(self, origin: Origin) -> Iterator[Waiting]:
+    def waiting(self, origin: Origin, attention: Attention | None) -> Iterator[Waiting]:
         return iter(())
 
     def leave(self, origin: Origin) -> None:

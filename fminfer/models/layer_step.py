@@ -9,6 +9,7 @@ import torch
 
 from fminfer.compute.attention.scoring import Scoring
 from fminfer.compute.layers.bodies import RotateBody
+from fminfer.compute.shards import Shards
 
 
 class Attend(Protocol):
@@ -32,11 +33,16 @@ class LayerStep:
     positions: torch.Tensor  # (tokens,) int64
     attend: Attend
     kept: torch.Tensor | None = None  # (wanted,) int64: tokens the last layer returns; None: all
+    shards: Shards | None = None  # the ranks that share each layer; None: this one has it whole
 
     _turns: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def keep(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.kept is None else x[self.kept]
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of what all shards of a layer give; x may be overwritten."""
+        return x if self.shards is None else self.shards.sum(x)
 
     def turns(self, rotate: RotateBody, table: torch.Tensor) -> torch.Tensor:
         """Return the cosines and sines of the step's tokens, looked up once for all layers."""

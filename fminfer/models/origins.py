@@ -16,6 +16,7 @@ from fminfer.compute.weights import Shape, TensorSpec
 from fminfer.core.errors import CheckpointError
 from fminfer.models.families.tensor_names import AS_STORED, Architecture, Layout, Source, source_of
 from fminfer.models.formats import FORMATS, StoredFormat
+from fminfer.models.sharding import Cut, Cuts, ModelShare
 from fminfer.models.stored.gguf_types import BLOCKS
 from fminfer.models.stored.stored_tensors import FLOATS
 from fminfer.models.tensor_specs import TensorSpecs, entry_specs, exit_specs, layer_specs
@@ -50,6 +51,12 @@ class Origin:
     spec: TensorSpec
     pieces: tuple[Piece, ...]
     layout: Layout
+    cut: Cut | None = None  # the part that this rank holds; None: all
+
+    @property
+    def held(self) -> TensorSpec:
+        """What this rank holds of it."""
+        return self.spec if self.cut is None else self.cut.held(self.spec)
 
     @property
     def is_one_piece(self) -> bool:
@@ -74,6 +81,18 @@ class ModelOrigins:
         layers = enumerate(self.layers)
         inner = {f"{number}.{name}": o for number, own in layers for name, o in own.items()}
         return self.entry | inner | self.exit
+
+    def cut(self, share: ModelShare | None) -> ModelOrigins:
+        """Return the same with the parts that one rank holds; None: it holds all."""
+        if share is None:
+            return self
+
+        def cut(origins: Origins, cuts: Cuts) -> Origins:
+            return {name: replace(each, cut=cuts.get(name)) for name, each in origins.items()}
+
+        layers = [cut(own, share.layer_cuts(number)) for number, own in enumerate(self.layers)]
+        entry, last = cut(self.entry, share.entry_cuts()), cut(self.exit, share.exit_cuts())
+        return replace(self, entry=entry, layers=tuple(layers), exit=last)
 
 
 def is_left_out(name: str, others: str) -> bool:

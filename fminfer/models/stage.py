@@ -21,6 +21,7 @@ from fminfer.compute.sampling.sampler import (
     Draws,
     Ranker,
     SamplingTensors,
+    Vocabulary,
     draw,
     rank,
     sample,
@@ -110,6 +111,7 @@ class Stage:
         drawer: draws tokens.
         threads: how many compute; looked at before each step. None: torch's own number.
         graphs: makes what replays decode steps; None: each is launched kernel by kernel.
+        vocabulary: whose logits the head gives; None: the whole one's.
     """
 
     def __init__(
@@ -125,17 +127,18 @@ class Stage:
         drawer: Drawer = draw,
         threads: ThreadCount | None = None,
         graphs: GraphsOf | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         self._threads = threads
         self._network = network
         self._head = network.head
         self._device = device
         self.has_kernel = kernel is not None  # attention is compiled
-        self._ranker = ranker
-        self._drawer = drawer
+        self._vocabulary = vocabulary or Vocabulary(network.model.vocab_size)
+        self._ranker = self._vocabulary.ranker(ranker)
+        self._drawer = self._vocabulary.drawer(drawer)
         self.clock = StepClock(device)
-        self._token_limit = SizeLimit("tokens")
-        self._logit_limit = SizeLimit("tokens' logits")
+        self._set_limits()
         self.cache = KvCache(
             [layer.attention for layer in network.own],
             num_blocks=num_blocks,
@@ -171,7 +174,12 @@ class Stage:
         if self.graphs is not None:
             self.graphs.warm_up()
         # Forget limits that were found here: compiling needs memory that later steps have.
-        self._token_limit, self._logit_limit = SizeLimit("tokens"), SizeLimit("tokens' logits")
+        self._set_limits()
+
+    def _set_limits(self) -> None:
+        is_shared = self._network.shards is not None
+        self._token_limit = SizeLimit("tokens", is_shared=is_shared)
+        self._logit_limit = SizeLimit("tokens' logits", is_shared=is_shared)
 
     def run(self, step: Step) -> StepResult:
         """Compute one step of a whole model: forward, then sampling and scoring."""
@@ -251,12 +259,14 @@ class Stage:
     def _sampler(self, step: Step) -> Use:
         """Return a function that draws the tokens of a part of the step's draws."""
         assert self._head is not None, "only the last stage has a head"
-        edits = StepEdits(step, self._head.vocab_size, self._device)
+        words = self._vocabulary
+        edits = StepEdits(step, words.size, self._device, words.own)
         num_top = int(step.draws["num_top"].max())
 
         def choose(logits: torch.Tensor, part: slice) -> Draws:
             how = SamplingTensors.of(step.draws[part], self._device)
-            return sample(logits, how, num_top, edits.part(part), self._ranker, self._drawer)
+            bodies = self._ranker, self._drawer
+            return sample(logits, how, num_top, edits.part(part), *bodies, vocabulary=words)
 
         return choose
 
@@ -264,7 +274,8 @@ class Stage:
         """Return a function that finds the logprobs of a part of the step's scores."""
         (targets,) = send([step.scores["target_id"].copy()], self._device)
         num_top = int(step.scores["num_top"].max())
-        return lambda logits, part: score(logits, targets[part], num_top, self._ranker)
+        body, words = self._ranker, self._vocabulary
+        return lambda logits, part: score(logits, targets[part], num_top, body, words)
 
     def _by_parts(self, hidden: torch.Tensor, places: np.ndarray, use: Use) -> TokenLogprobs:
         """Run the head and `use` its logits a bounded number of rows at a time."""
@@ -284,6 +295,6 @@ class Stage:
             return use(logits, part)
 
         limit = self._logit_limit
-        most = MAX_LOGITS[self._device.type] // head.vocab_size
+        most = MAX_LOGITS[self._device.type] // self._vocabulary.most_own
         limit.most = min(limit.most, max(1, most))
         return TokenLogprobs.join([each.to_host() for each in limit.run(len(places), use_part)])

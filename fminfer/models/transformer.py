@@ -14,6 +14,7 @@ from torch import nn
 from fminfer.compute.layers import plain
 from fminfer.compute.linear.products import multiply_plain
 from fminfer.compute.registry import Registry
+from fminfer.compute.shards import Shards
 from fminfer.compute.spec import Model
 from fminfer.compute.weights import Function, Weight, dense
 from fminfer.models.layer import LayerOf, normed_sum
@@ -89,6 +90,8 @@ class Transformer:
         source: of the stage's weights; each layer's go as soon as its bodies are made.
         first: the number in the model of the stage's first layer.
         join: replaces a layer by one compiled call, where it can; None: layers stay as they are.
+        shards: the ranks that share the stage; None: this one has it whole.
+        tokens: whose rows of embedding and head it has; None: all.
     """
 
     def __init__(
@@ -99,7 +102,10 @@ class Transformer:
         first: int,
         bodies: Bodies,
         join: Join | None = None,
+        shards: Shards | None = None,
+        tokens: range | None = None,
     ) -> None:
+        self.shards, self._tokens = shards, tokens or range(model.vocab_size)
         self.model, self._entry = model, source.entry()
         self._exit = source.exit(self._entry)
         self.dtype = source.dtype  # of hidden states
@@ -138,7 +144,13 @@ class Transformer:
         """Return the hidden states before the first layer, (tokens, hidden), for (tokens,) ids."""
         model, entry = self.model, self._entry
         assert self._look_up is not None, "the first stage"
-        x = self._look_up(ids).to(self.dtype)
+        if self.shards is None:
+            x = self._look_up(ids).to(self.dtype)
+        else:  # one rank has a token's row, and the others add nothing to it
+            places = ids - self._tokens.start
+            is_own = (places >= 0) & (places < len(self._tokens))
+            x = self._look_up(places.where(is_own, 0)).to(self.dtype)
+            x = self.shards.sum(x.where(is_own[:, None], 0.0))
         if model.embed_scale != 1.0:  # rounded to the dtype, as Gemma was trained
             x = x * torch.tensor(model.embed_scale, dtype=x.dtype)
         if "project_in.weight" in entry:
@@ -157,7 +169,7 @@ class Transformer:
             (kept tokens, hidden).
         """
         more: torch.Tensor | None = None
-        kept, step.kept = step.kept, None
+        kept, step.kept, step.shards = step.kept, None, self.shards
         for number, layer in enumerate(self.layers):
             if number == len(self.layers) - 1:
                 step.kept = kept

@@ -24,6 +24,7 @@ from fminfer.compute.attention.kv_cache import KvCache, StepAttention
 from fminfer.compute.layers.bodies import GATES, PLAIN
 from fminfer.compute.linear.product_kernel import PackedProduct
 from fminfer.compute.registry import Registry
+from fminfer.compute.shards import SharedMemoryShards, explain
 from fminfer.compute.step import Rows
 from fminfer.compute.trial import Candidate, Limits, Pair, Trial
 from fminfer.compute.workspace import Workspace
@@ -223,7 +224,9 @@ class WholeLayer(LayerOf):
         """
         assert isinstance(step.attend, StepAttention), "the paged cache"
         paged, rows = step.attend.layers[number], step.attend.plan_of(number)
-        if not isinstance(rows, KernelRows):
+        shards = step.shards
+        is_served = shards is None or isinstance(shards, SharedMemoryShards)
+        if not (isinstance(rows, KernelRows) and is_served):
             return self._parts(x, more, number, step)
         assert x.dtype == self._dtype, "hidden states"
         x = (x if more is None else x + more).contiguous()
@@ -251,12 +254,14 @@ class WholeLayer(LayerOf):
             out.data_ptr(),
             None if normed is None else normed.data_ptr(),
             self.step.workspace.take(self._space * tokens * x.itemsize).data_ptr(),
+            shards.address if isinstance(shards, SharedMemoryShards) else None,
             self.step.spent,
         )
-        if failed:
+        if failed == 1:
             self.step.workspace.drop()  # for the halves of the step
             raise MemoryError("no memory for a layer's working space")
-        return out, None if normed is None else self.mlp(normed)
+        explain(failed)
+        return out, None if normed is None else step.sum(self.run_mlp(normed, step))
 
     def _turn(self, step: LayerStep, tokens: int) -> torch.Tensor | None:
         """Return cosines and sines, (2, tokens, turned) float32; None: no rotary positions."""
@@ -301,7 +306,8 @@ class WholeLayers:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         library.fminfer_layer.argtypes = [
             *(ctypes.POINTER(LayerStruct), ctypes.POINTER(Arguments)),
-            *(pointer, pointer, number, pointer, number, pointer, pointer, pointer, pointer),
+            *(pointer, pointer, number, pointer, number),
+            *[pointer] * 5,
             ctypes.POINTER(Spent),
         ]
         library.fminfer_layer_space.argtypes = [ctypes.POINTER(LayerStruct)]

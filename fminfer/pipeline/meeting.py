@@ -196,10 +196,14 @@ class Meeting:
         self.watch.all_joined.set()
 
     @property
+    def hosts(self) -> list[str]:
+        """Return the machine of each rank."""
+        return [where["host"] for where in self._joined]
+
+    @property
     def local_ranks(self) -> list[int]:
         """Return the ranks of this machine."""
-        host = self._where["host"]
-        return [rank for rank, where in enumerate(self._joined) if where["host"] == host]
+        return [rank for rank, host in enumerate(self.hosts) if host == self._where["host"]]
 
     def gather(self, name: str, value: object = None) -> list[Any]:
         """Publish this rank's value and wait for every rank's, in rank order.

@@ -1,7 +1,8 @@
 """The pipeline of several ranks: hidden states go from stage to stage, results back to rank 0.
 
 A rank computes while a second thread receives the next message and a third sends the last one.
-So transfers hide behind compute.
+So transfers hide behind compute. Where ranks share a stage, its leader passes each step on to the
+others before it computes its own shard of it.
 """
 
 from __future__ import annotations
@@ -169,23 +170,36 @@ def serve(stage: StageWork, part: Part, form: HiddenForm, on_stop: Callable[[], 
         PipelineError: a neighbour is gone, or sends what does not fit.
     """
     inbox: queue.SimpleQueue[RankMessage | BaseException] = queue.SimpleQueue()
-    receiver = _Receiver(part.stage - 1, form, inbox.put)
-    sender = _Sender((part.stage + 1) % part.num_stages, form, inbox.put)
+    receiver = _Receiver(part.rank_before, form, inbox.put)
+    followers = _followers(part, form, inbox.put)
+    behind = [_Sender(part.rank_behind, form, inbox.put)] if part.is_leader else []
     computer = _Computer(stage, part)
     while True:
         message = inbox.get()
         if isinstance(message, BaseException):
             raise message
+        if message.kind in ("step", "stop"):
+            for each in followers:
+                each.put(message)
         if message.kind == "step":
             step = decode_step(message.body)
             message = computer.run(step, message.body, message.spans, message.hidden)
         if message.kind == "stop":
             on_stop()
-        sender.put(message)
+        for each in behind:
+            each.put(message)
         if message.kind == "stop":
             receiver.join()
-            sender.join()
+            for each in (*followers, *behind):
+                each.join()
             return
+
+
+def _followers(
+    part: Part, form: HiddenForm, on_error: Callable[[BaseException], None]
+) -> list[_Sender]:
+    """Return the ways to the other ranks of a leader's stage."""
+    return [_Sender(rank, form, on_error) for rank in part.ranks[1:] if part.is_leader]
 
 
 class RingPipeline(QueuedPipeline):
@@ -202,12 +216,15 @@ class RingPipeline(QueuedPipeline):
     ) -> None:
         super().__init__(partial(use_device, form.device))
         self._explain = explain
-        assert part.is_first and not part.is_last, "a ring has at least two ranks"
+        assert part.rank == 0 and part.num_stages * part.num_shards > 1, "a ring has several ranks"
         self._computer = _Computer(stage, part)
         self._failure = ""
         self._marks: queue.SimpleQueue[Mark] = queue.SimpleQueue()
-        self._sender = _Sender(1, form, self.fail)
-        self._receiver = _Receiver(part.num_stages - 1, form, self._take)
+        self._followers = _followers(part, form, self.fail)
+        self._sender: _Sender | None = None  # None: this stage is the last, too
+        if not part.is_last:
+            self._sender = _Sender(part.rank_behind, form, self.fail)
+            self._receiver = _Receiver((part.num_stages - 1) * part.num_shards, form, self._take)
         self._thread.start()
 
     def fail(self, error: BaseException) -> None:
@@ -234,7 +251,11 @@ class RingPipeline(QueuedPipeline):
         if self._is_closed:
             return
         super().close()
-        if not self.is_broken:
+        if self.is_broken:
+            return
+        for each in self._followers:
+            each.join()
+        if self._sender is not None:
             self._sender.join()
             self._receiver.join()
 
@@ -243,13 +264,22 @@ class RingPipeline(QueuedPipeline):
             while (step := self._steps.get()) is not None:
                 if isinstance(step, Mark):
                     self._marks.put(step)
-                    self._sender.put(RankMessage("mark"))
-                else:
-                    self._sender.put(self._computer.run(step, encode_step(step), b"", None))
+                    self._put(RankMessage("mark"))
+                    continue
+                body = encode_step(step)
+                for each in self._followers:
+                    each.put(RankMessage("step", body))
+                self._put(self._computer.run(step, body, b"", None))
         except BaseException as error:
             self.fail(error)
         else:
-            self._sender.put(RankMessage("stop"))
+            for each in self._followers:
+                each.put(RankMessage("stop"))
+            self._put(RankMessage("stop"))
+
+    def _put(self, message: RankMessage) -> None:
+        """Send a message to the next stage; behind the last one it is here."""
+        (self._take if self._sender is None else self._sender.put)(message)
 
     def _take(self, message: RankMessage | BaseException) -> None:
         if isinstance(message, BaseException):

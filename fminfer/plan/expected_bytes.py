@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 
 from fminfer.compute.linear.product_kernel import head_takes, kernel_takes
-from fminfer.compute.spec import Layer, Mlp, Moe
+from fminfer.compute.spec import Layer, Mlp, Model, Moe
 from fminfer.compute.weights import Dense
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.decode_graphs import can_capture, graph_sizes, input_bytes
 from fminfer.models.families.tensor_names import AS_STORED, Architecture, source_of
+from fminfer.models.sharding import ModelShare
 from fminfer.models.stage import MAX_LOGITS
 from fminfer.models.tensor_specs import TensorSpecs, part_specs
 from fminfer.plan.run_plan import ExpectedBytes, RunPlan
@@ -34,17 +35,20 @@ EXPERT_COPIES = 6  # for each expert of a token: four in the dtype, and a sum in
 GRAPH_LAYER_BYTES = 1 << 18  # what the driver keeps of a layer in a CUDA graph: not measured
 
 
-def expect_bytes(plan: RunPlan, part: Part) -> ExpectedBytes:
+def expect_bytes(plan: RunPlan, part: Part, share: ModelShare | None = None) -> ExpectedBytes:
     """Return what the process of one part takes.
 
     Args:
         plan: of which device, dtypes, formats and packing are decided.
+        share: what the process has of each layer; None: all.
     """
     checkpoint, on_cpu = plan.checkpoint, plan.device.type == "cpu"
-    specs = part_specs(checkpoint.model, part)
+    model, cuts = (checkpoint.model, {}) if share is None else (share.model, share.cuts())
+    specs = part_specs(model, part)
     if checkpoint.config.tie_word_embeddings and part.is_first:
         specs.pop("head.weight", None)  # the embedding is the head
     formats = {name: plan.held[name] for name in specs}
+    formats |= {name: cuts[name].format(formats[name]) for name in specs.keys() & cuts.keys()}
     sizes = {name: formats[name].num_bytes(spec.shape) for name, spec in specs.items()}
     packed: TensorSpecs = {}
     if plan.packed_by:  # a packed form takes a product's place
@@ -56,7 +60,8 @@ def expect_bytes(plan: RunPlan, part: Part) -> ExpectedBytes:
         }
     # Joined tensors are copies, which packing replaces; what they were joined of leaves memory.
     # Of files in this very format the system keeps what was read, for it is mapped and not copied.
-    as_stored = (n for n in specs if on_cpu and formats[n] == plan.stored.get(n))
+    in_files = specs.keys() - cuts.keys() if on_cpu else ()
+    as_stored = (name for name in in_files if formats[name] == plan.stored.get(name))
     whole = {name for name in as_stored if _is_whole(checkpoint.architecture, name)}
     head = "head.weight" if "head.weight" in specs else "embed.weight"
     if part.is_last and plan.has_kernels and head_takes(formats[head]):
@@ -76,14 +81,14 @@ def expect_bytes(plan: RunPlan, part: Part) -> ExpectedBytes:
         num_products = sum(spec.shape[0] for spec in packed.values() if len(spec.shape) == 3)
         weights += num_products * EXPERT_HOLE_BYTES.get(kind.name, 0)
     libraries = plan.machine.own + RUN_BYTES if on_cpu else GPU_CONTEXT + GPU_RESERVE
-    cache_shape = checkpoint.model.layers[0].attention.cache_shape
+    cache_shape = model.layers[0].attention.cache_shape
     return ExpectedBytes(
         libraries=libraries + _table_bytes(checkpoint, part),
         weights=weights,
         held_weights=held,
         mapped=mapped,
         reads_files=bool(mapped and not packed.keys() - {head}),
-        work=_step_bytes(plan, part),
+        work=_step_bytes(plan, part, model),
         kv_token=part.num_layers * math.prod(cache_shape) * plan.kv_dtype.itemsize,
     )
 
@@ -107,13 +112,13 @@ def _is_whole(architecture: Architecture, name: str) -> bool:
     return is_one and source.layout == AS_STORED
 
 
-def _step_bytes(plan: RunPlan, part: Part) -> int:
+def _step_bytes(plan: RunPlan, part: Part, model: Model) -> int:
     """Return what the largest step takes in one stage, beside weights and KV cache.
 
     Graphs are captured as steps first need them, in memory of their own, which the KV cache must
     leave free.
     """
-    model, kind = plan.checkpoint.model, plan.device.type
+    kind = plan.device.type
     layers = model.layers[part.first : part.last]
     widths = [max(sum(each.attention.qkv_sizes), _up_size(each.mlp)) for each in layers]
     tokens = plan.sizes.chunk_size
@@ -121,7 +126,8 @@ def _step_bytes(plan: RunPlan, part: Part) -> int:
     hidden += WIDE_COPIES * max(widths)
     logits = min(MAX_LOGITS[kind], tokens * model.vocab_size) if part.is_last else 0
     graphs = 0
-    if kind == "cuda" and plan.config.kernels != "off" and can_capture(layers):
+    may_capture = kind == "cuda" and plan.config.kernels != "off" and part.num_shards == 1
+    if may_capture and can_capture(layers):
         rows = plan.sizes.max_decode_rows
         graphs = len(layers) * len(graph_sizes(rows)) * GRAPH_LAYER_BYTES + input_bytes(rows)
         tokens += rows  # the graphs' pool holds the hidden states of the largest one

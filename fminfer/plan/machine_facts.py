@@ -36,7 +36,8 @@ class Machine:
     swap: int = 0  # free bytes of it
     own: int = 0  # bytes of the host's memory that this process has
     device_bytes: int | None = None  # of each process's device on another, planned machine
-    num_stages: int = 1  # processes of a pipeline, which share the model's layers
+    num_stages: int = 1  # of a pipeline, which share the model's layers
+    num_shards: int = 1  # processes of a stage, which share each layer
     num_pipelines: int = 1
     rank: int = 0
     local_rank: int = 0  # of so many ranks that the pipeline has on this machine

@@ -10,13 +10,15 @@ from typing import Literal
 import torch
 
 from fminfer.compute.linear.product_kernel import kernel_takes
-from fminfer.compute.quantized.block_format import join
+from fminfer.compute.quantized.block_format import Blocks, join
+from fminfer.compute.spec import Model
 from fminfer.compute.weights import USES, Dense, Format, Use
 from fminfer.core.config import BITS, EngineConfig, ModelDType
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part, split_layers
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.formats import Holding
+from fminfer.models.sharding import ModelShare, share_model
 from fminfer.models.tensor_specs import TensorSpecs, head_cost, model_specs
 from fminfer.models.weight_headers import stored_formats
 from fminfer.plan.expected_bytes import expect_bytes
@@ -63,11 +65,13 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
         has_kernels=has_kernels,
         packed_by=choose_packer(machine, dtype, formats["product"], has_kernels=has_kernels),
     )
+    shares = share_among(checkpoint.model, machine.num_shards, held)
     ranks = [
         RankPlan(
-            part.stage, machine.engine_number, part, shard=(0, 1), takes=expect_bytes(plan, part)
+            part.rank, machine.engine_number, part, share, takes=expect_bytes(plan, part, share)
         )
-        for part in split_model(config, checkpoint, machine.num_stages)
+        for stage in split_model(config, checkpoint, machine.num_stages)
+        for part, share in zip(replace(stage, num_shards=len(shares)).shards, shares, strict=True)
     ]
     plan = replace(plan, ranks=tuple(ranks))
     if machine.free is None and machine.device_bytes is None:
@@ -76,6 +80,21 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
     num_kv_tokens = 0 if shortage else count_kv_tokens(plan)
     slowness = explain_slowness(plan)
     return replace(plan, shortage=shortage, num_kv_tokens=num_kv_tokens, why_reread=slowness)
+
+
+def share_among(
+    model: Model, num_shards: int, held: Mapping[str, Format]
+) -> list[ModelShare | None]:
+    """Return what each rank of a stage has of a model; None: all.
+
+    Raises:
+        UsageError: it cannot be cut into so many parts.
+    """
+    if num_shards == 1:
+        return [None]
+    cut = [each for name, each in held.items() if name.split(".")[-2] in ("out", "down")]
+    blocks = {each.block for each in cut if isinstance(each, Blocks)}
+    return [share_model(model, n, num_shards, max({1, *blocks})) for n in range(num_shards)]
 
 
 def _of_most(specs: TensorSpecs, held: Mapping[str, Format], use: Use) -> Format | None:
@@ -95,7 +114,13 @@ def plan_ahead(
     Raises:
         UsageError: layers that cannot be split so, or no such device.
     """
-    known = Machine(num_stages=num_stages, num_pipelines=num_pipelines, local_size=num_stages)
+    num_shards = config.tensor_parallel_size
+    known = Machine(
+        num_stages=num_stages,
+        num_shards=num_shards,
+        num_pipelines=num_pipelines,
+        local_size=num_stages * num_shards,
+    )
     return make_plan(config, checkpoint, find_machine(config, known, is_computing=False))
 
 

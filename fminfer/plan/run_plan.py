@@ -18,6 +18,7 @@ from fminfer.core.version import __version__
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import fingerprint_of
 from fminfer.models.formats import Holding
+from fminfer.models.sharding import ModelShare
 from fminfer.plan.machine_facts import Machine
 
 
@@ -44,8 +45,8 @@ class RankPlan:
 
     rank: int
     data_group: int  # its pipeline, of those on a machine
-    part: Part  # its stage
-    shard: tuple[int, int]  # of each layer: which, and of how many
+    part: Part  # its stage, and its shard of that
+    share: ModelShare | None  # what it has of each layer; None: all
     takes: ExpectedBytes
 
 

@@ -65,7 +65,8 @@ def start_computing(
         on_progress: called with (bytes read, bytes in all) while weights load.
         run: the command, which has started them; None: they are started here, for a program.
     """
-    spread = Spread(config.num_stages, config.data_group_size) if run is None else run.role.spread
+    sizes = (config.num_stages, config.data_group_size, config.tensor_parallel_size)
+    spread = Spread(*sizes) if run is None else run.role.spread
     options = ChildOptions() if run is None else run.child_options
     is_team = spread.num_pipelines > 1
     if is_team:
@@ -91,14 +92,13 @@ def start_computing(
 
 def _start_children(config: EngineConfig, spread: Spread) -> Processes:
     """Start the other processes of an `Engine` in a program."""
-    num_stages = spread.num_stages
     if spread.num_pipelines > 1:
         names = pipeline_names(spread.num_pipelines)
-        return Processes(names, num_ranks=num_stages - 1, has_line=True)
-    if num_stages > 1:
+        return Processes(names, num_ranks=spread.num_ranks - 1, has_line=True)
+    if spread.num_ranks > 1:
         require_no_group()
-        check_split(config, num_stages)
-    return Processes(rank_names(num_stages))
+        check_split(config, spread.num_stages)
+    return Processes(rank_names(spread.num_ranks))
 
 
 def meet(

@@ -170,6 +170,7 @@ struct Row {
     float temperature, top_p, min_p;
     int64_t top_k;
     uint64_t noise;
+    int64_t first;  // the id of the first logit's token; they are some of a row's
 
     bool has_top_k() const { return top_k > 0 && top_k < vocab; }
     bool has_filter() const { return has_top_k() || top_p < 1 || min_p > 0; }
@@ -204,7 +205,7 @@ struct Row {
     // The winner of those whose values are above 0.
     template <bool IS_FILTERED>
     int64_t race(float largest, const float* values) const {
-        Race race(temperature, noise);
+        Race race(temperature, noise, first);
         UWide lanes;
         for (int lane = 0; lane < WIDTH; lane++) lanes[lane] = lane;
         for (int64_t start = 0; start < vocab; start += GROUP) {
@@ -219,16 +220,16 @@ struct Row {
             }
             if (!any(may_win)) continue;
             for (int64_t i = 0, v = 0; i < count; i += WIDTH, v++) {
-                const UWide bits = token_bits(lanes + uint32_t(start + i), noise);
+                const UWide bits = token_bits(lanes + uint32_t(first + start + i), noise);
                 is_near[v] = __builtin_convertvector((IWide)(bits >> 8), Wide) < limits[v];
                 is_any_near |= is_near[v];
             }
             if (!any(is_any_near)) continue;
             for (int64_t i = 0; i < count; i++)
                 if (is_near[i / WIDTH][i % WIDTH])
-                    race.enter(start + i, largest - logits[start + i]);
+                    race.enter(first + start + i, largest - logits[start + i]);
         }
-        return race.winner;
+        return race.winner - first;
     }
 
     int64_t draw(std::vector<float>& space) const {
@@ -247,8 +248,9 @@ struct Row {
 }  // namespace
 
 // logits: (rows, vocab); rows: (count,), those to draw for; each row's temperature > 0, top_p > 0,
-// top_k (0: off), min_p and 64 bits of noise; ids: (count,). Nonzero: there was no memory.
-extern "C" int fminfer_draw(const float* logits, int64_t vocab, int64_t count,
+// top_k (0: off), min_p and 64 bits of noise; ids: (count,). `first`: the id of the first logit's
+// token, whose own place is 0. Nonzero: there was no memory.
+extern "C" int fminfer_draw(const float* logits, int64_t vocab, int64_t first, int64_t count,
                             const int64_t* rows, const float* temperature, const float* top_p,
                             const int64_t* top_k, const float* min_p, const int64_t* noise,
                             int64_t* ids, int num_threads) {
@@ -257,7 +259,7 @@ extern "C" int fminfer_draw(const float* logits, int64_t vocab, int64_t count,
         for_pieces(num_threads, count, [&](int64_t i, int thread) {
             const int64_t r = rows[i];
             const Row row{logits + r * vocab, vocab,    temperature[r],    top_p[r],
-                          min_p[r],           top_k[r], uint64_t(noise[r])};
+                          min_p[r],           top_k[r], uint64_t(noise[r]), first};
             ids[i] = row.draw(spaces[thread]);
         });
     });

@@ -44,10 +44,13 @@ struct Race {
     float temperature, slope, base = 0;
     uint64_t noise;
     double best = LOWEST_SCORE;
-    int64_t winner = 0;
+    int64_t winner;
 
-    Race(float temperature, uint64_t noise)
-        : temperature(temperature), slope(std::fmin(STEPS / temperature, FLT_MAX)), noise(noise) {
+    Race(float temperature, uint64_t noise, int64_t winner)
+        : temperature(temperature),
+          slope(std::fmin(STEPS / temperature, FLT_MAX)),
+          noise(noise),
+          winner(winner) {
         set_base();
     }
 

@@ -417,6 +417,7 @@ def race_kernel(
     scores,  # (rows, parts) float64
     winners,  # (rows, parts) int64
     vocab,
+    first_id,  # the token of the first logit
     SIZE: tl.constexpr,
 ):
     """Find the winner of some tokens of one row. Grid: (rows, parts)."""
@@ -426,7 +427,7 @@ def race_kernel(
     logits = tl.load(scaled + row * vocab + ids, mask=ids < vocab, other=float("-inf"))
     words = tl.load(noise + row)
     lower, upper = words.to(tl.uint32), (words >> 32).to(tl.uint32)
-    bits = mixed(mixed(ids.to(tl.uint32) ^ lower) ^ upper)
+    bits = mixed(mixed((ids + first_id).to(tl.uint32) ^ lower) ^ upper)
     # Constants are float32, which has no 2^32 - 0.5.
     rest = (4294967296.0 - bits.to(tl.float64) - 0.5) * 2.3283064365386963e-10  # 2^-32
     score, place = tl.max(logits.to(tl.float64) - tl.log(-tl.log(rest)), 0, return_indices=True)

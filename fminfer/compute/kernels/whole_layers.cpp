@@ -9,6 +9,7 @@
 
 #include "calls.h"
 #include "pool.h"
+#include "sums.h"
 #include "vectors.h"
 
 extern "C" {
@@ -95,11 +96,13 @@ void keep_rows(const T* rows, int64_t width, const int64_t* kept, int64_t num,
 // out = the layer's output for hidden states x, (tokens, hidden). `given` tells all of attention
 // but the tensors of the layer. `turned` 0: there are no rotary positions. Of tokens, only `kept`
 // ones, which ascend, go on behind attention and are in `out`; null: all. Without an MLP `out` is
-// what it is added to, and `for_mlp` what it takes. Throws std::bad_alloc.
+// what it is added to, and `for_mlp` what it takes. `sums`: the layer is a shard, and what `out` and
+// `down` give is added up over all of them; null: it is whole. Nonzero: a sum cannot be. Throws
+// std::bad_alloc.
 template <typename T>
-void run(const Layer* layer, const Arguments* given, const float* cos, const float* sin,
+int run(const Layer* layer, const Arguments* given, const float* cos, const float* sin,
          int64_t turned, const int64_t* kept, int64_t num_kept, const T* x, T* out, T* for_mlp,
-         T* space, Spent* spent) {
+         T* space, Sums* sums, Spent* spent) {
     const Layer& l = *layer;
     Arguments a = *given;
     const Caller<T> call(a.num_threads, spent);
@@ -163,20 +166,24 @@ void run(const Layer* layer, const Arguments* given, const float* cos, const flo
     T *const again = has_mlp ? take(hidden) : for_mlp, *const both = take(l.up.outputs);
     T* const gated = take(wide);
     T* const sum = has_mlp ? normed : out;
+    const int64_t num = rows * hidden;
+    const auto add_up = [&] { return sums ? fminfer_sum(sums, out, num, call.TYPE, call.num_threads) : 0; };
     call.multiply(l.out, attended, out, rows);
+    if (const int failed = add_up()) return failed;
     call.norm(l.second, kept ? normed : x, again, rows, hidden, out, sum);
-    if (!has_mlp) return;
+    if (!has_mlp) return 0;
     call.multiply(l.up, again, both, rows);
     const Rows r = {both, gated, rows, 1, wide, l.up.outputs, 0, call.TYPE, call.num_threads};
     fminfer_gate(&r, gates ? both + wide : nullptr, l.activation);
     call.multiply(l.down, gated, out, rows);
-    const int64_t num = rows * hidden;
+    if (const int failed = add_up()) return failed;
     for_parts(call.num_threads, (num + LANES - 1) / LANES, 1024, [&](int64_t first, int64_t last) {
         for (int64_t i = first * LANES; i < last * LANES; i += LANES) {
             const int n = num - i < LANES ? int(num - i) : LANES;
             store_some(out + i, load_some(sum + i, n) + load_some(out + i, n), n);
         }
     });
+    return 0;
 }
 
 }  // namespace
@@ -190,18 +197,21 @@ int64_t fminfer_layer_space(const Layer* l) {
     return l->qkv.inputs + l->out.inputs + (before > behind ? before : behind);
 }
 
-// Nonzero: there was no memory.
+// 1: there was no memory. Others: as fminfer_sum.
 int fminfer_layer(const Layer* layer, const Arguments* given, const float* cos, const float* sin,
                   int64_t turned, const int64_t* kept, int64_t num_kept, const void* x, void* out,
-                  void* for_mlp, void* space, Spent* spent) {
+                  void* for_mlp, void* space, Sums* sums, Spent* spent) {
     const auto run_as = [&](auto* to) {
         typedef std::remove_pointer_t<decltype(to)> T;
-        run(layer, given, cos, sin, turned, kept, num_kept, static_cast<const T*>(x), to,
-            static_cast<T*>(for_mlp), static_cast<T*>(space), spent);
+        return run(layer, given, cos, sin, turned, kept, num_kept, static_cast<const T*>(x), to,
+                   static_cast<T*>(for_mlp), static_cast<T*>(space), sums, spent);
     };
-    return lacks_memory([&] {
-        given->type == 0 ? run_as(static_cast<float*>(out)) : run_as(static_cast<uint16_t*>(out));
+    int failed = 0;
+    const int lacks = lacks_memory([&] {
+        failed = given->type == 0 ? run_as(static_cast<float*>(out))
+                                  : run_as(static_cast<uint16_t*>(out));
     });
+    return lacks ? lacks : failed;
 }
 
 }  // extern "C"

@@ -6,7 +6,7 @@ The rows of a weight stay rows: a block never holds numbers of two outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -91,6 +91,14 @@ class Blocks:
                 pass
         return to
 
+    def cut(self, packed: torch.Tensor, columns: range) -> torch.Tensor:
+        """Return the bytes of some inputs, which are whole blocks or of one block a row."""
+        if self.block:
+            first, last = (end // self.block * self.block_bytes for end in (columns.start, columns.stop))
+            return packed[..., first:last]
+        first, last = (end + self.block_bytes for end in (columns.start, columns.stop))
+        return torch.cat([packed[..., : self.block_bytes], packed[..., first:last]], -1)
+
     # What checkpoints store so; see models/formats.StoredFormat.
 
     @property
@@ -136,6 +144,15 @@ class Joined:
     def dequantize(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         pairs = zip(self.parts, tensors, strict=True)  # each part is of one tensor
         return torch.cat([held.dequantize((t,), dtype) for (held, _), t in pairs], -2)
+
+    def of_rows(self, rows: Sequence[range]) -> Format:
+        """Return the format of some rows."""
+        kept = []
+        for (held, num), first in zip(self.parts, self.starts(), strict=False):
+            own = range(first, first + num)
+            shares = [range(max(r.start, own.start), min(r.stop, own.stop)) for r in rows]
+            kept.append((held, sum(map(len, shares))))
+        return join([part for part in kept if part[1]])
 
     def starts(self) -> list[int]:
         """Return the first output of each part, and the end."""

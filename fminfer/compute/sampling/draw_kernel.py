@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -21,12 +22,12 @@ class DrawKernel:
     def __init__(self, library: ctypes.CDLL) -> None:
         address, number = ctypes.c_void_p, ctypes.c_int64
         self._draw = library.fminfer_draw
-        self._draw.argtypes = [address, *[number] * 2, *[address] * 7, ctypes.c_int]
+        self._draw.argtypes = [address, *[number] * 3, *[address] * 7, ctypes.c_int]
 
     def __call__(
         self, logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor
     ) -> torch.Tensor:
-        """Return the tokens that some rows of (rows, vocab) logits draw, each as its own says.
+        """Return the places that some rows of (rows, vocab) logits draw, each as its own says.
 
         Raises:
             MemoryError: there was none for the threads' working space.
@@ -49,6 +50,7 @@ class DrawKernel:
         failed = self._draw(
             logits.data_ptr(),
             vocab,
+            how.first_id,
             len(rows),
             *(tensor.data_ptr() for tensor, _ in tensors),
             ids.data_ptr(),
@@ -130,6 +132,8 @@ def draw_pairs(drawer: Drawer) -> Iterator[Pair]:
     how = SamplingTensors.of(draws, logits.device)
     rows = torch.tensor([0, 1, 2, 3, 4, 5, 6])
     yield drawer(logits, how, rows), draw(logits, how, rows)
+    later = replace(how, first_id=VOCAB)
+    yield drawer(logits, later, rows), draw(logits, later, rows)
     for ids in ([0], [VOCAB - 1], [0, VOCAB - 1], [7, 1501]):
         left = torch.full_like(logits, float("-inf"))
         left[:, ids] = logits[:, ids]

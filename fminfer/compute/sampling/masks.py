@@ -29,6 +29,7 @@ class MaskTensors:
     few: torch.Tensor  # (masks + 1, k) int64: allowed ids in order, then -1; all -1: not few
     first: torch.Tensor  # (masks + 1,) int64: the lowest allowed id
     mask_of: torch.Tensor  # (rows,) int64: the place of each row's; -1, the last: it has none
+    first_id: int = 0  # the token of the first logit, a multiple of 8
 
     def part(self, part: torch.Tensor) -> MaskTensors:
         """Return the masks of some rows."""
@@ -50,22 +51,25 @@ class MaskTensors:
         """Return the logits of few tokens, (rows, k) float32, and their ids.
 
         Behind a row's last token stand -inf and -1. Nothing draws them: where all are -inf, the
-        first is taken.
+        first is taken. Tokens whose logits are elsewhere have -inf as well.
 
         Args:
             logits: (all rows, vocab).
             rows: those of these masks, (rows,) int64.
         """
         ids = self.few[self.mask_of]
-        found = logits[rows[:, None], ids.clamp(min=0)].float()
-        return found.masked_fill(ids < 0, float("-inf")), ids
+        places = torch.where(ids < 0, -1, ids - self.first_id)
+        is_away = (places < 0) | (places >= logits.shape[-1])
+        found = logits[rows[:, None], places.masked_fill(is_away, 0)].float()
+        return found.masked_fill(is_away, float("-inf")), ids
 
     def keep(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return logits of rows, (rows, vocab) float32, with -inf where a token is not allowed.
 
         An allowed nan becomes +inf: either makes all probabilities nan.
         """
-        bits, size = self.bits[self.mask_of], logits.shape[-1]
+        size, first = logits.shape[-1], self.first_id // 8
+        bits = self.bits[self.mask_of, first : first + -(-size // 8)]
         if logits.is_cpu:
             kept = HIGHEST.take(bits.numpy(), 0).reshape(len(bits), -1)[:, :size]
             for row, left in zip(rows.tolist(), kept, strict=True):
@@ -150,25 +154,39 @@ class LogitEditTensors:
 
 
 class StepEdits:
-    """The changes of all draws of a step. `part` puts those of some draws on a device."""
+    """The changes of all draws of a step. `part` puts those of some draws on a device.
 
-    def __init__(self, step: Step, vocab: int, device: torch.device) -> None:
-        self._step, self._device = step, device
+    Args:
+        vocab: the size of the whole vocabulary.
+        own: the tokens whose logits are here; None: all.
+    """
+
+    def __init__(
+        self, step: Step, vocab: int, device: torch.device, own: range | None = None
+    ) -> None:
+        self._step, self._device, self._own = step, device, own or range(vocab)
         self._is_none = not (len(step.edit_ids) or len(step.banned_ids) or len(step.masks))
-        self._masks = make_masks(masks_of(step), [], vocab, device) if len(step.masks) else None
+        self._masks = None
+        if len(step.masks):
+            masks = make_masks(masks_of(step), [], vocab, device)
+            self._masks = replace(masks, first_id=self._own.start)
 
     def part(self, part: slice) -> LogitEditTensors | None:
         """Return the changes of some draws; rows count from the first of them. None: no changes."""
         if self._is_none:
             return None
         step, columns = self._step, list[np.ndarray]()
-        for counts in (step.draws["num_edits"], step.draws["num_banned"]):
+        for name, ids in (("num_edits", step.edit_ids), ("num_banned", step.banned_ids)):
+            counts = step.draws[name]
             first = int(counts[: part.start].sum())
-            columns.append(np.arange(first, first + int(counts[part].sum())))
-            columns.append(np.repeat(np.arange(len(counts[part])), counts[part]))
-        edits, rows, banned, banned_rows = columns
+            entries = np.arange(first, first + int(counts[part].sum()))
+            rows = np.repeat(np.arange(len(counts[part])), counts[part])
+            places = ids[entries] - self._own.start
+            is_own = (places >= 0) & (places < len(self._own))
+            columns += [entries[is_own], rows[is_own], places[is_own]]
+        edits, rows, own_ids, banned, banned_rows, own_banned = columns
         places = step.draws["mask"][part].astype(np.int64)
-        sent = (rows, step.edit_ids[edits], banned_rows, step.banned_ids[banned], places)
+        sent = (rows, own_ids, banned_rows, own_banned, places)
         floats = (each[edits] for each in (step.edit_bias, step.edit_factor, step.edit_minus))
         of_edits, ids, of_banned, banned_ids, mask_of, bias, factor, minus = send(
             [*sent, *floats], self._device

@@ -7,7 +7,7 @@ logits, parameters and noise only.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -152,6 +152,7 @@ class SamplingTensors:
     # The same in host memory, so that reading them waits for no GPU; None: these are there.
     on_host: SamplingTensors | None = field(default=None, kw_only=True)
     is_greedy: bool = field(default=False, kw_only=True)  # the host knows that no row draws
+    first_id: int = field(default=0, kw_only=True)  # the token of the first logit
 
     @classmethod
     def of(cls, draws: np.ndarray, device: torch.device) -> SamplingTensors:
@@ -184,22 +185,25 @@ _DRAWN_BY = tuple(each.name for each in fields(SamplingTensors) if not each.kw_o
 _LARGE_FIRST = sorted(_DRAWN_BY, key=lambda name: -DRAW[name].itemsize)  # as `send` asks
 
 
-# Of (rows, vocab) scaled logits, and of the rows' noise: the tokens that win, int64.
-Racer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# Of (rows, vocab) scaled logits, of the rows' noise and of the first logit's token: the places that
+# win, int64.
+Racer = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 # Of (rows, vocab) logits, and which rows draw: their tokens, int64.
 Drawer = Callable[[torch.Tensor, SamplingTensors, torch.Tensor], torch.Tensor]
 
 
 def race(
-    scaled: torch.Tensor, noise: torch.Tensor, ids: torch.Tensor | None = None
+    scaled: torch.Tensor, noise: torch.Tensor, first_id: int = 0, ids: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the places of the highest sums of scaled logit and noise, in plain torch.
 
     Args:
-        ids: (rows, tokens), whose logits these are; None: all tokens', places are ids.
+        first_id: the token of the first logit, if the others follow it.
+        ids: (rows, tokens), whose logits these are; None: tokens from `first_id` on.
     """
-    tokens = scaled.shape[-1] if ids is None else ids
-    return gumbel(noise, tokens).add_(scaled).argmax(-1)
+    if ids is None:
+        ids = torch.arange(first_id, first_id + scaled.shape[-1], device=scaled.device)
+    return gumbel(noise, ids).add_(scaled).argmax(-1)
 
 
 def draw(
@@ -216,7 +220,7 @@ def draw(
     host = how.host  # to see which filters are used; a filter leaves other rows as they are
     most_kept = int(host.top_k.max())
     has_min_p, has_top_p = bool((host.min_p > 0).any()), bool((host.top_p < 1).any())
-    logits, how = logits[rows].float(), how.rows(rows)
+    logits, how = logits[rows].float(), replace(how.rows(rows), first_id=how.first_id)
     largest, first = logits.max(-1, keepdim=True)
     scaled = (logits - largest) / how.temperature[:, None]
     if most_kept > 0:
@@ -226,7 +230,7 @@ def draw(
     if has_top_p:
         probs = _keep_top_p(torch.softmax(scaled, -1), how.top_p)
         scaled = scaled.masked_fill(probs == 0, float("-inf"))
-    ids = racer(scaled, how.noise)
+    ids = racer(scaled, how.noise, how.first_id)
     # Of a row with nan or +inf the first such token: its logprob is nan, whichever is drawn.
     return torch.where(largest.isfinite(), ids[:, None], first)[:, 0]
 
@@ -282,6 +286,47 @@ def _keep_first(
     return above | (is_equal & (is_equal.cumsum(-1) <= num_equal))
 
 
+@dataclass(slots=True, frozen=True)
+class Vocabulary:
+    """Of which tokens (rows, vocab) logits are: all. `sharded.VocabularyShard` has some of them.
+
+    Args:
+        size: of the whole vocabulary.
+    """
+
+    size: int
+
+    @property
+    def own(self) -> range:
+        """The tokens whose logits are here."""
+        return range(self.size)
+
+    @property
+    def most_own(self) -> int:
+        """Most tokens whose logits any rank has."""
+        return self.size
+
+    def ranker(self, body: Ranker) -> Ranker:
+        """Return what ranks the whole vocabulary, made of what ranks the logits here."""
+        return body
+
+    def drawer(self, body: Drawer) -> Drawer:
+        """Return what draws from the whole vocabulary, made of what draws from the logits here."""
+        return body
+
+    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the id of each row's highest logit; of equals the lowest."""
+        return likeliest(logits)
+
+    def logits_of(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return the logit of each row's id, (rows,) float32."""
+        return logits.gather(-1, ids[:, None])[:, 0].float()
+
+    def join(self, few: torch.Tensor) -> torch.Tensor:
+        """Return logits of the same few tokens everywhere; -inf stands for those elsewhere."""
+        return few
+
+
 def sample(
     logits: torch.Tensor,
     how: SamplingTensors,
@@ -289,6 +334,7 @@ def sample(
     edits: LogitEditTensors | None = None,
     ranker: Ranker = rank,
     drawer: Drawer = draw,
+    vocabulary: Vocabulary | None = None,
 ) -> Draws:
     """Draw one token a row.
 
@@ -297,14 +343,16 @@ def sample(
         num_top: how many alternatives to report.
         edits: changes of single logits; the logprobs are those of the logits without them.
         ranker, drawer: `rank` and `draw`, or compiled bodies of them.
+        vocabulary: whose logits these are; None: the whole one's.
     """
-    ranking = _rank(logits, num_top, ranker)
+    vocabulary = vocabulary or Vocabulary(logits.shape[-1])
+    ranking = _rank(logits, num_top, ranker, vocabulary)
     edited = logits if edits is None else edits.apply(logits)
     masks = None if edits is None else edits.masks
     # The likeliest token; ties go to the lowest id.
-    ids = ranking.first.clone() if edited is logits else likeliest(edited)
+    ids = ranking.first.clone() if edited is logits else vocabulary.likeliest(edited)
     if how.is_greedy and masks is None:
-        return _report(logits, ids, num_top, ranking)
+        return _report(logits, ids, num_top, ranking, vocabulary)
     # Noise is by token id, so a draw without the mask is the masked one wherever it is allowed.
     # Filters count what the mask leaves, so rows that have both draw with it at once.
     is_drawn = how.host.is_random
@@ -317,8 +365,8 @@ def sample(
     if masks is not None:
         is_held_back = (how.host.is_random & ~is_drawn).to(ids.device)
         is_out = is_held_back | ~masks.allow(ids)
-        _draw_masked(edited, how, masks, is_out, ids, drawer)
-    return _report(logits, ids, num_top, ranking)
+        _draw_masked(edited, how, masks, is_out, ids, drawer, vocabulary)
+    return _report(logits, ids, num_top, ranking, vocabulary)
 
 
 def _draw_masked(
@@ -328,42 +376,60 @@ def _draw_masked(
     is_out: torch.Tensor,  # (rows,) bool: these rows are drawn
     ids: torch.Tensor,  # (rows,) int64, which are changed
     drawer: Drawer,
+    vocabulary: Vocabulary,
 ) -> None:
     """Draw some rows with their masks."""
     kinds = torch.where(is_out, 1 + how.is_random.int() + 2 * masks.has_few.int(), 0).tolist()
     for kind in sorted({*kinds} - {0}):
         places = [row for row, other in enumerate(kinds) if other == kind]
         rows = torch.tensor(places, device=logits.device)
-        own, draw_own = masks.part(rows), drawer
+        own, draw_own, find = masks.part(rows), drawer, vocabulary.likeliest
         if kind > 2:
             left, few = own.gather(logits, rows)
+            left, find = vocabulary.join(left), likeliest
             draw_own = partial(draw, racer=partial(race, ids=few))
         else:
             left = own.keep(logits, rows)
         every = torch.arange(len(rows), device=logits.device)
-        found = likeliest(left) if kind % 2 else draw_own(left, how.rows(rows), every)
+        found = find(left) if kind % 2 else draw_own(left, how.rows(rows), every)
         if kind > 2:
             found = few.gather(-1, found[:, None])[:, 0]
         ids[rows] = own.settle(found)
 
 
-def score(logits: torch.Tensor, ids: torch.Tensor, num_top: int, ranker: Ranker = rank) -> Draws:
+def score(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    num_top: int,
+    ranker: Ranker = rank,
+    vocabulary: Vocabulary | None = None,
+) -> Draws:
     """Return the logprob of each row's given id, and the best alternatives.
 
     Args:
         logits: (rows, vocab), of any floating dtype.
         ids: (rows,) int64.
+        vocabulary: whose logits these are; None: the whole one's.
     """
-    return _report(logits, ids, num_top, _rank(logits, num_top, ranker))
+    vocabulary = vocabulary or Vocabulary(logits.shape[-1])
+    ranking = _rank(logits, num_top, ranker, vocabulary)
+    return _report(logits, ids, num_top, ranking, vocabulary)
 
 
-def _rank(logits: torch.Tensor, num_top: int, ranker: Ranker) -> Ranking:
-    return ranker(logits, max(1, min(num_top, logits.shape[-1])))
+def _rank(
+    logits: torch.Tensor, num_top: int, ranker: Ranker, vocabulary: Vocabulary
+) -> Ranking:
+    return ranker(logits, max(1, min(num_top, vocabulary.size)))
 
 
-def _report(logits: torch.Tensor, ids: torch.Tensor, num_top: int, ranking: Ranking) -> Draws:
-    normalizer = ranking.normalizer[:, None]
-    logprobs = logits.gather(-1, ids[:, None]).float() - normalizer
+def _report(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    num_top: int,
+    ranking: Ranking,
+    vocabulary: Vocabulary,
+) -> Draws:
+    logprobs = vocabulary.logits_of(logits, ids) - ranking.normalizer
     # A chosen token that is also among the best has the very same float there.
-    best = ranking.best[:, :num_top]
-    return Draws(ids, logprobs[:, 0], ranking.best_ids[:, :num_top], best - normalizer)
+    best = ranking.best[:, :num_top] - ranking.normalizer[:, None]
+    return Draws(ids, logprobs, ranking.best_ids[:, :num_top], best)

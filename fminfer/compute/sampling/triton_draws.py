@@ -18,8 +18,8 @@ from fminfer.compute.trial import Pair
 TOKENS = 2048  # that one program looks at
 
 
-def triton_race(scaled: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Return the ids of the highest sums of scaled logit and noise, as `sampler.race` does."""
+def triton_race(scaled: torch.Tensor, noise: torch.Tensor, first_id: int = 0) -> torch.Tensor:
+    """Return the places of the highest sums of scaled logit and noise, as `sampler.race` does."""
     rows, vocab = scaled.shape
     assert scaled.dtype == torch.float32 and scaled.is_contiguous(), "scaled logits"
     assert noise.dtype == torch.int64 and noise.is_contiguous() and len(noise) == rows, "noise"
@@ -28,7 +28,7 @@ def triton_race(scaled: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     winners = torch.empty((rows, parts), dtype=torch.int64, device=scaled.device)
     with torch.cuda.device_of(scaled):  # type: ignore[no-untyped-call]
         race_kernel[(rows, parts)](
-            *(scaled, noise, scores, winners, vocab), SIZE=TOKENS, num_warps=8
+            *(scaled, noise, scores, winners, vocab, first_id), SIZE=TOKENS, num_warps=8
         )
     return winners.gather(-1, scores.argmax(-1, keepdim=True))[:, 0]
 
@@ -40,4 +40,5 @@ def race_pairs(racer: Racer, device: torch.device) -> Iterator[Pair]:
     scaled[4:, 9:4990] = float("-inf")  # masks leave as few, or fewer
     scaled[5, 1:], scaled[6, :-1] = float("-inf"), float("-inf")
     noise = torch.randint(-(2**63), 2**63 - 1, (8,), generator=generator)
-    yield racer(scaled.to(device), noise.to(device)), race(scaled, noise)
+    for first_id in (0, 40_000):
+        yield racer(scaled.to(device), noise.to(device), first_id), race(scaled, noise, first_id)

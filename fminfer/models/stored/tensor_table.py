@@ -88,15 +88,20 @@ class TensorFiles:
         parts = self._tensors[name].parts
         return len(parts) == 1 and _is_aligned(parts[0])
 
-    def waiting(self, name: str, *, is_used_there: bool) -> Iterator[Waiting]:
+    def waiting(
+        self, name: str, *, is_used_there: bool, rows: tuple[int, int] | None = None
+    ) -> Iterator[Waiting]:
         """Give the parts of a tensor, which were not read yet.
 
         Args:
             is_used_there: it is used where it lies, so that its pages may be this process's. What
                 is copied is only read into the system's memory.
+            rows: only from one to another is read, of a tensor that is one part; None: all are.
         """
-        for part in self._tensors[name].parts:
-            first, last = part.span
+        parts = self._tensors[name].parts
+        for part in parts:
+            some = part if rows is None or len(parts) > 1 else part.rows(*rows)
+            first, last = some.span
             fetch = partial(_have_read, part.file, first, last)
             if is_used_there and first < last:
                 address = torch.frombuffer(self._map(part.file), dtype=torch.uint8).data_ptr()

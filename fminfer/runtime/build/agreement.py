@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 import torch
 import torch.distributed as dist
 
-from fminfer.core.config import EngineConfig
+from fminfer.core.config import EngineConfig, GroupSizes
 from fminfer.core.errors import PipelineError, UsageError
 from fminfer.machine.device import free_bytes, memory_name
 from fminfer.machine.out_of_memory import is_out_of_memory
@@ -49,7 +49,8 @@ def plan_run(
     Raises:
         UsageError: an option that cannot be, or weights or a --budget for which there is no room.
     """
-    plan = make_plan(config, checkpoint, find_machine(config, _place_of(group, spread)))
+    place = _place_of(config, group, spread)
+    plan = make_plan(config, checkpoint, find_machine(config, place))
     shortage = plan.shortage
     if group is not None:  # none reads its weights before all have looked
         free = (plan.machine.free or 0) + plan.machine.swap
@@ -65,14 +66,15 @@ def plan_run(
     return plan
 
 
-def _place_of(group: Group | None, spread: Spread) -> Machine:
+def _place_of(config: GroupSizes, group: Group | None, spread: Spread) -> Machine:
     """Return the facts of this process's place; others of the machine are left open."""
     engine = Machine(num_engines=spread.num_engines, engine_number=spread.engine_number)
     if group is None:
         return engine
     return replace(
         engine,
-        num_stages=group.world_size,
+        num_stages=group.world_size // config.tensor_parallel_size,
+        num_shards=config.tensor_parallel_size,
         rank=group.rank,
         local_rank=group.local_rank,
         local_size=group.local_size,

@@ -10,6 +10,7 @@ import torch
 from fminfer.compute.attention.paged_attention import AttentionBody
 from fminfer.compute.registry import open_registry
 from fminfer.compute.sampling.sampler import Drawer, Ranker
+from fminfer.compute.sampling.sharded import VocabularyShard
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part
 from fminfer.machine.device import free_bytes, use_device, why_slow
@@ -24,6 +25,7 @@ from fminfer.models.stage import Stage
 from fminfer.models.transformer import Transformer
 from fminfer.models.whole_layers import WholeLayers
 from fminfer.pipeline.group import Group
+from fminfer.pipeline.shard_group import connect_shards
 from fminfer.pipeline.transport import HiddenForm
 from fminfer.plan.machine_facts import find_machine
 from fminfer.plan.planning import make_plan
@@ -95,6 +97,7 @@ def load_part(
         UsageError: an option that cannot be.
     """
     config, checkpoint, device = plan.config, plan.checkpoint, plan.device
+    part, share = plan.own.part, plan.own.share
     use_device(device)
     hidden_group = None
     num_engines = plan.machine.num_engines
@@ -107,19 +110,22 @@ def load_part(
     if group is not None:
         agree(group, plan)
         compare_weights(group, digests)
-        hidden_group = connect_gpus(group, device)
+        if part.num_shards == 1:  # otherwise one thread alone calls NCCL, for sums
+            hidden_group = connect_gpus(group, device)
     registry = open_registry(config.kernels, plan.dtype, device)
     if registry.library is None and plan.packed_by == "kernels":  # their build failed
         plan = make_plan(config, checkpoint, find_machine(config, plan.machine))
+    shards = None if group is None else connect_shards(group, part, device, registry.library)
     source = open_weights(
         checkpoint,
-        plan.own.part,
+        part,
         holding=plan.holding,
         device=device,
         seed=config.seed,
+        share=share,
         on_progress=on_progress,
     )
-    model, part = checkpoint.model, plan.own.part
+    model = checkpoint.model if share is None else share.model
     hows = [layer.attention for layer in model.layers]
     kernels = StepKernels(
         attention=registry.attention(hows, config.block_size, plan.kv_dtype),
@@ -128,7 +134,15 @@ def load_part(
     )
     bodies = Bodies(registry, max(4, checkpoint.context_length))  # a trial has 4 positions
     join = WholeLayers(registry).join
-    network = Transformer(model, source, first=part.first, bodies=bodies, join=join)
+    network = Transformer(
+        model,
+        source,
+        first=part.first,
+        bodies=bodies,
+        join=join,
+        shards=shards,
+        tokens=None if share is None else share.tokens[part.shard],
+    )
     return LoadedPart(
         plan=plan,
         network=network,
@@ -172,7 +186,13 @@ def build_stage(loaded: LoadedPart) -> Stage:
 def make_stage(loaded: LoadedPart) -> Stage:
     """Make the stage of a loaded part, and its KV cache."""
     plan, network, kernels = loaded.plan, loaded.network, loaded.kernels
-    most = plan.sizes.max_decode_rows
+    most, share, vocabulary, graphs = plan.sizes.max_decode_rows, plan.own.share, None, None
+    if share is not None and network.shards is not None:
+        whole = plan.checkpoint.model.vocab_size
+        vocabulary = VocabularyShard(whole, share.tokens, network.shards)
+    else:  # sums were not captured yet
+        device = loaded.device
+        graphs = find_graphs(plan.config.kernels, network, kernels.attention, most, device)
     return Stage(
         network,
         kv_dtype=plan.kv_dtype,
@@ -183,7 +203,8 @@ def make_stage(loaded: LoadedPart) -> Stage:
         ranker=kernels.ranker,
         drawer=kernels.drawer,
         threads=loaded.threads,
-        graphs=find_graphs(plan.config.kernels, network, kernels.attention, most, loaded.device),
+        graphs=graphs,
+        vocabulary=vocabulary,
     )
 
 

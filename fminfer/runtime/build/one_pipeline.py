@@ -173,8 +173,12 @@ def _build_pipeline(stage: Stage, loaded: LoadedPart, group: Group | None) -> Qu
 
     ring = RingPipeline(stage, loaded.part, loaded.form, explain)
 
+    shards = loaded.network.shards
+
     def fail(fault: Fault) -> None:
         group.fault = fault
+        if shards is not None:
+            shards.stop()
         ring.fail(PipelineError(fault.text))
         time.sleep(END_S)
         group.die(fault)  # whoever was to hear of it waits for something else, such as stdin

@@ -30,10 +30,16 @@ class Spread:
 
     num_stages: int = 1  # of a pipeline
     num_pipelines: int = 1
+    num_shards: int = 1  # ranks of a stage
     join_timeout_s: float = DEFAULTS.join_timeout_s
     rank_timeout_s: float = DEFAULTS.rank_timeout_s
     num_engines: int = 1  # on this machine, which share its cores, memory and GPUs
     engine_number: int = 0  # of this process's one among them
+
+    @property
+    def num_ranks(self) -> int:
+        """Of a pipeline."""
+        return self.num_stages * self.num_shards
 
 
 ALONE = Spread()  # one process
@@ -75,7 +81,7 @@ class Role:
             return []
         if self.kind == "starter" and self.spread.num_pipelines > 1:
             return pipeline_names(self.spread.num_pipelines)
-        return [] if self.facts is not None else rank_names(self.spread.num_stages)
+        return [] if self.facts is not None else rank_names(self.spread.num_ranks)
 
 
 def find_role(ranks: RankConfig, environ: Mapping[str, str]) -> Role:
@@ -85,16 +91,17 @@ def find_role(ranks: RankConfig, environ: Mapping[str, str]) -> Role:
         UsageError: half of what a rank needs, or flags that a launcher's variables contradict.
     """
     facts, groups = find_facts(ranks, environ), ranks.data_group_size
-    num_stages = ranks.num_stages if facts is None else facts.world_size // groups
-    spread = Spread(num_stages, groups, ranks.join_timeout_s, ranks.rank_timeout_s)
+    shards = ranks.tensor_parallel_size
+    num_stages = ranks.num_stages if facts is None else facts.world_size // (groups * shards)
+    spread = Spread(num_stages, groups, shards, ranks.join_timeout_s, ranks.rank_timeout_s)
     if facts is not None:
         return Role("apart", spread, facts)
-    return Role("alone" if num_stages * groups == 1 else "starter", spread)
+    return Role("alone" if spread.num_ranks * groups == 1 else "starter", spread)
 
 
-def rank_names(num_stages: int) -> list[str]:
+def rank_names(num_ranks: int) -> list[str]:
     """Name the ranks of a pipeline that its rank 0 starts."""
-    return [f"rank {rank}" for rank in range(1, num_stages)]
+    return [f"rank {rank}" for rank in range(1, num_ranks)]
 
 
 def pipeline_names(count: int) -> list[str]:

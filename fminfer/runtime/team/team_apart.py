@@ -1,7 +1,7 @@
 """Ranks of several pipelines that were started apart: they meet once, then each takes its part.
 
-Rank r is stage r % S of pipeline r // S, where S is how many stages a pipeline has. Rank 0 runs the
-job and starts its own stage as a process; the first rank of each other pipeline has a line to it.
+Rank r is rank r % N of pipeline r // N, where N is how many ranks a pipeline has. Rank 0 runs the
+job and starts its own rank as a process; the first rank of each other pipeline has a line to it.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Apart(Meeting):
             prepare=prepare,
             end=end,
         )
-        self.spread, self._num_stages = spread, spread.num_stages
-        self._number, self._stage = divmod(self.rank, self._num_stages)
+        self.spread, self._num_ranks = spread, spread.num_ranks
+        self._number, self._its_rank = divmod(self.rank, self._num_ranks)
         self._is_over = False  # each pipeline goes its own way, or none is needed
         # Of this pipeline's own meeting, which is in the same store.
         self._facts = RankFacts(
-            self._stage,
-            self._num_stages,
+            self._its_rank,
+            self._num_ranks,
             self._place.host,
             self._place.port,
             source=facts.source,
@@ -131,7 +131,7 @@ class Apart(Meeting):
         """
         self._end_meeting(is_needed=True)
         member = Processes([self.pipeline_name], has_line=True).all[0]
-        facts = replace(self._facts, parent=os.getpid()) if self._num_stages > 1 else None
+        facts = replace(self._facts, parent=os.getpid()) if self._num_ranks > 1 else None
         first = start_pipeline(0, member, config, self.spread, child_options, facts)
         try:
             return [first, *map(self._await_line, range(1, self.spread.num_pipelines))]
@@ -142,8 +142,8 @@ class Apart(Meeting):
 
     def take_stage(self) -> tuple[RankFacts | None, RunLink | None]:
         """Return another rank's place in its pipeline, and its line to rank 0 if it has one."""
-        facts = self._facts if self._num_stages > 1 else None
-        if self._stage > 0:
+        facts = self._facts if self._num_ranks > 1 else None
+        if self._its_rank > 0:
             return facts, None
         peer = self._place.connect().become_line(self._number)
         end_when_silent(peer, self.spread.rank_timeout_s, is_always_read=False)
@@ -160,13 +160,13 @@ class Apart(Meeting):
 
     def _pipelines_here(self) -> list[int]:
         """Return the pipelines that have ranks on this machine, which they share evenly."""
-        counts = Counter(rank // self._num_stages for rank in self.local_ranks)
+        counts = Counter(rank // self._num_ranks for rank in self.local_ranks)
         if len(set(counts.values())) > 1:
             told = ", ".join(f"pipeline {n} has {count}" for n, count in sorted(counts.items()))
             raise UsageError(
                 f"of the ranks on {self._where['host']}, {told}; start as many of each there, for "
                 f"they share its cores and GPUs evenly (rank r is of pipeline r // "
-                f"{self._num_stages})"
+                f"{self._num_ranks})"
             )
         return sorted(counts)
 
@@ -176,7 +176,7 @@ class Apart(Meeting):
         while number not in self._place.holder.lines:
             if time.monotonic() > until_s:
                 raise PipelineError(
-                    f"rank {number * self._num_stages}, the first of pipeline {number}, did not "
+                    f"rank {number * self._num_ranks}, the first of pipeline {number}, did not "
                     f"connect within {self.spread.join_timeout_s:g} s (--join-timeout)"
                 )
             time.sleep(STOP_POLL_S)

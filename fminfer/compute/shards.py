@@ -1,0 +1,107 @@
+"""What the ranks that share a stage's layers tell each other within a step.
+
+Each has a shard of every layer, and computes a part of each sum. On the CPU they add these parts up
+in memory that all of them map (`sums.cpp`), in the order of the ranks: no result depends on timing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import Protocol
+
+import torch
+
+from fminfer.core.errors import PipelineError
+
+CAPACITY = 1 << 20  # bytes that a rank shares at once; larger tensors go in parts
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
+DIFFER = 3  # of sums.h
+
+
+class Shards(Protocol):
+    """The ranks of a stage, as one of them."""
+
+    @property
+    def index(self) -> int:
+        """Which of them this is."""
+
+    @property
+    def count(self) -> int: ...
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all ranks' x, the same on each; x may be overwritten."""
+
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what each rank has, (ranks, *x.shape)."""
+
+    def stop(self) -> None:
+        """Let nobody wait here any longer: a rank has failed."""
+
+
+class SumsStruct(ctypes.Structure):
+    """sums.h says what each field is."""
+
+    _fields_ = (
+        ("memory", ctypes.c_void_p),
+        *[(name, ctypes.c_int64) for name in ("capacity", "index", "count")],
+        ("turn", ctypes.c_uint64),
+        ("is_over", ctypes.c_int64),
+    )
+
+
+class SharedMemoryShards:
+    """Ranks of one machine that map the same memory, all zeros at first.
+
+    Args:
+        memory: of `num_bytes(count)`.
+    """
+
+    def __init__(self, library: ctypes.CDLL, memory: mmap.mmap, index: int, count: int) -> None:
+        address, number = ctypes.c_void_p, ctypes.c_int64
+        self._sum, self._share = library.fminfer_sum, library.fminfer_share
+        self._sum.argtypes = [address, address, number, number, number]
+        self._share.argtypes = [address, address, address, number]
+        self.index, self.count, self._memory = index, count, memory
+        place = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.struct = SumsStruct(place, CAPACITY, index, count, 0, 0)
+        self.address = ctypes.addressof(self.struct)  # for kernels that add up by themselves
+
+    @staticmethod
+    def num_bytes(library: ctypes.CDLL, count: int) -> int:
+        """Return what they need."""
+        library.fminfer_sums_bytes.argtypes = [ctypes.c_int64] * 2
+        library.fminfer_sums_bytes.restype = ctypes.c_int64
+        found: int = library.fminfer_sums_bytes(count, CAPACITY)
+        return found
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype not in TYPES:
+            return self.sum(x.float()).to(x.dtype)
+        x = x.contiguous()
+        num_threads = torch.get_num_threads()
+        explain(self._sum(self.address, x.data_ptr(), x.numel(), TYPES[x.dtype], num_threads))
+        return x
+
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        found = x.new_empty((self.count, *x.shape))
+        explain(self._share(self.address, x.data_ptr(), found.data_ptr(), x.nbytes))
+        return found
+
+    def stop(self) -> None:
+        self.struct.is_over = 1
+
+
+def explain(failed: int) -> None:
+    """Raise what a call of the library says of the other ranks; 0: all is well.
+
+    Raises:
+        PipelineError: one of them has failed, or computes another step.
+    """
+    if failed == DIFFER:
+        raise PipelineError(
+            "the ranks of a stage have tensors of different sizes; please report this"
+        )
+    if failed:
+        raise PipelineError("another rank of this stage has failed")

@@ -1,0 +1,254 @@
+"""Tensor parallelism (Shoeybi et al. 2019): which part of each tensor a rank holds.
+
+A rank has some heads of attention, some of the inner numbers of MLPs, of shared ones and of each
+expert, and some tokens of embedding and head. The first product of attention and MLP is cut by
+outputs, the second by inputs: what it gives is added up over the ranks. All else is whole on each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from fminfer.compute.spec import Attention, HeadsOfAll, Layer, Mlp, Model, Moe
+from fminfer.compute.quantized.block_format import Joined
+from fminfer.compute.weights import Format, TensorSpec
+from fminfer.core.errors import UsageError
+from fminfer.core.partition import even_parts
+from fminfer.models.tensor_specs import TensorSpecs, entry_specs, exit_specs, layer_specs
+
+TOKENS_UNIT = 8  # masks of allowed tokens are bytes of 8
+
+
+@dataclass(slots=True, frozen=True)
+class Cut:
+    """The part of a tensor that a rank holds.
+
+    Args:
+        rows: of its outputs; None: all.
+        columns: of its inputs; None: all.
+        is_zero: another rank has it, and adds it to what is added up.
+    """
+
+    rows: tuple[range, ...] | None = None
+    columns: range | None = None
+    is_zero: bool = False
+
+    def held(self, spec: TensorSpec) -> TensorSpec:
+        """Return what is held of a tensor."""
+        shape, dim = [*spec.shape], outputs_dim(spec)
+        if self.rows is not None:
+            shape[dim] = sum(map(len, self.rows))
+        if self.columns is not None:
+            shape[-1] = len(self.columns)
+        return TensorSpec(tuple(shape), spec.use)
+
+    def format(self, held: Format) -> Format:
+        """Return the format of what is held of a tensor that is held in a format."""
+        if self.rows is None or not isinstance(held, Joined):
+            return held
+        return held.of_rows(self.rows)
+
+
+def outputs_dim(spec: TensorSpec) -> int:
+    """Return the dimension of a tensor's outputs: experts' biases are (experts, outputs)."""
+    is_matrix = len(spec.shape) > 1 and spec.use != "bias"
+    return len(spec.shape) - (2 if is_matrix else 1)
+
+
+Cuts = Mapping[str, Cut]  # by our names; others are whole
+
+
+@dataclass(slots=True, frozen=True)
+class LayerShare:
+    """What one rank has of a layer, by numbers in the whole layer."""
+
+    heads: range
+    kv_heads: range
+    kv_copies: int  # ranks that have the same KV heads
+    inner: range  # of the MLP, or of each expert
+    shared: range  # of the shared expert
+
+
+@dataclass(slots=True, frozen=True)
+class ModelShare:
+    """What one rank has of a model; `model` is its spec.
+
+    Args:
+        whole: the spec of all ranks together.
+        tokens: of each rank.
+        layers: of this rank.
+    """
+
+    whole: Model
+    shard: int
+    tokens: tuple[range, ...]
+    layers: tuple[LayerShare, ...]
+
+    @property
+    def model(self) -> Model:
+        """The spec of what this rank holds: all sizes follow from it."""
+        own = zip(self.whole.layers, self.layers, strict=True)
+        layers = tuple(_cut_layer(layer, share) for layer, share in own)
+        return replace(self.whole, layers=layers, vocab_size=len(self.tokens[self.shard]))
+
+    def entry_cuts(self) -> Cuts:
+        """Return the cuts of tensors before the first layer."""
+        return self._of_vocabulary(entry_specs(self.whole))
+
+    def exit_cuts(self) -> Cuts:
+        """Return the cuts of tensors after the last layer."""
+        return self._of_vocabulary(exit_specs(self.whole))
+
+    def layer_cuts(self, number: int) -> Cuts:
+        """Return the cuts of a layer's tensors."""
+        layer, share = self.whole.layers[number], self.layers[number]
+        specs = layer_specs(layer, self.whole.hidden_size)
+        found = _cut_attention(layer.attention, share) | _cut_mlps(layer.mlp, share)
+        for name in ("out.bias", "down.bias", "experts.down.bias", "shared.down.bias"):
+            found[name] = Cut(is_zero=self.shard > 0)
+        return {name: cut for name, cut in found.items() if name in specs}
+
+    def cuts(self) -> Cuts:
+        """Return all cuts; names of a layer's tensors begin with its number."""
+        layers = range(len(self.layers))
+        inner = {f"{n}.{name}": cut for n in layers for name, cut in self.layer_cuts(n).items()}
+        return {**self.entry_cuts(), **inner, **self.exit_cuts()}
+
+    def _of_vocabulary(self, specs: TensorSpecs) -> Cuts:
+        names = specs.keys() & {"embed.weight", "head.weight", "head.bias"}
+        return {name: Cut((self.tokens[self.shard],)) for name in names}
+
+
+def share_model(model: Model, shard: int, count: int, block: int) -> ModelShare:
+    """Cut a model for the ranks of a stage.
+
+    Args:
+        shard, count: which of so many ranks.
+        block: inputs that are quantized together; no cut goes through them.
+
+    Raises:
+        UsageError: it cannot be cut into so many parts.
+    """
+    tokens = even_parts(model.vocab_size, count, TOKENS_UNIT)
+    _refuse_empty(tokens, count, f"a vocabulary of {model.vocab_size} tokens in eights")
+    layers = tuple(_share_layer(layer, shard, count, block) for layer in model.layers)
+    return ModelShare(model, shard, tuple(tokens), layers)
+
+
+def _share_layer(layer: Layer, shard: int, count: int, block: int) -> LayerShare:
+    attention, mlp = layer.attention, layer.mlp
+    norm = attention.qk_norm
+    if norm is not None and attention.qk_norm_over == "all" and not norm.is_rms:
+        raise UsageError(
+            f"--tensor-parallel-size {count}: this model has a LayerNorm over all heads together, "
+            "which is not cut. Use --pipeline-group-size instead"
+        )
+    of_ranks = _share_heads(attention, count, block)
+    heads, kv_heads = of_ranks[shard]
+    kv_copies = [own for _, own in of_ranks].count(kv_heads)
+    expert, shared = (mlp.expert, mlp.shared) if isinstance(mlp, Moe) else (mlp, None)
+    of_shared = range(0) if shared is None else _share_mlp(shared, count, block)[shard]
+    inner = _share_mlp(expert, count, block)[shard]
+    return LayerShare(heads, kv_heads, kv_copies, inner, of_shared)
+
+
+def _share_mlp(mlp: Mlp, count: int, block: int) -> list[range]:
+    parts = even_parts(mlp.size, count, block)
+    blocks = f" in blocks of {block}" * (block > 1)
+    return _refuse_empty(parts, count, f"an MLP or expert of {mlp.size}{blocks}")
+
+
+def _share_heads(how: Attention, count: int, block: int) -> list[tuple[range, range]]:
+    """Return the heads and KV heads of each rank: whole groups of them, or parts of one group.
+
+    Cuts along the inputs of `out` follow blocks.
+    """
+    num_groups = how.heads if how.latent else how.kv_heads
+    size = how.heads // num_groups  # heads of a group
+    width = how.latent.value_dim if how.latent else how.head_dim
+    told = f"{how.heads} heads in groups of {size}" + f" and blocks of {block}" * (block > 1)
+    if count <= num_groups:
+        unit = block // math.gcd(block, size * width)  # groups whose heads are whole blocks
+        groups = _refuse_empty(even_parts(num_groups, count, unit), count, told)
+        of_kv = [range(how.kv_heads) if how.latent else each for each in groups]
+        heads = [range(each.start * size, each.stop * size) for each in groups]
+        return [*zip(heads, of_kv, strict=True)]
+    unit, found = block // math.gcd(block, width), []
+    for group, ranks in enumerate(even_parts(count, num_groups)):
+        for part in _refuse_empty(even_parts(size, len(ranks), unit), count, told):
+            heads_of = range(group * size + part.start, group * size + part.stop)
+            found.append((heads_of, range(group, group + 1)))
+    return found
+
+
+def _refuse_empty(parts: list[range], count: int, told: str) -> list[range]:
+    if not all(parts):
+        raise UsageError(
+            f"--tensor-parallel-size {count}: {told} cannot be cut into so many parts. Use a "
+            "smaller one; --pipeline-group-size spreads layers over more ranks"
+        )
+    return parts
+
+
+def _cut_layer(layer: Layer, share: LayerShare) -> Layer:
+    """Return the spec of a layer's part."""
+    attention, mlp = layer.attention, layer.mlp
+    alibi = attention.alibi
+    if alibi is not None:
+        alibi = replace(alibi, slopes=alibi.slopes[share.heads.start : share.heads.stop])
+    of_all = HeadsOfAll(attention.heads, attention.kv_heads, share.kv_copies)
+    attention = replace(
+        attention,
+        heads=len(share.heads),
+        kv_heads=len(share.kv_heads),
+        alibi=alibi,
+        of_all=of_all if attention.qk_norm_over == "all" else None,
+    )
+    cut: Mlp | Moe
+    if isinstance(mlp, Moe):
+        shared = mlp.shared and replace(mlp.shared, size=len(share.shared))
+        cut = replace(mlp, expert=replace(mlp.expert, size=len(share.inner)), shared=shared)
+    else:
+        cut = replace(mlp, size=len(share.inner))
+    return replace(layer, attention=attention, mlp=cut)
+
+
+def _scaled(part: range, size: int, first: int = 0) -> range:
+    """Return the numbers of some heads, each of a size, behind others."""
+    return range(first + part.start * size, first + part.stop * size)
+
+
+def _cut_attention(how: Attention, share: LayerShare) -> dict[str, Cut]:
+    heads, kv_heads, dim = share.heads, share.kv_heads, how.head_dim
+    found = {"sinks.weight": Cut((heads,))}
+    if how.latent is not None:
+        of_query, of_value = how.latent.key_dim + how.latent.turned_dim, how.latent.value_dim
+        for name in ("q", "q_up"):
+            found[f"{name}.weight"] = Cut((_scaled(heads, of_query),))
+        found["kv_up.weight"] = Cut((_scaled(heads, how.latent.key_dim + of_value),))
+        return found | {"out.weight": Cut(columns=_scaled(heads, of_value))}
+    of_query, of_key, _ = how.qkv_sizes
+    rows = tuple(_scaled(kv_heads, dim, of_query + n * of_key) for n in range(2))
+    for leaf in ("weight", "bias"):
+        found[f"qkv.{leaf}"] = Cut((_scaled(heads, dim), *rows))
+        if how.qk_norm_over != "head":
+            size = dim if how.qk_norm_over == "all" else 1
+            found[f"q_norm.{leaf}"] = Cut((_scaled(heads, size),))
+            found[f"k_norm.{leaf}"] = Cut((_scaled(kv_heads, size),))
+    return found | {"out.weight": Cut(columns=_scaled(heads, dim))}
+
+
+def _cut_mlps(mlp: Mlp | Moe, share: LayerShare) -> dict[str, Cut]:
+    if not isinstance(mlp, Moe):
+        return _cut_mlp("", mlp, share.inner)
+    found = _cut_mlp("experts.", mlp.expert, share.inner)
+    return found if mlp.shared is None else found | _cut_mlp("shared.", mlp.shared, share.shared)
+
+
+def _cut_mlp(top: str, mlp: Mlp, inner: range) -> dict[str, Cut]:
+    halves = [range(n * mlp.size + inner.start, n * mlp.size + inner.stop) for n in range(2)]
+    rows = Cut(tuple(halves[: 2 if mlp.is_gated else 1]))
+    leaves = {f"{top}up.{leaf}": rows for leaf in ("weight", "bias")}
+    return leaves | {f"{top}down.weight": Cut(columns=inner)}
