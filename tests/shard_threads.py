@@ -1,4 +1,4 @@
-"""The ranks of a model that is cut, as threads of one process, in the place of one that has it whole.
+"""The ranks of a model that is cut, as threads of one process.
 
 They are built as ranks are, and add up by the library's own sums, or in plain torch.
 """
@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,11 +109,10 @@ class ShardedRanks:
         hidden: torch.Tensor | None = None
         for first in range(0, len(self.stages), self._num_shards):
             stages = self.stages[first : first + self._num_shards]
-            before = hidden
-            outs = self._together([lambda s=s: s.forward(step, before) for s in stages])
+            outs = self._together([partial(each.forward, step, hidden) for each in stages])
             assert all(torch.equal(out, outs[0]) for out in outs), "ranks differ"
             hidden = outs[0]
-        found = self._together([lambda s=s: s.finish(step, hidden) for s in stages])
+        found = self._together([partial(each.finish, step, hidden) for each in stages])
         assert all(each.keys() == found[0].keys() for each in found)
         return StepResult(step.step_id, found[0], [])
 
@@ -122,11 +122,11 @@ class ShardedRanks:
 
 
 def cut_engine(
-    folder: Path | str, num_shards: int, num_stages: int = 1, **options: Any
+    folder: Path | str | None, num_shards: int, num_stages: int = 1, **options: Any
 ) -> fminfer.Engine:
     """Return an engine whose steps are computed by the ranks of a model that is cut."""
-    engine = fminfer.Engine(str(folder), **options)
-    config = make_config(str(folder), **options)
+    name = None if folder is None else str(folder)
+    engine, config = fminfer.Engine(name, **options), make_config(name, **options)
     plans = plan_ranks(config, open_model(config), num_shards, num_stages)
     size = engine.facts.num_kv_blocks * engine.config.block_size
     ranks = ShardedRanks(plans, size)

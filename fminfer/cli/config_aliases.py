@@ -32,35 +32,24 @@ class Entry(NamedTuple):
     value: object
 
 
-def translate(
-    table: Mapping[str, object], name_of: Callable[[str], str]
-) -> tuple[list[Entry], list[str]]:
-    """Return what each entry means in keys of ours, and what to tell of them.
+def translate(table: Mapping[str, object], name_of: Callable[[str], str]) -> list[Entry]:
+    """Return what each entry means in keys of ours.
 
     Args:
         table: keys with underscores.
         name_of: what messages call a key.
 
     Raises:
-        UsageError: a value that cannot be, or a part that is not there yet.
+        UsageError: a value that cannot be.
     """
-    entries, notices = [], []
+    entries = []
     for key, value in table.items():
         name = name_of(key)
         if key not in ALIASES:
             entries.append(Entry(name, key, value))
         elif (meant := ALIASES[key](value, name)) is not None:
             entries.append(Entry(name, *meant))
-    sizes: dict[str, Any] = {key: table[key] for key in PARALLEL if key in table}
-    for key, size in sizes.items():
-        if type(size) is not int or size < 1:
-            raise UsageError(f"{name_of(key)} is {size!r}; it must be a whole number from 1")
-    if sizes:
-        product = sizes.get(PARALLEL[0], 1) * sizes.get(PARALLEL[1], 1)
-        entries.append(Entry(" × ".join(map(name_of, sizes)), "world_size", product))
-    if sizes.get(PARALLEL[0], 1) > 1:
-        notices.append(tell_of_tensor_parallel(PARALLEL[0], sizes[PARALLEL[0]]))
-    return entries, notices
+    return entries
 
 
 def key_of(name: str) -> str:
@@ -113,12 +102,10 @@ def _config_of_class(value: object, name: str) -> tuple[str, object]:
     return "model_config", found
 
 
-PARALLEL = ("tp_init_size", "pp_init_size")  # whose product is the number of ranks
 _KEYS = [option for command in ("run", "serve") for option in options_for(command)]
 OLD_FLAGS = {key_of(old) for option in _KEYS for old in option.old_flags}
 ALIASES: Mapping[str, Meaning] = {
     "model_class": _config_of_class,
-    **dict.fromkeys(PARALLEL, lambda value, name: None),  # `translate` takes both together
     **{
         key_of(old): _meaning_of(key_of(option.all_flags[0]), values)
         for option in _KEYS
@@ -134,7 +121,6 @@ _option = partial(GroupedOption, group="Old command lines", hidden=True)
 OLD_SERVE_OPTIONS = [
     _option(["--config_file", "config"], expose_value=False, help="The same as --config."),
     _option(["--name", "old_name"], help="The same as --model-name, or as --tokenizer."),
-    _option(["--tp", "old_tp"], type=int, help="The same as --world-size."),
     _option(["--random_init", "old_random_init"], type=bool, help="True: --random-init."),
     _option(["--random_model_size", "old_random_model_size"], help="Of --random_init True."),
 ]
@@ -146,12 +132,10 @@ def translate_old_flags(ctx: click.Context) -> list[str]:
     Raises:
         click.UsageError: an old and a new flag that contradict each other.
     """
-    names = ("model_argument", "old_name", "old_tp", "old_random_init", "old_random_model_size")
-    model, name, tp, is_random, size = (ctx.params.pop(each) for each in names)
+    names = ("model_argument", "old_name", "old_random_init", "old_random_model_size")
+    model, name, is_random, size = (ctx.params.pop(each) for each in names)
     if model is not None:
         _set(ctx, "model", model, "")
-    if tp is not None:
-        _set(ctx, "world_size", tp, "--tp ")
     if is_random:
         _set(ctx, "random_init", size or DEFAULT_SIZE, "--random_model_size ")
         _set(ctx, "tokenizer", name or ctx.params["tokenizer"], "--name ")
@@ -159,18 +143,9 @@ def translate_old_flags(ctx: click.Context) -> list[str]:
     elif name is not None:
         _set(ctx, "model", name, "--name ")
         _set(ctx, "random_init", None, "--name")
-    notices = [tell_of_tensor_parallel("--tp", tp)] if (tp or 1) > 1 else []
     if size is not None and not is_random:
-        notices.append("--random_model_size means nothing without --random_init True")
-    return notices
-
-
-def tell_of_tensor_parallel(name: str, count: int) -> str:
-    """Say that layers are not cut into parts, and what is done instead."""
-    return (
-        f"{name} {count}: tensor parallelism is not there yet. The layers are spread over the "
-        "ranks as a pipeline, as --world-size does"
-    )
+        return ["--random_model_size means nothing without --random_init True"]
+    return []
 
 
 def _set(ctx: click.Context, target: str, value: Any, old: str) -> None:

@@ -71,7 +71,7 @@ def _lines(tree: ast.Module) -> Iterator[str]:
                 yield f"# {error}"
             else:
                 told[key] = value
-    for entry in translate(told, str)[0]:
+    for entry in translate(told, str):
         yield f"{entry.key.replace('_', '-')} = {_toml(entry.value)}"
 
 
@@ -158,9 +158,8 @@ def _put_table(
             raise UsageError(f"{other} and {key}{where} are one flag; give one of them")
         names[key_of(key)] = key
     plain = {key_of(key): value for key, value in table.items()}
-    entries, notices = translate(plain, lambda key: names[key] + where)
+    entries = translate(plain, lambda key: names[key] + where)
     found.put_over(_settle(command, entries))
-    found.notices += notices
 
 
 def _refuse_unknown(table: Mapping[str, Any], where: str, allowed: Iterable[str]) -> None:
@@ -208,7 +207,7 @@ def _read_variables(found: Settings, command: Command, environ: Mapping[str, str
             )
         elif value or key == SECRET:
             plain[key] = value
-    entries, _ = translate(plain, variable_of)
+    entries = translate(plain, variable_of)
     found.put_over(_settle(command, entries, are_variables=True))
 
 

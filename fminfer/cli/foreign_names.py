@@ -18,7 +18,8 @@ _FLAGS = {
     "t num-threads": "--threads",
     "b ubatch-size max-num-batched-tokens max-batch-prefill-tokens": "--chunk-size",
     "max-num-seqs max-batch-size max-running-requests parallel np": "--max-rows",
-    "pp pp-size pipeline-parallel-size num-gpus": "--world-size",
+    "pp pp-size pipeline-parallel-size": "--pipeline-group-size",
+    "num-gpus": "--world-size",
     "dp dp-size data-parallel-size": "--data-group-size",
     "gpu gpus gpu-ids": "--cuda-id",
     "kv-cache-dtype cache-type-k": "--kv-dtype",
@@ -31,8 +32,7 @@ _FLAGS = {
     "ngl n-gpu-layers gpu-layers device-map": "--device cuda: all layers of a rank are on its GPU",
     "enforce-eager": "--kernels off for plain torch",
     "resume force overwrite": "--restart to answer anew; the same command goes on by itself",
-    "tp tp-size tensor-parallel-size num-shard": "--world-size, which splits a model by layers; "
-    "tensor parallelism is not there yet",
+    "tp tp-size num-shard": "--tensor-parallel-size",
     "max-tokens max-new-tokens n-predict max-length": "--generate-seq-length for --prompt. A line "
     "has its own max_tokens; with --overwrite-request-args the flag counts in its place",
     "temp": "--temperature for --prompt; each line has its own",

@@ -145,7 +145,8 @@ def parse_flags(
 
 def count_ranks(flags: dict[str, Any], gpus: int | None) -> int:
     """Return how many ranks a job has in all."""
-    return take(GroupSizes, {**flags}).told_ranks or gpus or int(flags["data_group_size"])
+    sizes = take(GroupSizes, {**flags})
+    return sizes.told_ranks or gpus or sizes.num_ranks
 
 
 def check_model_path(config: ModelOptions) -> None:
@@ -189,10 +190,19 @@ def job_values(
         UsageError: numbers that do not fit together.
     """
     num_ranks, time_s = count_ranks(flags, asked.gpus), asked.time_s
+    num_shards: int = flags["tensor_parallel_size"]
     for what, count in (("ranks", num_ranks), ("GPUs", asked.gpus or 0)):
         if count % asked.nodes:
             raise UsageError(f"{count} {what} cannot be spread evenly over --nodes {asked.nodes}")
-    start = shlex.split(asked.launcher) if asked.launcher else scheduler.launcher(num_ranks)
+    if num_ranks // asked.nodes % num_shards:
+        raise UsageError(
+            f"{num_ranks // asked.nodes} ranks on each of --nodes {asked.nodes} are no multiple of "
+            f"--tensor-parallel-size {num_shards}, which has to stay inside a node"
+        )
+    has_groups = num_shards > 1
+    start = scheduler.launcher(num_ranks, has_groups=has_groups)
+    if asked.launcher:
+        start = shlex.split(asked.launcher)
     more_flags = []
     if asked.mode != "ranks" and num_ranks > 1 and not flags["world_size"]:
         more_flags += ["--world-size", str(num_ranks)]

@@ -306,8 +306,7 @@ class GroupSizes(Options):
     @property
     def told_ranks(self) -> int | None:
         """Processes of all pipelines; None: no option says it."""
-        is_told = self.told_stages is not None or self.tensor_parallel_size > 1
-        return self.num_ranks if is_told else None
+        return None if self.told_stages is None else self.num_ranks
 
     @property
     def num_ranks(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from fminfer.core.errors import UsageError
 from fminfer.core.quantities import counted
@@ -68,7 +69,7 @@ def even_parts(size: int, count: int, unit: int = 1) -> list[range]:
     """Divide a size as evenly as whole units allow; the last unit may be smaller."""
     units = -(-size // unit)
     ends = [min(size, -(-units * each // count) * unit) for each in range(count + 1)]
-    return [range(*pair) for pair in zip(ends, ends[1:], strict=False)]
+    return [range(*pair) for pair in pairwise(ends)]
 
 
 def balance(num_layers: int, num_stages: int, head_cost: float) -> list[int]:

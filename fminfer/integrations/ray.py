@@ -151,6 +151,9 @@ class Answer:
     """Adds `record` and `is_error` to the rows of pyarrow tables; Ray makes one an actor."""
 
     def __init__(self, model: str | None = None, *, num_cpus: float = 1, **options: Any) -> None:
+        num_ranks = make_config(model, **options).num_ranks  # each computes with its own threads
+        if num_ranks > 1:
+            options = {"threads": max(1, int(num_cpus) // num_ranks)} | options
         torch.set_num_threads(max(1, int(num_cpus)))  # torch would take every core of the machine
         self._engine = Engine(model, **options)
         # Lines that differ may then be equal, which whoever has read them could not count.

@@ -65,7 +65,8 @@ def run_job(
     run_facts.begin()
     other_work = OtherWork(facts.num_threads, affine_cores) if facts.is_alone else None
     is_slowed = other_work.is_notable if other_work is not None else lambda: False
-    time_left = TimeLeft(engine.device.type, engine.config.num_ranks)
+    sizes = engine.config
+    time_left = TimeLeft(engine.device.type, sizes.num_stages * sizes.data_group_size)
     bar = ProgressBar(inputs.num_rows, time_left, is_quiet=is_quiet, is_slowed=is_slowed)
     trace_file = None if trace is None else TraceFile(trace)
 

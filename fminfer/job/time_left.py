@@ -18,11 +18,11 @@ class TimeLeft:
 
     Args:
         device_type: cpu or cuda.
-        num_ranks: processes that compute; a row draws once while each of them makes a step.
+        num_stages: of all pipelines; a row draws once while each of them makes a step.
     """
 
-    def __init__(self, device_type: str = "cpu", num_ranks: int = 1) -> None:
-        self._step_tokens, self._num_ranks = STEP_TOKENS[device_type], num_ranks
+    def __init__(self, device_type: str = "cpu", num_stages: int = 1) -> None:
+        self._step_tokens, self._num_stages = STEP_TOKENS[device_type], num_stages
         self._is_warm = False
         self._elapsed_s = self._num_units = 0.0
         self._most_fed = 1.0
@@ -49,7 +49,7 @@ class TimeLeft:
         state = engine.state
         num_turns = state.longest_row
         num_tokens = num_turns * state.num_running
-        return self._seconds(num_turns * self._num_ranks, num_tokens) if num_tokens else None
+        return self._seconds(num_turns * self._num_stages, num_tokens) if num_tokens else None
 
     def all_s(self, engine: Observed, total_rows: int) -> float | None:
         """Estimate how long all rows take that are left; None: it is not known yet."""
@@ -70,7 +70,7 @@ class TimeLeft:
         longest_row = engine.state.longest_row
         usual, longest = _expected(longest_row, stops), _expected(longest_row, stops / times_usual)
         num_turns = max(longest, drawn_left / num_places + longest - usual)
-        num_steps = num_turns * self._num_ranks + fed_left / self._most_fed
+        num_steps = num_turns * self._num_stages + fed_left / self._most_fed
         return self._seconds(num_steps, fed_left + drawn_left)
 
     def is_most(self, engine: Observed, total_rows: int) -> bool:

@@ -83,7 +83,9 @@ class LayerSource:
         """Give those of each layer of the stage; the next ones' are read meanwhile, then exit's."""
         own = [(self._origins.layers[n], self._attention[n]) for n in self._numbers]
         groups = [*own, *[(self._origins.exit, None)] * self._part.is_last]
-        waiting = [[w for one in g.values() for w in self._maker.waiting(one, a)] for g, a in groups]
+        waiting = [
+            [w for one in g.values() for w in self._maker.waiting(one, a)] for g, a in groups
+        ]
         with reading_ahead(waiting) as next_group:
             for number in self._numbers:
                 yield self.layer(number)
@@ -336,6 +338,7 @@ def _cut_columns(values: torch.Tensor, held: Format, columns: range | None) -> t
     if isinstance(held, Blocks):
         return held.cut(values, columns)
     return values[..., columns.start : columns.stop]
+
 
 def _part_at(row: int, held: Format, tensors: Tensors) -> tuple[Format, Tensors, int]:
     """Return the part of a weight that holds a row: its format, its tensors, its first row."""

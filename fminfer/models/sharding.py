@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from fminfer.compute.spec import Attention, HeadsOfAll, Layer, Mlp, Model, Moe
 from fminfer.compute.quantized.block_format import Joined
+from fminfer.compute.spec import Attention, HeadsOfAll, Layer, Mlp, Model, Moe
 from fminfer.compute.weights import Format, TensorSpec
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import even_parts
@@ -121,23 +121,30 @@ class ModelShare:
         return {name: Cut((self.tokens[self.shard],)) for name in names}
 
 
-def share_model(model: Model, shard: int, count: int, block: int) -> ModelShare:
+@dataclass(slots=True, frozen=True)
+class InputBlocks:
+    """How many neighbouring inputs are quantized together; no cut goes through them."""
+
+    out: int = 1
+    down: int = 1
+
+
+def share_model(model: Model, shard: int, count: int, blocks: InputBlocks) -> ModelShare:
     """Cut a model for the ranks of a stage.
 
     Args:
         shard, count: which of so many ranks.
-        block: inputs that are quantized together; no cut goes through them.
 
     Raises:
         UsageError: it cannot be cut into so many parts.
     """
     tokens = even_parts(model.vocab_size, count, TOKENS_UNIT)
     _refuse_empty(tokens, count, f"a vocabulary of {model.vocab_size} tokens in eights")
-    layers = tuple(_share_layer(layer, shard, count, block) for layer in model.layers)
+    layers = tuple(_share_layer(layer, shard, count, blocks) for layer in model.layers)
     return ModelShare(model, shard, tuple(tokens), layers)
 
 
-def _share_layer(layer: Layer, shard: int, count: int, block: int) -> LayerShare:
+def _share_layer(layer: Layer, shard: int, count: int, blocks: InputBlocks) -> LayerShare:
     attention, mlp = layer.attention, layer.mlp
     norm = attention.qk_norm
     if norm is not None and attention.qk_norm_over == "all" and not norm.is_rms:
@@ -145,12 +152,12 @@ def _share_layer(layer: Layer, shard: int, count: int, block: int) -> LayerShare
             f"--tensor-parallel-size {count}: this model has a LayerNorm over all heads together, "
             "which is not cut. Use --pipeline-group-size instead"
         )
-    of_ranks = _share_heads(attention, count, block)
+    of_ranks = _share_heads(attention, count, blocks.out)
     heads, kv_heads = of_ranks[shard]
     kv_copies = [own for _, own in of_ranks].count(kv_heads)
     expert, shared = (mlp.expert, mlp.shared) if isinstance(mlp, Moe) else (mlp, None)
-    of_shared = range(0) if shared is None else _share_mlp(shared, count, block)[shard]
-    inner = _share_mlp(expert, count, block)[shard]
+    of_shared = range(0) if shared is None else _share_mlp(shared, count, blocks.down)[shard]
+    inner = _share_mlp(expert, count, blocks.down)[shard]
     return LayerShare(heads, kv_heads, kv_copies, inner, of_shared)
 
 

@@ -63,9 +63,7 @@ def connect_shards(
 class TorchShards:
     """Ranks that add up by torch.distributed."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, index: int, count: int, *, is_nccl: bool
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, index: int, count: int, *, is_nccl: bool) -> None:
         self._group, self.index, self.count, self._is_nccl = group, index, count, is_nccl
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:

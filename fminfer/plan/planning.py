@@ -18,7 +18,7 @@ from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part, split_layers
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.formats import Holding
-from fminfer.models.sharding import ModelShare, share_model
+from fminfer.models.sharding import InputBlocks, ModelShare, share_model
 from fminfer.models.tensor_specs import TensorSpecs, head_cost, model_specs
 from fminfer.models.weight_headers import stored_formats
 from fminfer.plan.expected_bytes import expect_bytes
@@ -92,9 +92,11 @@ def share_among(
     """
     if num_shards == 1:
         return [None]
-    cut = [each for name, each in held.items() if name.split(".")[-2] in ("out", "down")]
-    blocks = {each.block for each in cut if isinstance(each, Blocks)}
-    return [share_model(model, n, num_shards, max({1, *blocks})) for n in range(num_shards)]
+    sizes = {"out": 1, "down": 1}
+    for name, each in held.items():
+        if isinstance(each, Blocks) and (module := name.split(".")[-2]) in sizes:
+            sizes[module] = max(sizes[module], each.block)
+    return [share_model(model, n, num_shards, InputBlocks(**sizes)) for n in range(num_shards)]
 
 
 def _of_most(specs: TensorSpecs, held: Mapping[str, Format], use: Use) -> Format | None:

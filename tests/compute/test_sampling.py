@@ -403,9 +403,9 @@ def test_a_part_of_a_steps_edits_reads_nothing_from_the_device() -> None:
         assert part is not None and part.masks is not None
         assert [len(part.ids), len(part.bias), len(part.banned_ids)] == [3, 3, 2]
         assert len(part.masks.mask_of) == 2
-        tensors = [getattr(part, each.name) for each in fields(part) if each.name != "masks"]
-        tensors += [getattr(part.masks, each.name) for each in fields(part.masks)]
-        assert {each.device.type for each in tensors} == {device}
+        found = [getattr(own, each.name) for own in (part, part.masks) for each in fields(own)]
+        tensors = [each for each in found if isinstance(each, torch.Tensor)]
+        assert len(tensors) == 11 and {each.device.type for each in tensors} == {device}
     assert (part.rows.tolist(), part.ids.tolist()) == ([1, 1, 1], [11, 12, 13])
     assert (part.banned_rows.tolist(), part.banned_ids.tolist()) == ([0, 0], [20, 21])
     assert part.masks.mask_of.tolist() == [1, -1]

@@ -94,7 +94,9 @@ class Blocks:
     def cut(self, packed: torch.Tensor, columns: range) -> torch.Tensor:
         """Return the bytes of some inputs, which are whole blocks or of one block a row."""
         if self.block:
-            first, last = (end // self.block * self.block_bytes for end in (columns.start, columns.stop))
+            first, last = (
+                end // self.block * self.block_bytes for end in (columns.start, columns.stop)
+            )
             return packed[..., first:last]
         first, last = (end + self.block_bytes for end in (columns.start, columns.stop))
         return torch.cat([packed[..., : self.block_bytes], packed[..., first:last]], -1)

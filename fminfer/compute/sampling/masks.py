@@ -136,6 +136,12 @@ class LogitEditTensors:
     banned_rows: torch.Tensor  # (banned,) int64
     banned_ids: torch.Tensor  # (banned,) int64
     masks: MaskTensors | None = None
+    has_others: bool = False  # other ranks have changes of the tokens whose logits are there
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether any logit is changed, here or elsewhere."""
+        return self.has_others or bool(len(self.ids) or len(self.banned_ids))
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:  # (rows, vocab)
         """Return changed logits, without masks; the given ones stay, for the reported logprobs.
@@ -143,7 +149,7 @@ class LogitEditTensors:
         The repetition penalty is that of Keskar et al. 2019 (CTRL): a logit above 0 is divided by
         it, another is multiplied.
         """
-        if not (len(self.ids) or len(self.banned_ids)):
+        if not self.has_changes:
             return logits
         changed = logits.to(torch.float32, copy=True)
         biased = changed[self.rows, self.ids] + self.bias
@@ -175,7 +181,7 @@ class StepEdits:
         """Return the changes of some draws; rows count from the first of them. None: no changes."""
         if self._is_none:
             return None
-        step, columns = self._step, list[np.ndarray]()
+        step, columns, has_others = self._step, list[np.ndarray](), False
         for name, ids in (("num_edits", step.edit_ids), ("num_banned", step.banned_ids)):
             counts = step.draws[name]
             first = int(counts[: part.start].sum())
@@ -183,13 +189,14 @@ class StepEdits:
             rows = np.repeat(np.arange(len(counts[part])), counts[part])
             places = ids[entries] - self._own.start
             is_own = (places >= 0) & (places < len(self._own))
-            columns += [entries[is_own], rows[is_own], places[is_own]]
-        edits, rows, own_ids, banned, banned_rows, own_banned = columns
-        places = step.draws["mask"][part].astype(np.int64)
-        sent = (rows, own_ids, banned_rows, own_banned, places)
+            columns += [rows[is_own], places[is_own], entries[is_own]]
+            has_others |= not is_own.all()
+        edits = columns.pop(2)
+        sent = (*columns[:4], step.draws["mask"][part].astype(np.int64))
         floats = (each[edits] for each in (step.edit_bias, step.edit_factor, step.edit_minus))
         of_edits, ids, of_banned, banned_ids, mask_of, bias, factor, minus = send(
             [*sent, *floats], self._device
         )
         masks = None if self._masks is None else replace(self._masks, mask_of=mask_of)
-        return LogitEditTensors(of_edits, ids, bias, factor, minus, of_banned, banned_ids, masks)
+        changes = (of_edits, ids, bias, factor, minus, of_banned, banned_ids)
+        return LogitEditTensors(*changes, masks, bool(has_others))

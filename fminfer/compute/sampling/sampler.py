@@ -416,9 +416,7 @@ def score(
     return _report(logits, ids, num_top, ranking, vocabulary)
 
 
-def _rank(
-    logits: torch.Tensor, num_top: int, ranker: Ranker, vocabulary: Vocabulary
-) -> Ranking:
+def _rank(logits: torch.Tensor, num_top: int, ranker: Ranker, vocabulary: Vocabulary) -> Ranking:
     return ranker(logits, max(1, min(num_top, vocabulary.size)))
 
 

@@ -82,7 +82,9 @@ class VocabularyShard(Vocabulary):
     def join(self, few: torch.Tensor) -> torch.Tensor:
         return self._share(few).amax(0).float()
 
-    def winner(self, scores: torch.Tensor, places: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+    def winner(
+        self, scores: torch.Tensor, places: torch.Tensor, *more: torch.Tensor
+    ) -> torch.Tensor:
         """Return the id with the highest score of all ranks, and more of it: (rows, 1 + more).
 
         Args:
@@ -194,7 +196,9 @@ class _Drawing:
     def _is_out(self, rows: torch.Tensor, ids: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Tell which winners are not among the top_p, and leave only tokens before them."""
         left = self._left[rows].double()
-        tokens = torch.arange(self._vocabulary.own.start, self._vocabulary.own.stop, device=ids.device)
+        tokens = torch.arange(
+            self._vocabulary.own.start, self._vocabulary.own.stop, device=ids.device
+        )
         is_before = (left > value[:, None]) | ((left == value[:, None]) & (tokens < ids[:, None]))
         mass = self._vocabulary.total((self._weights[rows] * is_before).sum(-1))
         is_out = (mass >= self._wanted[rows]) & (self._how.top_p[rows] < 1)

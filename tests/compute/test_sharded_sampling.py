@@ -1,0 +1,160 @@
+"""Logits that are spread over ranks give the draws, ranks and logprobs of those of one rank."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fminfer.compute.kernels.kernel_build import find_compiler
+from fminfer.compute.sampling.draw_kernel import DrawKernel, ScoreKernel
+from fminfer.compute.sampling.masks import StepEdits
+from fminfer.compute.sampling.sampler import Drawer, Draws, Ranker, SamplingTensors, draw, rank
+from fminfer.compute.sampling.sampler import sample as sample_whole
+from fminfer.compute.sampling.sampler import score as score_whole
+from fminfer.compute.sampling.sharded import VocabularyShard
+from fminfer.compute.step import Step, mask_columns
+from fminfer.core.messages import invert, make_mask, pack_ids
+from fminfer.core.partition import even_parts
+from tests.conftest import built_library, num_examples
+from tests.shard_threads import make_shards
+from tests.steps import make_draws
+
+CPU = torch.device("cpu")
+VOCAB, ROWS = 203, 24
+
+
+@pytest.fixture(params=["plain", "compiled"])
+def bodies(request: pytest.FixtureRequest) -> tuple[Ranker, Drawer]:
+    if request.param == "plain":
+        return rank, draw
+    if find_compiler() is None:
+        pytest.skip("there is no C++ compiler")
+    return ScoreKernel(built_library()), DrawKernel(built_library())
+
+
+def on_all(count: int, work: Callable[[VocabularyShard], Any]) -> list[Any]:
+    """Let each of some ranks work with its part of the vocabulary."""
+    parts = tuple(even_parts(VOCAB, count, 8))
+    with ThreadPoolExecutor(count) as pool:
+        shards = make_shards(count)
+        return [*pool.map(lambda each: work(VocabularyShard(VOCAB, parts, each)), shards)]
+
+
+def make_logits(rng: random.Random) -> torch.Tensor:
+    """Return rows of which some are flat, some peaked, and some full of equals."""
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    logits = torch.randn(ROWS, VOCAB, generator=generator) * rng.choice([0.1, 1.0, 6.0])
+    logits[1] = 0.0
+    logits[2] = (logits[2] * 2).round()
+    logits[3, rng.randrange(VOCAB)] = 30.0
+    logits[4] = -1e4
+    logits[4, [rng.randrange(VOCAB), VOCAB - 1]] = 1.0
+    return logits
+
+
+def check_same(found: list[Draws], whole: Draws) -> None:
+    for each in found:
+        assert torch.equal(each.ids, whole.ids)
+        assert torch.equal(each.top_ids, whole.top_ids)
+        torch.testing.assert_close(each.logprobs, whole.logprobs, atol=2e-6, rtol=1e-6)
+        torch.testing.assert_close(each.top_logprobs, whole.top_logprobs, atol=2e-6, rtol=1e-6)
+    for each in found[1:]:  # to the last bit: ranks must decide the same
+        assert all(torch.equal(getattr(each, n), getattr(found[0], n)) for n in ("ids", "logprobs"))
+
+
+@pytest.mark.parametrize("count", [2, 3, 7, 26])
+def test_draws_are_those_of_one_rank(bodies: tuple[Ranker, Drawer], count: int) -> None:
+    """With each filter and all together, edits of logits, bans, masks of many and of few tokens."""
+    for number in range(num_examples(24)):
+        check_draws(random.Random(number), count, *bodies)
+
+
+def check_draws(rng: random.Random, count: int, ranker: Ranker, drawer: Drawer) -> None:
+    logits, num_top = make_logits(rng), rng.choice([0, 1, 5, 60])
+    used = rng.choice(["", "top_k", "top_p", "min_p", "top_k top_p min_p"])
+
+    def pick(name: str, values: list[float], off: float) -> list[float]:
+        return [rng.choice(values) if name in used else off for _ in range(ROWS)]
+
+    counts = [rng.choice([0, 0, 1, 4]) for _ in range(2 * ROWS)]
+    masks = [
+        make_mask(pack_ids(sorted(rng.sample(range(VOCAB), 3)), 32)),
+        make_mask(pack_ids([VOCAB - 1], 32)),
+        make_mask(invert(pack_ids(rng.sample(range(VOCAB), 90), 32))),
+    ]
+    draws = make_draws(
+        range(ROWS),
+        temperature=[rng.choice([0.0, 0.3, 1.0, 2.5]) for _ in range(ROWS)],
+        top_k=pick("top_k", [0, 1, 3, 40, 500], 0),
+        top_p=pick("top_p", [0.05, 0.5, 0.9, 0.999, 1.0], 1.0),
+        min_p=pick("min_p", [0.0, 0.001, 0.2], 0.0),
+        noise=[rng.randrange(-(2**63), 2**63) for _ in range(ROWS)],
+        num_edits=counts[:ROWS],
+        num_banned=counts[ROWS:],
+        mask=[rng.choice([-1, -1, 0, 1, 2]) for _ in range(ROWS)],
+    )
+    num_edits = sum(counts[:ROWS])
+
+    def ids_of(counts: list[int]) -> np.ndarray:
+        return np.array([i for n in counts for i in rng.sample(range(VOCAB), n)], np.int64)
+
+    step = Step(
+        0,
+        draws=draws,
+        edit_ids=ids_of(counts[:ROWS]),
+        edit_bias=np.array([rng.gauss(0, 3) for _ in range(num_edits)], np.float32),
+        edit_factor=np.array([rng.choice([1, 1.3]) for _ in range(num_edits)], np.float32),
+        edit_minus=np.array([rng.choice([0, 1.5]) for _ in range(num_edits)], np.float32),
+        banned_ids=ids_of(counts[ROWS:]),
+        **mask_columns(masks),
+    )
+    how = SamplingTensors.of(draws, CPU)
+    edits = StepEdits(step, VOCAB, CPU).part(slice(0, ROWS))
+    whole = sample_whole(logits, how, num_top, edits, ranker, drawer)
+
+    def sample(own: VocabularyShard) -> Draws:
+        edits = StepEdits(step, VOCAB, CPU, own.own).part(slice(0, ROWS))
+        part = logits[:, own.own.start : own.own.stop].contiguous()
+        made = own.ranker(ranker), own.drawer(drawer)
+        return sample_whole(part, how, num_top, edits, *made, vocabulary=own)
+
+    check_same(on_all(count, sample), whole)
+
+
+def test_scores_are_those_of_one_rank(bodies: tuple[Ranker, Drawer]) -> None:
+    ranker, _ = bodies
+    logits = make_logits(random.Random(1))
+    targets = torch.randint(VOCAB, (ROWS,), generator=torch.Generator().manual_seed(1))
+    for num_top in (0, 1, 5, VOCAB):
+
+        def score(own: VocabularyShard, num_top: int = num_top) -> Draws:
+            part = logits[:, own.own.start : own.own.stop].contiguous()
+            return score_whole(part, targets, num_top, own.ranker(ranker), own)
+
+        check_same(on_all(3, score), score_whole(logits, targets, num_top, ranker))
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_is_told_by_every_rank(odd: float) -> None:
+    """Its logprob is nan, and so it becomes an error; rows beside it are as they were."""
+    logits = make_logits(random.Random(2))
+    logits[5, 150] = odd
+    draws = make_draws(range(ROWS), temperature=1.0, top_p=0.7, noise=range(ROWS))
+    how = SamplingTensors.of(draws, CPU)
+    whole = sample_whole(logits, how, 1)
+
+    def sample(own: VocabularyShard) -> Draws:
+        part = logits[:, own.own.start : own.own.stop].contiguous()
+        return sample_whole(part, how, 1, None, own.ranker(rank), own.drawer(draw), own)
+
+    for found in on_all(2, sample):
+        assert found.logprobs.isnan().tolist() == [row == 5 for row in range(ROWS)]
+        others = [row for row in range(ROWS) if row != 5]
+        assert torch.equal(found.ids[others], whole.ids[others])
+        assert 0 <= int(found.ids[5]) < VOCAB

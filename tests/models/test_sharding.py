@@ -1,0 +1,360 @@
+"""Layers that several ranks share: every family, any mix with stages, any format of weights."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import fminfer
+from fminfer.compute.attention.kv_cache import KvCache
+from fminfer.compute.spec import Attention, Layer, Mlp, Model, Moe, Norm
+from fminfer.compute.step import Rows
+from fminfer.compute.weights import Dense, Format, Tensors
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import UsageError
+from fminfer.core.partition import Part
+from fminfer.models.checkpoint import open_checkpoint, open_random
+from fminfer.models.layer_bodies import Bodies
+from fminfer.models.layer_source import LayerSource, open_weights
+from fminfer.models.layer_step import LayerStep
+from fminfer.models.origins import Origin, drawn_origins
+from fminfer.models.quantized_folder import write_quantized
+from fminfer.models.sharding import InputBlocks, ModelShare, share_model
+from fminfer.models.stored.read_ahead import Waiting
+from fminfer.models.tensor_specs import model_specs, part_specs, whole_model
+from fminfer.models.transformer import Transformer
+from fminfer.plan.planning import plan_ahead
+from tests.conftest import FIELDS, make_model, num_examples, plain_registry, save_byte_tokenizer
+from tests.gguf_building import SAMPLES
+from tests.models import test_oracle
+from tests.models.test_gguf_models import REFUSED
+from tests.models.test_oracle import SMALL, Oracle, check_all, mixed_requests
+from tests.models.test_stages import check_same
+from tests.shard_threads import cut_engine, make_shards, plan_ranks
+
+# Fused, interleaved, latent, with experts, with norms over all heads: two of each direction.
+BOTH_WAYS = ("llama", "bloom", "mixtral", "deepseek_v3", "olmo2")
+# GGUF files with one block where a cut would be.
+WHOLE = ("fallback-q4_k_m", *(f"kforms-{each}" for each in ("q3_k_m", "q4_k_m", "q5_k_m", "q6_k")))
+FOUR = (
+    "llama",
+    "gpt_bigcode",
+    "qwen3_moe",
+    "gpt_oss",
+    "stablelm-parallel",
+    "falcon-alibi",
+    "olmoe",
+)
+
+
+@pytest.fixture(params=[*sorted(FIELDS)], scope="module")
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("family")
+    model = make_model(request.param)
+    model.save_pretrained(folder)
+    save_byte_tokenizer(folder)
+    return request.param, folder, Oracle(model)
+
+
+def check_cut(
+    folder: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, *sizes: int, **options: Any
+) -> None:
+    """See that a model which is cut answers as transformers does."""
+
+    class Engines:
+        Engine = staticmethod(lambda name, **more: cut_engine(name, *sizes, **more))
+
+    monkeypatch.setattr(test_oracle, "fminfer", Engines)
+    check_all(folder, oracle, mixed_requests(), SMALL | options)
+
+
+def test_two_ranks_equal_transformers(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_cut(*family[1:], monkeypatch, 2)
+
+
+@pytest.mark.parametrize("family", BOTH_WAYS, indirect=True)
+def test_two_stages_of_two_ranks_equal_transformers(
+    family: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_cut(*family[1:], monkeypatch, 2, 2, kernels="off")
+
+
+@pytest.mark.parametrize("family", FOUR, indirect=True)
+def test_more_ranks_than_kv_heads_equal_transformers(
+    family: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_cut(*family[1:], monkeypatch, 4)
+
+
+def answers(engine: fminfer.Engine) -> list[dict[str, Any]]:
+    requests = [
+        each | {"prompt": [i % engine.vocab_size for i in each["prompt"]]}
+        for each in mixed_requests()[::4]
+    ]
+    records = sorted(engine.run(requests), key=lambda record: record.line.number)
+    engine.close()
+    assert not [record.error for record in records if record.error]
+    return [record.to_dict()["result"] for record in records]
+
+
+def check_equal(folder: Path | str | None, *sizes: int, **options: Any) -> None:
+    """See that a cut model answers as the whole one, draws too, within 1e-5."""
+    options = {"dtype": "float32", "block_size": 16, "budget": 1024} | options
+    check_same(
+        answers(cut_engine(folder, *sizes, **options)),
+        answers(fminfer.Engine(folder and str(folder), **options)),
+    )
+
+
+@pytest.fixture(scope="module")
+def smollm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """9 heads in 3 groups, as SmolLM2 has, of which two ranks have 2 and 1; blocks of 32."""
+    folder = tmp_path_factory.mktemp("smollm")
+    sizes = {"hidden_size": 288, "intermediate_size": 384, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 300}
+    config = transformers.LlamaConfig(
+        **sizes, **heads, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None
+    )
+    torch.manual_seed(3)
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.08)
+    model.save_pretrained(folder)
+    save_byte_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "form", ["", "int8", "int8-row", "int4", "int4-128", "int4-symmetric", "int8-32"]
+)
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+def test_uneven_heads_in_8_and_4_bits(smollm: Path, form: str, kernels: str) -> None:
+    """A cut of rows, or of blocks of inputs, holds the very numbers that the whole one holds."""
+    check_equal(smollm, 2, quantize=form or None, kernels=kernels)
+    if form == "int8-row":
+        check_equal(smollm, 3, quantize=form, kernels=kernels)
+
+
+@pytest.mark.parametrize("quantized", ["int8", "int8-row", "int4"])
+def test_quantized_folders_are_cut(smollm: Path, quantized: str, tmp_path: Path) -> None:
+    """`fminfer quantize` has written the blocks, of which each rank reads its own."""
+    folder = tmp_path / "quantized"
+    made = open_checkpoint(str(smollm))
+    write_quantized(made, folder, quantized, seed=1, on_progress=lambda done, total: None)
+    check_equal(folder, 2)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sorted(SAMPLES.glob("*.gguf")) if path.stem not in REFUSED],
+    ids=lambda path: path.stem,
+)
+def test_gguf_files_are_cut(path: Path) -> None:
+    """In blocks of 32 or 256, in parts of several formats, with rows in another order."""
+    try:
+        plan_ranks(EngineConfig(model=str(path)), open_checkpoint(str(path)), 2)
+    except UsageError as error:
+        assert path.stem in WHOLE, error
+        assert "cannot be cut into so many parts" in str(error)
+    else:
+        assert path.stem not in WHOLE
+        check_equal(str(path), 2)
+
+
+def test_random_weights_do_not_depend_on_ranks() -> None:
+    check_equal(None, 3, random_init="llama-160m", max_layers=2)
+
+
+def random_model(draw: st.DrawFn) -> Model:
+    """Return a small spec of any shape."""
+    number = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+    groups, per_group = number(1, 2, 3, 5, 8), number(1, 2, 3)
+    attention = Attention(
+        heads=groups * per_group,
+        kv_heads=groups,
+        head_dim=number(4, 8, 20),
+        scaling=0.3,
+        has_qkv_bias=draw(st.booleans()),
+        has_out_bias=draw(st.booleans()),
+        qk_norm=number(None, Norm(1e-5)),
+        qk_norm_over=number("head", "heads", "all"),
+        has_sinks=draw(st.booleans()),
+    )
+    mlp = Mlp("silu", number(8, 24, 33, 40), draw(st.booleans()), draw(st.booleans()))
+    moe = Moe(number(2, 5), 2, mlp, shared=number(None, replace(mlp, size=16)))
+    hidden = number(16, 24)
+    is_parallel = draw(st.booleans())
+    norm = Norm(1e-5)
+    layer = Layer(
+        attention,
+        number(mlp, moe),
+        before=(norm, norm),
+        after=(None, None) if is_parallel else number((None, None), (norm, norm)),
+        is_parallel=is_parallel,
+        residual_scale=number(1.0, 0.5),
+    )
+    vocab = number(40, 77, 300)
+    return Model(hidden, vocab, (layer, layer), norm, hidden, has_head_bias=draw(st.booleans()))
+
+
+@settings(
+    max_examples=num_examples(120),
+    deadline=None,
+    suppress_health_check=[*HealthCheck],
+)
+@given(st.data())
+def test_random_specs_are_cut_or_refused(data: st.DataObject) -> None:
+    """Sizes of cut specs are those of the cuts, and ranks give what one gives."""
+    model = random_model(data.draw)
+    count = data.draw(st.sampled_from([2, 3, 4, 6]))
+    block = data.draw(st.sampled_from([1, 1, 8]))
+    try:
+        shares = [
+            share_model(model, number, count, InputBlocks(block, block)) for number in range(count)
+        ]
+    except UsageError as error:
+        assert f"--tensor-parallel-size {count}: " in str(error)
+        assert "cannot be cut into so many parts" in str(error)
+        return
+    specs = model_specs(model)
+    for share in shares:
+        cuts, own = share.cuts(), model_specs(share.model)
+        assert own.keys() == specs.keys()
+        for name, spec in specs.items():
+            held = cuts[name].held(spec) if name in cuts else spec
+            assert held.shape == own[name].shape, name
+    for name, spec in specs.items():  # each number is held, and what is added up is held once
+        cut = [share.cuts().get(name) for share in shares]
+        if cut[0] is None:
+            assert not any(cut)
+        elif cut[0].columns is not None:
+            numbers = [n for each in cut for n in each.columns]
+            assert numbers == [*range(spec.shape[-1])], name
+            assert all(each.columns.start % block == 0 for each in cut)
+        elif cut[0].rows is not None:
+            assert {n for each in cut for part in each.rows for n in part} == {
+                *range(spec.shape[-2 if len(spec.shape) > 1 and spec.use != "bias" else -1])
+            }, name
+        else:
+            assert [each.is_zero for each in cut] == [number > 0 for number in range(count)]
+    check_random_forward(model, shares)
+
+
+class Numbers:
+    """Draws each whole tensor by its name, biases too, and cuts it by the numbers of a cut."""
+
+    def format_of(self, origin: Origin) -> Format:
+        return Dense(torch.float32)
+
+    def make(self, name: str, origin: Origin, attention: Attention | None) -> Tensors:
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        x = torch.randn(origin.spec.shape, generator=generator) * 0.3
+        cut = origin.cut
+        if cut is not None and cut.rows is not None:
+            dim = -2 if x.dim() > 1 and origin.spec.use != "bias" else -1
+            x = torch.cat([x.narrow(dim, part.start, len(part)) for part in cut.rows], dim)
+        if cut is not None and cut.columns is not None:
+            x = x[..., cut.columns.start : cut.columns.stop]
+        return (torch.zeros_like(x) if cut is not None and cut.is_zero else x.contiguous(),)
+
+    def waiting(self, origin: Origin, attention: Attention | None) -> Iterator[Waiting]:
+        return iter(())
+
+    def leave(self, origin: Origin) -> None:
+        """Nothing: there is no file."""
+
+
+def compute(model: Model, share: ModelShare | None = None, shards: Any = None) -> torch.Tensor:
+    """Return the logits of some tokens, of those that a rank has."""
+    checkpoint: Any = SimpleNamespace(
+        model=model, config=SimpleNamespace(tie_word_embeddings=False)
+    )
+    origins = drawn_origins(model, is_tied=False).cut(share)
+    given = (whole_model(model), origins, Numbers(), torch.float32)
+    source = LayerSource(checkpoint, *given, lambda done, total: None)
+    tokens = None if share is None else share.tokens[share.shard]
+    own = model if share is None else share.model
+    bodies = Bodies(plain_registry(), 64)
+    network = Transformer(own, source, first=0, bodies=bodies, shards=shards, tokens=tokens)
+    cache = KvCache(
+        [layer.attention for layer in own.layers],
+        num_blocks=2,
+        block_size=16,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        kernel=None,
+    )
+    ids = torch.tensor([3, 39, 0, 17, 8, 21])
+    positions = torch.arange(len(ids))
+    step = LayerStep(positions, cache.plan(Rows.of((0, len(ids), [1]))))
+    with torch.inference_mode():
+        assert network.head is not None
+        return network.head(network.run(network.embed(ids, positions), step))
+
+
+def check_random_forward(model: Model, shares: list[ModelShare]) -> None:
+    """Compute some tokens with random weights of a spec, whole and by ranks in threads."""
+    with ThreadPoolExecutor(len(shares)) as pool:
+        shards = make_shards(len(shares))
+        logits = [*pool.map(compute, [model] * len(shares), shares, shards)]
+    torch.testing.assert_close(torch.cat(logits, 1), compute(model), atol=2e-4, rtol=1e-4)
+
+
+def test_a_rank_reads_and_holds_its_part_only(tmp_path: Path) -> None:
+    """A rank holds what its plan expects; two ranks together hold little more than one."""
+    make_model("llama").save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(str(tmp_path))
+    config = EngineConfig(model=str(tmp_path), dtype="float32", tensor_parallel_size=2)
+    plan = plan_ahead(config, checkpoint)
+    whole = plan_ahead(replace(config, tensor_parallel_size=1), checkpoint)
+    assert [rank.part for rank in plan.ranks] == Part(0, 1, 0, 3, num_shards=2).shards
+    sizes = []
+    for rank in plan.ranks:
+        source = open_weights(
+            checkpoint,
+            rank.part,
+            holding=plan.holding,
+            device=torch.device("cpu"),
+            seed=1,
+            share=rank.share,
+        )
+        held = [*source.entry().values(), *source.exit(source.entry()).values()]
+        held += [each for layer in source.layers() for each in layer.values()]
+        assert rank.share is not None
+        specs = part_specs(rank.share.model, rank.part)
+        assert sum(each.num_bytes for each in held) == 4 * sum(each.size for each in specs.values())
+        sizes.append(source.num_bytes)
+    (one,) = whole.ranks
+    assert sum(rank.takes.kv_token for rank in plan.ranks) == one.takes.kv_token
+    total = sum(4 * each.size for each in part_specs(checkpoint.model, one.part).values())
+    assert total < sum(sizes) < 1.02 * total, "norms are whole on each"
+
+
+def test_the_reason_is_told_before_anything_is_read() -> None:
+    config = EngineConfig(random_init="llama-160m", tensor_parallel_size=13)
+    with pytest.raises(UsageError, match="size 13: 12 heads in groups of 1 cannot be cut into so"):
+        plan_ahead(config, open_random("llama-160m"))
+
+
+def test_the_number_of_ranks_is_in_the_fingerprint() -> None:
+    """Sums of other parts round otherwise; without tensor parallelism all is as it was."""
+    checkpoint = open_random("llama-160m")
+    one, two = (
+        plan_ahead(EngineConfig(random_init="llama-160m", tensor_parallel_size=size), checkpoint)
+        for size in (1, 2)
+    )
+    found = two.fingerprint()
+    assert found.pop("--tensor-parallel-size") == "2" and found == one.fingerprint()
+    assert "--tensor-parallel-size" not in one.fingerprint()
