@@ -148,7 +148,7 @@ def run(paths: tuple[Location, ...], **options: Any) -> None:
             prompt_fields=flags.request_fields,
             result_cache=take(KeptAnswers, options).cache_place,
         )
-        ranks, config = take(RankConfig, options), take(EngineConfig, options)
+        ranks, config = take(RankConfig, {**options}), take(EngineConfig, options)
         if job.prompt is not None and (flags.input_seq_length or flags.batch_size):
             raise UsageError(
                 "--input-seq-length and --batch-size are of prompts that are made up; leave them "

@@ -47,7 +47,7 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
     Exit status: 0 every line is right; 1 the model does not run or does not fit; 2 wrong usage;
     3 some lines are wrong.
     """
-    asked, sizes = take(CheckOptions, options), take(GroupSizes, options)
+    asked, sizes = take(CheckOptions, options), take(GroupSizes, {**options})
     paths = (*take(JobOptions, options).infer_data, *paths)
     config = take(EngineConfig, options)
     tell_notices(is_quiet=asked.is_json)

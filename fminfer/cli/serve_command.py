@@ -63,7 +63,7 @@ def serve(**options: Any) -> None:
     ending = Ending(is_verbose=options["is_verbose"])
     stopper = Stopper(options["grace_s"], is_quiet=options["is_quiet"], end=ending.stop)
     try:
-        settings, ranks = take(ServerSettings, options), take(RankConfig, options)
+        settings, ranks = take(ServerSettings, options), take(RankConfig, {**options})
         config, role = take(EngineConfig, options), find_role(ranks, os.environ)
         if role.is_first:
             tell_notices(is_quiet=settings.is_quiet)

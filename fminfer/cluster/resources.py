@@ -137,7 +137,7 @@ def parse_flags(
     if flags["rank"] is not None or flags["dist_url"] is not None:
         raise UsageError("--rank and --dist-url are for ranks started by hand; see --mode ranks")
     told = {**flags, "world_size": count_ranks(flags, gpus)}
-    ranks, config = take(RankConfig, told), take(EngineConfig, told)
+    ranks, config = take(RankConfig, {**told}), take(EngineConfig, told)
     check_model_path(config)
     check_split(config, ranks.num_stages)
     return flags

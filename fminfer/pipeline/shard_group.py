@@ -5,12 +5,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import re
 import secrets
 import socket
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal, get_args
 
 import torch
@@ -23,7 +20,6 @@ from fminfer.core.quantities import show_bytes
 from fminfer.machine.device import memory_name
 from fminfer.pipeline.group import FOREVER, Group
 
-SHARED_MEMORY = Path("/dev/shm")
 Way = Literal["memory", "nccl", "gloo"]
 
 
@@ -41,7 +37,8 @@ def connect_shards(
     if part.num_shards == 1:
         return None
     _refuse_distance(group, part)
-    kind = "nccl" if device.type == "cuda" else "gloo" if library is None else "memory"
+    can_map = library is not None and hasattr(os, "memfd_create")
+    kind = "nccl" if device.type == "cuda" else "memory" if can_map else "gloo"
     told = group.gather("sums", [kind, memory_name(device, socket.gethostname())])
     kinds, devices = {each for each, _ in told}, {name for _, name in told}
     way: Way = next((each for each in get_args(Way) if kinds == {each}), "gloo")
@@ -107,41 +104,47 @@ def _refuse_distance(group: Group, part: Part) -> None:
 
 
 def _map_memory(group: Group, part: Part, library: ctypes.CDLL) -> Shards:
-    """Map memory that the leader makes. It has no name any more once all have it."""
+    """Map memory that the leader makes. It has no name that could outlive its processes.
+
+    The others find it among the leader's open files. A mark at its end tells that it is this very
+    memory, and not that of a process with the same number on another machine.
+    """
     size = SharedMemoryShards.num_bytes(library, part.num_shards)
-    made = _make_file(size) if part.is_leader else None
-    path = group.gather("shared memory", str(made or ""))[part.ranks[0]]
+    made, mark = _make_memory(size) if part.is_leader else (-1, "")
+    path = f"/proc/{os.getpid()}/fd/{made}"
+    path, mark = group.gather("shared memory", [path, mark])[part.ranks[0]]
+    why = "it is of another process"
     try:
         with open(path, "r+b") as file:
-            memory = mmap.mmap(file.fileno(), size)
-    except OSError as error:
-        raise UsageError(
-            f"rank {part.rank} cannot map {path}, which rank {part.ranks[0]} has made ({error}). "
-            "Ranks that share layers need the same /dev/shm: in containers, --ipc=host"
-        ) from error
+            memory = mmap.mmap(file.fileno(), size + len(mark))
+        if memory[size:] == mark.encode():
+            why = ""
+    except (OSError, ValueError) as error:
+        why = str(error)
     finally:
         group.gather("mapped memory", True)
-        if made is not None:
-            made.unlink(missing_ok=True)
+        if made >= 0:
+            os.close(made)
+    if why:
+        raise UsageError(
+            f"rank {part.rank} cannot map the memory of rank {part.ranks[0]} ({why}). Ranks that "
+            "share layers must see each other's processes: in containers, start them in one, or "
+            "with --pid=host"
+        )
     return SharedMemoryShards(library, memory, part.shard, part.num_shards)
 
 
-def _make_file(size: int) -> Path:
-    """Make a file of zeros in memory, under a name that no other machine has."""
-    folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-    host = re.sub(r"[^\w.-]", "-", socket.gethostname())
-    path = folder / f"fminfer-{host}-{os.getpid()}-{secrets.token_hex(8)}"
+def _make_memory(size: int) -> tuple[int, str]:
+    """Return memory of zeros as a file without a name, and the mark behind them."""
+    mark = secrets.token_hex(16)
+    descriptor = os.memfd_create("fminfer")
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, size)  # now, where a lack of it is an error
-        finally:
-            os.close(descriptor)
+        os.posix_fallocate(descriptor, 0, size + len(mark))  # now, where a lack is an error
     except OSError as error:
-        path.unlink(missing_ok=True)
+        os.close(descriptor)
         raise UsageError(
-            f"ranks that share layers need {show_bytes(size)} in {folder} ({error}). Make it "
-            "larger (docker: --shm-size 1g, or --ipc=host), or remove what other programs left "
-            "there"
+            f"ranks that share layers need {show_bytes(size)} together, which the system does not "
+            f"give ({error}). Use a machine with more memory"
         ) from error
-    return path
+    os.pwrite(descriptor, mark.encode(), size)
+    return descriptor, mark

@@ -23,7 +23,8 @@ def _fail() -> None:
 
 
 def _is_here() -> bool:  # asked late: a rank may be a fork of the one that imported this
-    return rank == ("1" if "rank 1" in sys.orig_argv else "0")
+    own = [argument for argument in sys.orig_argv if argument.startswith("rank ")]
+    return rank == (own[0].removeprefix("rank ") if own else "0")
 
 
 if kind and "-m" in sys.orig_argv:

@@ -12,20 +12,45 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import IS_ALL
-from tests.forked import Forked
+from tests.forked import Forked, run_forked
 
 FAULTS = Path(__file__).parent.parent / "faults"
 QUERIES = Path(__file__).parent.parent.parent / "examples" / "queries"
 RANK_TIMEOUT_S = 3
 KINDS, PHASES = ("raise", "kill", "stop"), ("load", "prefill", "decode")
-ALL = [f"{kind} {rank} {phase}" for kind in KINDS for rank in (0, 1) for phase in PHASES]
-# A third of them, every kind and phase with either rank; scripts/test --all runs all.
-SOME = ALL[0::7] + ALL[3::7]
 
 
-def command(folder: Path) -> list[str]:
+def faults(num_ranks: int) -> list[str]:
+    ranks = range(num_ranks)
+    return [f"{kind} {rank} {phase}" for kind in KINDS for rank in ranks for phase in PHASES]
+
+
+TWO, FOUR = faults(2), faults(4)
+# Of two ranks a third of the faults, every kind and phase with either rank; of two stages of two
+# ranks one in seven. scripts/test --all runs all.
+SOME = [*((fault, 1) for fault in TWO[0::7] + TWO[3::7]), *((fault, 2) for fault in FOUR[2::7])]
+ALL = [*((fault, 1) for fault in TWO), *((fault, 2) for fault in FOUR)]
+
+
+def command(folder: Path, num_shards: int) -> list[str]:
     start = ["run", str(QUERIES / "plain.jsonl"), "--output", str(folder / "out.jsonl")]
-    return [*start, "--world-size", "2", "--restart", "--rank-timeout", str(RANK_TIMEOUT_S)]
+    ranks = ["--pipeline-group-size", "2", "--tensor-parallel-size", str(num_shards)]
+    return [*start, *ranks, "--dtype", "float32", "--rank-timeout", str(RANK_TIMEOUT_S)]
+
+
+def texts_of(folder: Path) -> list[list[str]]:
+    lines = (folder / "out.jsonl").read_text().splitlines()
+    return [[choice["text"] for choice in json.loads(line)["result"]["choices"]] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
+    """What a run of one process answers."""
+    folder = tmp_path_factory.mktemp("whole")
+    flags = ["--output", str(folder / "out.jsonl"), "--dtype", "float32"]
+    done = run_forked(["run", QUERIES / "plain.jsonl", *flags])
+    assert done.returncode == 0, done.stderr
+    return texts_of(folder)
 
 
 def ranks_of(folder: Path) -> list[int]:
@@ -47,13 +72,16 @@ def no_process_is_left(folder: Path) -> bool:
     return not ranks_of(folder)
 
 
-@pytest.mark.parametrize("fault", ALL if IS_ALL else SOME)
-def test_a_rank_that_fails_ends_all(fault: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("fault", "num_shards"), ALL if IS_ALL else SOME)
+def test_a_rank_that_fails_ends_all(
+    fault: str, num_shards: int, whole: list[list[str]], tmp_path: Path
+) -> None:
+    """And the same command, without the fault, then answers the rest as a run alone does."""
     kind, rank, phase = fault.split()
     rows, moment = tmp_path / "out.jsonl.journal", tmp_path / "moment"
     environ = os.environ | {"FAULT": fault, "FAULT_ROWS": str(rows), "FAULT_TIME": str(moment)}
     environ["PYTHONPATH"] = f"{FAULTS}:{os.environ.get('PYTHONPATH', '')}"
-    process = Forked(command(tmp_path), environ, tmp_path)
+    process = Forked(command(tmp_path, num_shards), environ, tmp_path)
     try:
         out, err = process.communicate(timeout=150)
     finally:
@@ -69,11 +97,17 @@ def test_a_rank_that_fails_ends_all(fault: str, tmp_path: Path) -> None:
     assert re.search(rf"\brank {rank}\b", err), err
     if kind == "raise":
         assert "RuntimeError: a fault that the test wants" in err and "in _fail" in err, err
-        assert "rank " + str(1 - int(rank)) + " failed" not in err, err
-    if kind == "kill" and rank == "1":
+        others = {*range(2 * num_shards)} - {int(rank)}
+        assert not any(f"rank {other} failed" in err for other in others), err
+    if kind == "kill" and rank != "0":
         assert "SIGKILL" in err, err
     if phase == "decode":
         kept = [json.loads(line) for line in rows.read_text().splitlines()]
         assert len(kept) > 1, "finished rows stay"
     assert took_s < 10 + RANK_TIMEOUT_S * (kind == "stop")
+    done = run_forked(command(tmp_path, num_shards), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    if phase == "decode":
+        assert f"{len(kept) - 1} kept from earlier runs" in done.stderr, done.stderr
+    assert texts_of(tmp_path) == whole
     print(f"{fault}: {took_s:.1f} s")
