@@ -74,24 +74,28 @@ def make_rows(count: int, prompt: int, **fields: Any) -> list[dict[str, Any]]:
 
 
 def compare_ranks(setting: Setting) -> Figures:
-    """Answer the same rows with one process and with two."""
+    """Answer the same rows with one process, with two stages, and with two ranks of one stage."""
     rows = make_rows(6, 30, max_tokens=8, logprobs=1)
 
-    def answer(size: str) -> list[dict[str, Any]]:
-        name, flags = f"ranks-{size}", ("--dtype", "float32", "--world-size", size)
-        _run(command(setting, rows, name, *flags), setting)
+    def answer(flags: tuple[str, ...]) -> list[dict[str, Any]]:
+        name = "ranks" + "".join(flags)
+        _run(command(setting, rows, name, "--dtype", "float32", *flags), setting)
         lines = (setting.scratch / name / "out.jsonl").read_text().splitlines()
         return [json.loads(line)["result"]["choices"][0] for line in lines]
 
+    ways = {"stages": ("--world-size", "2"), "shards": ("--tensor-parallel-size", "2")}
     with ThreadPoolExecutor() as pool:
-        found = pool.map(answer, ("1", "2"))
-    worst = 0.0
-    for one, two in zip(*found, strict=True):
-        expect(one["token_ids"] == two["token_ids"], "other tokens with two ranks")
-        pairs = zip(*(each["logprobs"]["token_logprobs"] for each in (one, two)), strict=True)
-        worst = max(worst, *(abs(a - b) for a, b in pairs))
-    expect(worst < 1e-4, "logprobs differ", {"error": worst})
-    return {"error": worst}
+        whole, *found = pool.map(answer, ((), *ways.values()))
+    figures: Figures = {}
+    for way, rows_of in zip(ways, found, strict=True):
+        worst = 0.0
+        for one, two in zip(whole, rows_of, strict=True):
+            expect(one["token_ids"] == two["token_ids"], f"other tokens with two {way}")
+            pairs = zip(*(each["logprobs"]["token_logprobs"] for each in (one, two)), strict=True)
+            worst = max(worst, *(abs(a - b) for a, b in pairs))
+        figures[f"error of {way}"] = worst
+        expect(worst < 1e-4, f"logprobs differ with two {way}", figures)
+    return figures
 
 
 def kill_a_rank(setting: Setting) -> Figures:

@@ -83,8 +83,9 @@ def balance(num_layers: int, num_stages: int, head_cost: float) -> list[int]:
     """
     if num_stages > num_layers:
         raise UsageError(
-            f"{num_stages} ranks share {counted(num_layers, 'layer')}, and "
-            f"{num_stages - num_layers} would have no work. Use --world-size {num_layers} or less"
+            f"{num_stages} stages share {counted(num_layers, 'layer')}, and "
+            f"{num_stages - num_layers} would have no work. Use {num_layers} or less, by "
+            "--world-size or --pipeline-group-size"
         )
     counts = [1] * num_stages
     costs = [1.0] * (num_stages - 1) + [1.0 + head_cost]

@@ -16,7 +16,7 @@ from fminfer.compute.weights import Shape, TensorSpec
 from fminfer.core.errors import CheckpointError
 from fminfer.models.families.tensor_names import AS_STORED, Architecture, Layout, Source, source_of
 from fminfer.models.formats import FORMATS, StoredFormat
-from fminfer.models.sharding import Cut, Cuts, ModelShare
+from fminfer.models.sharding import Cuts, ModelShare, TensorCut
 from fminfer.models.stored.gguf_types import BLOCKS
 from fminfer.models.stored.stored_tensors import FLOATS
 from fminfer.models.tensor_specs import TensorSpecs, entry_specs, exit_specs, layer_specs
@@ -51,7 +51,7 @@ class Origin:
     spec: TensorSpec
     pieces: tuple[Piece, ...]
     layout: Layout
-    cut: Cut | None = None  # the part that this rank holds; None: all
+    cut: TensorCut | None = None  # the part that this rank holds; None: all
 
     @property
     def held(self) -> TensorSpec:

@@ -22,7 +22,7 @@ TOKENS_UNIT = 8  # masks of allowed tokens are bytes of 8
 
 
 @dataclass(slots=True, frozen=True)
-class Cut:
+class TensorCut:
     """The part of a tensor that a rank holds.
 
     Args:
@@ -57,7 +57,7 @@ def outputs_dim(spec: TensorSpec) -> int:
     return len(spec.shape) - (2 if is_matrix else 1)
 
 
-Cuts = Mapping[str, Cut]  # by our names; others are whole
+Cuts = Mapping[str, TensorCut]  # by our names; others are whole
 
 
 @dataclass(slots=True, frozen=True)
@@ -107,7 +107,7 @@ class ModelShare:
         specs = layer_specs(layer, self.whole.hidden_size)
         found = _cut_attention(layer.attention, share) | _cut_mlps(layer.mlp, share)
         for name in ("out.bias", "down.bias", "experts.down.bias", "shared.down.bias"):
-            found[name] = Cut(is_zero=self.shard > 0)
+            found[name] = TensorCut(is_zero=self.shard > 0)
         return {name: cut for name, cut in found.items() if name in specs}
 
     def cuts(self) -> Cuts:
@@ -118,7 +118,7 @@ class ModelShare:
 
     def _of_vocabulary(self, specs: TensorSpecs) -> Cuts:
         names = specs.keys() & {"embed.weight", "head.weight", "head.bias"}
-        return {name: Cut((self.tokens[self.shard],)) for name in names}
+        return {name: TensorCut((self.tokens[self.shard],)) for name in names}
 
 
 @dataclass(slots=True, frozen=True)
@@ -227,35 +227,35 @@ def _scaled(part: range, size: int, first: int = 0) -> range:
     return range(first + part.start * size, first + part.stop * size)
 
 
-def _cut_attention(how: Attention, share: LayerShare) -> dict[str, Cut]:
+def _cut_attention(how: Attention, share: LayerShare) -> dict[str, TensorCut]:
     heads, kv_heads, dim = share.heads, share.kv_heads, how.head_dim
-    found = {"sinks.weight": Cut((heads,))}
+    found = {"sinks.weight": TensorCut((heads,))}
     if how.latent is not None:
         of_query, of_value = how.latent.key_dim + how.latent.turned_dim, how.latent.value_dim
         for name in ("q", "q_up"):
-            found[f"{name}.weight"] = Cut((_scaled(heads, of_query),))
-        found["kv_up.weight"] = Cut((_scaled(heads, how.latent.key_dim + of_value),))
-        return found | {"out.weight": Cut(columns=_scaled(heads, of_value))}
+            found[f"{name}.weight"] = TensorCut((_scaled(heads, of_query),))
+        found["kv_up.weight"] = TensorCut((_scaled(heads, how.latent.key_dim + of_value),))
+        return found | {"out.weight": TensorCut(columns=_scaled(heads, of_value))}
     of_query, of_key, _ = how.qkv_sizes
     rows = tuple(_scaled(kv_heads, dim, of_query + n * of_key) for n in range(2))
     for leaf in ("weight", "bias"):
-        found[f"qkv.{leaf}"] = Cut((_scaled(heads, dim), *rows))
+        found[f"qkv.{leaf}"] = TensorCut((_scaled(heads, dim), *rows))
         if how.qk_norm_over != "head":
             size = dim if how.qk_norm_over == "all" else 1
-            found[f"q_norm.{leaf}"] = Cut((_scaled(heads, size),))
-            found[f"k_norm.{leaf}"] = Cut((_scaled(kv_heads, size),))
-    return found | {"out.weight": Cut(columns=_scaled(heads, dim))}
+            found[f"q_norm.{leaf}"] = TensorCut((_scaled(heads, size),))
+            found[f"k_norm.{leaf}"] = TensorCut((_scaled(kv_heads, size),))
+    return found | {"out.weight": TensorCut(columns=_scaled(heads, dim))}
 
 
-def _cut_mlps(mlp: Mlp | Moe, share: LayerShare) -> dict[str, Cut]:
+def _cut_mlps(mlp: Mlp | Moe, share: LayerShare) -> dict[str, TensorCut]:
     if not isinstance(mlp, Moe):
         return _cut_mlp("", mlp, share.inner)
     found = _cut_mlp("experts.", mlp.expert, share.inner)
     return found if mlp.shared is None else found | _cut_mlp("shared.", mlp.shared, share.shared)
 
 
-def _cut_mlp(top: str, mlp: Mlp, inner: range) -> dict[str, Cut]:
+def _cut_mlp(top: str, mlp: Mlp, inner: range) -> dict[str, TensorCut]:
     halves = [range(n * mlp.size + inner.start, n * mlp.size + inner.stop) for n in range(2)]
-    rows = Cut(tuple(halves[: 2 if mlp.is_gated else 1]))
+    rows = TensorCut(tuple(halves[: 2 if mlp.is_gated else 1]))
     leaves = {f"{top}up.{leaf}": rows for leaf in ("weight", "bias")}
-    return leaves | {f"{top}down.weight": Cut(columns=inner)}
+    return leaves | {f"{top}down.weight": TensorCut(columns=inner)}

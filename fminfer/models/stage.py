@@ -21,7 +21,7 @@ from fminfer.compute.sampling.sampler import (
     Draws,
     Ranker,
     SamplingTensors,
-    Vocabulary,
+    TokenSpan,
     draw,
     rank,
     sample,
@@ -111,7 +111,7 @@ class Stage:
         drawer: draws tokens.
         threads: how many compute; looked at before each step. None: torch's own number.
         graphs: makes what replays decode steps; None: each is launched kernel by kernel.
-        vocabulary: whose logits the head gives; None: the whole one's.
+        tokens: whose logits the head gives; None: the whole one's.
     """
 
     def __init__(
@@ -127,16 +127,16 @@ class Stage:
         drawer: Drawer = draw,
         threads: ThreadCount | None = None,
         graphs: GraphsOf | None = None,
-        vocabulary: Vocabulary | None = None,
+        tokens: TokenSpan | None = None,
     ) -> None:
         self._threads = threads
         self._network = network
         self._head = network.head
         self._device = device
         self.has_kernel = kernel is not None  # attention is compiled
-        self._vocabulary = vocabulary or Vocabulary(network.model.vocab_size)
-        self._ranker = self._vocabulary.ranker(ranker)
-        self._drawer = self._vocabulary.drawer(drawer)
+        self._tokens = tokens or TokenSpan(network.model.vocab_size)
+        self._ranker = self._tokens.ranker(ranker)
+        self._drawer = self._tokens.drawer(drawer)
         self.clock = StepClock(device)
         self._set_limits()
         self.cache = KvCache(
@@ -259,14 +259,14 @@ class Stage:
     def _sampler(self, step: Step) -> Use:
         """Return a function that draws the tokens of a part of the step's draws."""
         assert self._head is not None, "only the last stage has a head"
-        words = self._vocabulary
-        edits = StepEdits(step, words.size, self._device, words.own)
+        tokens = self._tokens
+        edits = StepEdits(step, tokens.size, self._device, tokens.own)
         num_top = int(step.draws["num_top"].max())
 
         def choose(logits: torch.Tensor, part: slice) -> Draws:
             how = SamplingTensors.of(step.draws[part], self._device)
             bodies = self._ranker, self._drawer
-            return sample(logits, how, num_top, edits.part(part), *bodies, vocabulary=words)
+            return sample(logits, how, num_top, edits.part(part), *bodies, tokens=tokens)
 
         return choose
 
@@ -274,8 +274,8 @@ class Stage:
         """Return a function that finds the logprobs of a part of the step's scores."""
         (targets,) = send([step.scores["target_id"].copy()], self._device)
         num_top = int(step.scores["num_top"].max())
-        body, words = self._ranker, self._vocabulary
-        return lambda logits, part: score(logits, targets[part], num_top, body, words)
+        body, tokens = self._ranker, self._tokens
+        return lambda logits, part: score(logits, targets[part], num_top, body, tokens)
 
     def _by_parts(self, hidden: torch.Tensor, places: np.ndarray, use: Use) -> TokenLogprobs:
         """Run the head and `use` its logits a bounded number of rows at a time."""
@@ -295,6 +295,6 @@ class Stage:
             return use(logits, part)
 
         limit = self._logit_limit
-        most = MAX_LOGITS[self._device.type] // self._vocabulary.most_own
+        most = MAX_LOGITS[self._device.type] // self._tokens.most_own
         limit.most = min(limit.most, max(1, most))
         return TokenLogprobs.join([each.to_host() for each in limit.run(len(places), use_part)])

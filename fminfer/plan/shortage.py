@@ -178,7 +178,8 @@ def _device_remedy(plan: RunPlan) -> str:
     room = plan.room_bytes - max(each.libraries + each.work for each in takes)
     if room > 0:
         need = sum(each.weights + (budget or 0) * each.kv_token for each in takes)
-        num_ranks = max(len(takes) + 1, -(-need // room)) * num_pipelines
+        num_stages = -(-max(len(takes) + 1, -(-need // room)) // plan.machine.num_shards)
+        num_ranks = num_stages * plan.machine.num_shards * num_pipelines
         groups = f" with --data-group-size {num_pipelines}" * (num_pipelines > 1)
         ways.append(f"spread it over more: --world-size {num_ranks} or above{groups}")
     is_planned = plan.machine.device_bytes is not None

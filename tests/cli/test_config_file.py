@@ -145,7 +145,7 @@ def test_variables_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
         ('dtype = "float32"', "--fp16", {"dtype": "float16"}),
         ('attention = "eager"', "--kernels auto", {"kernels": "auto"}),
         ('kernels = "auto"', "--attention eager", {"kernels": "off"}),
-        ("tp_init_size = 4", "--world-size 2", {"world_size": 2}),
+        ("tp_init_size = 4", "--tp 2", {"tensor_parallel_size": 2}),
         ("prefix-cache = false", "--prefix-cache", {"prefix_cache": True}),
     ],
 )
@@ -266,29 +266,25 @@ def test_keys_of_energonai(file: Path) -> None:
         'cache_list_size = 2\nlog_level = "info"\nallow_cors = true\ntimeout_keep_alive = 180\n'
     )
     assert params("serve") == {
-        **{"model_config": "opt-6.7b", "model": "/c", "tokenizer": "t", "world_size": 6},
+        **{"model_config": "opt-6.7b", "model": "/c", "tokenizer": "t"},
+        **{"tensor_parallel_size": 2, "pipeline_group_size": 3},
         **{"dtype": "float16", "host": "0.0.0.0", "port": 8020, "max_rows": 16, "queue_size": 0},
         **{"log_level": "info", "allowed_origins": ("*",), "keep_alive_s": 180.0},
         **{"cache_size": 50, "cache_list_size": 2},
     }
-    assert context("serve", "--config fminfer.toml").meta[NOTICES] == [
-        "tp_init_size 2: tensor parallelism is not there yet. The layers are spread over the "
-        "ranks as a pipeline, as --world-size does"
-    ]
     assert params("run").keys() == {
-        *("model_config", "model", "tokenizer", "world_size", "dtype", "max_rows")
+        *("model_config", "model", "tokenizer", "dtype", "max_rows"),
+        *("tensor_parallel_size", "pipeline_group_size"),
     }
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("tp_init_size = 0", "tp_init_size in fminfer.toml is 0; it must be a whole number from 1"),
-        ("pp_init_size = '2'", "pp_init_size in fminfer.toml is '2'; it must be a whole number"),
         ("half = 'no way'", "half in fminfer.toml is 'no way'; give true or false"),
         ("model_class = 'bert_large'", "whose shape is not known. .* one of bloom-176b, "),
         ("port = 1\nserver_port = 2", "port in .* and server_port in .* contradict each other"),
-        ("tp_init_size = 2\nworld-size = 4", "world-size in .* and tp_init_size in .* contradict"),
+        ("tp_init_size = 2\ntp = 4", "tp_init_size in .* and tp in .* contradict"),
         ("attention = 'off'", "attention in fminfer.toml is 'off'; give kernels"),
     ],
 )
@@ -320,7 +316,8 @@ def test_a_python_file_is_refused_with_the_toml_to_write(file: Path) -> None:
     toml = text.partition("\n\n")[2]
     file.write_text(toml)
     assert params("serve") == {
-        **{"model_config": "opt-125m", "model": "/model_checkpoint", "world_size": 4},
+        **{"model_config": "opt-125m", "model": "/model_checkpoint"},
+        **{"tensor_parallel_size": 2, "pipeline_group_size": 2},
         **{"tokenizer": "facebook/opt-125m", "dtype": "float16", "host": "0.0.0.0", "port": 8020},
         **{"max_rows": 16, "queue_size": 0, "allowed_origins": ("*",), "keep_alive_s": 180.0},
         **{"cache_size": 50, "cache_list_size": 1},

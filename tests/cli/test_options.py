@@ -239,9 +239,10 @@ def known(option: click.Option) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("run -tp 2", "'-tp'. Give --world-size, which splits a model by layers"),
+        ("run -tp 2", "'-tp'. Give --tp."),
         ("run -ngl 99", "'-ngl'. Give --device"),
-        ("run -pp=2", "'-pp'. Give --world-size."),
+        ("run -pp=2", "'-pp'. Give --pipeline-group-size."),
+        ("run --num-shard 2", "'--num-shard'. Give --tensor-parallel-size."),
         ("run --model_name m", "'--model_name'. Give --model-name."),
         ("run --max_tokens 5", "'--max_tokens'. Give --generate-seq-length"),
         ("serve -o x", "Give --output (--output: of fminfer run)."),
@@ -249,7 +250,7 @@ def known(option: click.Option) -> list[str]:
         ("run --load-in-4bit", "Give --quantize int4."),
         ("run x --dtype int3", "'int3' is not one of"),
         ("run x --dtype int8 --quantize int4", "--quantize int4 contradict each other; give one"),
-        ("submit --scheduler lsf --infer-data x -- --tensor-parallel-size 2", "Give --world-size"),
+        ("submit --scheduler lsf --infer-data x -- --num-shard 2", "Give --tensor-parallel-size"),
         ("chat", "'chat'. fminfer serve has a page to chat"),
         ("version", "It is fminfer --version."),
         ("pyproject.toml", "It is: fminfer run pyproject.toml."),
@@ -269,5 +270,5 @@ def test_commands_of_other_tools_lead_to_commands_that_exist() -> None:
 
 def test_keys_and_variables_of_other_tools_are_told_too() -> None:
     """They were asked about --device-memory and the like, by their spelling."""
-    found = find_settings("serve", None, {"FMINFER_TENSOR_PARALLEL_SIZE": "2"})
+    found = find_settings("serve", None, {"FMINFER_NUM_GPUS": "2"})
     assert "Give --world-size" in found.notices[0]

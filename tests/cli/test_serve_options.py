@@ -206,12 +206,13 @@ def test_the_start_line_of_the_bloom_service_starts_it_whole(started: list[Any])
     assert role.kind == "alone" and "tensor" not in done.stderr
 
 
-def test_tp_is_a_pipeline_of_as_many_ranks(started: list[Any]) -> None:
+def test_tp_is_so_many_ranks_that_share_each_layer(started: list[Any]) -> None:
+    """They were the stages of a pipeline."""
     done = serve(OLD.format(tp=2))
     assert done.exit_code == 0, done.output
-    role = started[2]
-    assert (role.kind, role.spread.num_stages, role.spread.num_pipelines) == ("starter", 2, 1)
-    assert "--tp 2: tensor parallelism is not there yet. The layers are spread" in done.stderr
+    _, config, role, *_ = started
+    sizes = (role.spread.num_stages, role.spread.num_shards, role.spread.num_pipelines)
+    assert (role.kind, sizes, config.tensor_parallel_size) == ("starter", (1, 2, 1), 2)
 
 
 def test_its_booleans_take_a_value() -> None:
@@ -238,7 +239,6 @@ def test_its_other_names() -> None:
         ("--name M --model-name N", "--name M and --model-name N contradict each other"),
         ("--name M --random_init True --model-name N", "--random_init True and --model-name"),
         ("--name M --random-init llama-160m", "--name and --random-init contradict each other"),
-        ("--tp 2 --world-size 4", "--tp 2 and --world-size 4 contradict each other"),
     ],
 )
 def test_an_old_and_a_new_flag_may_not_differ(flags: str, says: str) -> None:

@@ -343,10 +343,10 @@ def test_a_job_without_a_model_is_not_sent_for_lines_that_name_one(
         (["--", "--output", "x.jsonl"], "there are 4 inputs"),
         (["--", "--rank", "0"], "--mode ranks"),
         (["--", "--stats", "x.json"], "4 jobs would write it"),
-        (["--", "--world-size", "9"], "9 ranks share 2 layers"),
-        (["--gpus", "8"], "8 ranks share 2 layers"),
-        (["--gpus", "4", "--", "--data-group-size", "1"], "4 ranks share 2 layers"),
-        (["--", "--pipeline-group-size", "4"], "4 ranks share 2 layers"),
+        (["--", "--world-size", "9"], "9 stages share 2 layers"),
+        (["--gpus", "8"], "8 stages share 2 layers"),
+        (["--gpus", "4", "--", "--data-group-size", "1"], "4 stages share 2 layers"),
+        (["--", "--pipeline-group-size", "4"], "4 stages share 2 layers"),
         (["--", "--model-name", "/nope"], "/nope: there is no such folder"),
         (["--", "--model-name", "./nope"], "./nope: there is no such folder"),
         (["--", "--model-name", "."], "there is no config.json in it"),
@@ -358,6 +358,11 @@ def test_a_job_without_a_model_is_not_sent_for_lines_that_name_one(
         (["--launcher", "x"], "needs --mode ranks"),
         (["--max-running", "2"], "is for --mode array"),
         (["--mode", "ranks", "--gpus", "1", "--nodes", "2"], "cannot be spread evenly"),
+        (
+            [*"--mode ranks --gpus 6 --nodes 2 -- --tp 2 --data-group-size 3".split(" ")],
+            "3 ranks on each of --nodes 2 are no multiple of --tensor-parallel-size 2",
+        ),
+        (["--gpus", "3", "--", "--tp", "2"], "--world-size 3 is not"),
         (["--queue", "a\nrm -rf /"], "no line of a script may hold"),
         (["--directive", "-P x\nrm -rf /"], "no line of a script may hold"),
         (["--name", "a#b"], "letters, digits"),
@@ -371,6 +376,13 @@ def test_mistakes_are_told_before_anything_is_sent(
     given = ["--scheduler", "slurm", "--infer-data", shards]
     assert says in submit(*given, *arguments, fails=2).stderr
     assert not cluster.tasks()
+
+
+def test_ranks_that_share_layers_fill_one_node_before_the_next(queue: Path, shards: Path) -> None:
+    given = ["--scheduler", "slurm", "--infer-data", shards, "--mode", "ranks", "--dry-run"]
+    given += ["--nodes", "2", "--gpus"]
+    assert "srun --distribution=block " in submit(*given, 4, "--", "--tp", 2).stdout
+    assert "--distribution" not in submit(*given, 2).stdout
 
 
 def test_ranks_of_two_pipelines_are_counted_together(queue: Path, shards: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,8 @@ from fminfer.models.tensor_specs import Weights
 from fminfer.models.transformer import Transformer
 from tests.conftest import VOCAB, built_library, make_model, plain_registry, some_families
 from tests.models.test_transformer import CPU, Dense, logits_of, one_stage
+
+ALONE: Any = SimpleNamespace(shards=None)  # of a step
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
 needs_packed_bfloat16 = pytest.mark.skipif(
@@ -180,7 +183,7 @@ def test_packed_experts_mix_as_plain_ones(dtype: torch.dtype) -> None:
     limit = 1e-5 if dtype == torch.float32 else 0.03
     for x in (many[:1], many[:3], many, many[:1].repeat(9, 1)):
         expected = expected_of(how, tensors, x)
-        for found in (packed(x), plain(x)):
+        for found in (packed(x, ALONE), plain(x, ALONE)):
             assert found.dtype == dtype
             assert (found.double() - expected).abs().max() <= limit * expected.abs().max()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,5 +60,5 @@ def test_experts_in_bfloat16(name: str, tmp_path: Path) -> None:
     ours, layer = next((mlp, layer) for mlp, layer in pairs if mlp is not None)
     x = torch.randn(4000, theirs.config.hidden_size, generator=generator).bfloat16()
     block = layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
-    _, chosen = ours._choose(x)
+    _, chosen = ours._choose(x, SimpleNamespace(shards=None))  # type: ignore[arg-type]
     assert torch.equal(chosen.sort(-1).values, choose_theirs(block, x).sort(-1).values)

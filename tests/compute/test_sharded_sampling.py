@@ -17,7 +17,7 @@ from fminfer.compute.sampling.masks import StepEdits
 from fminfer.compute.sampling.sampler import Drawer, Draws, Ranker, SamplingTensors, draw, rank
 from fminfer.compute.sampling.sampler import sample as sample_whole
 from fminfer.compute.sampling.sampler import score as score_whole
-from fminfer.compute.sampling.sharded import VocabularyShard
+from fminfer.compute.sampling.sharded import TokenShard
 from fminfer.compute.step import Step, mask_columns
 from fminfer.core.messages import invert, make_mask, pack_ids
 from fminfer.core.partition import even_parts
@@ -38,12 +38,12 @@ def bodies(request: pytest.FixtureRequest) -> tuple[Ranker, Drawer]:
     return ScoreKernel(built_library()), DrawKernel(built_library())
 
 
-def on_all(count: int, work: Callable[[VocabularyShard], Any]) -> list[Any]:
+def on_all(count: int, work: Callable[[TokenShard], Any]) -> list[Any]:
     """Let each of some ranks work with its part of the vocabulary."""
     parts = tuple(even_parts(VOCAB, count, 8))
     with ThreadPoolExecutor(count) as pool:
         shards = make_shards(count)
-        return [*pool.map(lambda each: work(VocabularyShard(VOCAB, parts, each)), shards)]
+        return [*pool.map(lambda each: work(TokenShard(VOCAB, parts, each)), shards)]
 
 
 def make_logits(rng: random.Random) -> torch.Tensor:
@@ -118,11 +118,11 @@ def check_draws(rng: random.Random, count: int, ranker: Ranker, drawer: Drawer) 
     edits = StepEdits(step, VOCAB, CPU).part(slice(0, ROWS))
     whole = sample_whole(logits, how, num_top, edits, ranker, drawer)
 
-    def sample(own: VocabularyShard) -> Draws:
+    def sample(own: TokenShard) -> Draws:
         edits = StepEdits(step, VOCAB, CPU, own.own).part(slice(0, ROWS))
         part = logits[:, own.own.start : own.own.stop].contiguous()
         made = own.ranker(ranker), own.drawer(drawer)
-        return sample_whole(part, how, num_top, edits, *made, vocabulary=own)
+        return sample_whole(part, how, num_top, edits, *made, tokens=own)
 
     check_same(on_all(count, sample), whole)
 
@@ -133,7 +133,7 @@ def test_scores_are_those_of_one_rank(bodies: tuple[Ranker, Drawer]) -> None:
     targets = torch.randint(VOCAB, (ROWS,), generator=torch.Generator().manual_seed(1))
     for num_top in (0, 1, 5, VOCAB):
 
-        def score(own: VocabularyShard, num_top: int = num_top) -> Draws:
+        def score(own: TokenShard, num_top: int = num_top) -> Draws:
             part = logits[:, own.own.start : own.own.stop].contiguous()
             return score_whole(part, targets, num_top, own.ranker(ranker), own)
 
@@ -149,7 +149,7 @@ def test_a_row_that_is_not_finite_is_told_by_every_rank(odd: float) -> None:
     how = SamplingTensors.of(draws, CPU)
     whole = sample_whole(logits, how, 1)
 
-    def sample(own: VocabularyShard) -> Draws:
+    def sample(own: TokenShard) -> Draws:
         part = logits[:, own.own.start : own.own.stop].contiguous()
         return sample_whole(part, how, 1, None, own.ranker(rank), own.drawer(draw), own)
 

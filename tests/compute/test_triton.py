@@ -489,7 +489,8 @@ for name in ("*bf16", "*fp16", "*fp32"):
         for capability in capabilities:
             made = compile(source, GPUTarget("cuda", capability, 32), {"num_warps": 4})
             found.append([capability, len(made.asm["cubin"]), made.metadata.shared])
-types = {"scaled": "*fp32", "noise": "*i64", "scores": "*fp64", "winners": "*i64", "vocab": "i32"}
+types = {"scaled": "*fp32", "noise": "*i64", "scores": "*fp64", "winners": "*i64"}
+types |= {"vocab": "i32", "first_id": "i32"}
 source = ASTSource(race_kernel, types | {"SIZE": "constexpr"}, {"SIZE": TOKENS}, {})
 for capability in capabilities:
     made = compile(source, GPUTarget("cuda", capability, 32), {"num_warps": 8})

@@ -223,7 +223,7 @@ def test_several_pipelines_share_the_rows() -> None:
     stats = EngineStats(num_prompt_tokens=8, num_generated_tokens=80, max_rows_running=8)
     stats.read.num_rows = 8
     stats.read.add(8, 8, 110)
-    one, two = TimeLeft(num_ranks=1), TimeLeft(num_ranks=2)
+    one, two = TimeLeft(num_stages=1), TimeLeft(num_stages=2)
     for _ in range(4):
         stats.num_steps += 10
         one.add(1.0, stats, 0, 80)

@@ -26,6 +26,7 @@ int main(int num, char** words) {
                  {"experts", stress::run_experts},
                  {"attention", stress::run_attention},
                  {"layers", stress::run_layers},
+                 {"sums", stress::run_sums},
                  {"logits", stress::run_logits}};
     for (const auto& part : parts)
         if (num < 2 || std::strcmp(words[1], part.name) == 0) part.run();

@@ -21,6 +21,7 @@ void run_experts();
 void run_attention();
 void run_layers();
 void run_logits();
+void run_sums();
 
 inline void check(bool is_so, const char* what) {
     if (is_so) return;

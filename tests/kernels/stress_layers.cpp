@@ -2,6 +2,7 @@
 #include <list>
 
 #include "stress_step.h"
+#include "stress_sums.h"
 #include "stress_weights.h"
 #include "whole_layers.cpp"  // the structs of a layer are its own
 
@@ -193,6 +194,9 @@ void run_layer(Random& random, int64_t type, int64_t weight_type, int64_t kv_typ
     const bool keeps = int64_t(step.wanted.size()) < a.num_tokens || random.is_so();
     const int64_t num_kept = keeps ? int64_t(kept.size()) : a.num_tokens;
     Numbers out(num_kept * made.hidden, type), alone = out;
+    // The only rank of a stage adds nothing to what it has.
+    SharedMemory memory(1, 64 * random.from(1, 50));
+    Sums sums = memory.rank(0);
     for (int64_t num_threads : {MANY, FEW}) {
         a.num_threads = num_threads;
         Numbers space(fminfer_layer_space(&layer) * a.num_tokens, type);
@@ -200,7 +204,8 @@ void run_layer(Random& random, int64_t type, int64_t weight_type, int64_t kv_typ
         const int failed = fminfer_layer(
             &layer, &a, made.turned ? cos.floats() : nullptr, made.turned ? sin.floats() : nullptr,
             made.turned, keeps ? kept.data() : nullptr, num_kept, x.data(),
-            num_threads == FEW ? alone.data() : out.data(), nullptr, space.data(), &spent);
+            num_threads == FEW ? alone.data() : out.data(), nullptr, space.data(),
+            num_threads == FEW ? &sums : nullptr, &spent);
         check(failed == 0 && spent.products > 0 && spent.attention > 0, "a layer failed");
     }
     check(out == alone, "threads change a layer");

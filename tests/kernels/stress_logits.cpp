@@ -4,8 +4,8 @@
 #include "stress.h"
 
 extern "C" {
-int fminfer_draw(const float* logits, int64_t vocab, int64_t count, const int64_t* rows,
-                 const float* temperature, const float* top_p, const int64_t* top_k,
+int fminfer_draw(const float* logits, int64_t vocab, int64_t first, int64_t count,
+                 const int64_t* rows, const float* temperature, const float* top_p, const int64_t* top_k,
                  const float* min_p, const int64_t* noise, int64_t* ids, int num_threads);
 void fminfer_score(const float* logits, int64_t rows, int64_t vocab, int64_t num_top,
                    float* normalizers, float* best, int64_t* best_ids, int num_threads);
@@ -59,14 +59,15 @@ uint32_t mix(uint32_t bits) {
 }
 
 // Without filters: noise for every token, and the best one.
-void check_winner(const float* row, int64_t vocab, int64_t id, float temperature, int64_t noise) {
+void check_winner(const float* row, int64_t vocab, int64_t first, int64_t id, float temperature,
+                  int64_t noise) {
     float largest = -INFINITY;
     for (int64_t i = 0; i < vocab; i++) largest = row[i] > largest ? row[i] : largest;
     if (std::isnan(row[id]) || std::isinf(largest)) return;
     int64_t best = 0;
     double most = -INFINITY;
     for (int64_t i = 0; i < vocab; i++) {
-        const uint32_t bits = mix(mix(uint32_t(i) ^ uint32_t(noise)) ^ uint32_t(noise >> 32));
+        const uint32_t bits = mix(mix(uint32_t(first + i) ^ uint32_t(noise)) ^ uint32_t(noise >> 32));
         const double uniform = (bits + 0.5) / 0x1p32;
         const double score = (row[i] - largest) / temperature - std::log(-std::log(1 - uniform));
         if (score > most) {
@@ -89,9 +90,10 @@ void draw(Random& random, bool is_without_memory) {
         min_p.push_back(random.is_so() ? 0 : random.from(0, 100) / 100.0f);
         noise.push_back(int64_t(uint64_t(random()) << 32 | random()));
     }
+    const int64_t first = random.is_so() ? 0 : random.from(1, 200000);
     std::vector<int64_t> ids(chosen.size(), -1), alone = ids;
     const auto run = [&](int num_threads, std::vector<int64_t>& to) {
-        return fminfer_draw(logits.values.data(), logits.vocab, int64_t(chosen.size()),
+        return fminfer_draw(logits.values.data(), logits.vocab, first, int64_t(chosen.size()),
                             chosen.data(), temperature.data(), top_p.data(), top_k.data(),
                             min_p.data(), noise.data(), to.data(), num_threads);
     };
@@ -108,7 +110,7 @@ void draw(Random& random, bool is_without_memory) {
         const float* row = logits.row(r);
         check_drawn(row, logits.vocab, ids[i], temperature[r], top_k[r], min_p[r]);
         if (top_p[r] == 1 && (top_k[r] == 0 || top_k[r] >= logits.vocab) && min_p[r] == 0)
-            check_winner(row, logits.vocab, ids[i], temperature[r], noise[r]);
+            check_winner(row, logits.vocab, first, ids[i], temperature[r], noise[r]);
     }
 }
 

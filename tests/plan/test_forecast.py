@@ -339,7 +339,7 @@ def test_the_same_facts_give_the_same_plan(checkpoint: Checkpoint) -> None:
     plan = make_plan(replace(SMALL, kernels="auto"), checkpoint, machine)
     again = make_plan(plan.config, checkpoint, machine)
     assert again == plan and plan.packed_by == "kernels"
-    assert [rank.shard for rank in plan.ranks] == [(0, 1)] * 2
+    assert [rank.share for rank in plan.ranks] == [None] * 2
     less = make_plan(plan.config, checkpoint, replace(machine, free=4 * GIB, has_library=False))
     assert 0 < less.num_kv_tokens < plan.num_kv_tokens and less.packed_by == ""
     assert "does not fit" in make_plan(plan.config, checkpoint, replace(machine, free=1)).shortage

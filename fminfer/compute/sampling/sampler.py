@@ -287,8 +287,8 @@ def _keep_first(
 
 
 @dataclass(slots=True, frozen=True)
-class Vocabulary:
-    """Of which tokens (rows, vocab) logits are: all. `sharded.VocabularyShard` has some of them.
+class TokenSpan:
+    """Of which tokens (rows, vocab) logits are: all. `sharded.TokenShard` has some of them.
 
     Args:
         size: of the whole vocabulary.
@@ -334,7 +334,7 @@ def sample(
     edits: LogitEditTensors | None = None,
     ranker: Ranker = rank,
     drawer: Drawer = draw,
-    vocabulary: Vocabulary | None = None,
+    tokens: TokenSpan | None = None,
 ) -> Draws:
     """Draw one token a row.
 
@@ -343,16 +343,16 @@ def sample(
         num_top: how many alternatives to report.
         edits: changes of single logits; the logprobs are those of the logits without them.
         ranker, drawer: `rank` and `draw`, or compiled bodies of them.
-        vocabulary: whose logits these are; None: the whole one's.
+        tokens: whose logits these are; None: the whole one's.
     """
-    vocabulary = vocabulary or Vocabulary(logits.shape[-1])
-    ranking = _rank(logits, num_top, ranker, vocabulary)
+    tokens = tokens or TokenSpan(logits.shape[-1])
+    ranking = _rank(logits, num_top, ranker, tokens)
     edited = logits if edits is None else edits.apply(logits)
     masks = None if edits is None else edits.masks
     # The likeliest token; ties go to the lowest id.
-    ids = ranking.first.clone() if edited is logits else vocabulary.likeliest(edited)
+    ids = ranking.first.clone() if edited is logits else tokens.likeliest(edited)
     if how.is_greedy and masks is None:
-        return _report(logits, ids, num_top, ranking, vocabulary)
+        return _report(logits, ids, num_top, ranking, tokens)
     # Noise is by token id, so a draw without the mask is the masked one wherever it is allowed.
     # Filters count what the mask leaves, so rows that have both draw with it at once.
     is_drawn = how.host.is_random
@@ -365,8 +365,8 @@ def sample(
     if masks is not None:
         is_held_back = (how.host.is_random & ~is_drawn).to(ids.device)
         is_out = is_held_back | ~masks.allow(ids)
-        _draw_masked(edited, how, masks, is_out, ids, drawer, vocabulary)
-    return _report(logits, ids, num_top, ranking, vocabulary)
+        _draw_masked(edited, how, masks, is_out, ids, drawer, tokens)
+    return _report(logits, ids, num_top, ranking, tokens)
 
 
 def _draw_masked(
@@ -376,17 +376,17 @@ def _draw_masked(
     is_out: torch.Tensor,  # (rows,) bool: these rows are drawn
     ids: torch.Tensor,  # (rows,) int64, which are changed
     drawer: Drawer,
-    vocabulary: Vocabulary,
+    tokens: TokenSpan,
 ) -> None:
     """Draw some rows with their masks."""
     kinds = torch.where(is_out, 1 + how.is_random.int() + 2 * masks.has_few.int(), 0).tolist()
     for kind in sorted({*kinds} - {0}):
         places = [row for row, other in enumerate(kinds) if other == kind]
         rows = torch.tensor(places, device=logits.device)
-        own, draw_own, find = masks.part(rows), drawer, vocabulary.likeliest
+        own, draw_own, find = masks.part(rows), drawer, tokens.likeliest
         if kind > 2:
             left, few = own.gather(logits, rows)
-            left, find = vocabulary.join(left), likeliest
+            left, find = tokens.join(left), likeliest
             draw_own = partial(draw, racer=partial(race, ids=few))
         else:
             left = own.keep(logits, rows)
@@ -402,22 +402,22 @@ def score(
     ids: torch.Tensor,
     num_top: int,
     ranker: Ranker = rank,
-    vocabulary: Vocabulary | None = None,
+    tokens: TokenSpan | None = None,
 ) -> Draws:
     """Return the logprob of each row's given id, and the best alternatives.
 
     Args:
         logits: (rows, vocab), of any floating dtype.
         ids: (rows,) int64.
-        vocabulary: whose logits these are; None: the whole one's.
+        tokens: whose logits these are; None: the whole one's.
     """
-    vocabulary = vocabulary or Vocabulary(logits.shape[-1])
-    ranking = _rank(logits, num_top, ranker, vocabulary)
-    return _report(logits, ids, num_top, ranking, vocabulary)
+    tokens = tokens or TokenSpan(logits.shape[-1])
+    ranking = _rank(logits, num_top, ranker, tokens)
+    return _report(logits, ids, num_top, ranking, tokens)
 
 
-def _rank(logits: torch.Tensor, num_top: int, ranker: Ranker, vocabulary: Vocabulary) -> Ranking:
-    return ranker(logits, max(1, min(num_top, vocabulary.size)))
+def _rank(logits: torch.Tensor, num_top: int, ranker: Ranker, tokens: TokenSpan) -> Ranking:
+    return ranker(logits, max(1, min(num_top, tokens.size)))
 
 
 def _report(
@@ -425,9 +425,9 @@ def _report(
     ids: torch.Tensor,
     num_top: int,
     ranking: Ranking,
-    vocabulary: Vocabulary,
+    tokens: TokenSpan,
 ) -> Draws:
-    logprobs = vocabulary.logits_of(logits, ids) - ranking.normalizer
+    logprobs = tokens.logits_of(logits, ids) - ranking.normalizer
     # A chosen token that is also among the best has the very same float there.
     best = ranking.best[:, :num_top] - ranking.normalizer[:, None]
     return Draws(ids, logprobs, ranking.best_ids[:, :num_top], best)

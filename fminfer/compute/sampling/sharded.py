@@ -15,7 +15,7 @@ from fminfer.compute.sampling.sampler import (
     Ranker,
     Ranking,
     SamplingTensors,
-    Vocabulary,
+    TokenSpan,
     gumbel,
 )
 from fminfer.compute.shards import Shards
@@ -29,7 +29,7 @@ NO_FILTER = SamplingTensors(
 
 
 @dataclass(slots=True, frozen=True)
-class VocabularyShard(Vocabulary):
+class TokenShard(TokenSpan):
     """The tokens of one rank, among those of all ranks of its stage.
 
     Args:
@@ -123,15 +123,15 @@ class _Drawing:
 
     def __init__(
         self,
-        vocabulary: VocabularyShard,
+        tokens: TokenShard,
         body: Drawer,
         logits: torch.Tensor,  # (rows, own tokens) float32
         how: SamplingTensors,
         rows: torch.Tensor,
     ) -> None:
-        self._vocabulary, self._body, self._left = vocabulary, body, logits
+        self._tokens, self._body, self._left = tokens, body, logits
         self._how, host = how.rows(rows), how.host
-        most_kept = min(int(host.top_k.max()), vocabulary.size)
+        most_kept = min(int(host.top_k.max()), tokens.size)
         self._has_top_p = bool((host.top_p < 1).any())
         if most_kept > 0 or self._has_top_p or bool((host.min_p > 0).any()):
             self._filter(most_kept)
@@ -140,7 +140,7 @@ class _Drawing:
         """Leave what top_k and min_p leave, and weigh it."""
         how, left = self._how, self._left
         best = _padded(left.topk(min(max(1, most_kept), left.shape[-1]), -1)[0], max(1, most_kept))
-        best = self._vocabulary.shards.share(best)  # (ranks, rows, k)
+        best = self._tokens.shards.share(best)  # (ranks, rows, k)
         if most_kept > 0:
             left = self._keep_top_k(left, best)
         far = (left - best[..., 0].amax(0)[:, None]) / how.temperature[:, None]
@@ -148,16 +148,16 @@ class _Drawing:
         self._left = left.masked_fill(is_out, LOWEST)
         if self._has_top_p:
             self._weights = far.masked_fill(is_out, LOWEST).exp().double()
-            self._wanted = self._vocabulary.total(self._weights.sum(-1)) * how.top_p.double()
+            self._wanted = self._tokens.total(self._weights.sum(-1)) * how.top_p.double()
 
     def _keep_top_k(self, left: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
         """Set all but each row's top_k best to -inf; ties go to the lowest ids. 0 keeps all."""
-        size, top_k = self._vocabulary.size, self._how.top_k
+        size, top_k = self._tokens.size, self._how.top_k
         counts = torch.where(top_k > 0, top_k, size).clamp(max=size)
         ordered = _side_by_side(best).sort(dim=-1, descending=True)[0]
         last = ordered.gather(-1, (counts - 1).clamp(max=ordered.shape[-1] - 1)[:, None])
         num_above = (best > last).sum((0, 2))
-        num_before = (best[: self._vocabulary.shards.index] == last).sum((0, 2))
+        num_before = (best[: self._tokens.shards.index] == last).sum((0, 2))
         is_equal = left == last
         is_first = is_equal.cumsum(-1) <= (counts - num_above - num_before)[:, None]
         keep = (left > last) | (is_equal & is_first) | (counts == size)[:, None]
@@ -183,24 +183,23 @@ class _Drawing:
             top_k=torch.zeros_like(how.top_k),
             min_p=torch.zeros_like(how.min_p),
             on_host=NO_FILTER,
-            first_id=self._vocabulary.own.start,
+            first_id=self._tokens.own.start,
         )
         every = torch.arange(len(rows), device=rows.device)
         places = self._body(left, whole, every)[:, None]
         values = left.gather(-1, places).double()
-        noise = gumbel(how.noise, places + self._vocabulary.own.start)
+        noise = gumbel(how.noise, places + self._tokens.own.start)
         scores = values / how.temperature[:, None].double() + noise
-        ids, logits = self._vocabulary.winner(scores, places, values).unbind(-1)
+        ids, logits = self._tokens.winner(scores, places, values).unbind(-1)
         return ids.long(), logits
 
     def _is_out(self, rows: torch.Tensor, ids: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Tell which winners are not among the top_p, and leave only tokens before them."""
         left = self._left[rows].double()
-        tokens = torch.arange(
-            self._vocabulary.own.start, self._vocabulary.own.stop, device=ids.device
-        )
-        is_before = (left > value[:, None]) | ((left == value[:, None]) & (tokens < ids[:, None]))
-        mass = self._vocabulary.total((self._weights[rows] * is_before).sum(-1))
+        own = self._tokens.own
+        places = torch.arange(own.start, own.stop, device=ids.device)
+        is_before = (left > value[:, None]) | ((left == value[:, None]) & (places < ids[:, None]))
+        mass = self._tokens.total((self._weights[rows] * is_before).sum(-1))
         is_out = (mass >= self._wanted[rows]) & (self._how.top_p[rows] < 1)
         self._left[rows[is_out]] = left.float().masked_fill(~is_before, LOWEST)[is_out]
         return is_out

@@ -10,7 +10,7 @@ import torch
 from fminfer.compute.attention.paged_attention import AttentionBody
 from fminfer.compute.registry import open_registry
 from fminfer.compute.sampling.sampler import Drawer, Ranker
-from fminfer.compute.sampling.sharded import VocabularyShard
+from fminfer.compute.sampling.sharded import TokenShard
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part
 from fminfer.machine.device import free_bytes, use_device, why_slow
@@ -186,10 +186,10 @@ def build_stage(loaded: LoadedPart) -> Stage:
 def make_stage(loaded: LoadedPart) -> Stage:
     """Make the stage of a loaded part, and its KV cache."""
     plan, network, kernels = loaded.plan, loaded.network, loaded.kernels
-    most, share, vocabulary, graphs = plan.sizes.max_decode_rows, plan.own.share, None, None
+    most, share, tokens, graphs = plan.sizes.max_decode_rows, plan.own.share, None, None
     if share is not None and network.shards is not None:
         whole = plan.checkpoint.model.vocab_size
-        vocabulary = VocabularyShard(whole, share.tokens, network.shards)
+        tokens = TokenShard(whole, share.tokens, network.shards)
     else:  # sums were not captured yet
         device = loaded.device
         graphs = find_graphs(plan.config.kernels, network, kernels.attention, most, device)
@@ -204,7 +204,7 @@ def make_stage(loaded: LoadedPart) -> Stage:
         drawer=kernels.drawer,
         threads=loaded.threads,
         graphs=graphs,
-        vocabulary=vocabulary,
+        tokens=tokens,
     )
 
 
