@@ -114,12 +114,12 @@ def fixed(num_layers: int, num_stages: int, each: int) -> list[int]:
     if idle:
         raise UsageError(
             f"--num-layers {each} gives all {total} layers to {num_stages - len(idle)} of "
-            f"{num_stages} ranks: rank {idle[0]} has no work. Use {instead}, or "
-            f"--world-size {num_stages - len(idle)}"
+            f"{num_stages} stages: stage {idle[0]} has no work. Use {instead}, or "
+            f"{num_stages - len(idle)} stages"
         )
     if sum(counts) < total:
         raise UsageError(
-            f"{num_stages} ranks × --num-layers {each} hold {sum(counts)} of the model's {total} "
+            f"{num_stages} stages × --num-layers {each} hold {sum(counts)} of the model's {total} "
             f"layers. Use {instead}; or --max-layers {sum(counts)}, if the other layers are to be "
             "left out"
         )
@@ -139,8 +139,8 @@ def explicit(num_layers: int, num_stages: int, counts: tuple[int, ...]) -> list[
         )
     if min(counts) < 1:
         raise UsageError(
-            f"--stage-layers {shown}: rank {counts.index(min(counts))} has no work; give every "
-            "rank at least 1 layer"
+            f"--stage-layers {shown}: stage {counts.index(min(counts))} has no work; give every "
+            "stage at least 1 layer"
         )
     if sum(counts) != num_layers:
         raise UsageError(

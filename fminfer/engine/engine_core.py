@@ -27,6 +27,8 @@ class Facts:
     has_kernel: bool  # attention is compiled
     why_plain: str  # why a kernel that should be used is not
     why_slower: str  # why it is slower than it could be
+    num_stages: int = 1  # of all pipelines
+    num_ranks: int = 1  # of all stages
 
 
 # Of a line's answer: the model; an equal line, which had it computed; or the result cache.

@@ -272,7 +272,7 @@ def _answer_rows(
     summary.device, summary.start_to_ready_s = str(engine.device), run.elapsed_s()
     summary.weight_dtype = engine.facts.weight_dtype  # the kernels' build may have failed
     summary.why_slower, summary.num_threads = engine.facts.why_slower, engine.facts.num_threads
-    summary.cpu_limit = chosen_name()
+    summary.cpu_limit, summary.num_ranks = chosen_name(), engine.facts.num_ranks
     facts.place = {
         "device": summary.device,
         "num_threads": summary.num_threads,

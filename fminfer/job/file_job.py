@@ -65,10 +65,11 @@ def run_job(
     run_facts.begin()
     other_work = OtherWork(facts.num_threads, affine_cores) if facts.is_alone else None
     is_slowed = other_work.is_notable if other_work is not None else lambda: False
-    sizes = engine.config
-    time_left = TimeLeft(engine.device.type, sizes.num_stages * sizes.data_group_size)
+    time_left = TimeLeft(engine.device.type, facts.num_stages)
     bar = ProgressBar(inputs.num_rows, time_left, is_quiet=is_quiet, is_slowed=is_slowed)
-    trace_file = None if trace is None else TraceFile(trace)
+    trace_file = None
+    if trace is not None:
+        trace_file = TraceFile(trace, facts.num_ranks // facts.num_stages)
 
     def on_work(num_fed: int, num_drawn: int, num_running: int) -> None:
         bar.add_work(engine.stats, num_fed, num_drawn)
@@ -196,27 +197,29 @@ class TraceFile:
 
     Args:
         path: a .json file; an older one is replaced.
+        num_shards: ranks of a stage, of which the first one's times are told.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, num_shards: int = 1) -> None:
+        self._num_shards = num_shards
         self._file = path.open("wb")
         self._file.write(b"[\n")
         self._start_s: float | None = None
-        self._num_ranks = 0
+        self._num_stages = 0
 
     def add(self, step: StepTrace) -> None:
         """Write what each rank did for one step."""
         self._name_ranks(len(step.spans))
         if self._start_s is None:
             self._start_s = step.spans[0].start_s
-        for rank, span in enumerate(step.spans):
+        for stage, span in enumerate(step.spans):
             self._write(
                 {
                     "name": step.phase,  # Perfetto colours by name
                     "cat": step.phase,
                     "ph": "X",
                     "pid": 0,
-                    "tid": rank,
+                    "tid": stage * self._num_shards,
                     "ts": round((span.start_s - self._start_s) * 1e6, 1),
                     "dur": round((span.end_s - span.start_s) * 1e6, 1),
                     "args": {
@@ -233,13 +236,13 @@ class TraceFile:
         self._file.write(b"{}]\n")
         self._file.close()
 
-    def _name_ranks(self, num_ranks: int) -> None:
-        while self._num_ranks < num_ranks:
-            rank = self._num_ranks
+    def _name_ranks(self, num_stages: int) -> None:
+        while self._num_stages < num_stages:
+            rank = self._num_stages * self._num_shards
             name = {"name": f"rank {rank}"}
             event = {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": name}
             self._write(event)
-            self._num_ranks += 1
+            self._num_stages += 1
 
     def _write(self, event: dict[str, object]) -> None:
         self._file.write(orjson.dumps(event) + b",\n")

@@ -24,6 +24,7 @@ class JobSummary:
     weight_dtype: str = ""  # type of most weights in memory, if it differs
     device: str = ""  # "": nothing was left to answer
     num_threads: int = 0  # computing threads in each process
+    num_ranks: int = 1  # processes that compute
     cpu_limit: str = ""  # instructions to which FMINFER_CPU limits the processor; "": no limit
     why_slower: str = ""  # why it was slower than it could be: plain torch in a kernel's place
     start_to_ready_s: float = 0.0
@@ -137,6 +138,8 @@ class JobSummary:
         if not self.device:
             return ""
         threads = f", {counted(self.num_threads, 'thread')}" if self.num_threads else ""
+        if threads and self.num_ranks > 1:
+            threads = f", {self.num_ranks} ranks of {threads[2:]}"
         limit = f", FMINFER_CPU={self.cpu_limit}" if self.cpu_limit else ""
         return f" on {self.device}{threads}{limit}"
 

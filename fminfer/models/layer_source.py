@@ -25,6 +25,7 @@ from fminfer.models.tensor_specs import Weights
 from fminfer.models.weight_headers import find_stored, open_files, stored_parts
 
 OnProgress = Callable[[int, int], None]
+MOST_BETWEEN = 64  # rows that are read with those around them
 
 
 class Maker(Protocol):
@@ -221,11 +222,12 @@ class Reader:
             is_other = piece.is_turned or origin.layout.is_transposed or origin.layout.is_row
             if (place := _place_of(piece, origin, order)) is None:
                 continue
-            rows, span = place[1], None
-            if rows is not None and not (is_stacked or is_other):
-                span = int(rows.min()), int(rows.max()) + 1
-            for each in piece.stored:
-                yield from self.files.waiting(each, is_used_there=stays, rows=span)
+            spans: list[tuple[int, int] | None] = [None]
+            if place[1] is not None and not (is_stacked or is_other):
+                spans = [*_spans_of(place[1])]
+            for name in piece.stored:
+                for span in spans:
+                    yield from self.files.waiting(name, is_used_there=stays, rows=span)
 
     def leave(self, origin: Origin) -> None:
         for piece in origin.pieces:
@@ -326,6 +328,14 @@ def _place_of(
         return (int(places[0]), None) if len(places) else None
     rows = order[(order >= piece.first) & (order < piece.last)] - piece.first
     return (piece.item, rows) if len(rows) else None
+
+
+def _spans_of(rows: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Give where rows lie, from one to another; few others lie between them."""
+    rows = rows.sort().values
+    ends = (rows.diff() > MOST_BETWEEN).nonzero()[:, 0] + 1
+    for part in torch.tensor_split(rows, ends):
+        yield int(part[0]), int(part[-1]) + 1
 
 
 def _columns_of(origin: Origin) -> range | None:

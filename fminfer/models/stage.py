@@ -136,7 +136,7 @@ class Stage:
         self.has_kernel = kernel is not None  # attention is compiled
         self._tokens = tokens or TokenSpan(network.model.vocab_size)
         self._ranker = self._tokens.ranker(ranker)
-        self._drawer = self._tokens.drawer(drawer)
+        self._drawer = self._tokens.drawer(drawer, ranker)
         self.clock = StepClock(device)
         self._set_limits()
         self.cache = KvCache(

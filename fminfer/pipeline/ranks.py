@@ -117,13 +117,13 @@ def _find_place(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | N
                 f"--world-size is {config.told_ranks}, but {launcher} started {size} ranks; leave "
                 "the flag out"
             )
-        for name in ("data_group_size", "tensor_parallel_size"):
-            if size % getattr(config, name):
-                flag = options_of(RankConfig)[name].told
-                raise UsageError(
-                    f"{launcher} started {size} ranks, which {flag} {getattr(config, name)} does "
-                    "not divide"
-                )
+        if size % (config.data_group_size * config.tensor_parallel_size):
+            tensor = f" × --tensor-parallel-size {config.tensor_parallel_size}"
+            raise UsageError(
+                f"{launcher} started {size} ranks, which --data-group-size "
+                f"{config.data_group_size}{tensor * (config.tensor_parallel_size > 1)} does not "
+                "divide"
+            )
         if config.rendezvous is not None:
             return _by_rendezvous(config.rendezvous, rank, size, launcher)
         if launcher == "torchrun":

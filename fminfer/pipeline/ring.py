@@ -67,12 +67,16 @@ class _Sender:
 
     def __init__(self, rank: int, form: HiddenForm, on_error: Callable[[BaseException], None]):
         self._rank, self._form, self._on_error = rank, form, on_error
-        self._messages: queue.SimpleQueue[RankMessage] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[RankMessage | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"to-rank-{rank}", daemon=True)
         self._thread.start()
 
     def put(self, message: RankMessage) -> None:
         self._messages.put(message)
+
+    def end(self) -> None:
+        """Send nothing more, once what waits is sent; a rank has failed."""
+        self._messages.put(None)
 
     def join(self) -> None:
         """Wait until the last message, a `stop`, is sent."""
@@ -81,8 +85,7 @@ class _Sender:
     def _work(self) -> None:
         try:
             with use_own_stream(self._form):
-                while True:
-                    message = self._messages.get()
+                while (message := self._messages.get()) is not None:
                     send(message, self._rank, self._form)
                     if message.kind == "stop":
                         return
@@ -160,46 +163,86 @@ class _Computer:
         return out
 
 
-def serve(stage: StageWork, part: Part, form: HiddenForm, on_stop: Callable[[], None]) -> None:
+Hear = Callable[[RankMessage | BaseException], None]
+
+
+class _Followers:
+    """A leader's ways to the other ranks of its stage.
+
+    They answer nothing but the last `stop`, and are listened to so that a death is noticed.
+    """
+
+    def __init__(self, part: Part, form: HiddenForm, hear: Hear) -> None:
+        ranks = part.ranks[1:] if part.is_leader else ()
+        self.senders = [_Sender(rank, form, hear) for rank in ranks]
+        self._receivers = [_Receiver(rank, form, hear) for rank in ranks]
+
+    def put(self, message: RankMessage) -> None:
+        for each in self.senders:
+            each.put(message)
+
+    def join(self) -> None:
+        """Wait until a `stop` is sent, and answered."""
+        for sender in self.senders:
+            sender.join()
+        for receiver in self._receivers:
+            receiver.join()
+
+
+def serve(
+    stage: StageWork,
+    part: Part,
+    form: HiddenForm,
+    on_stop: Callable[[], None],
+    release: Callable[[], None] = lambda: None,
+) -> None:
     """Do a rank's part of every step until rank 0 says stop; for all ranks but that one.
 
     Args:
         on_stop: called when it does, before the other ranks hear it.
+        release: called when a connection breaks: the stage waits for no other rank any longer.
 
     Raises:
         PipelineError: a neighbour is gone, or sends what does not fit.
     """
     inbox: queue.SimpleQueue[RankMessage | BaseException] = queue.SimpleQueue()
-    receiver = _Receiver(part.rank_before, form, inbox.put)
-    followers = _followers(part, form, inbox.put)
-    behind = [_Sender(part.rank_behind, form, inbox.put)] if part.is_leader else []
+    failures: list[BaseException] = []
+
+    def hear(message: RankMessage | BaseException) -> None:
+        if isinstance(message, BaseException):
+            failures.append(message)
+            release()
+        inbox.put(message)
+
+    def hear_follower(message: RankMessage | BaseException) -> None:
+        if isinstance(message, BaseException):
+            hear(message)
+
+    receiver = _Receiver(part.rank_before, form, hear)
+    followers = _Followers(part, form, hear_follower)
+    behind = _Sender(part.rank_behind if part.is_leader else part.ranks[0], form, hear)
     computer = _Computer(stage, part)
     while True:
         message = inbox.get()
         if isinstance(message, BaseException):
             raise message
         if message.kind in ("step", "stop"):
-            for each in followers:
-                each.put(message)
+            followers.put(message)
         if message.kind == "step":
             step = decode_step(message.body)
-            message = computer.run(step, message.body, message.spans, message.hidden)
+            try:
+                message = computer.run(step, message.body, message.spans, message.hidden)
+            except PipelineError as error:  # it was released
+                raise next(iter(failures), error) from error
         if message.kind == "stop":
             on_stop()
-        for each in behind:
-            each.put(message)
+        if part.is_leader or message.kind == "stop":
+            behind.put(message)
         if message.kind == "stop":
             receiver.join()
-            for each in (*followers, *behind):
-                each.join()
+            followers.join()
+            behind.join()
             return
-
-
-def _followers(
-    part: Part, form: HiddenForm, on_error: Callable[[BaseException], None]
-) -> list[_Sender]:
-    """Return the ways to the other ranks of a leader's stage."""
-    return [_Sender(rank, form, on_error) for rank in part.ranks[1:] if part.is_leader]
 
 
 class RingPipeline(QueuedPipeline):
@@ -209,19 +252,27 @@ class RingPipeline(QueuedPipeline):
         stage, part: of rank 0.
         form: of the hidden states.
         explain: told of a broken connection; returns what is known to have caused it.
+        on_stop: called when all steps are done, before the other ranks hear that it is over.
+        release: called when a rank has failed: the stage waits for no other rank any longer.
     """
 
     def __init__(
-        self, stage: StageWork, part: Part, form: HiddenForm, explain: Callable[[str], str]
+        self,
+        stage: StageWork,
+        part: Part,
+        form: HiddenForm,
+        explain: Callable[[str], str],
+        on_stop: Callable[[], None] = lambda: None,
+        release: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(partial(use_device, form.device))
-        self._explain = explain
+        self._explain, self._on_stop, self._release = explain, on_stop, release
         assert part.rank == 0 and part.num_stages * part.num_shards > 1, "a ring has several ranks"
         self._computer = _Computer(stage, part)
         self._failure = ""
         self._marks: queue.SimpleQueue[Mark] = queue.SimpleQueue()
-        self._followers = _followers(part, form, self.fail)
         self._sender: _Sender | None = None  # None: this stage is the last, too
+        self._followers = _Followers(part, form, self._hear_follower)
         if not part.is_last:
             self._sender = _Sender(part.rank_behind, form, self.fail)
             self._receiver = _Receiver((part.num_stages - 1) * part.num_shards, form, self._take)
@@ -233,6 +284,9 @@ class RingPipeline(QueuedPipeline):
             error = PipelineError(self._explain(str(error)))
         self._failure = self._failure or str(error) or type(error).__name__
         self.is_broken = True
+        self._release()
+        for each in filter(None, (self._sender, *self._followers.senders)):
+            each.end()
         self._results.put(error)
 
     def submit(self, step: Step) -> None:
@@ -253,8 +307,7 @@ class RingPipeline(QueuedPipeline):
         super().close()
         if self.is_broken:
             return
-        for each in self._followers:
-            each.join()
+        self._followers.join()
         if self._sender is not None:
             self._sender.join()
             self._receiver.join()
@@ -267,19 +320,22 @@ class RingPipeline(QueuedPipeline):
                     self._put(RankMessage("mark"))
                     continue
                 body = encode_step(step)
-                for each in self._followers:
-                    each.put(RankMessage("step", body))
+                self._followers.put(RankMessage("step", body))
                 self._put(self._computer.run(step, body, b"", None))
         except BaseException as error:
             self.fail(error)
         else:
-            for each in self._followers:
-                each.put(RankMessage("stop"))
+            self._on_stop()
+            self._followers.put(RankMessage("stop"))
             self._put(RankMessage("stop"))
 
     def _put(self, message: RankMessage) -> None:
         """Send a message to the next stage; behind the last one it is here."""
         (self._take if self._sender is None else self._sender.put)(message)
+
+    def _hear_follower(self, message: RankMessage | BaseException) -> None:
+        if isinstance(message, BaseException):
+            self.fail(message)
 
     def _take(self, message: RankMessage | BaseException) -> None:
         if isinstance(message, BaseException):

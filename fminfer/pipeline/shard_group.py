@@ -7,6 +7,7 @@ import mmap
 import os
 import secrets
 import socket
+from contextlib import suppress
 from dataclasses import replace
 from typing import Literal, get_args
 
@@ -85,7 +86,10 @@ class TorchShards:
         return torch.stack(parts).view(x.dtype).view(self.count, *x.shape).to(x.device)
 
     def stop(self) -> None:
-        """Nothing: whoever waits ends with its process."""
+        """End what waits on a GPU; over gloo it ends when a connection breaks."""
+        if self._is_nccl:
+            with suppress(Exception):  # a rank is gone, and so may be the group
+                self._group.abort()
 
 
 def _refuse_distance(group: Group, part: Part) -> None:

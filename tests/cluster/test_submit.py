@@ -359,7 +359,21 @@ def test_a_job_without_a_model_is_not_sent_for_lines_that_name_one(
         (["--max-running", "2"], "is for --mode array"),
         (["--mode", "ranks", "--gpus", "1", "--nodes", "2"], "cannot be spread evenly"),
         (
-            [*"--mode ranks --gpus 6 --nodes 2 -- --tp 2 --data-group-size 3".split(" ")],
+            [
+                *[
+                    "--mode",
+                    "ranks",
+                    "--gpus",
+                    "6",
+                    "--nodes",
+                    "2",
+                    "--",
+                    "--tp",
+                    "2",
+                    "--data-group-size",
+                    "3",
+                ]
+            ],
             "3 ranks on each of --nodes 2 are no multiple of --tensor-parallel-size 2",
         ),
         (["--gpus", "3", "--", "--tp", "2"], "--world-size 3 is not"),

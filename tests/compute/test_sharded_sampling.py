@@ -121,7 +121,7 @@ def check_draws(rng: random.Random, count: int, ranker: Ranker, drawer: Drawer) 
     def sample(own: TokenShard) -> Draws:
         edits = StepEdits(step, VOCAB, CPU, own.own).part(slice(0, ROWS))
         part = logits[:, own.own.start : own.own.stop].contiguous()
-        made = own.ranker(ranker), own.drawer(drawer)
+        made = own.ranker(ranker), own.drawer(drawer, ranker)
         return sample_whole(part, how, num_top, edits, *made, tokens=own)
 
     check_same(on_all(count, sample), whole)
@@ -151,7 +151,7 @@ def test_a_row_that_is_not_finite_is_told_by_every_rank(odd: float) -> None:
 
     def sample(own: TokenShard) -> Draws:
         part = logits[:, own.own.start : own.own.stop].contiguous()
-        return sample_whole(part, how, 1, None, own.ranker(rank), own.drawer(draw), own)
+        return sample_whole(part, how, 1, None, own.ranker(rank), own.drawer(draw, rank), own)
 
     for found in on_all(2, sample):
         assert found.logprobs.isnan().tolist() == [row == 5 for row in range(ROWS)]

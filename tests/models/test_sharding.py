@@ -30,7 +30,7 @@ from fminfer.models.layer_source import LayerSource, open_weights
 from fminfer.models.layer_step import LayerStep
 from fminfer.models.origins import Origin, drawn_origins
 from fminfer.models.quantized_folder import write_quantized
-from fminfer.models.sharding import InputBlocks, ModelShare, share_model
+from fminfer.models.sharding import InputBlocks, ModelShare, TensorCut, share_model
 from fminfer.models.stored.read_ahead import Waiting
 from fminfer.models.tensor_specs import model_specs, part_specs, whole_model
 from fminfer.models.transformer import Transformer
@@ -313,7 +313,7 @@ def check_random_forward(model: Model, shares: list[ModelShare]) -> None:
 
 
 def test_a_rank_reads_and_holds_its_part_only(tmp_path: Path) -> None:
-    """A rank holds what its plan expects; two ranks together hold little more than one."""
+    """It reads its rows, and all of what is cut by columns; it holds what its plan expects."""
     make_model("llama").save_pretrained(tmp_path)
     checkpoint = open_checkpoint(str(tmp_path))
     config = EngineConfig(model=str(tmp_path), dtype="float32", tensor_parallel_size=2)
@@ -336,6 +336,11 @@ def test_a_rank_reads_and_holds_its_part_only(tmp_path: Path) -> None:
         specs = part_specs(rank.share.model, rank.part)
         assert sum(each.num_bytes for each in held) == 4 * sum(each.size for each in specs.values())
         sizes.append(source.num_bytes)
+        reader, cuts = source._maker, rank.share.layer_cuts(1)
+        for name, origin in source._origins.layers[1].items():
+            waiting = reader.waiting(origin, checkpoint.model.layers[1].attention)
+            size = origin.spec if cuts.get(name, TensorCut()).columns else origin.held
+            assert sum(each.nbytes for each in waiting) == 4 * size.size, name
     (one,) = whole.ranks
     assert sum(rank.takes.kv_token for rank in plan.ranks) == one.takes.kv_token
     total = sum(4 * each.size for each in part_specs(checkpoint.model, one.part).values())

@@ -225,7 +225,7 @@ def test_ranks_that_differ(flag: str, told: str, tmp_path: Path) -> None:
 def test_mistakes_are_wrong_usage_whichever_rank_finds_them_first(tmp_path: Path) -> None:
     run = start(*inputs(), "--output", tmp_path, "--world-size", 2, "--num-layers", 99)
     [(status, err)] = finish(run)
-    assert status == 2 and "rank 1 has no work" in err, err
+    assert status == 2 and "stage 1 has no work" in err, err
     [(status, err)] = finish(start(tmp_path / "none.jsonl", "--world-size", 2))
     assert status == 2 and "none.jsonl" in err, "told before any rank is started"
 

@@ -38,12 +38,12 @@ def test_the_seeds_split_drops_the_surplus() -> None:
 @pytest.mark.parametrize(
     ("num_layers", "num_stages", "options", "says"),
     [
-        (70, 8, {"each": 12}, "rank 6 has no work"),
+        (70, 8, {"each": 12}, "stage 6 has no work"),
         (96, 8, {"each": 9}, "hold 72 of the model's 96"),
         (4, 5, {}, "5 stages share 4 layers"),
         (24, 2, {"counts": (12, 11)}, "adds up to 23"),
         (24, 2, {"counts": (24,)}, "has 1 count; give 2"),
-        (24, 2, {"counts": (24, 0)}, "rank 1 has no work"),
+        (24, 2, {"counts": (24, 0)}, "stage 1 has no work"),
         (24, 2, {"counts": (12, 12), "each": 12}, "not both"),
     ],
 )

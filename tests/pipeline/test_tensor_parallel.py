@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +32,7 @@ from tests.pipeline.test_pipeline import (
     start,
     two_machines,
 )
+from tests.runtime.test_own_ranks import own_ranks
 
 __all__ = ["two_machines"]  # a fixture
 FLAGS = ["--dtype", "float32"]
@@ -86,6 +90,7 @@ def test_ranks_that_the_run_starts(
     [(status, err)] = finish(run)
     assert status == 0, err
     check_same(tmp_path, alone)
+    assert f"{2 if ranks[0] == '--tp' else 4} ranks of 1 thread)" in err, err
     stages = json.loads((tmp_path / "stats.json").read_text())["engine"]["stages"]
     assert len(stages) == (1 if ranks[0] == "--tp" else 2), "of all pipelines"
 
@@ -94,7 +99,7 @@ def test_without_kernels_sums_go_through_gloo(tmp_path: Path) -> None:
     folders, off = [tmp_path / "1", tmp_path / "2"], [*FLAGS, "--kernels", "off"]
     for size, folder in enumerate(folders, start=1):
         [(status, err)] = finish(start(*inputs(), *off, "--tp", size, "--output", folder))
-        assert status == 0, err
+        assert status == 0 and ("2 ranks of" in err) == (size == 2), err
     check_same(folders[1], read(folders[0]))
 
 
@@ -120,7 +125,7 @@ def test_torchrun(alone: dict[str, Any], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2]
     command += ["--master-port", free_port(), "-m", "fminfer", "run", *ranks]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and "2 ranks of" in done.stderr, done.stderr
     check_same(tmp_path, alone)
 
 
@@ -156,10 +161,50 @@ def test_a_program_has_ranks_that_share_layers() -> None:
     for size in (1, 2):
         with fminfer.Engine(dtype="float32", tensor_parallel_size=size) as engine:
             found.append([record.result for record in engine.run(requests)])
-            assert engine.facts.num_threads >= 1
+            assert (engine.facts.num_ranks, engine.facts.num_stages) == (size, 1)
     assert [r["choices"][0]["text"] for r in found[0]] == [
         r["choices"][0]["text"] for r in found[1]
     ]
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.1])
+def test_a_program_goes_on_when_a_rank_has_died(pause_s: float) -> None:
+    """`close` waited for ever: its stage waited for the dead rank, and nobody watched any more."""
+    engine = fminfer.Engine(dtype="float32", tensor_parallel_size=2)
+    for _ in range(4):
+        engine.add({"prompt": [5, 6, 7] * 20, "max_tokens": 400, "ignore_eos": True})
+    for _ in range(3):
+        engine.step()
+    (rank,) = own_ranks()
+    os.kill(rank, signal.SIGKILL)
+    time.sleep(pause_s)
+    started = time.monotonic()
+    engine.close()
+    assert time.monotonic() - started < 10
+    left = {"stage-0", "to-rank-1", "from-rank-1"}
+    while left and time.monotonic() - started < 10:
+        left &= {thread.name for thread in threading.enumerate()}
+    assert not left
+
+
+def test_a_dead_rank_is_noticed_at_once_by_those_started_apart(tmp_path: Path) -> None:
+    """Nobody listened to a rank that only follows: its death was a silence of half a minute."""
+    requests = tmp_path / "requests.jsonl"
+    line = json.dumps({"prompt": [5, 6], "max_tokens": 250, "ignore_eos": True})
+    requests.write_text(f"{line}\n" * 400)
+    shared = [requests, "--output", tmp_path / "out.jsonl", "--world-size", 2, "--tp", 2]
+    shared += ["--dist-url", f"tcp://127.0.0.1:{free_port()}", "--rank"]
+    first, second = start(*shared, 0), start(*shared, 1)
+    journal = tmp_path / "out.jsonl.journal"
+    until_s = time.monotonic() + 60
+    while not (journal.exists() and journal.read_bytes().count(b"\n") > 1):
+        assert time.monotonic() < until_s, first.poll()
+        time.sleep(0.02)
+    second.kill()
+    started = time.monotonic()
+    [(status, err)] = finish(first)
+    assert time.monotonic() - started < 8
+    assert status == 1 and "rank 1" in err, err
 
 
 def test_a_model_that_cannot_be_cut_is_refused_by_all(tmp_path: Path) -> None:
@@ -249,9 +294,13 @@ def test_roles_under_a_launcher() -> None:
         "SLURM_STEP_NODELIST": "node[1-2]",
         "SLURM_JOB_ID": "7",
     }
+    with pytest.raises(UsageError, match="--data-group-size 2 × --tensor-parallel-size 8 does not"):
+        find_facts(RankConfig(tensor_parallel_size=8, data_group_size=2), environ)
     role = find_role(RankConfig(tensor_parallel_size=4), environ)
     assert (role.kind, role.spread.num_stages, role.spread.num_shards) == ("apart", 2, 4)
-    with pytest.raises(UsageError, match="8 ranks, which --tensor-parallel-size 3 does not divide"):
+    with pytest.raises(
+        UsageError, match="8 ranks, which --data-group-size 1 × --tensor-parallel-size 3 does"
+    ):
         find_facts(RankConfig(tensor_parallel_size=3), environ)
     with pytest.raises(UsageError, match=r"--world-size 6 is not .* × --tensor-parallel-size 4"):
         RankConfig(tensor_parallel_size=4, world_size=6)

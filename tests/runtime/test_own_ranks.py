@@ -119,7 +119,7 @@ def _sockets() -> set[str]:
 def test_mistakes_leave_no_rank(tmp_path: Path, no_rank_is_left: None) -> None:
     with pytest.raises(UsageError, match="a KV cache of"):
         fminfer.Engine(world_size=2, budget=10**12)
-    with pytest.raises(UsageError, match="rank 1 has no work"):
+    with pytest.raises(UsageError, match="stage 1 has no work"):
         fminfer.Engine(world_size=2, num_layers=99)
     with pytest.raises(fminfer.CheckpointError, match="no config"):
         fminfer.Engine(str(tmp_path), world_size=2)

@@ -310,8 +310,8 @@ class TokenSpan:
         """Return what ranks the whole vocabulary, made of what ranks the logits here."""
         return body
 
-    def drawer(self, body: Drawer) -> Drawer:
-        """Return what draws from the whole vocabulary, made of what draws from the logits here."""
+    def drawer(self, body: Drawer, ranker: Ranker) -> Drawer:
+        """Return what draws from the whole vocabulary, made of what draws and ranks here."""
         return body
 
     def likeliest(self, logits: torch.Tensor) -> torch.Tensor:

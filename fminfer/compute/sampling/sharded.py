@@ -21,6 +21,8 @@ from fminfer.compute.sampling.sampler import (
 from fminfer.compute.shards import Shards
 
 LOWEST = float("-inf")
+NUM_BEST = 64  # tokens of a rank that most filtered draws look at; the kernel finds so many at once
+MOST_ROWS = 16  # drawn at once from all tokens, whose weights and noise take memory
 # What a draw without filters finds in host memory.
 NO_FILTER = SamplingTensors(
     *(torch.ones(1), torch.ones(1), torch.zeros(1, dtype=torch.int64), torch.zeros(1)),
@@ -62,11 +64,61 @@ class TokenShard(TokenSpan):
 
         return rank
 
-    def drawer(self, body: Drawer) -> Drawer:
+    def drawer(self, body: Drawer, ranker: Ranker) -> Drawer:
         def draw(logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor) -> torch.Tensor:
-            return _Drawing(self, body, logits[rows].float(), how, rows).draw()
+            """Draw from the best tokens where filters leave no others, and else from all."""
+            logits, own = _rows_of(logits, rows).float(), how.rows(rows)
+            found = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
+            left, most = torch.arange(len(rows), device=rows.device), len(rows)
+            if bool(how.host.is_filtered.any()):
+                found, is_drawn = self._draw_from_best(logits, own, ranker)
+                left, most = (~is_drawn).nonzero()[:, 0], MOST_ROWS
+            for some in torch.split(left, most):
+                part = _rows_of(logits, some)
+                found[some] = _Drawing(self, body, part, own.rows(some), how.host).draw()
+            return found
 
         return draw
+
+    def _draw_from_best(
+        self, logits: torch.Tensor, how: SamplingTensors, ranker: Ranker
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens of rows whose filters leave only some of the best, and which these are.
+
+        Filters leave the first of tokens in the order of their logits. Tokens are known in this
+        order down to the best one that some rank has not told of.
+        """
+        num = min(NUM_BEST, logits.shape[-1])
+        ranking = ranker(logits, num)
+        scale = 1 / how.temperature[:, None].double()
+        top = ranking.best[:, :1].double()
+        far = (logits - ranking.best[:, :1]).mul_(scale.float())
+        mass = far.exp_().sum(-1, keepdim=True)
+        last = ranking.best[:, -1:].double()
+        if num == logits.shape[-1]:  # there are no others
+            last = torch.full_like(last, LOWEST)
+        best = _padded(ranking.best, NUM_BEST)
+        ids = _padded(ranking.best_ids, NUM_BEST, 0) + self.own.start
+        sizes = [1, 1, 1, NUM_BEST, NUM_BEST]
+        told = self._share(torch.cat([top, mass, last, best, ids], 1))
+        tops, masses, lasts, best, ids = torch.split(told, sizes, -1)
+        best, order = _side_by_side(best).sort(stable=True, dim=-1, descending=True)
+        ids = _side_by_side(ids).gather(-1, order).long()
+        weights = ((best - best[:, :1]) * scale).exp_()
+        total = (masses * ((tops - best[:, :1]) * scale).exp_()).sum(0)
+        is_kept = best > LOWEST
+        top_k = how.top_k[:, None]
+        is_kept &= (top_k == 0) | (torch.arange(best.shape[1], device=best.device) < top_k)
+        is_kept &= weights >= how.min_p[:, None].double()
+        has_others = (how.top_k > 0) | (how.min_p > 0)
+        total = torch.where(has_others[:, None], (weights * is_kept).sum(-1, keepdim=True), total)
+        is_kept &= weights.cumsum(-1) - weights < how.top_p[:, None].double() * total
+        is_whole = (lasts.amax(0) == LOWEST)[:, 0]
+        num_known = (best > lasts.amax(0)).sum(-1)
+        is_drawn = is_whole | (is_kept.sum(-1) < num_known)
+        is_drawn &= how.is_filtered & best[:, 0].isfinite()
+        scores = (best * scale + gumbel(how.noise, ids)).masked_fill_(~is_kept, LOWEST)
+        return ids.gather(-1, scores.argmax(-1, keepdim=True))[:, 0], is_drawn
 
     def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
         places = likeliest(logits)[:, None]
@@ -103,6 +155,11 @@ class TokenShard(TokenSpan):
         return self.shards.share(table.double())
 
 
+def _rows_of(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return some rows, which ascend; all of them as they are."""
+    return table if len(rows) == len(table) else table[rows]
+
+
 def _padded(table: torch.Tensor, width: int, value: float = LOWEST) -> torch.Tensor:
     """Return (rows, width) numbers; a rank may have fewer tokens than are asked for."""
     return torch.nn.functional.pad(table, (0, width - table.shape[1]), value=value)
@@ -127,10 +184,9 @@ class _Drawing:
         body: Drawer,
         logits: torch.Tensor,  # (rows, own tokens) float32
         how: SamplingTensors,
-        rows: torch.Tensor,
+        host: SamplingTensors,  # of these rows and others, in host memory
     ) -> None:
-        self._tokens, self._body, self._left = tokens, body, logits
-        self._how, host = how.rows(rows), how.host
+        self._tokens, self._body, self._left, self._how = tokens, body, logits, how
         most_kept = min(int(host.top_k.max()), tokens.size)
         self._has_top_p = bool((host.top_p < 1).any())
         if most_kept > 0 or self._has_top_p or bool((host.min_p > 0).any()):
@@ -147,8 +203,9 @@ class _Drawing:
         is_out = far < how.min_p.log()[:, None]
         self._left = left.masked_fill(is_out, LOWEST)
         if self._has_top_p:
-            self._weights = far.masked_fill(is_out, LOWEST).exp().double()
-            self._wanted = self._tokens.total(self._weights.sum(-1)) * how.top_p.double()
+            self._weights = far.masked_fill(is_out, LOWEST).exp_()
+            mass = self._weights.sum(-1)
+            self._wanted = self._tokens.total(mass) * how.top_p.double()
 
     def _keep_top_k(self, left: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
         """Set all but each row's top_k best to -inf; ties go to the lowest ids. 0 keeps all."""
@@ -176,7 +233,7 @@ class _Drawing:
 
     def _race(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the winners of what is left of some rows, and their logits."""
-        left, how = self._left[rows], self._how.rows(rows)
+        left, how = _rows_of(self._left, rows), self._how.rows(rows)
         whole = replace(
             how,
             top_p=torch.ones_like(how.top_p),
@@ -195,11 +252,11 @@ class _Drawing:
 
     def _is_out(self, rows: torch.Tensor, ids: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Tell which winners are not among the top_p, and leave only tokens before them."""
-        left = self._left[rows].double()
+        left, limit = self._left[rows], value[:, None].float()
         own = self._tokens.own
         places = torch.arange(own.start, own.stop, device=ids.device)
-        is_before = (left > value[:, None]) | ((left == value[:, None]) & (places < ids[:, None]))
-        mass = self._tokens.total((self._weights[rows] * is_before).sum(-1))
-        is_out = (mass >= self._wanted[rows]) & (self._how.top_p[rows] < 1)
-        self._left[rows[is_out]] = left.float().masked_fill(~is_before, LOWEST)[is_out]
+        is_before = (left > limit) | ((left == limit) & (places < ids[:, None]))
+        before = (self._weights[rows] * is_before).sum(-1)
+        is_out = (self._tokens.total(before) >= self._wanted[rows]) & (self._how.top_p[rows] < 1)
+        self._left[rows[is_out]] = left.masked_fill(~is_before, LOWEST)[is_out]
         return is_out

@@ -91,6 +91,8 @@ class OnePipeline:
             has_kernel=stage.has_kernel,
             why_plain=why.plain,
             why_slower=plan.why_reread or why.slower,
+            num_stages=loaded.part.num_stages,
+            num_ranks=len(plan.ranks),
         )
         eos_ids = find_ends(checkpoint, tokenizer)
         self.core = build_loop(
@@ -134,11 +136,10 @@ class OnePipeline:
     def close(self) -> None:
         """End the stage's thread, and the other ranks."""
         group, self._group = self._group, None
-        if group is not None and not self.stages.is_broken:
-            group.watch.stop()
         self.stages.close()
         if group is None:
             return
+        group.watch.stop()
         if self.stages.is_broken:
             group.abandon()
         else:
@@ -158,7 +159,8 @@ def serve_rank(
     try:
         checkpoint = checkpoint.with_weights()
         loaded, stage, _ = build(config, checkpoint, group, spread)
-        serve(stage, loaded.part, loaded.form, on_stop=group.watch.stop)
+        release = _release_of(loaded)
+        serve(stage, loaded.part, loaded.form, group.watch.stop, release)
     except Exception as error:
         group.fail(error)
     group.leave()
@@ -171,17 +173,20 @@ def _build_pipeline(stage: Stage, loaded: LoadedPart, group: Group | None) -> Qu
     def explain(text: str) -> str:
         return group.explain(group.watch.report(Fault(text))).text
 
-    ring = RingPipeline(stage, loaded.part, loaded.form, explain)
-
-    shards = loaded.network.shards
+    stop, release = group.watch.stop, _release_of(loaded)
+    ring = RingPipeline(stage, loaded.part, loaded.form, explain, stop, release)
 
     def fail(fault: Fault) -> None:
         group.fault = fault
-        if shards is not None:
-            shards.stop()
         ring.fail(PipelineError(fault.text))
         time.sleep(END_S)
         group.die(fault)  # whoever was to hear of it waits for something else, such as stdin
 
     group.watch.on_fault = fail
     return ring
+
+
+def _release_of(loaded: LoadedPart) -> Callable[[], None]:
+    """Return what lets a stage wait for no other rank any longer."""
+    shards = loaded.network.shards
+    return (lambda: None) if shards is None else shards.stop

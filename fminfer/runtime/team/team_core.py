@@ -89,6 +89,8 @@ class Team:
             all_facts[0],
             is_alone=False,
             num_kv_blocks=min(facts.num_kv_blocks for facts in all_facts),
+            num_stages=sum(facts.num_stages for facts in all_facts),
+            num_ranks=sum(facts.num_ranks for facts in all_facts),
             why_plain=next((facts.why_plain for facts in all_facts if facts.why_plain), ""),
             why_slower=next((facts.why_slower for facts in all_facts if facts.why_slower), ""),
         )
