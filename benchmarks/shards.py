@@ -34,14 +34,14 @@ def time_sums(dtype: str, count: int) -> list[float]:
     import torch
 
     from fminfer.compute.kernels.kernel_build import start_build
-    from fminfer.compute.shards import SharedMemoryShards
+    from fminfer.compute.shards import SharedMemoryGroup
 
     library = start_build().library()
     assert library is not None, start_build().error
-    memory = mmap.mmap(-1, SharedMemoryShards.num_bytes(library, count))
+    memory = mmap.mmap(-1, SharedMemoryGroup.num_bytes(library, count))
     torch.set_num_threads(1)
     index = next((number for number in range(1, count) if os.fork() == 0), 0)
-    shards = SharedMemoryShards(library, memory, index, count)
+    shards = SharedMemoryGroup(library, memory, index, count)
     x = torch.ones(ROWS, WIDTH, dtype=getattr(torch, dtype))
     times = []
     for _ in range(NUM_SUMS):

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 import fminfer
-from fminfer.compute.shards import Shards, SharedMemoryShards
+from fminfer.compute.shards import ShardGroup, SharedMemoryGroup
 from fminfer.compute.step import Step, StepResult
 from fminfer.core.config import EngineConfig, make_config
 from fminfer.models.checkpoint import Checkpoint
@@ -31,7 +31,7 @@ from fminfer.plan.run_plan import RunPlan
 from fminfer.runtime.build import builder
 
 
-class ThreadShards:
+class ThreadGroup:
     """Ranks of a stage that are threads, and add up in the order of ranks in float32."""
 
     def __init__(self, index: int, barrier: threading.Barrier, given: list[Any]) -> None:
@@ -39,13 +39,13 @@ class ThreadShards:
         self._barrier, self._given = barrier, given
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.share(x)
+        parts = self.gather(x)
         total = parts[0].float()
         for part in parts[1:]:
             total = total + part.float()
         return total.to(x.dtype)
 
-    def share(self, x: torch.Tensor) -> torch.Tensor:
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
         self._given[self.index] = x
         self._barrier.wait()
         found = torch.stack(self._given)  # an error where sizes differ
@@ -56,13 +56,13 @@ class ThreadShards:
         self._barrier.abort()
 
 
-def make_shards(count: int, library: Any = None) -> list[Shards]:
+def make_shards(count: int, library: Any = None) -> list[ShardGroup]:
     """Return the ranks of a stage, as each sees them."""
     if library is None:
         barrier, given = threading.Barrier(count, timeout=60), [None] * count
-        return [ThreadShards(index, barrier, given) for index in range(count)]
-    memory = mmap.mmap(-1, SharedMemoryShards.num_bytes(library, count))
-    return [SharedMemoryShards(library, memory, index, count) for index in range(count)]
+        return [ThreadGroup(index, barrier, given) for index in range(count)]
+    memory = mmap.mmap(-1, SharedMemoryGroup.num_bytes(library, count))
+    return [SharedMemoryGroup(library, memory, index, count) for index in range(count)]
 
 
 def plan_ranks(
@@ -82,11 +82,11 @@ class ShardedRanks:
         self._num_shards = plans[0].machine.num_shards
         self._pool = ThreadPoolExecutor(self._num_shards)
         self.loaded, self.stages = list[builder.LoadedPart](), list[Stage]()
-        shards: list[Shards] = []
+        shards: list[ShardGroup] = []
         for plan in plans:
             part = plan.own.part
 
-            def connect(group: Any, part: Any, device: Any, library: Any) -> Shards:
+            def connect(group: Any, part: Any, device: Any, library: Any) -> ShardGroup:
                 nonlocal shards
                 if part.is_leader:
                     shards = make_shards(part.num_shards, library)

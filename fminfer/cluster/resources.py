@@ -197,10 +197,11 @@ def job_values(
     if num_ranks // asked.nodes % num_shards:
         raise UsageError(
             f"{num_ranks // asked.nodes} ranks on each of --nodes {asked.nodes} are no multiple of "
-            f"--tensor-parallel-size {num_shards}, which has to stay inside a node"
+            f"--tensor-parallel-size {num_shards}; ranks that have parts of one layer must be on "
+            "one node. Change --gpus, --nodes or --tensor-parallel-size"
         )
-    has_groups = num_shards > 1
-    start = scheduler.launcher(num_ranks, has_groups=has_groups)
+    has_shards = num_shards > 1
+    start = scheduler.launcher(num_ranks, has_shards=has_shards)
     if asked.launcher:
         start = shlex.split(asked.launcher)
     more_flags = []

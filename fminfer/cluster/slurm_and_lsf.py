@@ -51,13 +51,13 @@ class Slurm:
 
     template = "slurm.sh.j2"
 
-    def launcher(self, num_ranks: int, *, has_groups: bool = False) -> list[str]:
+    def launcher(self, num_ranks: int, *, has_shards: bool = False) -> list[str]:
         """Return what starts the ranks inside a job.
 
         Args:
-            has_groups: ranks that follow each other must be on one node.
+            has_shards: ranks of a stage follow each other, and must be on one node.
         """
-        return ["srun", *["--distribution=block"] * has_groups]  # it knows how many
+        return ["srun", *["--distribution=block"] * has_shards]  # it knows how many
 
     def command(self, job: Job) -> list[str]:
         """Return what sends a job; its script goes to standard input."""
@@ -85,7 +85,7 @@ class Lsf:
 
     template = "lsf.sh.j2"
 
-    def launcher(self, num_ranks: int, *, has_groups: bool = False) -> list[str]:
+    def launcher(self, num_ranks: int, *, has_shards: bool = False) -> list[str]:
         """Return what starts the ranks inside a job; mpirun fills a node before the next."""
         return ["mpirun", "-n", str(num_ranks)]
 

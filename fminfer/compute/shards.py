@@ -19,12 +19,12 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}
 DIFFER = 3  # of sums.h
 
 
-class Shards(Protocol):
-    """The ranks of a stage, as one of them."""
+class ShardGroup(Protocol):
+    """This rank's connection to the other ranks of its stage."""
 
     @property
     def index(self) -> int:
-        """Which of them this is."""
+        """This rank's number among them."""
 
     @property
     def count(self) -> int: ...
@@ -32,11 +32,11 @@ class Shards(Protocol):
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of all ranks' x, the same on each; x may be overwritten."""
 
-    def share(self, x: torch.Tensor) -> torch.Tensor:
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return what each rank has, (ranks, *x.shape)."""
 
     def stop(self) -> None:
-        """Let nobody wait here any longer: a rank has failed."""
+        """End this process's waits with a PipelineError: a rank has failed."""
 
 
 class SumsStruct(ctypes.Structure):
@@ -50,7 +50,7 @@ class SumsStruct(ctypes.Structure):
     )
 
 
-class SharedMemoryShards:
+class SharedMemoryGroup:
     """Ranks of one machine that map the same memory, all zeros at first.
 
     Args:
@@ -59,9 +59,9 @@ class SharedMemoryShards:
 
     def __init__(self, library: ctypes.CDLL, memory: mmap.mmap, index: int, count: int) -> None:
         address, number = ctypes.c_void_p, ctypes.c_int64
-        self._sum, self._share = library.fminfer_sum, library.fminfer_share
+        self._sum, self._gather = library.fminfer_sum, library.fminfer_gather
         self._sum.argtypes = [address, address, number, number, number]
-        self._share.argtypes = [address, address, address, number]
+        self._gather.argtypes = [address, address, address, number]
         self.index, self.count, self._memory = index, count, memory
         place = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self.struct = SumsStruct(place, CAPACITY, index, count, 0, 0)
@@ -69,7 +69,7 @@ class SharedMemoryShards:
 
     @staticmethod
     def num_bytes(library: ctypes.CDLL, count: int) -> int:
-        """Return what they need."""
+        """Return the bytes that so many ranks need."""
         library.fminfer_sums_bytes.argtypes = [ctypes.c_int64] * 2
         library.fminfer_sums_bytes.restype = ctypes.c_int64
         found: int = library.fminfer_sums_bytes(count, CAPACITY)
@@ -80,20 +80,20 @@ class SharedMemoryShards:
             return self.sum(x.float()).to(x.dtype)
         x = x.contiguous()
         num_threads = torch.get_num_threads()
-        explain(self._sum(self.address, x.data_ptr(), x.numel(), TYPES[x.dtype], num_threads))
+        raise_failure(self._sum(self.address, x.data_ptr(), x.numel(), TYPES[x.dtype], num_threads))
         return x
 
-    def share(self, x: torch.Tensor) -> torch.Tensor:
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
         found = x.new_empty((self.count, *x.shape))
-        explain(self._share(self.address, x.data_ptr(), found.data_ptr(), x.nbytes))
+        raise_failure(self._gather(self.address, x.data_ptr(), found.data_ptr(), x.nbytes))
         return found
 
     def stop(self) -> None:
         self.struct.is_over = 1
 
 
-def explain(failed: int) -> None:
+def raise_failure(failed: int) -> None:
     """Raise what a call of the library says of the other ranks; 0: all is well.
 
     Raises:

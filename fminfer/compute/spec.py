@@ -63,7 +63,7 @@ class HeadsOfAll:
 
     heads: int
     kv_heads: int
-    kv_copies: int  # ranks that have the same KV heads as this one
+    kv_copies: int  # how many ranks have this one's KV heads, itself included
 
 
 @dataclass(slots=True, frozen=True)

@@ -277,13 +277,13 @@ class GroupSizes(Options):
         "Number of pipelines, each with the whole model. They share the input.", default=1
     )
     pipeline_group_size: Count | None = _rank(
-        "Stages of each pipeline, which share the model's layers.  [default: --world-size / "
+        "Stages of each pipeline. Each has some of the layers.  [default: --world-size / "
         "(--tensor-parallel-size × --data-group-size), or 1]",
         old={"pp_init_size": {}},
     )
     tensor_parallel_size: Count = _rank(
-        "Ranks of each stage, which share every layer: heads, MLPs, experts and vocabulary. They "
-        "must be on one machine.",
+        "Ranks of each stage. Each has a part of every layer: of heads, MLPs, experts and "
+        "vocabulary. All must be on one machine.",
         default=1,
         flags=("--tensor-parallel-size", "--tp"),
         alters="answers",
@@ -322,7 +322,7 @@ class GroupSizes(Options):
             tensor = f"× {self.called('tensor_parallel_size')} {size} " * (size > 1)
             raise UsageError(
                 f"{world} {self.world_size} is not {stages} {self.pipeline_group_size or '(any)'} "
-                f"{tensor}× {groups} {self.data_group_size}"
+                f"{tensor}× {groups} {self.data_group_size}; give the product, or leave {world} out"
             )
 
 

@@ -55,8 +55,10 @@ class Part:
         return self.rank - self.num_shards if self.is_leader else self.ranks[0]
 
     @property
-    def rank_behind(self) -> int:
-        """The leader of the next stage; behind the last stage the first is."""
+    def next_rank(self) -> int:
+        """The rank that results go to: the next stage's leader, or the leader of its own stage."""
+        if not self.is_leader:
+            return self.ranks[0]
         return (self.stage + 1) % self.num_stages * self.num_shards
 
     @property
@@ -84,8 +86,8 @@ def balance(num_layers: int, num_stages: int, head_cost: float) -> list[int]:
     if num_stages > num_layers:
         raise UsageError(
             f"{num_stages} stages share {counted(num_layers, 'layer')}, and "
-            f"{num_stages - num_layers} would have no work. Use {num_layers} or less, by "
-            "--world-size or --pipeline-group-size"
+            f"{num_stages - num_layers} would have no work. Use --pipeline-group-size {num_layers} "
+            "or less, without --world-size"
         )
     counts = [1] * num_stages
     costs = [1.0] * (num_stages - 1) + [1.0 + head_cost]
@@ -115,7 +117,7 @@ def fixed(num_layers: int, num_stages: int, each: int) -> list[int]:
         raise UsageError(
             f"--num-layers {each} gives all {total} layers to {num_stages - len(idle)} of "
             f"{num_stages} stages: stage {idle[0]} has no work. Use {instead}, or "
-            f"{num_stages - len(idle)} stages"
+            f"--pipeline-group-size {num_stages - len(idle)}"
         )
     if sum(counts) < total:
         raise UsageError(

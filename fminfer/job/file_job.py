@@ -197,7 +197,7 @@ class TraceFile:
 
     Args:
         path: a .json file; an older one is replaced.
-        num_shards: ranks of a stage, of which the first one's times are told.
+        num_shards: ranks of a stage; the first one stands for all.
     """
 
     def __init__(self, path: Path, num_shards: int = 1) -> None:
@@ -208,7 +208,7 @@ class TraceFile:
         self._num_stages = 0
 
     def add(self, step: StepTrace) -> None:
-        """Write what each rank did for one step."""
+        """Write what each stage did for one step; its first rank stands for it."""
         self._name_ranks(len(step.spans))
         if self._start_s is None:
             self._start_s = step.spans[0].start_s

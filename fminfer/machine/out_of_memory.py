@@ -36,8 +36,8 @@ class SizeLimit:
 
     Args:
         name: of the work's unit, for people: "tokens".
-        is_shared: other processes do the same work at the same time, in the same parts; then it
-            is not halved.
+        is_shared: other processes do the same work at the same time, in the same parts; then
+            `run` raises, and does not halve it.
     """
 
     def __init__(self, name: str, *, is_shared: bool = False) -> None:

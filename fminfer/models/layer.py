@@ -258,7 +258,7 @@ class MoeOf:
         self._router = self._router.to(x.dtype)  # once
         logits = nn.functional.linear(x, self._router, self._router_bias).float()
         if step.shards is not None:  # all have to choose the same, whatever they round
-            logits = step.shards.share(logits)[0]
+            logits = step.shards.gather(logits)[0]
         return route(self._how, logits, self._bias)
 
     def _with_shared(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from fminfer.models.tensor_specs import Weights
 from fminfer.models.weight_headers import find_stored, open_files, stored_parts
 
 OnProgress = Callable[[int, int], None]
-MOST_BETWEEN = 64  # rows that are read with those around them
+MOST_BETWEEN = 64  # rows of other ranks that are read with those around them
 
 
 class Maker(Protocol):
@@ -247,7 +247,7 @@ class Reader:
         """Copy what is stored of a tensor; dequantize or quantize what is not held so.
 
         Args:
-            order: the rows that are held, in their order; None: all.
+            order: the number of the stored row of each row held; None: all rows, as stored.
         """
         wholes, columns = held.empty(origin.held.shape, self.device), _columns_of(origin)
         item: int | None = None
@@ -302,7 +302,7 @@ class Reader:
 
 
 def _order(origin: Origin, attention: Attention | None) -> torch.Tensor | None:
-    """Return the rows that are held as they are stored, in their order; None: all in this order."""
+    """Return the number of the stored row of each row held; None: all rows, as stored."""
     change, rows = origin.layout.change, None if origin.cut is None else origin.cut.rows
     if change is None and rows is None:
         return None
@@ -317,9 +317,9 @@ def _order(origin: Origin, attention: Attention | None) -> torch.Tensor | None:
 def _place_of(
     piece: Piece, origin: Origin, order: torch.Tensor | None
 ) -> tuple[int | None, torch.Tensor | None] | None:
-    """Return of which item held a piece is a part, and its rows that are held; None: it is not.
+    """Return where a piece goes: to which item held, with which of its rows (None: all).
 
-    Rows that are None are all of them.
+    None: this rank holds none of it.
     """
     if order is None or origin.is_one_piece:
         return piece.item, order
@@ -331,7 +331,7 @@ def _place_of(
 
 
 def _spans_of(rows: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Give where rows lie, from one to another; few others lie between them."""
+    """Give (first, end) spans that cover the rows; gaps of up to MOST_BETWEEN are read, too."""
     rows = rows.sort().values
     ends = (rows.diff() > MOST_BETWEEN).nonzero()[:, 0] + 1
     for part in torch.tensor_split(rows, ends):

@@ -9,7 +9,7 @@ import torch
 
 from fminfer.compute.attention.scoring import Scoring
 from fminfer.compute.layers.bodies import RotateBody
-from fminfer.compute.shards import Shards
+from fminfer.compute.shards import ShardGroup
 
 
 class Attend(Protocol):
@@ -33,7 +33,7 @@ class LayerStep:
     positions: torch.Tensor  # (tokens,) int64
     attend: Attend
     kept: torch.Tensor | None = None  # (wanted,) int64: tokens the last layer returns; None: all
-    shards: Shards | None = None  # the ranks that share each layer; None: this one has it whole
+    shards: ShardGroup | None = None  # the ranks that share each layer; None: this one has it whole
 
     _turns: dict[int, torch.Tensor] = field(default_factory=dict)
 

@@ -28,7 +28,7 @@ class TensorCut:
     Args:
         rows: of its outputs; None: all.
         columns: of its inputs; None: all.
-        is_zero: another rank has it, and adds it to what is added up.
+        is_zero: held as zeros, because the first rank adds this bias.
     """
 
     rows: tuple[range, ...] | None = None
@@ -66,7 +66,7 @@ class LayerShare:
 
     heads: range
     kv_heads: range
-    kv_copies: int  # ranks that have the same KV heads
+    kv_copies: int  # how many ranks have these KV heads, this one included
     inner: range  # of the MLP, or of each expert
     shared: range  # of the shared expert
 
@@ -150,7 +150,7 @@ def _share_layer(layer: Layer, shard: int, count: int, blocks: InputBlocks) -> L
     if norm is not None and attention.qk_norm_over == "all" and not norm.is_rms:
         raise UsageError(
             f"--tensor-parallel-size {count}: this model has a LayerNorm over all heads together, "
-            "which is not cut. Use --pipeline-group-size instead"
+            "which is not divided among ranks. Use --pipeline-group-size instead"
         )
     of_ranks = _share_heads(attention, count, blocks.out)
     heads, kv_heads = of_ranks[shard]
@@ -164,7 +164,7 @@ def _share_layer(layer: Layer, shard: int, count: int, blocks: InputBlocks) -> L
 def _share_mlp(mlp: Mlp, count: int, block: int) -> list[range]:
     parts = even_parts(mlp.size, count, block)
     blocks = f" in blocks of {block}" * (block > 1)
-    return _refuse_empty(parts, count, f"an MLP or expert of {mlp.size}{blocks}")
+    return _refuse_empty(parts, count, f"an MLP or expert of size {mlp.size}{blocks}")
 
 
 def _share_heads(how: Attention, count: int, block: int) -> list[tuple[range, range]]:
@@ -193,8 +193,8 @@ def _share_heads(how: Attention, count: int, block: int) -> list[tuple[range, ra
 def _refuse_empty(parts: list[range], count: int, told: str) -> list[range]:
     if not all(parts):
         raise UsageError(
-            f"--tensor-parallel-size {count}: {told} cannot be cut into so many parts. Use a "
-            "smaller one; --pipeline-group-size spreads layers over more ranks"
+            f"--tensor-parallel-size {count}: {told} cannot be divided among {count} ranks. Use a "
+            "smaller --tensor-parallel-size; --pipeline-group-size uses more ranks"
         )
     return parts
 

@@ -111,7 +111,7 @@ class Stage:
         drawer: draws tokens.
         threads: how many compute; looked at before each step. None: torch's own number.
         graphs: makes what replays decode steps; None: each is launched kernel by kernel.
-        tokens: whose logits the head gives; None: the whole one's.
+        tokens: whose logits the head gives; None: the whole vocabulary.
     """
 
     def __init__(

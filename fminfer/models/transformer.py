@@ -14,7 +14,7 @@ from torch import nn
 from fminfer.compute.layers import plain
 from fminfer.compute.linear.products import multiply_plain
 from fminfer.compute.registry import Registry
-from fminfer.compute.shards import Shards
+from fminfer.compute.shards import ShardGroup
 from fminfer.compute.spec import Model
 from fminfer.compute.weights import Function, Weight, dense
 from fminfer.models.layer import LayerOf, normed_sum
@@ -102,7 +102,7 @@ class Transformer:
         first: int,
         bodies: Bodies,
         join: Join | None = None,
-        shards: Shards | None = None,
+        shards: ShardGroup | None = None,
         tokens: range | None = None,
     ) -> None:
         self.shards, self._tokens = shards, tokens or range(model.vocab_size)

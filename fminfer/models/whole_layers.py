@@ -24,7 +24,7 @@ from fminfer.compute.attention.kv_cache import KvCache, StepAttention
 from fminfer.compute.layers.bodies import GATES, PLAIN
 from fminfer.compute.linear.product_kernel import PackedProduct
 from fminfer.compute.registry import Registry
-from fminfer.compute.shards import SharedMemoryShards, explain
+from fminfer.compute.shards import SharedMemoryGroup, raise_failure
 from fminfer.compute.step import Rows
 from fminfer.compute.trial import Candidate, Limits, Pair, Trial
 from fminfer.compute.workspace import Workspace
@@ -225,7 +225,7 @@ class WholeLayer(LayerOf):
         assert isinstance(step.attend, StepAttention), "the paged cache"
         paged, rows = step.attend.layers[number], step.attend.plan_of(number)
         shards = step.shards
-        is_served = shards is None or isinstance(shards, SharedMemoryShards)
+        is_served = shards is None or isinstance(shards, SharedMemoryGroup)
         if not (isinstance(rows, KernelRows) and is_served):
             return self._parts(x, more, number, step)
         assert x.dtype == self._dtype, "hidden states"
@@ -254,13 +254,13 @@ class WholeLayer(LayerOf):
             out.data_ptr(),
             None if normed is None else normed.data_ptr(),
             self.step.workspace.take(self._space * tokens * x.itemsize).data_ptr(),
-            shards.address if isinstance(shards, SharedMemoryShards) else None,
+            shards.address if isinstance(shards, SharedMemoryGroup) else None,
             self.step.spent,
         )
         if failed == 1:
             self.step.workspace.drop()  # for the halves of the step
             raise MemoryError("no memory for a layer's working space")
-        explain(failed)
+        raise_failure(failed)
         return out, None if normed is None else step.sum(self.run_mlp(normed, step))
 
     def _turn(self, step: LayerStep, tokens: int) -> torch.Tensor | None:

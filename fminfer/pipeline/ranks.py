@@ -117,12 +117,13 @@ def _find_place(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | N
                 f"--world-size is {config.told_ranks}, but {launcher} started {size} ranks; leave "
                 "the flag out"
             )
-        if size % (config.data_group_size * config.tensor_parallel_size):
+        least = config.data_group_size * config.tensor_parallel_size
+        if size % least:
             tensor = f" × --tensor-parallel-size {config.tensor_parallel_size}"
             raise UsageError(
                 f"{launcher} started {size} ranks, which --data-group-size "
                 f"{config.data_group_size}{tensor * (config.tensor_parallel_size > 1)} does not "
-                "divide"
+                f"divide. Start a multiple of {least}"
             )
         if config.rendezvous is not None:
             return _by_rendezvous(config.rendezvous, rank, size, launcher)

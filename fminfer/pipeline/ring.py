@@ -200,7 +200,7 @@ def serve(
 
     Args:
         on_stop: called when it does, before the other ranks hear it.
-        release: called when a connection breaks: the stage waits for no other rank any longer.
+        release: called when a connection breaks; it ends this process's waits in sums.
 
     Raises:
         PipelineError: a neighbour is gone, or sends what does not fit.
@@ -220,7 +220,7 @@ def serve(
 
     receiver = _Receiver(part.rank_before, form, hear)
     followers = _Followers(part, form, hear_follower)
-    behind = _Sender(part.rank_behind if part.is_leader else part.ranks[0], form, hear)
+    sender = _Sender(part.next_rank, form, hear)
     computer = _Computer(stage, part)
     while True:
         message = inbox.get()
@@ -237,11 +237,11 @@ def serve(
         if message.kind == "stop":
             on_stop()
         if part.is_leader or message.kind == "stop":
-            behind.put(message)
+            sender.put(message)
         if message.kind == "stop":
             receiver.join()
             followers.join()
-            behind.join()
+            sender.join()
             return
 
 
@@ -253,7 +253,7 @@ class RingPipeline(QueuedPipeline):
         form: of the hidden states.
         explain: told of a broken connection; returns what is known to have caused it.
         on_stop: called when all steps are done, before the other ranks hear that it is over.
-        release: called when a rank has failed: the stage waits for no other rank any longer.
+        release: called when a rank has failed; it ends this process's waits in sums.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class RingPipeline(QueuedPipeline):
         self._sender: _Sender | None = None  # None: this stage is the last, too
         self._followers = _Followers(part, form, self._hear_follower)
         if not part.is_last:
-            self._sender = _Sender(part.rank_behind, form, self.fail)
+            self._sender = _Sender(part.next_rank, form, self.fail)
             self._receiver = _Receiver((part.num_stages - 1) * part.num_shards, form, self._take)
         self._thread.start()
 
@@ -330,7 +330,7 @@ class RingPipeline(QueuedPipeline):
             self._put(RankMessage("stop"))
 
     def _put(self, message: RankMessage) -> None:
-        """Send a message to the next stage; behind the last one it is here."""
+        """Send a message to the next stage; with one stage, take it here."""
         (self._take if self._sender is None else self._sender.put)(message)
 
     def _hear_follower(self, message: RankMessage | BaseException) -> None:

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from fminfer.compute.shards import Shards, SharedMemoryShards
+from fminfer.compute.shards import ShardGroup, SharedMemoryGroup
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part
 from fminfer.core.quantities import show_bytes
@@ -26,7 +26,7 @@ Way = Literal["memory", "nccl", "gloo"]
 
 def connect_shards(
     group: Group, part: Part, device: torch.device, library: ctypes.CDLL | None
-) -> Shards | None:
+) -> ShardGroup | None:
     """Meet the other ranks of this one's stage; None: it has none.
 
     All of them take the same way: NCCL if each has a GPU of its own, memory that all of them map if
@@ -53,12 +53,12 @@ def connect_shards(
         made = dist.new_group(ranks, timeout=FOREVER, backend=way)
         own = made if stage == part.stage else None
         if own is not None:
-            shards = TorchShards(own, part.shard, part.num_shards, is_nccl=way == "nccl")
+            shards = TorchGroup(own, part.shard, part.num_shards, is_nccl=way == "nccl")
     shards.sum(torch.zeros(1, device=device))  # NCCL connects here, before there is work
     return shards
 
 
-class TorchShards:
+class TorchGroup:
     """Ranks that add up by torch.distributed."""
 
     def __init__(self, group: dist.ProcessGroup, index: int, count: int, *, is_nccl: bool) -> None:
@@ -70,11 +70,11 @@ class TorchShards:
             dist.all_reduce(x, group=self._group)
             return x
         total = torch.zeros(x.shape, device=x.device)
-        for each in self.share(x):  # in the order of ranks, as in shared memory
+        for each in self.gather(x):  # in the order of ranks, as in shared memory
             total += each.float()
         return total.to(x.dtype)
 
-    def share(self, x: torch.Tensor) -> torch.Tensor:
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
         if self._is_nccl:
             found = x.new_empty((self.count, *x.shape))
@@ -100,24 +100,24 @@ def _refuse_distance(group: Group, part: Part) -> None:
             told = ", ".join(f"rank {rank} on {host}" for rank, host in places)
             raise UsageError(
                 f"ranks {ranks[0]} to {ranks[-1]} share each layer (--tensor-parallel-size "
-                f"{part.num_shards}) and must be on one machine; there is {told}. Number ranks "
-                f"machine by machine, a multiple of {part.num_shards} on each (srun "
+                f"{part.num_shards}) and must be on one machine, but there is {told}. Number the "
+                f"ranks machine by machine, a multiple of {part.num_shards} on each (srun "
                 "--distribution=block, mpirun --map-by slot); or give a smaller "
                 "--tensor-parallel-size"
             )
 
 
-def _map_memory(group: Group, part: Part, library: ctypes.CDLL) -> Shards:
+def _map_memory(group: Group, part: Part, library: ctypes.CDLL) -> ShardGroup:
     """Map memory that the leader makes. It has no name that could outlive its processes.
 
     The others find it among the leader's open files. A mark at its end tells that it is this very
     memory, and not that of a process with the same number on another machine.
     """
-    size = SharedMemoryShards.num_bytes(library, part.num_shards)
+    size = SharedMemoryGroup.num_bytes(library, part.num_shards)
     made, mark = _make_memory(size) if part.is_leader else (-1, "")
     path = f"/proc/{os.getpid()}/fd/{made}"
     path, mark = group.gather("shared memory", [path, mark])[part.ranks[0]]
-    why = "it is of another process"
+    why = f"{path} is of another process"
     try:
         with open(path, "r+b") as file:
             memory = mmap.mmap(file.fileno(), size + len(mark))
@@ -133,9 +133,9 @@ def _map_memory(group: Group, part: Part, library: ctypes.CDLL) -> Shards:
         raise UsageError(
             f"rank {part.rank} cannot map the memory of rank {part.ranks[0]} ({why}). Ranks that "
             "share layers must see each other's processes: in containers, start them in one, or "
-            "with --pid=host"
+            "with --pid=host; or leave --tensor-parallel-size out"
         )
-    return SharedMemoryShards(library, memory, part.shard, part.num_shards)
+    return SharedMemoryGroup(library, memory, part.shard, part.num_shards)
 
 
 def _make_memory(size: int) -> tuple[int, str]:
@@ -147,8 +147,8 @@ def _make_memory(size: int) -> tuple[int, str]:
     except OSError as error:
         os.close(descriptor)
         raise UsageError(
-            f"ranks that share layers need {show_bytes(size)} together, which the system does not "
-            f"give ({error}). Use a machine with more memory"
+            f"ranks that share layers need {show_bytes(size)} of shared memory, and the system "
+            f"refuses it ({error}). Free memory, or raise the limit of the job or container"
         ) from error
     os.pwrite(descriptor, mark.encode(), size)
     return descriptor, mark

@@ -42,7 +42,7 @@ def test_all_ranks_get_the_sum_in_the_order_of_ranks(count: int, dtype: torch.dt
             if (number + shards.index) % 3 == 0:
                 time.sleep(0.005)
             found.append(shards.sum(x.clone()))
-            found.append(shards.share(x))
+            found.append(shards.gather(x))
         return found
 
     for found in on_each(count, work):

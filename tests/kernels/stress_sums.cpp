@@ -36,7 +36,7 @@ void run_ranks(int seed, int64_t type) {
                 for (int64_t i = 0; i < own.count; i++)
                     check(is_near(own.at(i), sum_of(turn, i), type), "a sum is wrong");
                 const std::vector<uint8_t> mark(own.count, uint8_t(rank));
-                check(fminfer_share(&sums, mark.data(), all.data(), own.count) == 0, "a share failed");
+                check(fminfer_gather(&sums, mark.data(), all.data(), own.count) == 0, "a share failed");
                 for (size_t i = 0; i < all.size(); i++)
                     check(all[i] == i / own.count, "a rank has what another one shares");
             }

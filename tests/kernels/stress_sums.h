@@ -7,7 +7,7 @@
 
 extern "C" {
 int64_t fminfer_sums_bytes(int64_t count, int64_t capacity);
-int fminfer_share(Sums* s, const void* own, void* all, int64_t bytes);
+int fminfer_gather(Sums* s, const void* own, void* all, int64_t bytes);
 }
 
 namespace stress {

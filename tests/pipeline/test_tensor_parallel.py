@@ -210,7 +210,7 @@ def test_a_dead_rank_is_noticed_at_once_by_those_started_apart(tmp_path: Path) -
 def test_a_model_that_cannot_be_cut_is_refused_by_all(tmp_path: Path) -> None:
     [(status, err)] = finish(start(*inputs(), "--output", tmp_path, "--tp", 64))
     assert status == 2
-    assert "--tensor-parallel-size 64: " in err and "cannot be cut into so many parts" in err
+    assert "--tensor-parallel-size 64: " in err and "cannot be divided among" in err
     assert "Traceback" not in err
 
 
@@ -231,7 +231,7 @@ def test_a_lack_of_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", lack)
-    with pytest.raises(UsageError, match="need 3 MiB together, which the system does not give"):
+    with pytest.raises(UsageError, match="need 3 MiB of shared memory, and the system refuses it"):
         shard_group._make_memory(3 << 20)
 
 
@@ -244,7 +244,7 @@ def test_ranks_map_no_memory_of_another_machine(told: str) -> None:
     library: Any = SimpleNamespace(
         fminfer_sums_bytes=type("Call", (), {"__call__": lambda self, *_: 4096})()
     )
-    why = "it is of another process" if told == "another process" else "No such file"
+    why = "is of another process" if told == "another process" else "No such file"
     with pytest.raises(UsageError, match=rf"rank 1 cannot map the memory of rank 0 \(.*{why}"):
         shard_group._map_memory(group, Part(0, 1, 0, 1, shard=1, num_shards=2), library)
     os.close(descriptor)
@@ -263,10 +263,10 @@ def test_gloo_adds_up_in_the_order_of_ranks(
 
     monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
     group: Any = None
-    shards = shard_group.TorchShards(group, 1, 4, is_nccl=False)
+    shards = shard_group.TorchGroup(group, 1, 4, is_nccl=False)
     total = ((parts[0].float() + parts[1].float()) + parts[2].float()) + parts[3].float()
     assert torch.equal(shards.sum(parts[1]), total.to(dtype))
-    assert torch.equal(shards.share(parts[1]), torch.stack(parts))
+    assert torch.equal(shards.gather(parts[1]), torch.stack(parts))
 
 
 @pytest.mark.parametrize(
@@ -311,5 +311,5 @@ def test_parts_of_ranks() -> None:
     stage = Part(1, 3, 4, 8, num_shards=2)
     leader, other = stage.shards
     assert (leader.rank, other.rank, [*stage.ranks]) == (2, 3, [2, 3])
-    assert (leader.rank_before, leader.rank_behind, other.rank_before) == (0, 4, 2)
-    assert Part(2, 3, 8, 9, num_shards=2).rank_behind == 0
+    assert (leader.rank_before, leader.next_rank, other.rank_before) == (0, 4, 2)
+    assert Part(2, 3, 8, 9, num_shards=2).next_rank == 0

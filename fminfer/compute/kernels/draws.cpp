@@ -170,7 +170,7 @@ struct Row {
     float temperature, top_p, min_p;
     int64_t top_k;
     uint64_t noise;
-    int64_t first;  // the id of the first logit's token; they are some of a row's
+    int64_t first;  // the id of the first logit's token: the logits may be a shard's
 
     bool has_top_k() const { return top_k > 0 && top_k < vocab; }
     bool has_filter() const { return has_top_k() || top_p < 1 || min_p > 0; }
@@ -248,8 +248,8 @@ struct Row {
 }  // namespace
 
 // logits: (rows, vocab); rows: (count,), those to draw for; each row's temperature > 0, top_p > 0,
-// top_k (0: off), min_p and 64 bits of noise; ids: (count,). `first`: the id of the first logit's
-// token, whose own place is 0. Nonzero: there was no memory.
+// top_k (0: off), min_p and 64 bits of noise; ids: (count,) places, counted from `first`, the
+// id of the first logit's token. Nonzero: there was no memory.
 extern "C" int fminfer_draw(const float* logits, int64_t vocab, int64_t first, int64_t count,
                             const int64_t* rows, const float* temperature, const float* top_p,
                             const int64_t* top_k, const float* min_p, const int64_t* noise,

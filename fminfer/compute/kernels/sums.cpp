@@ -2,8 +2,8 @@
 //
 // Each process copies its numbers into a buffer of its own, says that they are there, waits until
 // all have said so, and adds all buffers in the order of the ranks. So each has the same bits,
-// whoever came first. There are two buffers of each, used in turns: whoever writes to one again
-// has heard from all that they came to the turn between, and so have read it.
+// whoever came first. Each process has two buffers, and uses them in turn. Before it writes to one
+// again, all others have come to the turn between, so they have read it.
 
 #include "sums.h"
 
@@ -45,7 +45,7 @@ char* buffer_of(const Sums* s, int64_t rank, uint64_t turn) {
     return first + (2 * rank + int64_t(turn % 2)) * s->capacity;
 }
 
-// Gives all ranks what each has: `work` then reads their buffers. Nonzero: it cannot be.
+// Gives all ranks what each has: `work` then reads their buffers. Nonzero: SUMS_OVER, SUMS_DIFFER.
 template <typename Work>
 int share(Sums* s, const void* own, int64_t bytes, const Work& work) {
     const uint64_t turn = ++s->turn;
@@ -97,7 +97,7 @@ int fminfer_sum(Sums* s, void* x, int64_t num, int64_t type, int64_t num_threads
                      : sum(s, static_cast<uint16_t*>(x), num, num_threads);
 }
 
-int fminfer_share(Sums* s, const void* own, void* all, int64_t bytes) {
+int fminfer_gather(Sums* s, const void* own, void* all, int64_t bytes) {
     for (int64_t first = 0; first < bytes; first += s->capacity) {
         const int64_t size = std::min(s->capacity, bytes - first);
         const auto copy = [&](uint64_t turn) {

@@ -16,13 +16,14 @@ extern "C" {
 
 // One process's way to the others. Must agree with shards.SumsStruct.
 struct Sums {
-    char* memory;  // an Arrival of each rank, then two buffers of each
-    int64_t capacity, index, count;
-    uint64_t turn;
+    char* memory;                    // an Arrival of each rank, then two buffers of each
+    int64_t capacity, index, count;  // bytes of a buffer; this rank, and of how many
+    uint64_t turn;                   // sums and gatherings so far
     int64_t is_over;  // nobody waits any longer: a rank has failed
 };
 
-// x = the sum of all ranks' x, of `num` numbers: type 0 float32, 1 bfloat16. Nonzero: it cannot be.
+// x = the sum of all ranks' x, of `num` numbers: type 0 float32, 1 bfloat16.
+// Nonzero: SUMS_OVER or SUMS_DIFFER.
 int fminfer_sum(Sums* s, void* x, int64_t num, int64_t type, int64_t num_threads);
 
 }  // extern "C"

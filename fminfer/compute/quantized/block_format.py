@@ -92,7 +92,7 @@ class Blocks:
         return to
 
     def cut(self, packed: torch.Tensor, columns: range) -> torch.Tensor:
-        """Return the bytes of some inputs, which are whole blocks or of one block a row."""
+        """Return the bytes of some inputs: of whole blocks, or of any where a row is one block."""
         if self.block:
             first, last = (
                 end // self.block * self.block_bytes for end in (columns.start, columns.stop)

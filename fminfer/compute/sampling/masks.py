@@ -136,7 +136,7 @@ class LogitEditTensors:
     banned_rows: torch.Tensor  # (banned,) int64
     banned_ids: torch.Tensor  # (banned,) int64
     masks: MaskTensors | None = None
-    has_others: bool = False  # other ranks have changes of the tokens whose logits are there
+    has_others: bool = False  # a change is for a token of another rank
 
     @property
     def has_changes(self) -> bool:

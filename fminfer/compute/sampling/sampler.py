@@ -188,7 +188,7 @@ _LARGE_FIRST = sorted(_DRAWN_BY, key=lambda name: -DRAW[name].itemsize)  # as `s
 # Of (rows, vocab) scaled logits, of the rows' noise and of the first logit's token: the places that
 # win, int64.
 Racer = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-# Of (rows, vocab) logits, and which rows draw: their tokens, int64.
+# Of (rows, vocab) logits, and which rows draw: the places of their tokens, int64.
 Drawer = Callable[[torch.Tensor, SamplingTensors, torch.Tensor], torch.Tensor]
 
 
@@ -208,7 +208,7 @@ def race(
 
 def draw(
     logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor, racer: Racer = race
-) -> torch.Tensor:  # as many ids as rows, int64
+) -> torch.Tensor:  # as many places as rows, int64
     """Draw by Gumbel-max from what top_k, min_p and top_p leave.
 
     Args:
@@ -230,9 +230,9 @@ def draw(
     if has_top_p:
         probs = _keep_top_p(torch.softmax(scaled, -1), how.top_p)
         scaled = scaled.masked_fill(probs == 0, float("-inf"))
-    ids = racer(scaled, how.noise, how.first_id)
+    places = racer(scaled, how.noise, how.first_id)
     # Of a row with nan or +inf the first such token: its logprob is nan, whichever is drawn.
-    return torch.where(largest.isfinite(), ids[:, None], first)[:, 0]
+    return torch.where(largest.isfinite(), places[:, None], first)[:, 0]
 
 
 def _keep_top_k(scaled: torch.Tensor, top_k: torch.Tensor, most: int) -> torch.Tensor:
@@ -288,7 +288,7 @@ def _keep_first(
 
 @dataclass(slots=True, frozen=True)
 class TokenSpan:
-    """Of which tokens (rows, vocab) logits are: all. `sharded.TokenShard` has some of them.
+    """The tokens that logits belong to: all. `sharded.TokenShard` has those of one rank.
 
     Args:
         size: of the whole vocabulary.
@@ -343,7 +343,7 @@ def sample(
         num_top: how many alternatives to report.
         edits: changes of single logits; the logprobs are those of the logits without them.
         ranker, drawer: `rank` and `draw`, or compiled bodies of them.
-        tokens: whose logits these are; None: the whole one's.
+        tokens: that the logits belong to; None: the whole vocabulary.
     """
     tokens = tokens or TokenSpan(logits.shape[-1])
     ranking = _rank(logits, num_top, ranker, tokens)
@@ -409,7 +409,7 @@ def score(
     Args:
         logits: (rows, vocab), of any floating dtype.
         ids: (rows,) int64.
-        tokens: whose logits these are; None: the whole one's.
+        tokens: that the logits belong to; None: the whole vocabulary.
     """
     tokens = tokens or TokenSpan(logits.shape[-1])
     ranking = _rank(logits, num_top, ranker, tokens)

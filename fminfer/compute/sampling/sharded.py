@@ -18,7 +18,7 @@ from fminfer.compute.sampling.sampler import (
     TokenSpan,
     gumbel,
 )
-from fminfer.compute.shards import Shards
+from fminfer.compute.shards import ShardGroup
 
 LOWEST = float("-inf")
 NUM_BEST = 64  # tokens of a rank that most filtered draws look at; the kernel finds so many at once
@@ -39,7 +39,7 @@ class TokenShard(TokenSpan):
     """
 
     parts: tuple[range, ...]
-    shards: Shards
+    shards: ShardGroup
 
     @property
     def own(self) -> range:
@@ -152,7 +152,7 @@ class TokenShard(TokenSpan):
         return self._share(sums).sum(0)
 
     def _share(self, table: torch.Tensor) -> torch.Tensor:
-        return self.shards.share(table.double())
+        return self.shards.gather(table.double())
 
 
 def _rows_of(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -196,7 +196,7 @@ class _Drawing:
         """Leave what top_k and min_p leave, and weigh it."""
         how, left = self._how, self._left
         best = _padded(left.topk(min(max(1, most_kept), left.shape[-1]), -1)[0], max(1, most_kept))
-        best = self._tokens.shards.share(best)  # (ranks, rows, k)
+        best = self._tokens.shards.gather(best)  # (ranks, rows, k)
         if most_kept > 0:
             left = self._keep_top_k(left, best)
         far = (left - best[..., 0].amax(0)[:, None]) / how.temperature[:, None]

@@ -96,7 +96,7 @@ class TensorFiles:
         Args:
             is_used_there: it is used where it lies, so that its pages may be this process's. What
                 is copied is only read into the system's memory.
-            rows: only from one to another is read, of a tensor that is one part; None: all are.
+            rows: (first, end) rows to read, of a tensor that is one part; None: all.
         """
         parts = self._tensors[name].parts
         for part in parts:

@@ -190,7 +190,7 @@ def make_stage(loaded: LoadedPart) -> Stage:
     if share is not None and network.shards is not None:
         whole = plan.checkpoint.model.vocab_size
         tokens = TokenShard(whole, share.tokens, network.shards)
-    else:  # sums were not captured yet
+    else:  # CUDA graphs do not capture sums yet
         device = loaded.device
         graphs = find_graphs(plan.config.kernels, network, kernels.attention, most, device)
     return Stage(

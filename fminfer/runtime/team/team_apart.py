@@ -1,7 +1,8 @@
 """Ranks of several pipelines that were started apart: they meet once, then each takes its part.
 
-Rank r is rank r % N of pipeline r // N, where N is how many ranks a pipeline has. Rank 0 runs the
-job and starts its own rank as a process; the first rank of each other pipeline has a line to it.
+Of all ranks, r is rank r % N of pipeline r // N, where N is how many ranks a pipeline has. Rank 0
+runs the job, and starts another process as rank 0 of pipeline 0. The first rank of each other
+pipeline has a line to it.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ class Apart(Meeting):
             end=end,
         )
         self.spread, self._num_ranks = spread, spread.num_ranks
-        self._number, self._its_rank = divmod(self.rank, self._num_ranks)
+        self._number, self._rank_in_pipeline = divmod(self.rank, self._num_ranks)
         self._is_over = False  # each pipeline goes its own way, or none is needed
         # Of this pipeline's own meeting, which is in the same store.
         self._facts = RankFacts(
-            self._its_rank,
+            self._rank_in_pipeline,
             self._num_ranks,
             self._place.host,
             self._place.port,
@@ -143,7 +144,7 @@ class Apart(Meeting):
     def take_stage(self) -> tuple[RankFacts | None, RunLink | None]:
         """Return another rank's place in its pipeline, and its line to rank 0 if it has one."""
         facts = self._facts if self._num_ranks > 1 else None
-        if self._its_rank > 0:
+        if self._rank_in_pipeline > 0:
             return facts, None
         peer = self._place.connect().become_line(self._number)
         end_when_silent(peer, self.spread.rank_timeout_s, is_always_read=False)
