@@ -269,12 +269,12 @@ class Reader:
                 self.files.copy(next(iter(piece.stored)), parts[0])
                 continue
             values = self._values(piece, origin, form, rows)
-            is_new = form != piece.format and isinstance(form, Blocks)
-            if is_new and isinstance(form, Blocks) and columns is None:
-                form.quantize(values[0], parts[0])
+            new = form if isinstance(form, Blocks) and form != piece.format else None
+            if new is not None and columns is None:
+                new.quantize(values[0], parts[0])
             else:
-                if is_new and isinstance(form, Blocks):  # of whole rows, for a row may be one block
-                    values = (form.quantize(values[0]),)
+                if new is not None:  # of whole rows, for a row may be one block
+                    values = (new.quantize(values[0]),)
                 for part, value in zip(parts, values, strict=True):
                     part.copy_(_cut_columns(value, form, columns))
             for name in piece.stored:
