@@ -37,7 +37,8 @@ def fingerprint_of(
 ) -> dict[str, str]:
     """Return what an answer depends on beside its line, each under the name that people know.
 
-    How the work is done is not in it: ranks, budget, chunks and attention may change.
+    How the work is done is not in it: stages, budget, chunks and attention may change. Tensor
+    parallelism is, because sums of other parts round otherwise.
 
     Args:
         dtype, kv_dtype: of hidden states and of the KV cache, as they are planned.

@@ -86,6 +86,7 @@ def check_draws(rng: random.Random, count: int, ranker: Ranker, drawer: Drawer) 
     masks = [
         make_mask(pack_ids(sorted(rng.sample(range(VOCAB), 3)), 32)),
         make_mask(pack_ids([VOCAB - 1], 32)),
+        make_mask(invert(pack_ids(range(60, VOCAB), 32))),  # no token of the last rank
         make_mask(invert(pack_ids(rng.sample(range(VOCAB), 90), 32))),
     ]
     draws = make_draws(
@@ -97,7 +98,7 @@ def check_draws(rng: random.Random, count: int, ranker: Ranker, drawer: Drawer) 
         noise=[rng.randrange(-(2**63), 2**63) for _ in range(ROWS)],
         num_edits=counts[:ROWS],
         num_banned=counts[ROWS:],
-        mask=[rng.choice([-1, -1, 0, 1, 2]) for _ in range(ROWS)],
+        mask=[rng.choice([-1, -1, 0, 1, 2, 3]) for _ in range(ROWS)],
     )
     num_edits = sum(counts[:ROWS])
 

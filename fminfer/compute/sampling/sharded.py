@@ -93,7 +93,7 @@ class TokenShard(TokenSpan):
         scale = 1 / how.temperature[:, None].double()
         top = ranking.best[:, :1].double()
         far = (logits - ranking.best[:, :1]).mul_(scale.float())
-        mass = far.exp_().sum(-1, keepdim=True)
+        mass = far.exp_().sum(-1, keepdim=True).where(top.isfinite(), 0.0)  # a mask may leave none
         last = ranking.best[:, -1:].double()
         if num == logits.shape[-1]:  # there are no others
             last = torch.full_like(last, LOWEST)
