@@ -146,6 +146,11 @@ def parse_flags(
 def count_ranks(flags: dict[str, Any], gpus: int | None) -> int:
     """Return how many ranks a job has in all."""
     sizes = take(GroupSizes, {**flags})
+    if gpus and sizes.told_ranks is None and gpus % sizes.num_ranks:
+        raise UsageError(
+            f"--gpus {gpus} is no multiple of --tensor-parallel-size {sizes.tensor_parallel_size} "
+            f"× --data-group-size {sizes.data_group_size}, and a rank runs on each GPU"
+        )
     return sizes.told_ranks or gpus or sizes.num_ranks
 
 

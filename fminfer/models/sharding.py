@@ -19,6 +19,7 @@ from fminfer.core.partition import even_parts
 from fminfer.models.tensor_specs import TensorSpecs, entry_specs, exit_specs, layer_specs
 
 TOKENS_UNIT = 8  # masks of allowed tokens are bytes of 8
+MORE_RANKS = "--pipeline-group-size uses more ranks"
 
 
 @dataclass(slots=True, frozen=True)
@@ -136,8 +137,26 @@ def share_model(model: Model, shard: int, count: int, blocks: InputBlocks) -> Mo
         shard, count: which of so many ranks.
 
     Raises:
-        UsageError: it cannot be cut into so many parts.
+        UsageError: it cannot be cut into so many parts; the most that it can be is told.
     """
+    try:
+        return _share_model(model, shard, count, blocks)
+    except UsageError as error:
+        fewer = (each for each in range(count - 1, 1, -1) if _can_share(model, each, blocks))
+        most = next(fewer, None)
+        told = "nor among fewer" if most is None else f"but among {most}"
+        raise UsageError(f"{error}, {told}; {MORE_RANKS}") from None
+
+
+def _can_share(model: Model, count: int, blocks: InputBlocks) -> bool:
+    try:
+        _share_model(model, 0, count, blocks)
+    except UsageError:
+        return False
+    return True
+
+
+def _share_model(model: Model, shard: int, count: int, blocks: InputBlocks) -> ModelShare:
     tokens = even_parts(model.vocab_size, count, TOKENS_UNIT)
     _refuse_empty(tokens, count, f"a vocabulary of {model.vocab_size} tokens in eights")
     layers = tuple(_share_layer(layer, shard, count, blocks) for layer in model.layers)
@@ -150,7 +169,7 @@ def _share_layer(layer: Layer, shard: int, count: int, blocks: InputBlocks) -> L
     if norm is not None and attention.qk_norm_over == "all" and not norm.is_rms:
         raise UsageError(
             f"--tensor-parallel-size {count}: this model has a LayerNorm over all heads together, "
-            "which is not divided among ranks. Use --pipeline-group-size instead"
+            "which is not divided among ranks"
         )
     of_ranks = _share_heads(attention, count, blocks.out)
     heads, kv_heads = of_ranks[shard]
@@ -193,8 +212,7 @@ def _share_heads(how: Attention, count: int, block: int) -> list[tuple[range, ra
 def _refuse_empty(parts: list[range], count: int, told: str) -> list[range]:
     if not all(parts):
         raise UsageError(
-            f"--tensor-parallel-size {count}: {told} cannot be divided among {count} ranks. Use a "
-            "smaller --tensor-parallel-size; --pipeline-group-size uses more ranks"
+            f"--tensor-parallel-size {count}: {told} cannot be divided among {count} ranks"
         )
     return parts
 

@@ -80,6 +80,8 @@ class TorchGroup:
             found = x.new_empty((self.count, *x.shape))
             dist.all_gather_into_tensor(found, x, group=self._group)
             return found
+        if not x.numel():
+            return x.new_empty((self.count, *x.shape))
         own = x.cpu().view(-1).view(torch.uint8)
         parts = [torch.empty_like(own) for _ in range(self.count)]
         dist.all_gather(parts, own, group=self._group)

@@ -14,6 +14,7 @@ from fminfer.models.layer_source import OnProgress
 from fminfer.pipeline.group import Group, require_no_group
 from fminfer.pipeline.meeting import End
 from fminfer.pipeline.ranks import RankFacts
+from fminfer.plan.planning import plan_ahead
 from fminfer.runtime.bars import say
 from fminfer.runtime.build.agreement import require_room_for_all
 from fminfer.runtime.build.one_pipeline import OnePipeline, OnStep, OnWork
@@ -79,6 +80,8 @@ def start_computing(
             return Team(
                 checkpoint, lambda: start_pipelines(children, config, spread, options), tell
             )
+        if config.tensor_parallel_size > 1:  # what cannot be is told once, before ranks have met
+            plan_ahead(config, checkpoint, spread.num_stages)
         if children.all:
             facts = children.become_ranks(config, spread, options)
             end = None if run is None else run.end

@@ -70,7 +70,9 @@ def _serve(run: ServeContext, checkpoint: Checkpoint, compute: Compute) -> None:
     try:
         if not run.is_quiet:
             types = show_dtypes(engine.facts.dtype, engine.facts.weight_dtype)
-            place = f"{types} on {engine.device}, {counted(engine.facts.num_threads, 'thread')}"
+            ranks = f"{engine.facts.num_ranks} ranks of " * (engine.facts.num_ranks > 1)
+            threads = counted(engine.facts.num_threads, "thread")
+            place = f"{types} on {engine.device}, {ranks}{threads}"
             kernels = "compiled kernels" if engine.facts.has_kernel else "plain torch"
             click.echo(f"Ready after {run.elapsed_s():.1f} s: {place}, {kernels}.", err=True)
         engine.runs.cache = _open_cache(run, checkpoint)

@@ -376,7 +376,7 @@ def test_a_job_without_a_model_is_not_sent_for_lines_that_name_one(
             ],
             "3 ranks on each of --nodes 2 are no multiple of --tensor-parallel-size 2",
         ),
-        (["--gpus", "3", "--", "--tp", "2"], "--world-size 3 is not"),
+        (["--gpus", "3", "--", "--tp", "2"], "--gpus 3 is no multiple of --tensor-parallel-size 2"),
         (["--queue", "a\nrm -rf /"], "no line of a script may hold"),
         (["--directive", "-P x\nrm -rf /"], "no line of a script may hold"),
         (["--name", "a#b"], "letters, digits"),

@@ -159,3 +159,21 @@ def test_a_row_that_is_not_finite_is_told_by_every_rank(odd: float) -> None:
         others = [row for row in range(ROWS) if row != 5]
         assert torch.equal(found.ids[others], whole.ids[others])
         assert 0 <= int(found.ids[5]) < VOCAB
+
+
+def test_a_draw_from_the_best_tokens_is_told_once(bodies: tuple[Ranker, Drawer]) -> None:
+    """Of rows that are drawn, none is left for the draw from all tokens, which tells more."""
+    ranker, drawer = bodies
+    logits = 9 * torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(3))
+    draws = make_draws(range(ROWS), temperature=1.0, top_p=0.7, top_k=40, noise=range(ROWS))
+    how, rows = SamplingTensors.of(draws, CPU), torch.arange(ROWS)
+
+    def count(own: TokenShard) -> int:
+        told = []
+        gather = own.shards.gather
+        own.shards.gather = lambda x: told.append(x) or gather(x)  # type: ignore[method-assign]
+        part = logits[:, own.own.start : own.own.stop].contiguous()
+        assert torch.equal(own.drawer(drawer, ranker)(part, how, rows), drawer(logits, how, rows))
+        return len(told)
+
+    assert on_all(2, count) == [1, 1]

@@ -96,11 +96,19 @@ def test_ranks_that_the_run_starts(
 
 
 def test_without_kernels_sums_go_through_gloo(tmp_path: Path) -> None:
+    """A draw of which filters left few tokens ended the run: gloo was to send nothing."""
+    filtered, line = tmp_path / "filtered.jsonl", {"prompt": "How do you go", "seed": 1}
+    filters: list[dict[str, float]] = [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}]
+    lines = [json.dumps(line | {"temperature": 0.8} | each) for each in filters]
+    filtered.write_text("\n".join(lines))
     folders, off = [tmp_path / "1", tmp_path / "2"], [*FLAGS, "--kernels", "off"]
     for size, folder in enumerate(folders, start=1):
-        [(status, err)] = finish(start(*inputs(), *off, "--tp", size, "--output", folder))
+        [(status, err)] = finish(start(*inputs(), filtered, *off, "--tp", size, "--output", folder))
         assert status == 0 and ("2 ranks of" in err) == (size == 2), err
     check_same(folders[1], read(folders[0]))
+    drawn = [(each / "output_filtered.jsonl").read_text().splitlines() for each in folders]
+    choices = [[json.loads(line)["result"]["choices"] for line in own] for own in drawn]
+    assert len(choices[0]) == 3 and choices[0] == choices[1]
 
 
 def test_ranks_by_hand_in_any_order(alone: dict[str, Any], tmp_path: Path) -> None:
@@ -267,6 +275,7 @@ def test_gloo_adds_up_in_the_order_of_ranks(
     total = ((parts[0].float() + parts[1].float()) + parts[2].float()) + parts[3].float()
     assert torch.equal(shards.sum(parts[1]), total.to(dtype))
     assert torch.equal(shards.gather(parts[1]), torch.stack(parts))
+    assert shards.gather(parts[1][:0]).shape == (4, 0, 5), "of none there is nothing to send"
 
 
 @pytest.mark.parametrize(

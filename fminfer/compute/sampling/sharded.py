@@ -73,7 +73,7 @@ class TokenShard(TokenSpan):
             if bool(how.host.is_filtered.any()):
                 found, is_drawn = self._draw_from_best(logits, own, ranker)
                 left, most = (~is_drawn).nonzero()[:, 0], MOST_ROWS
-            for some in torch.split(left, most):
+            for some in torch.split(left, most) if len(left) else ():
                 part = _rows_of(logits, some)
                 found[some] = _Drawing(self, body, part, own.rows(some), how.host).draw()
             return found
