@@ -349,9 +349,7 @@ def test_a_rank_reads_and_holds_its_part_only(tmp_path: Path) -> None:
 
 def test_the_reason_is_told_before_anything_is_read() -> None:
     config = EngineConfig(random_init="llama-160m", tensor_parallel_size=13)
-    with pytest.raises(
-        UsageError, match=r"12 heads .* among 13 ranks, but among 12;"
-    ):
+    with pytest.raises(UsageError, match=r"12 heads .* among 13 ranks, but among 12;"):
         plan_ahead(config, open_random("llama-160m"))
 
 
