@@ -232,8 +232,10 @@ def serve(
             step = decode_step(message.body)
             try:
                 message = computer.run(step, message.body, message.spans, message.hidden)
-            except PipelineError as error:  # it was released
-                raise next(iter(failures), error) from error
+            except PipelineError as error:
+                if failures:  # by which it was released
+                    raise failures[0] from error
+                raise
         if message.kind == "stop":
             on_stop()
         if part.is_leader or message.kind == "stop":

@@ -258,3 +258,14 @@ def test_numpy_and_mixed_columns(cluster: None, stage: Answer) -> None:
         for record, row in zip(records, given, strict=True):
             assert record["request"]["prompt"] == np.array(row["prompt"]).tolist()
         assert all("result" in record for record in records)
+
+
+def test_ranks_that_share_layers_are_inside_an_actor_and_share_its_cpus() -> None:
+    """Each rank computed with as many threads as the actor has CPUs."""
+    actor = Answer(num_cpus=4, tensor_parallel_size=2, **EXACT)
+    facts = actor._engine.facts
+    assert (facts.num_ranks, facts.num_threads) == (2, 2)
+    rows = pyarrow.table({"prompt": [PROMPT], "temperature": [0.0], "max_tokens": [4]})
+    (told,) = actor(rows).column("record").to_pylist()
+    assert json.loads(told)["result"]["choices"][0]["text"]
+    actor._engine.close()
