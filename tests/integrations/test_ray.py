@@ -9,6 +9,7 @@ import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -260,12 +261,15 @@ def test_numpy_and_mixed_columns(cluster: None, stage: Answer) -> None:
         assert all("result" in record for record in records)
 
 
-def test_ranks_that_share_layers_are_inside_an_actor_and_share_its_cpus() -> None:
+def test_the_ranks_of_an_actor_share_its_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank computed with as many threads as the actor has CPUs."""
-    actor = Answer(num_cpus=4, tensor_parallel_size=2, **EXACT)
-    facts = actor._engine.facts
-    assert (facts.num_ranks, facts.num_threads) == (2, 2)
-    rows = pyarrow.table({"prompt": [PROMPT], "temperature": [0.0], "max_tokens": [4]})
-    (told,) = actor(rows).column("record").to_pylist()
-    assert json.loads(told)["result"]["choices"][0]["text"]
-    actor._engine.close()
+    found: list[dict[str, Any]] = []
+
+    def make_engine(model: str | None, **options: Any) -> Any:
+        found.append(options)
+        return SimpleNamespace(config=SimpleNamespace(request_args=None))
+
+    monkeypatch.setattr("fminfer.integrations.ray.Engine", make_engine)
+    for sizes in ({"tensor_parallel_size": 2}, {"world_size": 4, "threads": 3}, {}):
+        Answer(num_cpus=4, **sizes)
+    assert [options.get("threads") for options in found] == [2, 3, None]
