@@ -285,6 +285,8 @@ def test_pipelines_of_one_machine_share_its_memory(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pipeline alone would fit: two of them were started and met the system's killer."""
+    # What this process has depends on the tests before.
+    monkeypatch.setattr("fminfer.plan.machine_facts.own_bytes", lambda: 100 << 20)
     one = takes_of(SMALL, checkpoint)
     each = one.held_weights + one.libraries
     let_be_free(monkeypatch, 2 * each)  # and what this process has

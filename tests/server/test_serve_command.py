@@ -39,7 +39,9 @@ def serving(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             line = process.stderr.readline()
             assert line, f"it ended: {said}"
             said += line
-        assert re.search(r"Ready after [\d.]+ s: float32 on \w+, \d+ threads?, ", said), said
+        assert re.search(
+            r"Ready after [\d.]+ s: float32 on \w+, (\d+ ranks of )?\d+ threads?, ", said
+        ), said
         yield process, said.rsplit(" at ", 1)[1].strip()
     finally:
         process.kill()
