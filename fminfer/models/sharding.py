@@ -1,8 +1,8 @@
 """Tensor parallelism (Shoeybi et al. 2019): which part of each tensor a rank holds.
 
-A rank has some heads of attention, some of the inner numbers of MLPs, of shared ones and of each
-expert, and some tokens of embedding and head. The first product of attention and MLP is cut by
-outputs, the second by inputs: what it gives is added up over the ranks. All else is whole on each.
+A rank has some heads of attention, and some tokens of embedding and head. It has a part of the
+intermediate size of each MLP, shared MLP and expert. Queries, keys, values and `up` are cut by
+outputs, `out` and `down` by inputs: the ranks add up what these two give. All else is whole.
 """
 
 from __future__ import annotations

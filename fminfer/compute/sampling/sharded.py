@@ -173,9 +173,9 @@ def _side_by_side(found: torch.Tensor) -> torch.Tensor:
 class _Drawing:
     """The draw of some rows: what filters leave here, and who wins of all.
 
-    A token is in the smallest set of mass >= top_p if those before it have less. So the winner of
-    all tokens is looked at. If it is not in the set, nor is any token behind it, and those before
-    it race again: noise belongs to a token, and the winner of a set is its best.
+    A token is in the smallest set of mass >= top_p if those before it have less. So the ranks look
+    at the winner of all tokens. If it is not in the set, nor is any token behind it. Those before
+    it then race again, with the same noise: it belongs to a token, so a set's best token wins.
     """
 
     def __init__(
