@@ -40,6 +40,12 @@ def lock(fd: int, path: Path, output: Path) -> bool:
     return True
 
 
+def unlock(fd: int) -> None:
+    """Let others have a file. To close it is not enough: a process that was forked may share it."""
+    with contextlib.suppress(OSError):  # as above: the file system cannot
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
+
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
     """Keep other processes from doing the same, where the file system has locks.
@@ -53,6 +59,7 @@ def alone(path: Path) -> Iterator[None]:
             fcntl.flock(fd, fcntl.LOCK_EX)
         yield
     finally:
+        unlock(fd)
         os.close(fd)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from fminfer.core.errors import InUseError, OutputError
-from fminfer.files.disk import lock, sync_folder, told, write_all
+from fminfer.files.disk import lock, sync_folder, told, unlock, write_all
 from fminfer.files.file_names import beside
 from fminfer.files.journal_head import (
     CLOCK,
@@ -95,6 +95,7 @@ class Journal:
                 else:
                     self._read(fingerprint)
             except BaseException:
+                unlock(self._fd)
                 os.close(self._fd)
                 raise
 
@@ -187,6 +188,7 @@ class Journal:
                 with told(self.path):
                     os.fsync(fd)
             finally:
+                unlock(fd)
                 os.close(fd)
 
     def remove(self) -> None:

@@ -229,6 +229,24 @@ def test_two_runs_on_one_output(tmp_path: Path) -> None:
     Journal(output, MODEL).close()
 
 
+def test_a_process_that_was_forked_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """Another thread may start a program just then; its process shares what was open."""
+    journal = Journal(tmp_path / "out.jsonl", {})
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0)
+    journal.close()
+    try:
+        Journal(tmp_path / "out.jsonl", {}).close()
+    finally:
+        os.close(writer)
+        os.close(reader)
+        os.waitpid(child, 0)
+
+
 def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(fd: int, how: int) -> None:
         raise OSError(errno.ENOLCK, "no locks")
