@@ -86,7 +86,7 @@ def build(model: Any, held: Any, dtype: Any, *, in_one_call: bool) -> Any:
         layers.append(weights)
     join = WholeLayers(registry).join if in_one_call else None
     source: Any = InMemory(layers, dtype)
-    return Transformer(model, source, first=0, bodies=Bodies(registry, 4096), join=join)
+    return Transformer(model, source, bodies=Bodies(registry, 4096), join=join)
 
 
 def time_step(network: Any, model: Any, dtype: Any, rows: int, tokens: int) -> float:

@@ -253,7 +253,7 @@ def load_network(folder: Path, part: Part | None = None) -> Transformer:
         checkpoint, part, holding=Holding(torch.float32), device=torch.device("cpu"), seed=1
     )
     bodies = Bodies(plain_registry(), checkpoint.context_length)
-    return Transformer(checkpoint.model, tensors, first=part.first, bodies=bodies)
+    return Transformer(checkpoint.model, tensors, bodies=bodies)
 
 
 def triton_device() -> torch.device:

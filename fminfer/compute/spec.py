@@ -42,6 +42,19 @@ class Alibi:
 
 
 @dataclass(slots=True, frozen=True)
+class Relative:
+    """T5's bias by distance (Raffel et al. 2020): each head has learned one for each bucket.
+
+    Near distances have a bucket each; farther ones share theirs, in steps of a logarithm, up to
+    `max_distance`.
+    """
+
+    buckets: int
+    max_distance: int
+    is_causal: bool  # otherwise half of the buckets are for keys behind the query
+
+
+@dataclass(slots=True, frozen=True)
 class Latent:
     """Latent attention (DeepSeek-V2, 2024): keys and values of all heads come from one vector.
 
@@ -68,7 +81,7 @@ class HeadsOfAll:
 
 @dataclass(slots=True, frozen=True)
 class Attention:
-    """Causal attention of grouped heads, with the products `qkv` (in this order) and `out`."""
+    """Attention of grouped heads, with the products `qkv` (in this order) and `out`."""
 
     heads: int
     kv_heads: int
@@ -76,8 +89,10 @@ class Attention:
     scaling: float
     has_qkv_bias: bool = False
     has_out_bias: bool = False
+    is_causal: bool = True  # otherwise a query sees keys behind it, as far as those before it
     rope: Rope | None = None
     alibi: Alibi | None = None
+    relative: Relative | None = None
     window: int | None = None  # keys that a query sees, its own included; None: all before it
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     qk_norm: Norm | None = None
@@ -126,6 +141,7 @@ class Mlp:
     is_gated: bool = True
     has_bias: bool = False
     limit: float | None = None  # gate <= limit, |second half| <= limit, which 1 is added to
+    is_wide: bool = False  # where hidden states are float16, `down` is float32 (T5 overflows)
 
     @property
     def up_size(self) -> int:
@@ -158,6 +174,18 @@ class Moe:
 
 
 @dataclass(slots=True, frozen=True)
+class Cross:
+    """Attention to what the encoder gave, between a layer's own attention and its MLP.
+
+    Its products are `cross_q`, `cross_kv` (keys, then values) and `cross_out`.
+    """
+
+    attention: Attention  # as wide as the layer's own
+    before: Norm | None  # on its input
+    of_sum: Norm | None  # on the residual sum behind it
+
+
+@dataclass(slots=True, frozen=True)
 class Layer:
     """Attention and MLP with their norms. Each pair is (of attention, of the MLP)."""
 
@@ -169,11 +197,48 @@ class Layer:
     is_parallel: bool = False  # both read the layer's input; an MLP without a norm shares the other
     adds_normed: bool = False  # the residual is the output of the norm (a variant of BLOOM)
     residual_scale: float = 1.0  # multiplies what attention and MLP add (Granite)
+    cross: Cross | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class Reading:
+    """A dense layer behind pooling: norm(activation(x·Wᵀ + b))."""
+
+    size: int  # outputs
+    activation: str = ""  # "": none
+    has_bias: bool = True
+    norm: Norm | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class Pooling:
+    """How the hidden states of a prompt's tokens become one vector."""
+
+    how: str  # a name of `models.pooling.POOLINGS`: "mean", "cls", "last", …
+    readings: tuple[Reading, ...] = ()
+    is_normalized: bool = False  # to length 1
+    is_scored: bool = False  # the vector is the logits of classes
+
+
+@dataclass(slots=True, frozen=True)
+class Encoder:
+    """Layers that see each prompt whole, and keep no keys: they are the last of a model's layers.
+
+    With a decoder, its layers attend to what comes out. Otherwise that is pooled.
+    """
+
+    num_layers: int
+    final_norm: Norm | None = None
+    embed_norm: Norm | None = None
+    num_positions: int = 0  # rows of a table of learned positions; 0: no such table
+    position_offset: int = 0  # the row of position 0
+    num_types: int = 0  # rows of a table of token types (BERT's segments)
+    pooling: Pooling | None = None  # None: there is a decoder
 
 
 @dataclass(slots=True, frozen=True)
 class Model:
-    """A whole decoder: embedding, layers, final norm, head."""
+    """A whole model: embedding, layers, final norm, head; the encoder's layers come last."""
 
     hidden_size: int
     vocab_size: int
@@ -188,3 +253,14 @@ class Model:
     has_head_bias: bool = False
     logit_scale: float = 1.0
     logit_cap: float | None = None
+    encoder: Encoder | None = None
+
+    @property
+    def num_cached(self) -> int:
+        """The layers that keep keys and values: all but the encoder's, which come behind them."""
+        return len(self.layers) - (self.encoder.num_layers if self.encoder else 0)
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether it gives one vector a prompt, and draws nothing."""
+        return self.encoder is not None and self.encoder.pooling is not None

@@ -6,10 +6,11 @@ of requests that have a `Field.column` in the table of fields are columns of eac
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 
@@ -45,7 +46,10 @@ def _column(kind: Any, *width: int) -> Any:
 
 @dataclass(eq=False)
 class Step:
-    """One pass of a micro-batch through the pipeline. Tokens are packed row after row."""
+    """One pass of a micro-batch through the pipeline. Tokens are packed row after row.
+
+    A step of whole prompts is the encoder's: its rows have no slots and no positions.
+    """
 
     step_id: int
     # An entry a row:
@@ -53,6 +57,13 @@ class Step:
     positions: Column = _column("i8")  # of its first token in the sequence
     lengths: Column = _column("i8")  # tokens: a chunk of its prompt, or the newest one
     token_ids: Column = _column("i8")  # (tokens,), of all rows
+    token_types: Column = _column("i1")  # the same, for encoders; nothing: all are 0
+    # Of a decoder behind an encoder, an entry a row: where the blocks of its prompt's memory are
+    # told, and the tokens of that. Memory is what the encoder gave.
+    cross_slots: Column = _column("i4")
+    cross_lengths: Column = _column("i8")
+    memory_lengths: Column = _column("i8")  # tokens that it brings in `memory`: all, or 0
+    memory: Column = _column("u1")  # hidden states as bytes, in the order of rows
     new_blocks: Column = _column("i4", 3)  # (slot, place, block): new entries of block tables
     block_copies: Column = _column("i8", 2)  # (from, to), done before anything else
     draws: Column = _column(DRAW)
@@ -71,6 +82,11 @@ class Step:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its rows are whole prompts, for the encoder."""
+        return len(self.slots) < len(self.lengths)
 
     @cached_property  # asked when all columns are there
     def wanted(self) -> Column:
@@ -125,6 +141,7 @@ class Rows:
     table_of: Column  # (rows,) integers: which of `tables` is each row's
     tables: Column  # (tables, blocks) int32: KV blocks in the sequence's order, then anything
     num_tokens: int  # of all rows
+    stored: Rows | None = None  # whose keys the step brings; None: those of the rows themselves
 
     @classmethod
     def of(cls, *rows: tuple[int, int, Sequence[int]]) -> Rows:
@@ -163,7 +180,9 @@ class Rows:
         return self.tables[np.repeat(self.table_of, counts), ranges(0 * counts, counts)]
 
     def slots(self, block_size: int) -> Column:  # (tokens,) int64
-        """Return where each token's key goes: block * block_size + place."""
+        """Return where each key of the step goes: block * block_size + place."""
+        if self.stored is not None:
+            return self.stored.slots(block_size)
         blocks, places = np.divmod(self.token_positions, block_size)
         table_of = self.table_of if self.is_decode else np.repeat(self.table_of, self.lengths)
         found = self.tables[table_of, blocks]
@@ -172,7 +191,18 @@ class Rows:
     def part(self, rows: Any) -> Rows:
         """Return some of the rows, given as a slice, as their places or as a bool each."""
         lengths, table_of = self.lengths[rows], self.table_of[rows]
-        return Rows(self.positions[rows], lengths, table_of, self.tables, int(lengths.sum()))
+        sizes = lengths, table_of, self.tables, int(lengths.sum())
+        return Rows(self.positions[rows], *sizes, self.stored)
+
+    @classmethod
+    def whole(cls, lengths: Column, block_size: int) -> Rows:
+        """Return rows of whole prompts, each with blocks of its own, from block 0 on."""
+        counts = -(-lengths // block_size)
+        tables = np.zeros((len(lengths), int(counts.max(initial=0))), np.int32)
+        tables[np.repeat(np.arange(len(lengths)), counts), ranges(0 * counts, counts)] = np.arange(
+            counts.sum()
+        )
+        return cls(0 * lengths, lengths, np.arange(len(lengths)), tables, int(lengths.sum()))
 
     def cut(self, first: int, last: int) -> Rows:
         """Return the rows of packed tokens [first, last)."""
@@ -210,6 +240,19 @@ class BlockTables:
             self._tables[slots, places] = blocks
         return Rows(step.positions, step.lengths, step.slots, self._tables, step.num_tokens)
 
+    def cross(self, step: Step, first: int, last: int) -> Rows:
+        """Return packed tokens [first, last) as rows of one token, which see all their memory.
+
+        The first of them also store what the step brings.
+        """
+        token_rows = np.repeat(np.arange(len(step.lengths)), step.lengths)[first:last]
+        positions, ones = step.cross_lengths[token_rows] - 1, np.ones(last - first, np.int64)
+        brings = step.memory_lengths > (0 if first == 0 else sys.maxsize)
+        lengths, slots = step.memory_lengths[brings], step.cross_slots[brings]
+        stored = Rows(0 * lengths, lengths, slots, self._tables, int(lengths.sum()))
+        table_of = step.cross_slots[token_rows]
+        return Rows(positions, ones, table_of, self._tables, last - first, stored)
+
 
 ResultKind = Literal["tokens", "prompt scores"]
 
@@ -243,7 +286,14 @@ class TokenLogprobs:
 
 
 NOTHING = TokenLogprobs.empty()
-Results = dict[ResultKind, TokenLogprobs]  # of the kinds that a step asks for
+NO_VECTORS: Column = np.empty((0, 0), np.uint8)
+# What a step asks for. Vectors are the bytes of each: float32 of a prompt's, where the model pools;
+# otherwise the hidden states of each of its tokens.
+Results = TypedDict(
+    "Results",
+    {"tokens": TokenLogprobs, "prompt scores": TokenLogprobs, "vectors": Column},
+    total=False,
+)
 
 
 @dataclass(slots=True)
@@ -257,6 +307,11 @@ class StepResult:
     def of(self, kind: ResultKind) -> TokenLogprobs:
         """Return the results of a kind, without entries if the step asked for none."""
         return self.results.get(kind, NOTHING)
+
+    @property
+    def vectors(self) -> Column:
+        """(entries, bytes) uint8."""
+        return self.results.get("vectors", NO_VECTORS)
 
 
 @dataclass(slots=True, frozen=True)

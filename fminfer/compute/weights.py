@@ -28,6 +28,7 @@ class TensorSpec:
 
     shape: Shape
     use: Use
+    is_wide: bool = False  # float32 where hidden states are float16
 
     @property
     def size(self) -> int:

@@ -13,7 +13,7 @@ from fminfer.core.quantities import counted
 class Part:
     """What one rank computes: a stage's layers from `first` up to, not with, `last`.
 
-    With tensor parallelism several ranks share a stage, and each has a shard of its layers. The
+    A stage also has some layers of the encoder, if there is one: their numbers are `encoder`. With tensor parallelism several ranks share a stage, and each has a shard of its layers. The
     leader, which has shard 0, speaks to other stages.
     """
 
@@ -23,6 +23,7 @@ class Part:
     last: int
     shard: int = 0
     num_shards: int = 1
+    encoder: range = range(0)
 
     @property
     def is_first(self) -> bool:
@@ -33,8 +34,13 @@ class Part:
         return self.stage == self.num_stages - 1
 
     @property
+    def numbers(self) -> list[int]:
+        """Of all its layers."""
+        return [*range(self.first, self.last), *self.encoder]
+
+    @property
     def num_layers(self) -> int:
-        return self.last - self.first
+        return len(self.numbers)
 
     @property
     def is_leader(self) -> bool:

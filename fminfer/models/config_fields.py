@@ -41,6 +41,13 @@ HARMLESS |= dict.fromkeys(
     "context.context_length reads it",
 )
 HARMLESS |= dict.fromkeys(
+    (
+        *("is_encoder_decoder", "decoder_start_token_id", "forced_bos_token_id"),
+        *("forced_eos_token_id", "encoder_layerdrop", "decoder_layerdrop"),
+    ),
+    "of an encoder and a decoder: other code reads it, or training does",
+)
+HARMLESS |= dict.fromkeys(
     ("output_router_logits", "router_aux_loss_coef", "embedding_fraction"), "of training's loss"
 )
 HARMLESS |= dict.fromkeys(
@@ -60,9 +67,9 @@ HARMLESS |= dict.fromkeys(
 HARMLESS |= dict.fromkeys(
     (
         *("use_sliding_window", "max_window_layers", "attention_types", "sliding_window_pattern"),
-        *("no_rope_layer_interval", "first_k_dense_replace"),
+        *("no_rope_layer_interval", "first_k_dense_replace", "feed_forward_proj"),
     ),
-    "the config's class makes layer_types, sliding_window or a list of layers of it",
+    "the config's class makes other fields of it: layer_types, sliding_window, dense_act_fn",
 )
 HARMLESS |= dict.fromkeys(
     (

@@ -180,13 +180,16 @@ def graph_sizes(max_rows: int) -> list[int]:
 
 
 def input_bytes(max_rows: int, num_blocks: int = MAX_BLOCKS) -> int:
-    """Return what the inputs of the largest graph take: two int64 and five int32 a row, tables."""
-    return 36 * max_rows + 4 * min(max_rows * num_blocks, MAX_BLOCKS)
+    """Return what the inputs of the largest graph take: two int64 and six int32 a row, tables."""
+    return 40 * max_rows + 4 * min(max_rows * num_blocks, MAX_BLOCKS)
 
 
 def can_capture(layers: Sequence[Layer]) -> bool:
-    """Tell whether layers compute without a look at what they compute: experts are counted."""
-    return not any(isinstance(layer.mlp, Moe) for layer in layers)
+    """Tell whether layers compute without a look at what they compute: experts are counted.
+
+    Attention to an encoder is planned for each step.
+    """
+    return not any(isinstance(layer.mlp, Moe) or layer.cross for layer in layers)
 
 
 def find_graphs(

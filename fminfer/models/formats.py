@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol
 
@@ -64,6 +64,8 @@ class Holding:
         """
         if spec.is_precise:
             return Dense(torch.float32)
+        if spec.is_wide and self.dtype == torch.float16:
+            return replace(self, dtype=torch.float32).of(replace(spec, is_wide=False), stored)
         if not spec.is_widened:
             return Dense(self.dtype)
         forms = quantized_forms(self.quantized, spec.use) if self.quantized else ()

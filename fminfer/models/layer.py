@@ -12,11 +12,13 @@ from fminfer.compute.layers import plain
 from fminfer.compute.layers.bodies import NormBody
 from fminfer.compute.layers.experts import Mix, PlainExperts
 from fminfer.compute.linear.products import PlainProduct
-from fminfer.compute.spec import Attention, Layer, Mlp, Moe
+from fminfer.compute.spec import Attention, Cross, Layer, Mlp, Moe
 from fminfer.compute.weights import Function
 from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_step import LayerStep
 from fminfer.models.tensor_specs import Weights, plain_of
+
+WIDEST = torch.finfo(torch.float16).max - 1000.0  # as in transformers
 
 
 def route(
@@ -83,7 +85,7 @@ class AttentionOf:
         slopes = () if how.alibi is None else how.alibi.slopes
         self._slopes = torch.tensor(slopes, device=device).bfloat16()
         sinks = weights["sinks.weight"].plain.float() if how.has_sinks else None
-        self.scoring = scoring_of(how, device, sinks)
+        self.scoring = scoring_of(how, device, sinks, plain_of(weights, "relative.weight"))
 
     def __call__(self, x: torch.Tensor, layer: int, step: LayerStep) -> torch.Tensor:
         how, qkv = self._how, self.products["qkv"](x)
@@ -155,6 +157,26 @@ class AttentionOf:
         return nn.functional.pad(q, (0, 1), value=1.0), k, v
 
 
+class CrossAttentionOf:
+    """The attention of a decoder's layer to what the encoder gave."""
+
+    def __init__(self, how: Cross, weights: Weights, bodies: Bodies) -> None:
+        self._how = how.attention
+        names = ("cross_q", "cross_kv", "cross_out")
+        self.products = {name: bodies.product(weights, name) for name in names}
+        self._scoring = scoring_of(how.attention, weights["cross_q.weight"].device)
+
+    def __call__(self, x: torch.Tensor, layer: int, step: LayerStep) -> torch.Tensor:
+        how, memory = self._how, step.memory
+        assert step.cross is not None, "a decoder's step"
+        q = self.products["cross_q"](x).view(len(x), how.heads, how.head_dim)
+        new = q.new_empty((0, 2, how.kv_heads, how.head_dim))
+        if memory is not None:
+            new = self.products["cross_kv"](memory).view(len(memory), *new.shape[1:])
+        out = step.cross(layer, q, new[:, 0], new[:, 1], self._scoring)
+        return self.products["cross_out"](out.flatten(1))
+
+
 class LatentAttentionOf:
     """Latent attention, with what makes keys and values of the latent moved to queries and out."""
 
@@ -218,9 +240,13 @@ class MlpOf:
             self._act = partial(plain.limited_gate, activation=how.activation, limit=how.limit)
         else:
             self._act = (parts.gate if how.is_gated else parts.activation)(how.activation)
+        self._is_wide = how.is_wide
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.products["down"](self._act(self.products["up"](x)))
+        x = self._act(self.products["up"](x))
+        if self._is_wide and x.dtype == torch.float16:
+            return self.products["down"](x.float()).clamp(-WIDEST, WIDEST).half()
+        return self.products["down"](x)
 
 
 class MoeOf:
@@ -296,6 +322,13 @@ class LayerOf:
         self._before = bodies.norms(how.before, weights, "before")
         self._after = bodies.norms(how.after, weights, "after")
         self._of_sum = bodies.norms(how.of_sum, weights, "sum")
+        self._cross: CrossAttentionOf | None = None
+        if how.cross is not None:
+            self._cross = CrossAttentionOf(how.cross, weights, bodies)
+            self.products = self.products | self._cross.products
+            self._before_cross = bodies.norm(how.cross.before, weights, "before_cross")
+            self._of_cross_sum = bodies.norm(how.cross.of_sum, weights, "sum_cross")
+        self._is_wide = isinstance(how.mlp, Mlp) and how.mlp.is_wide
 
     @property
     def is_packed(self) -> bool:
@@ -327,15 +360,28 @@ class LayerOf:
                 normed = self._before[1](x)
             out = self._scaled(self.run_mlp(normed, step))
             return x, step.sum(attended + out) if is_summed_once else attended + step.sum(out)
-        x, more = _added(self._of_sum[0], normed if how.adds_normed else x, attended)
+        x, more = self._added(self._of_sum[0], normed if how.adds_normed else x, attended)
+        if self._cross is not None:
+            x, normed = normed_sum(self._before_cross, x, more)
+            out = step.sum(self._cross(normed, number, step))
+            x, more = self._added(self._of_cross_sum, x, out)
         x, normed = normed_sum(self._before[1], x, more)
         out = step.sum(self.run_mlp(normed, step))
         if self._after[1]:
             out = self._after[1](out)
-        return _added(self._of_sum[1], normed if how.adds_normed else x, self._scaled(out))
+        return self._added(self._of_sum[1], normed if how.adds_normed else x, self._scaled(out))
 
     def run_mlp(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
         return self.mlp(x, step) if isinstance(self.mlp, MoeOf) else self.mlp(x)
+
+    def _added(
+        self, norm: NormBody | None, x: torch.Tensor, more: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if norm is not None:
+            return norm.of_sum(x, more)[1], None
+        if self._is_wide and x.dtype == torch.float16:  # what is too large stays finite
+            return (x.float() + more.float()).clamp(-WIDEST, WIDEST).half(), None
+        return x, more
 
     def _scaled(self, out: torch.Tensor) -> torch.Tensor:
         return out if self.how.residual_scale == 1.0 else out * self.how.residual_scale
@@ -350,9 +396,3 @@ def normed_sum(
     if more is not None:
         x = x + more
     return x, x
-
-
-def _added(
-    norm: NormBody | None, x: torch.Tensor, more: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return (x, more) if norm is None else (norm.of_sum(x, more)[1], None)

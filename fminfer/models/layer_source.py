@@ -63,11 +63,12 @@ class LayerSource:
         on_progress: OnProgress,
     ) -> None:
         self.dtype, self._origins, self._maker, self._part = dtype, origins, maker, part
-        self._on_progress, self._numbers = on_progress, range(part.first, part.last)
+        self._on_progress, self.numbers = on_progress, part.numbers
+        self.is_first = part.is_first
         self._attention = [layer.attention for layer in checkpoint.model.layers]
         self._is_tied = bool(checkpoint.config.tie_word_embeddings)
         self._of_embed = {"embed.weight": origins.entry["embed.weight"]}
-        groups = [*origins.layers[part.first : part.last], *[origins.exit] * part.is_last]
+        groups = [*(origins.layers[n] for n in part.numbers), *[origins.exit] * part.is_last]
         has_embed = part.is_last and not origins.has_own_head
         groups += [origins.entry] if part.is_first else [self._of_embed] * has_embed
         each = (origin for group in groups for origin in group.values())
@@ -82,13 +83,13 @@ class LayerSource:
 
     def layers(self) -> Iterator[Weights]:
         """Give those of each layer of the stage; the next ones' are read meanwhile, then exit's."""
-        own = [(self._origins.layers[n], self._attention[n]) for n in self._numbers]
+        own = [(self._origins.layers[n], self._attention[n]) for n in self.numbers]
         groups = [*own, *[(self._origins.exit, None)] * self._part.is_last]
         waiting = [
             [w for one in g.values() for w in self._maker.waiting(one, a)] for g, a in groups
         ]
         with reading_ahead(waiting) as next_group:
-            for number in self._numbers:
+            for number in self.numbers:
                 yield self.layer(number)
                 next_group()
 
@@ -107,7 +108,7 @@ class LayerSource:
         found, embed = self._make(self._origins.exit), entry.get("embed.weight")
         if not self._origins.has_own_head:
             found["head.weight"] = embed or self._make(self._of_embed)["embed.weight"]
-        elif embed is not None and self._is_tied and embed.equals(found["head.weight"]):
+        elif self._is_tied and embed and "head.weight" in found and embed.equals(found["head.weight"]):
             found["head.weight"] = embed  # stored twice: kept once
             self.num_bytes = self._total - embed.num_bytes
         return found

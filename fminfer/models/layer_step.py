@@ -34,6 +34,10 @@ class LayerStep:
     attend: Attend
     kept: torch.Tensor | None = None  # (wanted,) int64: tokens the last layer returns; None: all
     shards: ShardGroup | None = None  # the ranks that share each layer; None: this one has it whole
+    # Attention to what the encoder gave, which is stored under the keys that `memory` becomes:
+    # (tokens of prompts that enter, hidden). Each query sees all keys of its prompt.
+    cross: Attend | None = None
+    memory: torch.Tensor | None = None
 
     _turns: dict[int, torch.Tensor] = field(default_factory=dict)
 

@@ -126,15 +126,16 @@ def find_origins(
     search = _Search(architecture, stored, types or {}, name)
     model = architecture.model
     layers = tuple(search.find_layer(layer, number) for number, layer in enumerate(model.layers))
-    outside = exit_specs(model)
-    has_own_head = search.has(architecture.outer["head"], outside["head.weight"].shape)
-    if is_tied and not has_own_head:
-        del outside["head.weight"]
+    outside, has_own_head = exit_specs(model), True
+    if is_tied and not model.is_pooled:
+        has_own_head = search.has(architecture.outer["head"], outside["head.weight"].shape)
+        if not has_own_head:
+            del outside["head.weight"]
     found = ModelOrigins(
         search.find_outside(entry_specs(model)),
         layers,
         search.find_outside(outside),
-        has_own_head or not is_tied,
+        has_own_head,
     )
     search.refuse_what_is_wrong()
     return found
@@ -147,10 +148,10 @@ def drawn_origins(model: Model, *, is_tied: bool) -> ModelOrigins:
         return {name: Origin(spec, (), AS_STORED) for name, spec in specs.items()}
 
     layers = tuple(drawn(layer_specs(layer, model.hidden_size)) for layer in model.layers)
-    outside = exit_specs(model)
-    if is_tied:
+    outside, has_own_head = exit_specs(model), model.is_pooled or not is_tied
+    if not has_own_head:
         del outside["head.weight"]
-    return ModelOrigins(drawn(entry_specs(model)), layers, drawn(outside), not is_tied)
+    return ModelOrigins(drawn(entry_specs(model)), layers, drawn(outside), has_own_head)
 
 
 class _Search:
@@ -174,8 +175,7 @@ class _Search:
 
     def find_layer(self, layer: Layer, number: int) -> Origins:
         specs = layer_specs(layer, self._architecture.model.hidden_size)
-        prefix = self._architecture.prefix.format(number)
-        return self._find(specs, self._architecture.inner, prefix, layer)
+        return self._find(specs, *self._architecture.of_layer(number), layer)
 
     def find_outside(self, specs: TensorSpecs) -> Origins:
         return self._find(specs, self._architecture.outer, "", None)
@@ -263,6 +263,7 @@ class _Search:
             for theirs, size in zip(source.names, sizes, strict=True):
                 part = (size, *of_item[1:]) if of_item else ()
                 names = [form.format(n) for n in theirs.replace("*", str(item)).split("|")]
+                names = [each.rpartition("/")[2] for each in names]  # what is whole
                 yield self._piece(names, part, source.layout, item, first)
                 first += size
 
@@ -336,6 +337,9 @@ def _part_sizes(module: str, layer: Layer | None, num: int, rows: int) -> tuple[
     assert layer is not None, "what is outside layers is not joined"
     if module == "qkv":
         return layer.attention.qkv_sizes
+    if module == "cross_kv":
+        assert layer.cross is not None, "keys and values of what the encoder gave"
+        return layer.cross.attention.qkv_sizes[1:]
     assert num == 2, "gate and up"
     mlp: Mlp | Moe | None = layer.mlp
     if isinstance(mlp, Moe):

@@ -43,7 +43,7 @@ class TensorCut:
             shape[dim] = sum(map(len, self.rows))
         if self.columns is not None:
             shape[-1] = len(self.columns)
-        return TensorSpec(tuple(shape), spec.use)
+        return replace(spec, shape=tuple(shape))
 
     def format(self, held: Format) -> Format:
         """Return the format of what is held of a tensor that is held in a format."""
@@ -107,7 +107,7 @@ class ModelShare:
         layer, share = self.whole.layers[number], self.layers[number]
         specs = layer_specs(layer, self.whole.hidden_size)
         found = _cut_attention(layer.attention, share) | _cut_mlps(layer.mlp, share)
-        for name in ("out.bias", "down.bias", "experts.down.bias", "shared.down.bias"):
+        for name in ("out.bias", "cross_out.bias", "down.bias", "experts.down.bias", "shared.down.bias"):
             found[name] = TensorCut(is_zero=self.shard > 0)
         return {name: cut for name, cut in found.items() if name in specs}
 
@@ -237,7 +237,11 @@ def _cut_layer(layer: Layer, share: LayerShare) -> Layer:
         cut = replace(mlp, expert=replace(mlp.expert, size=len(share.inner)), shared=shared)
     else:
         cut = replace(mlp, size=len(share.inner))
-    return replace(layer, attention=attention, mlp=cut)
+    cross = layer.cross
+    if cross is not None:  # as wide as the layer's own
+        own = {"heads": len(share.heads), "kv_heads": len(share.kv_heads)}
+        cross = replace(cross, attention=replace(cross.attention, **own))
+    return replace(layer, attention=attention, mlp=cut, cross=cross)
 
 
 def _scaled(part: range, size: int, first: int = 0) -> range:
@@ -247,7 +251,11 @@ def _scaled(part: range, size: int, first: int = 0) -> range:
 
 def _cut_attention(how: Attention, share: LayerShare) -> dict[str, TensorCut]:
     heads, kv_heads, dim = share.heads, share.kv_heads, how.head_dim
-    found = {"sinks.weight": TensorCut((heads,))}
+    found = {
+        "sinks.weight": TensorCut((heads,)),
+        "relative.weight": TensorCut(columns=heads),
+        "cross_out.weight": TensorCut(columns=_scaled(heads, dim)),
+    }
     if how.latent is not None:
         of_query, of_value = how.latent.key_dim + how.latent.turned_dim, how.latent.value_dim
         for name in ("q", "q_up"):
@@ -256,7 +264,10 @@ def _cut_attention(how: Attention, share: LayerShare) -> dict[str, TensorCut]:
         return found | {"out.weight": TensorCut(columns=_scaled(heads, of_value))}
     of_query, of_key, _ = how.qkv_sizes
     rows = tuple(_scaled(kv_heads, dim, of_query + n * of_key) for n in range(2))
+    of_cross = tuple(_scaled(kv_heads, dim, n * of_key) for n in range(2))
     for leaf in ("weight", "bias"):
+        found[f"cross_q.{leaf}"] = TensorCut((_scaled(heads, dim),))
+        found[f"cross_kv.{leaf}"] = TensorCut(of_cross)
         found[f"qkv.{leaf}"] = TensorCut((_scaled(heads, dim), *rows))
         if how.qk_norm_over != "head":
             size = dim if how.qk_norm_over == "all" else 1

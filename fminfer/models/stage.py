@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from fminfer.compute.attention.kv_cache import KvCache
+from fminfer.compute.attention.kv_cache import KvCache, WholeRows
 from fminfer.compute.attention.paged_attention import AttentionBody
 from fminfer.compute.attention.scoring import soft_cap
 from fminfer.compute.sampling.masks import StepEdits
@@ -36,12 +36,14 @@ from fminfer.compute.step import (
     StepResult,
     TokenLogprobs,
     make_draws,
+    ranges,
 )
 from fminfer.core.messages import StageSpan
 from fminfer.machine.device import send
 from fminfer.machine.out_of_memory import SizeLimit
 from fminfer.machine.threads import ThreadCount
 from fminfer.models.decode_graphs import GraphsOf
+from fminfer.models.encoder import kept_tokens
 from fminfer.models.layer_step import LayerStep
 from fminfer.models.transformer import Transformer
 
@@ -96,6 +98,7 @@ def _new_event() -> torch.cuda.Event:
 # each time, which costs more than a smaller product does. A GPU reads the whole head each time, and
 # what it drew must be waited for.
 MAX_LOGITS = {"cpu": 6 << 20, "cuda": 64 << 20}  # 24 and 256 MB in float32
+NO_MEMORY = np.empty(0, np.uint8)
 
 
 class Stage:
@@ -140,13 +143,22 @@ class Stage:
         self.clock = StepClock(device)
         self._set_limits()
         self.cache = KvCache(
-            [layer.attention for layer in network.own],
+            [how.attention for how in network.own],
             num_blocks=num_blocks,
             block_size=block_size,
             dtype=kv_dtype,
             device=device,
             kernel=kernel,
         )
+        self._whole: WholeRows | None = None
+        if network.encoder is not None and network.encoder.layers:
+            self._whole = WholeRows(
+                network.encoder.layers[0].how.attention,
+                block_size=block_size,
+                dtype=network.dtype,
+                device=device,
+                kernel=kernel,
+            )
         self._tables = BlockTables()
         self.graphs = None if graphs is None else graphs(self.cache)
 
@@ -179,6 +191,7 @@ class Stage:
     def _set_limits(self) -> None:
         is_shared = self._network.shards is not None
         self._token_limit = SizeLimit("tokens", is_shared=is_shared)
+        self._prompt_limit = SizeLimit("prompts", is_shared=is_shared)
         self._logit_limit = SizeLimit("tokens' logits", is_shared=is_shared)
 
     def run(self, step: Step) -> StepResult:
@@ -205,6 +218,8 @@ class Stage:
         """
         if self._threads is not None:
             self._threads.follow()
+        if step.is_whole:
+            return self._encode(step, hidden)
         rows = self._tables.take(step)
         if len(step.block_copies):
             self.cache.copy_blocks(step.block_copies)
@@ -217,7 +232,9 @@ class Stage:
                 kept = wanted[slice(*np.searchsorted(wanted, (first, last)))] - first
             some = kept if len(kept) else np.array([last - first - 1])
             ids, part = step.token_ids[first:last], rows.cut(first, last)
-            return self._forward(ids, part, before, some)[: len(kept)]
+            cross = self._tables.cross(step, first, last) if len(step.cross_slots) else None
+            memory = step.memory if cross is not None and first == 0 else NO_MEMORY
+            return self._forward(ids, part, before, some, cross, memory)[: len(kept)]
 
         parts = self._token_limit.run(step.num_tokens, run_part)
         return torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -230,6 +247,8 @@ class Stage:
             hidden: what `forward` returned, (wanted tokens, hidden).
         """
         results: Results = {}
+        if step.is_whole:
+            return {"vectors": self._vectors(step, hidden)}
         wanted = step.wanted
         if len(step.draws):
             places = np.searchsorted(wanted, step.draws["token_index"])
@@ -239,10 +258,63 @@ class Stage:
             results["prompt scores"] = self._by_parts(hidden, places, self._scorer(step))
         return results
 
+    def _encode(self, step: Step, hidden: torch.Tensor | None) -> torch.Tensor:
+        """Run the encoder's layers over whole prompts.
+
+        Returns:
+            (tokens, hidden); on the last stage of a model that pools some poolings need few.
+        """
+        encoder = self._network.encoder
+        assert encoder is not None, "a step of whole prompts"
+        ends = step.lengths.cumsum()
+        how = encoder.how.pooling if encoder.is_last else None
+
+        def run_rows(first: int, last: int) -> torch.Tensor:
+            lengths, end = step.lengths[first:last], int(ends[last - 1])
+            start = end - int(lengths.sum())
+            part = slice(start, end)
+            positions = ranges(0 * lengths, lengths)
+            kept = kept_tokens(how, lengths)
+            columns = [positions, step.token_ids[part], step.token_types[part]]
+            if kept is not None:
+                columns.append(kept)
+            sent_positions, ids, types, *of_kept = send(columns, self._device)
+            index = of_kept[0] if of_kept else None
+            before = None if hidden is None else hidden[part]
+            if before is None:
+                before = self._network.encode(ids, sent_positions, types.long() if len(types) else None)
+            if self._whole is None:  # none of its layers is here
+                return before
+            attend = self._whole.plan(lengths, len(encoder.layers), index)
+            layer_step = LayerStep(sent_positions, attend, index, self._network.shards)
+            return encoder.run(before, layer_step)
+
+        parts = self._prompt_limit.run(len(step.lengths), run_rows)
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _vectors(self, step: Step, hidden: torch.Tensor) -> np.ndarray:
+        """Return what the encoder gives as bytes: a vector a prompt, or a hidden state a token."""
+        encoder = self._network.encoder
+        assert encoder is not None, "a step of whole prompts"
+        if encoder.how.pooling is not None:
+            hidden = encoder.pool(hidden, step.lengths)
+        return hidden.contiguous().cpu().view(torch.uint8).numpy()
+
     def _forward(
-        self, ids: np.ndarray, rows: Rows, before: torch.Tensor | None, kept: np.ndarray
+        self,
+        ids: np.ndarray,
+        rows: Rows,
+        before: torch.Tensor | None,
+        kept: np.ndarray,
+        cross: Rows | None,
+        memory: np.ndarray,
     ) -> torch.Tensor:
-        """Run the layers over rows' tokens; return the hidden states of the `kept` ones."""
+        """Run the layers over rows' tokens; return the hidden states of the `kept` ones.
+
+        Args:
+            cross: the tokens as rows that attend to memory; None: there is no encoder.
+            memory: bytes of what of it comes with the step.
+        """
         is_all = len(kept) == len(ids)
         if self.graphs is not None and is_all:
             found = self.graphs.run(rows, ids, before)
@@ -254,7 +326,14 @@ class Stage:
         attend = self.cache.plan(rows, index)
         if before is None:
             before = self._network.embed(sent_ids, positions)
-        return self._network.run(before, LayerStep(positions, attend, index))
+        layer_step = LayerStep(positions, attend, index)
+        if cross is not None:
+            layer_step.cross = self.cache.plan_cross(cross, None if is_all else kept)
+            if len(memory):
+                found = torch.from_numpy(memory).view(self._network.dtype)
+                size = self._network.model.hidden_size
+                layer_step.memory = found.view(-1, size).to(self._device)
+        return self._network.run(before, layer_step)
 
     def _sampler(self, step: Step) -> Use:
         """Return a function that draws the tokens of a part of the step's draws."""

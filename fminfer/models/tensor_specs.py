@@ -9,7 +9,17 @@ from collections.abc import Iterator
 
 import torch
 
-from fminfer.compute.spec import ACTIVATION_SHAPES, Attention, Latent, Layer, Mlp, Model, Moe, Norm
+from fminfer.compute.spec import (
+    ACTIVATION_SHAPES,
+    Attention,
+    Encoder,
+    Latent,
+    Layer,
+    Mlp,
+    Model,
+    Moe,
+    Norm,
+)
 from fminfer.compute.weights import TensorSpec, Use, Weight
 from fminfer.core.partition import Part
 
@@ -43,7 +53,7 @@ def exit_specs(model: Model) -> TensorSpecs:
 def part_specs(model: Model, part: Part) -> TensorSpecs:
     """Return the tensors of one stage. Names of a layer's tensors begin with its number."""
     specs: TensorSpecs = entry_specs(model) if part.is_first else {}
-    for number in range(part.first, part.last):
+    for number in part.numbers:
         own = layer_specs(model.layers[number], model.hidden_size)
         specs |= {f"{number}.{name}": spec for name, spec in own.items()}
     return specs | (exit_specs(model) if part.is_last else {})
@@ -56,14 +66,16 @@ def model_specs(model: Model) -> TensorSpecs:
 
 def whole_model(model: Model) -> Part:
     """Return all layers of a model as one part."""
-    return Part(0, 1, 0, len(model.layers))
+    cached, all_layers = model.num_cached, len(model.layers)
+    return Part(0, 1, 0, cached, encoder=range(cached, all_layers))
 
 
 def head_cost(model: Model) -> float:
     """Return the cost of the head on the last stage, in units of a layer."""
-    sizes = [_size(layer_specs(layer, model.hidden_size)) for layer in model.layers]
-    head = exit_specs(model)["head.weight"].size
-    return HEAD_SHARE * head * len(sizes) / sum(sizes)
+    cached = model.layers[: model.num_cached]
+    sizes = [_size(layer_specs(layer, model.hidden_size)) for layer in cached]
+    head = exit_specs(model).get("head.weight")
+    return 0.0 if head is None else HEAD_SHARE * head.size * len(sizes) / sum(sizes)
 
 
 def _size(specs: TensorSpecs) -> int:
@@ -84,6 +96,17 @@ def _of_layer(layer: Layer, hidden: int) -> Specs:
     if attention.has_sinks:
         yield "sinks.weight", TensorSpec((attention.heads,), "other")
     yield from _of_product("out", hidden, attention.out_inputs, attention.has_out_bias)
+    if attention.relative is not None:
+        yield "relative.weight", TensorSpec((attention.relative.buckets, attention.heads), "other")
+    if (cross := layer.cross) is not None:
+        of_query, *of_keys = cross.attention.qkv_sizes
+        has_bias = cross.attention.has_qkv_bias
+        yield from _of_norm("before_cross", cross.before, (hidden,))
+        yield from _of_norm("sum_cross", cross.of_sum, (hidden,))
+        yield from _of_product("cross_q", of_query, hidden, has_bias)
+        yield from _of_product("cross_kv", sum(of_keys), hidden, has_bias)
+        has_bias, inputs = cross.attention.has_out_bias, cross.attention.out_inputs
+        yield from _of_product("cross_out", hidden, inputs, has_bias)
     if isinstance(layer.mlp, Moe):
         moe, expert = layer.mlp, layer.mlp.expert
         yield from _of_product("router", moe.num_experts, hidden, moe.has_router_bias, "router")
@@ -120,18 +143,37 @@ def _of_entry(model: Model) -> Specs:
     if model.num_positions and not model.has_sinusoids:
         yield "positions.weight", TensorSpec((model.num_positions, model.hidden_size), "other")
     yield from _of_norm("embed_norm", model.embed_norm, (model.hidden_size,))
+    if (encoder := model.encoder) is not None:
+        for name, rows in ("positions", encoder.num_positions), ("types", encoder.num_types):
+            if rows:
+                yield f"encoder.{name}.weight", TensorSpec((rows, model.hidden_size), "other")
+        yield from _of_norm("encoder.embed_norm", encoder.embed_norm, (model.hidden_size,))
 
 
 def _of_exit(model: Model) -> Specs:
+    if model.encoder is not None:
+        yield from _of_norm("encoder.final_norm", model.encoder.final_norm, (model.hidden_size,))
+        yield from _of_pooling(model.encoder, model.hidden_size)
+        if model.is_pooled:
+            return
     yield from _of_norm("final_norm", model.final_norm, (model.hidden_size,))
     if model.embed_size != model.hidden_size:
         yield "project_out.weight", TensorSpec((model.embed_size, model.hidden_size), "other")
     yield from _of_product("head", model.vocab_size, model.embed_size, model.has_head_bias, "head")
 
 
+def _of_pooling(encoder: Encoder, inputs: int) -> Specs:
+    for number, each in enumerate(encoder.pooling.readings if encoder.pooling else ()):
+        yield from _of_product(f"reading_{number}", each.size, inputs, each.has_bias, "other")
+        yield from _of_norm(f"reading_{number}_norm", each.norm, (each.size,))
+        inputs = each.size
+
+
 def _of_mlp(mlp: Mlp, hidden: int) -> Specs:
     yield from _of_product("up", mlp.up_size, hidden, mlp.has_bias)
-    yield from _of_product("down", hidden, mlp.size, mlp.has_bias)
+    yield "down.weight", TensorSpec((hidden, mlp.size), "product", is_wide=mlp.is_wide)
+    if mlp.has_bias:
+        yield "down.bias", TensorSpec((hidden,), "bias")
     for name, shape in ACTIVATION_SHAPES.get(mlp.activation, {}).items():
         yield f"{mlp.activation}.{name}", TensorSpec(shape, "other")
 

@@ -17,6 +17,7 @@ from fminfer.compute.registry import Registry
 from fminfer.compute.shards import ShardGroup
 from fminfer.compute.spec import Model
 from fminfer.compute.weights import Function, Weight, dense
+from fminfer.models.encoder import EncoderOf
 from fminfer.models.layer import LayerOf, normed_sum
 from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_source import LayerSource
@@ -88,7 +89,6 @@ class Transformer:
     Args:
         model: the spec of the whole model.
         source: of the stage's weights; each layer's go as soon as its bodies are made.
-        first: the number in the model of the stage's first layer.
         join: replaces a layer by one compiled call, where it can; None: layers stay as they are.
         shards: the ranks that share the stage; None: this one has it whole.
         tokens: whose rows of embedding and head it has; None: all.
@@ -99,7 +99,6 @@ class Transformer:
         model: Model,
         source: LayerSource,
         *,
-        first: int,
         bodies: Bodies,
         join: Join | None = None,
         shards: ShardGroup | None = None,
@@ -109,21 +108,26 @@ class Transformer:
         self.model, self._entry = model, source.entry()
         self._exit = source.exit(self._entry)
         self.dtype = source.dtype  # of hidden states
-        self.layers: list[LayerOf] = []
-        for each in source.layers():
-            number = first + len(self.layers)
+        layers: list[LayerOf] = []
+        for number, each in zip(source.numbers, source.layers(), strict=True):
             layer = LayerOf(model.layers[number], each, bodies)
-            self.layers.append(layer if join is None else join(layer, each))
+            layers.append(layer if join is None else join(layer, each))
             if layer.is_packed:
                 source.leave_products(number)
             del each, layer  # before the next layer's are read
-        self.is_first = first == 0
-        self.own = model.layers[first : first + len(self.layers)]
+        num_cached = sum(number < model.num_cached for number in source.numbers)
+        self.layers, others = layers[:num_cached], layers[num_cached:]
+        self.own = [layer.how for layer in self.layers]
+        self.is_first = source.is_first
+        self.encoder: EncoderOf | None = None
+        if model.encoder is not None:
+            self.encoder = EncoderOf(model, others, self._entry, self._exit, bodies)
         if self._entry and model.has_sinusoids:
             table = plain.sinusoids(model.num_positions, model.hidden_size)
             table = table.to(self._entry["embed.weight"].device, self.dtype)
             self._entry["positions.weight"] = dense(table, "other")
-        self._embed_norm = bodies.norm(model.embed_norm, self._entry, "embed_norm")
+        embed_norm = model.embed_norm if self._entry else None
+        self._embed_norm = bodies.norm(embed_norm, self._entry, "embed_norm")
         final_norm = model.final_norm if self._exit else None  # the last stage has it
         self._final_norm = bodies.norm(final_norm, self._exit, "final_norm")
         embed = self._entry.pop("embed.weight", None)
@@ -131,7 +135,7 @@ class Transformer:
         if embed is not None:
             self._look_up = partial(embed.rows, dtype=self.dtype)
         self.head: Head | None = None
-        if self._exit:
+        if self._exit and not model.is_pooled:
             weight, bias = self._exit.pop("head.weight"), plain_of(self._exit, "head.bias")
             self.head = Head(weight, bias, bodies.registry, model.logit_scale)
             if self.head.packed is not None:
@@ -142,7 +146,21 @@ class Transformer:
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the hidden states before the first layer, (tokens, hidden), for (tokens,) ids."""
-        model, entry = self.model, self._entry
+        model, entry, x = self.model, self._entry, self._embed_ids(ids)
+        if "project_in.weight" in entry:
+            x = nn.functional.linear(x, entry["project_in.weight"].plain)
+        if model.num_positions:
+            x = x + entry["positions.weight"].plain[positions + model.position_offset]
+        return x if self._embed_norm is None else self._embed_norm(x)
+
+    def encode(
+        self, ids: torch.Tensor, positions: torch.Tensor, types: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the same before the encoder's first layer."""
+        assert self.encoder is not None, "a model with an encoder"
+        return self.encoder.embed(self._embed_ids(ids), positions, types)
+
+    def _embed_ids(self, ids: torch.Tensor) -> torch.Tensor:
         assert self._look_up is not None, "the first stage"
         if self.shards is None:
             x = self._look_up(ids).to(self.dtype)
@@ -151,13 +169,9 @@ class Transformer:
             is_own = (places >= 0) & (places < len(self._tokens))
             x = self._look_up(places.where(is_own, 0)).to(self.dtype)
             x = self.shards.sum(x.where(is_own[:, None], 0.0))
-        if model.embed_scale != 1.0:  # rounded to the dtype, as Gemma was trained
-            x = x * torch.tensor(model.embed_scale, dtype=x.dtype)
-        if "project_in.weight" in entry:
-            x = nn.functional.linear(x, entry["project_in.weight"].plain)
-        if model.num_positions:
-            x = x + entry["positions.weight"].plain[positions + model.position_offset]
-        return x if self._embed_norm is None else self._embed_norm(x)
+        scale = self.model.embed_scale
+        # Rounded to the dtype, as Gemma was trained.
+        return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype)
 
     def run(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
         """Run the layers, and on the last stage the final norm and projection.

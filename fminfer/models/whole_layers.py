@@ -153,7 +153,8 @@ def serves(how: spec.Layer) -> bool:
         plain_order
         and all(map(_serves_norm, how.before))
         and not (attention.clip or attention.keeps_bias)
-        and not (attention.has_sinks or attention.latent)
+        and not (attention.has_sinks or attention.latent or attention.relative or how.cross)
+        and attention.is_causal
         and not (attention.rope and attention.rope.is_interleaved)
         and (
             of_head is None

@@ -9,6 +9,7 @@ from typing import get_args
 import numpy as np
 
 from fminfer.compute.step import (
+    NO_VECTORS,
     STEP_COLUMNS,
     ResultKind,
     Results,
@@ -37,25 +38,33 @@ def decode_step(data: bytes) -> Step:
 
 
 def encode_result(step_id: int, results: Results) -> bytes:
-    """Return a result's bytes without spans: its id, the shape of each `top_ids`, the columns."""
+    """Return a result's bytes without spans: its id, shapes of `top_ids` and vectors, columns."""
     head, columns = [step_id], []
     for kind in KINDS:
         found = results.get(kind) or TokenLogprobs.empty()
         head += found.top_ids.shape
         columns += [getattr(found, each.name) for each in fields(found)]
-    return _join(head, columns)
+    vectors = results.get("vectors", NO_VECTORS)
+    return _join([*head, *vectors.shape], [*columns, vectors])
 
 
 def decode_result(data: bytes, spans: list[StageSpan]) -> StepResult:
     """Return the result of `encode_result`."""
-    size = 1 + 2 * len(KINDS)
+    size = 3 + 2 * len(KINDS)
     step_id, *shape = np.frombuffer(data, np.int64, size).tolist()
-    sizes = list(zip(shape[::2], shape[1::2], strict=True))
+    *sizes, of_vectors = zip(shape[::2], shape[1::2], strict=True)
     likes = [TokenLogprobs.empty(*each) for each in sizes]
     of_all = [getattr(like, each.name) for like in likes for each in fields(like)]
-    columns = _read(data, 8 * size, ((like, like.shape) for like in of_all))
+    likes_of_all = [*((like, like.shape) for like in of_all), (NO_VECTORS, of_vectors)]
+    columns = _read(data, 8 * size, likes_of_all)
     found = {kind: TokenLogprobs(*(next(columns) for _ in fields(TokenLogprobs))) for kind in KINDS}
-    return StepResult(step_id, {kind: each for kind, each in found.items() if len(each)}, spans)
+    results: Results = {}
+    for kind, each in found.items():
+        if len(each):
+            results[kind] = each
+    if of_vectors[0]:
+        results["vectors"] = next(columns)
+    return StepResult(step_id, results, spans)
 
 
 def encode_spans(spans: list[StageSpan]) -> bytes:

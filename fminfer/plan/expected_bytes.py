@@ -64,7 +64,8 @@ def expect_bytes(plan: RunPlan, part: Part, share: ModelShare | None = None) -> 
     as_stored = (name for name in in_files if formats[name] == plan.stored.get(name))
     whole = {name for name in as_stored if _is_whole(checkpoint.architecture, name)}
     head = "head.weight" if "head.weight" in specs else "embed.weight"
-    if part.is_last and plan.has_kernels and head_takes(formats[head]):
+    has_head = part.is_last and not model.is_pooled
+    if has_head and plan.has_kernels and head_takes(formats[head]):
         packed[head] = specs[head]
     whole -= packed.keys()  # what is packed leaves its file
     mapped = sum(sizes[name] for name in whole)
@@ -89,13 +90,13 @@ def expect_bytes(plan: RunPlan, part: Part, share: ModelShare | None = None) -> 
         mapped=mapped,
         reads_files=bool(mapped and not packed.keys() - {head}),
         work=_step_bytes(plan, part, model),
-        kv_token=part.num_layers * math.prod(cache_shape) * plan.kv_dtype.itemsize,
+        kv_token=(part.last - part.first) * math.prod(cache_shape) * plan.kv_dtype.itemsize,
     )
 
 
 def _table_bytes(checkpoint: Checkpoint, part: Part) -> int:
     """Return what the cosines and sines of all positions take, one table for each kind."""
-    layers = checkpoint.model.layers[part.first : part.last]
+    layers = [checkpoint.model.layers[number] for number in part.numbers]
     ropes = {layer.attention.rope for layer in layers} - {None}
     return sum(8 * len(rope.inv_freq) for rope in ropes if rope) * checkpoint.context_length
 
@@ -104,7 +105,7 @@ def _is_whole(architecture: Architecture, name: str) -> bool:
     """Return whether a tensor of a part is a stored one as it is."""
     number, _, inner = name.partition(".")
     source = (
-        source_of(inner, architecture.inner)
+        source_of(inner, architecture.of_layer(int(number))[0])
         if number.isdigit()
         else source_of(name, architecture.outer)
     )
@@ -119,7 +120,7 @@ def _step_bytes(plan: RunPlan, part: Part, model: Model) -> int:
     leave free.
     """
     kind = plan.device.type
-    layers = model.layers[part.first : part.last]
+    layers = [model.layers[number] for number in part.numbers]
     widths = [max(sum(each.attention.qkv_sizes), _up_size(each.mlp)) for each in layers]
     tokens = plan.sizes.chunk_size
     hidden = (HIDDEN_COPIES + max(map(_copies, layers))) * model.hidden_size

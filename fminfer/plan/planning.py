@@ -15,7 +15,7 @@ from fminfer.compute.spec import Model
 from fminfer.compute.weights import USES, Dense, Format, Use
 from fminfer.core.config import BITS, EngineConfig, ModelDType
 from fminfer.core.errors import UsageError
-from fminfer.core.partition import Part, split_layers
+from fminfer.core.partition import Part, even_parts, split_layers
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.formats import Holding
 from fminfer.models.sharding import InputBlocks, ModelShare, share_model
@@ -165,13 +165,21 @@ def split_model(config: EngineConfig, checkpoint: Checkpoint, num_stages: int) -
     Raises:
         UsageError: a split that cannot be.
     """
-    is_balanced = config.num_layers is None and config.stage_layers is None
-    cost = head_cost(checkpoint.model) if num_stages > 1 and is_balanced else 0.0
-    return split_layers(
-        checkpoint.config.num_hidden_layers,
+    model, is_balanced = checkpoint.model, config.num_layers is None and config.stage_layers is None
+    cost = head_cost(model) if num_stages > 1 and is_balanced else 0.0
+    num_cached, num_all = model.num_cached, len(model.layers)
+    parts = split_layers(
+        num_cached or num_all,
         num_stages,
         head_cost=cost,
         each=config.num_layers,
         most=config.max_layers,
         counts=config.stage_layers,
     )
+    if not num_cached:  # all of them are the encoder's
+        return [replace(p, first=0, last=0, encoder=range(p.first, p.last)) for p in parts]
+    encoder = even_parts(num_all - num_cached, num_stages)
+    return [
+        replace(part, encoder=range(num_cached + own.start, num_cached + own.stop))
+        for part, own in zip(parts, encoder, strict=True)
+    ]

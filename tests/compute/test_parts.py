@@ -92,7 +92,7 @@ def logprobs_in_bfloat16(
 ) -> torch.Tensor:
     checkpoint, dtype = open_checkpoint(str(folder)), torch.bfloat16
     tensors = open_weights(checkpoint, one_stage()[0], holding=Holding(dtype), device=CPU, seed=0)
-    network = Transformer(checkpoint.model, tensors, first=0, bodies=bodies_of(kernels, dtype))
+    network = Transformer(checkpoint.model, tensors, bodies=bodies_of(kernels, dtype))
     dense = Dense(checkpoint.model, [len(row) for row in rows])
 
     def attend(

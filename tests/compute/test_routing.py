@@ -31,7 +31,7 @@ def load_routers(folder: Path) -> list[MoeOf | None]:
     where = torch.device("cpu")
     tensors = open_weights(checkpoint, part, holding=Holding(torch.bfloat16), device=where, seed=0)
     bodies = Bodies(plain_registry(torch.bfloat16), checkpoint.context_length)
-    layers = Transformer(checkpoint.model, tensors, first=0, bodies=bodies).layers
+    layers = Transformer(checkpoint.model, tensors, bodies=bodies).layers
     return [layer.mlp if isinstance(layer.mlp, MoeOf) else None for layer in layers]
 
 

@@ -121,7 +121,7 @@ def make_network(
     registry.of_products.clear()
     registry.parts = Parts(parts)
     bodies = Bodies(registry, checkpoint.context_length)
-    network = Transformer(model, source, first=part.first, bodies=bodies)
+    network = Transformer(model, source, bodies=bodies)
     how = model.layers[0].attention
     kernel = kind(how.heads, *how.cache_shape[1:], dtype=torch.float32, device=CPU)
     return network, kernel

@@ -107,7 +107,6 @@ def test_one_layer_is_in_memory_beside_the_packed_ones(
     Transformer(
         checkpoint.model,
         tensors,
-        first=0,
         bodies=Bodies(Unpacked("off", None, torch.float32, torch.device("cpu")), 64),
         join=keep_in_sight,
     )

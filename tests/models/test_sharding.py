@@ -287,7 +287,7 @@ def compute(model: Model, share: ModelShare | None = None, shards: Any = None) -
     tokens = None if share is None else share.tokens[share.shard]
     own = model if share is None else share.model
     bodies = Bodies(plain_registry(), 64)
-    network = Transformer(own, source, first=0, bodies=bodies, shards=shards, tokens=tokens)
+    network = Transformer(own, source, bodies=bodies, shards=shards, tokens=tokens)
     cache = KvCache(
         [layer.attention for layer in own.layers],
         num_blocks=2,

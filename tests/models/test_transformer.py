@@ -101,7 +101,7 @@ def logits_of(
             device=CPU,
             seed=0,
         )
-        stage = Transformer(model, tensors, first=part.first, bodies=bodies())
+        stage = Transformer(model, tensors, bodies=bodies())
         if part.is_first:
             x = stage.embed(torch.tensor([each for row in rows for each in row]), attend.positions)
         attend.first = part.first

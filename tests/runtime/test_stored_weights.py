@@ -106,7 +106,7 @@ def test_a_packed_head_is_kept_once(
     is_tied = outside["head.weight"] is entry["embed.weight"]
     assert is_tied == (name == "gemma2")
     embed, head = entry["embed.weight"].plain, outside["head.weight"].plain
-    network = Transformer(checkpoint.model, source, first=0, bodies=packing_bodies())
+    network = Transformer(checkpoint.model, source, bodies=packing_bodies())
     assert network.head is not None and network.head.packed is not None
     assert network.head.packed.parts[0].held == Dense(torch.bfloat16)
     looked_up_in = getattr(network._look_up, "__self__", None)

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from fminfer.compute.attention.paged_attention import AttentionBody, PlainAttention
-from fminfer.compute.attention.scoring import AttentionCall, Scoring
+from fminfer.compute.attention.scoring import NO_LIMIT, AttentionCall, Scoring
 from fminfer.compute.spec import Attention
 from fminfer.compute.step import Rows
 from fminfer.compute.trial import Limits, Pair, Trial
@@ -38,7 +38,10 @@ class AttentionAsked:
     @property
     def kinds(self) -> list[Attention]:
         """One layer of each kind that a GPU compiles for."""
-        kind = {(e.window is None, e.has_sinks, e.alibi is None): e for e in self.hows}
+        kind = {
+            (e.window is None, e.has_sinks, e.alibi is None, e.is_causal, e.relative is None): e
+            for e in self.hows
+        }
         return list(kind.values())
 
 
@@ -73,6 +76,11 @@ def attention_pairs(
         yield found, expected
 
 
+def _some_biases(heads: int, reach: int, device: torch.device) -> torch.Tensor:
+    places = torch.arange(heads * (2 * reach + 1), device=device)
+    return (0.37 * places).sin().view(heads, -1)
+
+
 def _attend_some(
     kernel: AttentionBody | None,
     asked: AttentionAsked,
@@ -99,6 +107,8 @@ def _attend_some(
         slopes=torch.linspace(0.01, 0.1, heads, device=device) if has_slopes else None,
         softcap=how.softcap,
         sinks=torch.linspace(-1, 2, heads, device=device) if how.has_sinks else None,
+        ahead=0 if how.is_causal else NO_LIMIT - 1 if how.window is None else num_keys // 3,
+        relative=None if how.relative is None else _some_biases(heads, num_keys // 3, device),
     )
     generator = torch.Generator().manual_seed(0)
     outs = []

@@ -6,7 +6,7 @@ In plain tensor operations, for any device; kernel_attention is faster where it 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -57,6 +57,7 @@ def decode_attention(
     """
     num_rows, heads, head_dim = query.shape
     kv_heads = key_blocks.shape[1]
+    how = replace(how, ahead=0)  # behind a row's newest token is nothing of its own
     grouped = (query.float() * how.scaling).view(num_rows, kv_heads, -1, head_dim)
     # A bounded number of blocks at a time: memory that is used again costs no page faults.
     pieces = rows.pieces(max(1, MAX_GATHERED // key_blocks[0].numel()))
@@ -94,6 +95,9 @@ def _bend(
     if how.slopes is not None:
         slopes = how.slopes.view(scores.shape[1], -1, 1)
         scores = scores - slopes * distance[:, None, None]
+    if how.relative is not None:
+        biases = how.biases(distance).unflatten(0, scores.shape[1:3])
+        scores = scores + biases.movedim(2, 0)
     return torch.where(is_hidden[:, None, None], LOWEST, scores)
 
 

@@ -27,13 +27,14 @@ class Arguments(ctypes.Structure):
         *[(name, ctypes.c_void_p) for name in ("query", "out", "keys", "values")],
         *[(name, ctypes.c_void_p) for name in ("new_keys", "new_values", "slots")],
         *[(name, ctypes.c_void_p) for name in ("rows", "tables", "runs", "members")],
-        *[(name, ctypes.c_void_p) for name in ("entries", "slopes", "sinks")],
+        *[(name, ctypes.c_void_p) for name in ("entries", "slopes", "sinks", "relative")],
         *[(name, ctypes.c_int64) for name in ("num_rows", "num_runs", "num_members", "num_tokens")],
         *[(name, ctypes.c_int64) for name in ("query_head", "query_token")],
         *[(name, ctypes.c_int64) for name in ("new_key_head", "new_key_token")],
         *[(name, ctypes.c_int64) for name in ("new_value_head", "new_value_token")],
         *[(name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "block_size")],
-        *[(name, ctypes.c_int64) for name in ("window", "type", "kv_type", "num_threads")],
+        *[(name, ctypes.c_int64) for name in ("window", "ahead", "reach")],
+        *[(name, ctypes.c_int64) for name in ("type", "kv_type", "num_threads")],
         *[(name, ctypes.c_float) for name in ("scaling", "softcap")],
     )
 
@@ -51,6 +52,7 @@ class KernelRows:
     runs: torch.Tensor  # (runs, 4) int64: first in `members`, their number, keys [first, last)
     members: torch.Tensor  # (members,) int64: rows of each run, one run after another
     entries: torch.Tensor  # (members,) int64: places in `members` of each row, row by row
+    num_tokens: int  # of all rows
     kept: torch.Tensor | None = None  # int64: the tokens whose output is wanted; None: all
 
     def keep(self, tokens: torch.Tensor) -> KernelRows:
@@ -85,7 +87,7 @@ def plan_rows(rows: Rows, block_size: int) -> KernelRows:
         table[:, 4], table[:, 5] = num_entries.cumsum() - num_entries, num_entries
         table[:, 6], entries = own, np.argsort(members, kind="stable")
     columns = (table, rows.tables, rows.slots(block_size), runs, members, entries)
-    return KernelRows(*map(torch.from_numpy, columns))
+    return KernelRows(*map(torch.from_numpy, columns), num_tokens=rows.num_tokens)
 
 
 def _plan_runs(rows: Rows, block_size: int) -> tuple[Column, Column, Column]:
@@ -146,17 +148,23 @@ class KernelAttention:
         asked, key, value = (with_rows(given.to(kind)) for given in tensors)
         _, heads, tokens, head_dim = asked.shape
         # The kernel trusts what it is given.
-        assert key.shape == value.shape == (1, keys.shape[1], tokens, head_dim), "keys of a step"
+        new = 1, keys.shape[1], len(rows.slots), head_dim
+        assert key.shape == value.shape == new, "keys of a step"
         assert head_dim == keys.shape[3] and heads % keys.shape[1] == 0, "heads"
-        assert len(rows.slots) == tokens, "tokens of a step"
+        assert rows.num_tokens == tokens, "tokens of a step"
         out = torch.empty((1, tokens, heads, head_dim), dtype=kind, device="cpu")
         of_heads = [
-            None if each is None else each.float().contiguous() for each in (how.slopes, how.sinks)
+            None if each is None else each.float().contiguous()
+            for each in (how.slopes, how.sinks, how.relative)
         ]
         given = step_arguments(rows, heads, keys, kind)
         given.query, given.new_keys, given.new_values = (t.data_ptr() for t in (asked, key, value))
         given.out, given.keys, given.values = (t.data_ptr() for t in (out, keys, values))
-        given.slopes, given.sinks = (None if t is None else t.data_ptr() for t in of_heads)
+        given.slopes, given.sinks, given.relative = (
+            None if t is None else t.data_ptr() for t in of_heads
+        )
+        given.ahead = how.ahead
+        given.reach = 0 if how.relative is None else how.relative.shape[1] // 2
         _, given.query_head, given.query_token, _ = asked.stride()
         _, given.new_key_head, given.new_key_token, _ = key.stride()
         _, given.new_value_head, given.new_value_token, _ = value.stride()

@@ -38,7 +38,8 @@ class KvCache:
         device: torch.device,
         kernel: AttentionBody | None,
     ) -> None:
-        ((kept, kv_heads, head_dim),) = {how.cache_shape for how in layers}
+        # Of an encoder alone there are no layers, and what is empty may be of any shape.
+        ((kept, kv_heads, head_dim),) = {how.cache_shape for how in layers} or {(2, 1, 1)}
         shape = (len(layers), kept, num_blocks, kv_heads, block_size, head_dim)
         # Not zeroed: the system then gives memory page by page, as blocks come into use.
         self._kv = torch.empty(shape, dtype=dtype, device=device)
@@ -46,7 +47,18 @@ class KvCache:
             use_small_pages(self._kv.data_ptr(), self._kv.nbytes)
         body = kernel or PlainAttention(kv_heads, device)
         self.layers = [PagedAttention(each[0], each[-1], body) for each in self._kv]
+        self.body = body
         self.num_blocks, self.block_size, self.device = num_blocks, block_size, device
+
+    def plan_cross(self, rows: Rows, kept: np.ndarray | None) -> StepAttention:
+        """Return the attention of tokens to what the encoder gave, as `BlockTables.cross` has them.
+
+        Args:
+            kept: (wanted,) int64, the tokens whose queries the last layer has; None: all.
+        """
+        plan = self.body.plan(rows, self.block_size)
+        last = plan if kept is None else self.body.plan(rows.part(kept), self.block_size)
+        return StepAttention(self.layers, plan, last)
 
     def plan(self, rows: Rows, kept: torch.Tensor | None = None) -> StepAttention:
         """Return the attention of a step's rows.
@@ -54,7 +66,7 @@ class KvCache:
         Args:
             kept: (wanted,) int64, the tokens whose queries the last layer needs; None: all.
         """
-        plan = self.layers[0].body.plan(rows, self.block_size)
+        plan = self.body.plan(rows, self.block_size)
         return StepAttention(self.layers, plan, plan if kept is None else plan.keep(kept))
 
     def copy_blocks(self, copies: np.ndarray) -> None:
@@ -62,6 +74,47 @@ class KvCache:
         sources, targets = torch.from_numpy(copies).to(self.device).T
         for kv in self._kv:  # all layers at once would need memory for a copy of all
             kv[:, targets] = kv[:, sources]
+
+
+class WholeRows:
+    """Attention of whole prompts: one layer's keys and values, which the next layer overwrites.
+
+    Args:
+        how: the attention of a layer; keys of all have its shape.
+        block_size: tokens a block.
+        dtype: of hidden states; nothing is rounded further.
+        kernel: the compiled attention; None: plain torch.
+    """
+
+    def __init__(
+        self,
+        how: Attention,
+        *,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernel: AttentionBody | None,
+    ) -> None:
+        _, kv_heads, head_dim = how.cache_shape
+        self._shape, self._block_size = (kv_heads, block_size, head_dim), block_size
+        self._body = kernel or PlainAttention(kv_heads, device)
+        self._kv = torch.empty((2, 0, *self._shape), dtype=dtype, device=device)
+
+    def plan(
+        self, lengths: np.ndarray, num_layers: int, kept: torch.Tensor | None
+    ) -> StepAttention:
+        """Return the attention of prompts of these lengths.
+
+        Args:
+            kept: (wanted,) int64, the tokens whose queries the last layer needs; None: all.
+        """
+        rows = Rows.whole(lengths, self._block_size)
+        num_blocks = int((-(-lengths // self._block_size)).sum())
+        if num_blocks > self._kv.shape[1]:
+            self._kv = self._kv.new_empty((2, num_blocks, *self._shape))
+        plan = self._body.plan(rows, self._block_size)
+        layers = [PagedAttention(*self._kv, self._body)] * num_layers
+        return StepAttention(layers, plan, plan if kept is None else plan.keep(kept))
 
 
 @dataclass(slots=True, frozen=True)

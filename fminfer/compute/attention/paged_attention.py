@@ -155,19 +155,19 @@ MAX_SCORES = 1 << 24  # elements of one product's scores (64 MB in float32)
 
 def chunk_attention(
     query: torch.Tensor,  # (heads, queries, head_dim)
-    keys: torch.Tensor,  # (kv_heads, keys, head_dim); the last one is the last query's own
+    keys: torch.Tensor,  # (kv_heads, keys, head_dim), from position 0 up to what is seen
     values: torch.Tensor,
     position: int,
     how: Scoring,
 ) -> torch.Tensor:  # (queries, heads, head_dim)
-    """Attend from consecutive tokens of one row, the first at `position`, to all before them."""
+    """Attend from consecutive tokens of one row, the first at `position`, to what they see."""
     heads, queries, head_dim = query.shape
     kv_heads, num_keys, _ = keys.shape
     tile = max(1, MAX_SCORES // (heads * num_keys))
     if queries > tile:  # a very long context: fewer queries at a time
         parts, first = [], 0
         for part in torch.split(query, tile, 1):
-            seen = position + first + part.shape[1]
+            seen = position + first + part.shape[1] + how.ahead
             given = part, keys[:, :seen], values[:, :seen], position + first
             parts.append(chunk_attention(*given, how))
             first += part.shape[1]
@@ -179,6 +179,7 @@ def chunk_attention(
     distance = _distance(position, queries, num_keys, query.device)
     if how.slopes is not None:
         scores = scores - how.slopes[:, None, None] * distance
+    scores = scores + how.biases(distance)
     is_hidden = how.hides(distance)
     scores = scores.masked_fill(is_hidden, float("-inf"))
     if how.sinks is not None:
@@ -274,7 +275,7 @@ def _attend_chunk(
     for start in range(chunk.first, chunk.last, QUERY_TILE):
         end = min(start + QUERY_TILE, chunk.last)
         position = chunk.position + start - chunk.first
-        seen = position + end - start
+        seen = position + end - start + how.ahead
         out[start:end] = chunk_attention(
             query[:, start:end], keys[:, :seen], values[:, :seen], position, how
         )

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fminfer.compute.spec import Attention
+from fminfer.compute.spec import Attention, Relative
+
+NO_LIMIT = 2**30  # of positions
 
 
 @dataclass(slots=True, frozen=True)
 class Scoring:
     """What a layer makes of its scores: the same at each step, and made once for each layer.
 
-    A key is seen if 0 <= query position - key position < window (None: no limit). Scores are bent
+    A key is seen if -ahead <= query position - key position < window (None: no limit). Scores are bent
     into (-softcap, softcap) before ALiBi and mask (None: left as they are). A sink is the score of
     one key more, which has no value (Xiao et al. 2024; gpt-oss).
     """
@@ -24,11 +27,22 @@ class Scoring:
     slopes: torch.Tensor | None = None  # (heads,) float32, of ALiBi
     softcap: float | None = None
     sinks: torch.Tensor | None = None  # (heads,) float32
+    ahead: int = 0  # keys behind its own that a query sees, at most
+    # (heads, 2 * reach + 1) float32: added to scores by query position - key position, from -reach
+    # to reach; what is farther has that of the end.
+    relative: torch.Tensor | None = None
 
     def hides(self, distance: torch.Tensor) -> torch.Tensor:
         """Tell which keys a query must not see, by query position - key position."""
-        is_hidden = distance < 0
+        is_hidden = distance < -self.ahead
         return is_hidden if self.window is None else is_hidden | (distance >= self.window)
+
+    def biases(self, distance: torch.Tensor) -> torch.Tensor | float:
+        """Return what `relative` adds, (heads, …), by query position - key position."""
+        if self.relative is None:
+            return 0.0
+        reach = self.relative.shape[1] // 2
+        return self.relative[:, reach + distance.clamp(-reach, reach)]
 
 
 @dataclass(slots=True)
@@ -44,12 +58,36 @@ class AttentionCall:
     how: Scoring
 
 
-def scoring_of(how: Attention, device: torch.device, sinks: torch.Tensor | None = None) -> Scoring:
+def scoring_of(
+    how: Attention,
+    device: torch.device,
+    sinks: torch.Tensor | None = None,
+    relative: torch.Tensor | None = None,  # (buckets, heads)
+) -> Scoring:
     """Return it as a spec says; a bias that keys have themselves is not added."""
-    slopes = None
+    slopes, biases = None, None
     if how.alibi is not None and not how.keeps_bias:
         slopes = torch.tensor(how.alibi.slopes, device=device)
-    return Scoring(how.scaling, how.window, slopes, how.softcap, sinks)
+    if how.relative is not None and relative is not None:
+        buckets = relative_buckets(how.relative).to(device)
+        biases = relative.float()[buckets].t().contiguous()
+    ahead = 0 if how.is_causal else (how.window or NO_LIMIT) - 1
+    return Scoring(how.scaling, how.window, slopes, how.softcap, sinks, ahead, biases)
+
+
+def relative_buckets(how: Relative) -> torch.Tensor:
+    """Return T5's buckets, (2 * max_distance + 1,) int64, by query position - key position."""
+    distance = torch.arange(how.max_distance, -how.max_distance - 1, -1)  # of the key behind it
+    buckets, first = how.buckets, torch.zeros_like(distance)
+    if how.is_causal:
+        distance = (-distance).clamp(min=0)
+    else:
+        buckets //= 2
+        first, distance = (distance > 0).long() * buckets, distance.abs()
+    exact = buckets // 2
+    logs = torch.log(distance.clamp(min=1).float() / exact) / math.log(how.max_distance / exact)
+    far = exact + (logs * (buckets - exact)).long()  # in this order: it rounds as transformers does
+    return first + torch.where(distance < exact, distance, far.clamp(max=buckets - 1))
 
 
 def weigh_values(

@@ -25,7 +25,8 @@ MAX_DIM = 256  # elements of a key: keys of 576 (DeepSeek) compile for minutes, 
 class TileRows:
     """The rows of a step, as the kernels read them; all int32, on the device."""
 
-    # (tiles, 4): first packed token, tokens, position, start of the row's table in `blocks`
+    # (tiles, 5): first packed token, tokens, position, start of the row's table in `blocks`, and the
+    # row's keys
     prompt_tiles: torch.Tensor
     decode_tiles: torch.Tensor  # those of one token, of rows that have no other
     blocks: torch.Tensor  # (blocks,): the rows' block tables, one after another
@@ -136,14 +137,15 @@ class TritonAttention:
         of = np.repeat(np.arange(len(rows)), num_tiles)
         starts = (np.arange(len(of)) - np.repeat(num_tiles.cumsum() - num_tiles, num_tiles)) * most
         counts = np.minimum(most, rows.lengths[of] - starts)
-        tiles = (rows.firsts[of] + starts, counts, rows.positions[of] + starts, tables[of])
+        keys = rows.positions + rows.lengths
+        tiles = (rows.firsts[of] + starts, counts, rows.positions[of] + starts, tables[of], keys[of])
         prompts = np.stack(tiles, 1)
         prompts = prompts[np.argsort(-prompts[:, 2], kind="stable")]  # short ones fill the end
-        decodes = np.stack([rows.firsts, rows.lengths, rows.positions, tables], 1)[is_one]
+        decodes = np.stack([rows.firsts, rows.lengths, rows.positions, tables, keys], 1)[is_one]
         parts = (prompts.ravel(), decodes.ravel(), rows.blocks(block_size), rows.slots(block_size))
         columns = [part.astype(np.int32) for part in parts]
         tiles_of, others, blocks, slots = send(columns, self.device)
-        return TileRows(tiles_of.view(-1, 4), others.view(-1, 4), blocks, slots)
+        return TileRows(tiles_of.view(-1, 5), others.view(-1, 5), blocks, slots)
 
     def decode_numbers(self, rows: Rows, block_size: int, size: int) -> list[np.ndarray]:
         """Lay out rows of one token each, and as many that are none as `size` asks for.
@@ -152,17 +154,18 @@ class TritonAttention:
             Numbers of int32; behind each other they are what `decode_plan` reads.
         """
         num, used = len(rows), rows.num_blocks(block_size)
-        tiles = np.zeros((size, 4), np.int32)  # without tokens; none has another's place in `out`
+        tiles = np.zeros((size, 5), np.int32)  # without tokens; none has another's place in `out`
         tiles[:, 0] = np.arange(size)
-        tiles[:num, 1:] = np.stack([rows.lengths, rows.positions, used.cumsum() - used], 1)
+        keys = rows.positions + rows.lengths
+        tiles[:num, 1:] = np.stack([rows.lengths, rows.positions, used.cumsum() - used, keys], 1)
         slots = np.full(size, -1, np.int32)
         slots[:num] = rows.slots(block_size)
         return [tiles.ravel(), slots, rows.blocks(block_size)]
 
     def decode_plan(self, numbers: torch.Tensor, size: int) -> TileRows:
         """Return the plan of so many rows of one token, whatever `numbers`, int32, come to hold."""
-        tiles, slots, blocks = numbers.tensor_split([4 * size, 5 * size])
-        return TileRows(tiles[:0].view(-1, 4), tiles.view(-1, 4), blocks, slots)
+        tiles, slots, blocks = numbers.tensor_split([5 * size, 6 * size])
+        return TileRows(tiles[:0].view(-1, 5), tiles.view(-1, 5), blocks, slots)
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         """Attend as `AttentionBody` says."""
@@ -173,38 +176,42 @@ class TritonAttention:
         heads, tokens, head_dim = asked.shape
         _, kv_heads, block_size, _ = keys.shape
         # The kernels trust what they are given.
-        assert key.shape == value.shape == (kv_heads, tokens, head_dim), "keys of a step"
+        num_new = len(rows.slots)
+        assert key.shape == value.shape == (kv_heads, num_new, head_dim), "keys of a step"
         assert head_dim == keys.shape[3] and heads == self.heads, "heads"
-        assert len(rows.slots) == tokens, "tokens of a step"
         out = torch.empty((1, tokens, heads, head_dim), dtype=asked.dtype, device=keys.device)
-        slopes, of_sinks = (
+        slopes, of_sinks, relative = (
             self._no_slopes if each is None else each.float().contiguous()
-            for each in (how.slopes, how.sinks)
+            for each in (how.slopes, how.sinks, how.relative)
         )
+        reach = 0 if how.relative is None else how.relative.shape[1] // 2
         window = min(how.window or NO_WINDOW, NO_WINDOW)
         has = {"HAS_SINKS": how.sinks is not None, "HAS_WINDOW": how.window is not None}
         attended = {"HAS_CAP": how.softcap is not None, "HAS_SLOPES": how.slopes is not None, **has}
+        attended["HAS_RELATIVE"] = how.relative is not None
         given = (asked, out, keys, values)
-        others = (rows.blocks, slopes, of_sinks, self._parts, self._marks, *asked.stride()[:2])
+        others = (rows.blocks, slopes, of_sinks, relative, self._parts, self._marks)
+        scalars = (*asked.stride()[:2], window, how.ahead, reach, how.scaling, how.softcap or 1.0)
         # Triton launches on the current device of the thread.
         with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
-            store_kernel[(tokens, kv_heads)](
-                *(keys, values, key, value, rows.slots),
-                *(step for t in (key, value) for step in t.stride()[:2]),
-                **self.shape(block_size),
-                num_warps=1,
-            )
+            if num_new:
+                store_kernel[(num_new, kv_heads)](
+                    *(keys, values, key, value, rows.slots),
+                    *(step for t in (key, value) for step in t.stride()[:2]),
+                    **self.shape(block_size),
+                    num_warps=1,
+                )
             for tiles, is_one in ((rows.prompt_tiles, False), (rows.decode_tiles, True)):
                 num_splits = SPLITS if is_one and len(tiles) < self.full_rows else 1
                 if len(tiles):
                     attend_kernel[(len(tiles) * kv_heads, num_splits)](
-                        *(*given, tiles, *others, window, how.scaling, how.softcap or 1.0),
+                        *(*given, tiles, *others, *scalars),
                         **self.constants(block_size, is_one=is_one),
                         **attended,
                     )
                 if len(tiles) and num_splits > 1:
                     join_kernel[(len(tiles), heads)](
-                        *(out, tiles, of_sinks, self._parts, self._marks, window),
+                        *(out, tiles, of_sinks, self._parts, self._marks, window, how.ahead),
                         **self.join_constants(),
                         **has,
                     )

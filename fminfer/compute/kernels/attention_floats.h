@@ -79,7 +79,7 @@ void add_seen(const Arguments& a, const Softmax<V>& softmax, int lane, float* su
     int first[4], end[4], first_of_all = 0, end_of_all = count;
     for (int i = 0; i < 4; i++) {
         first[i] = softmax.first_seen(a, lane + i, start, count);
-        end[i] = softmax.end_seen(lane + i, start, count);
+        end[i] = softmax.end_seen(a, lane + i, start, count);
         first_of_all = first[i] > first_of_all ? first[i] : first_of_all;
         end_of_all = end[i] < end_of_all ? end[i] : end_of_all;
     }
@@ -112,7 +112,7 @@ void attend_by_lanes(const Arguments& a, const Item& item, Space& space) {
         for (int d = 0; d < dim; d++) space.queries[d * step + lane] = query_at(a, place + d);
     }
     std::memset(space.sums, 0, sizeof(float) * width * round_up(num, 4));
-    const int64_t end = end_key(item, softmax.latest);
+    const int64_t end = end_key(a, item, softmax.latest);
     for (int64_t b = first_key(a, item, softmax.earliest) / a.block_size; b * a.block_size < end;
          b++) {
         const int64_t block = a.tables[item.row[3] + b], start = b * a.block_size;
@@ -170,7 +170,7 @@ void attend_alone(const Arguments& a, const Item& item, int64_t q, Space& space)
     std::memset(space.sums, 0, sizeof(float) * width);
     SoftmaxAlone softmax(a, item, q);
     const int64_t first = first_key(a, item, softmax.position);
-    const int64_t end = end_key(item, softmax.position);
+    const int64_t end = end_key(a, item, softmax.position);
     for (int64_t b = first / a.block_size; b * a.block_size < end; b++) {
         const int64_t block = a.tables[item.row[3] + b], start = b * a.block_size;
         const int64_t left = end - start;

@@ -52,7 +52,8 @@ bool hides_odd_value(const Arguments& a, const Item& item) {
     const int64_t first = first_key(a, item, earliest) / GROUP_KEYS * GROUP_KEYS;
     for (int64_t h = 0; h < item.heads; h++) {
         const Item of_head = head_of(item, h);
-        if (has_odd_value(a, of_head, earliest + 1, latest + 1)) return true;
+        const int64_t seen = end_key(a, of_head, earliest);
+        if (has_odd_value(a, of_head, seen, end_key(a, of_head, latest))) return true;
         if (a.window > 0 && has_odd_value(a, of_head, first, latest - a.window + 1)) return true;
     }
     return false;
@@ -94,7 +95,7 @@ void attend_few_in_pairs(const Arguments& a, const Item& item, Space& space) {
         latest = softmax[r].position > latest ? softmax[r].position : latest;
     }
     std::memset(space.sums, 0, sizeof(float) * dim * heads * num);
-    const int64_t end = end_key(item, latest);
+    const int64_t end = end_key(a, item, latest);
     const int64_t first = first_key(a, item, earliest) / GROUP_KEYS * GROUP_KEYS;
     for (int64_t start = first; start < end; start += PIECE_KEYS) {
         const Piece piece(a, item, start, end);
@@ -211,7 +212,7 @@ void attend_in_tiles(const Arguments& a, const Item& item, Space& space) {
             std::memcpy(tiles, pairs, sizeof pairs);
         }
     std::memset(space.sums, 0, sizeof(float) * dim * N * LANES);
-    const int64_t end = end_key(item, softmax.latest);
+    const int64_t end = end_key(a, item, softmax.latest);
     const int64_t begin = first_key(a, item, softmax.earliest) / GROUP_KEYS * GROUP_KEYS;
     for (int64_t start = begin; start < end; start += PIECE_KEYS) {
         const Piece piece(a, item, start, end);

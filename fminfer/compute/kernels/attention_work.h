@@ -90,9 +90,22 @@ inline int64_t first_key(const Arguments& a, const Item& item, int64_t position)
     return seen > item.start ? seen : item.start;
 }
 
-// Behind the last key that it looks at.
-inline int64_t end_key(const Item& item, int64_t position) {
-    return position < item.end ? position + 1 : item.end;
+// Behind the last key that a query at a position sees.
+inline int64_t end_key(const Arguments& a, const Item& item, int64_t position) {
+    const int64_t of_row = item.members ? item.end : item.row[1] + item.row[2];
+    const int64_t end = of_row < item.end ? of_row : item.end;
+    return position + a.ahead < end ? position + a.ahead + 1 : end;
+}
+
+// A head's biases, or null.
+inline const float* table_of(const Arguments& a, int64_t head) {
+    return a.relative ? a.relative + head * (2 * a.reach + 1) : nullptr;
+}
+
+// The bias of a distance, query position - key position, in a head's table.
+inline float bias_at(const Arguments& a, const float* table, int64_t distance) {
+    const int64_t near = distance < a.reach ? distance : a.reach;
+    return table[a.reach + (near > -a.reach ? near : -a.reach)];
 }
 
 // Keys or values of a block and KV head, (block_size, head_dim), of the cache's type.

@@ -13,7 +13,7 @@ struct Arguments {
     void* values;
     const void* new_keys;    // of `type`, rounded as they are kept: element (head, token, i) at
     const void* new_values;  // head * new_…_head + token * new_…_token + i
-    const int64_t* slots;    // (tokens,): block * block_size + place, of each token's key
+    const int64_t* slots;    // (num_tokens,): block * block_size + place, of each token's key
     const int64_t* rows;     // (num_rows, ROW): first token, tokens, position, start in `tables`,
                              // start in `entries`, their number, the first key of no run
     const int32_t* tables;   // block tables
@@ -22,10 +22,14 @@ struct Arguments {
     const int64_t* entries;  // places in `members` of each row, one row after another
     const float* slopes;     // (heads,) of ALiBi, or null
     const float* sinks;      // (heads,): scores of a key more, which has no value; or null
+    const float* relative;   // (heads, 2 * reach + 1): biases by query position - key position,
+                             // from -reach to reach; what is farther has that of the end. Or null
     int64_t num_rows, num_runs, num_members, num_tokens, query_head, query_token;
     int64_t new_key_head, new_key_token, new_value_head, new_value_token;
     int64_t heads, kv_heads, head_dim, block_size;
     int64_t window;  // keys that a query sees, itself included; 0: all
+    int64_t ahead;   // keys behind its own that it sees, at most, of its row's
+    int64_t reach;
     int64_t type;    // of query, out and new keys and values: 0 float32, 1 bfloat16
     int64_t kv_type;  // of the cache: these, or 2 float16
     int64_t num_threads;

@@ -29,7 +29,7 @@ inline Wide bend(const Arguments& a, Wide score, Wide slope, IWide distance) {
 }
 
 inline Wide hide(const Arguments& a, Wide score, IWide distance) {
-    score = distance < 0 ? lowest() : score;
+    score = distance < -int32_t(a.ahead) ? lowest() : score;
     if (a.window > 0) score = distance >= int32_t(a.window) ? lowest() : score;
     return score;
 }
@@ -40,10 +40,13 @@ struct Softmax {
     Wide largest[V], total[V], slope[V];
     IWide position[V];
     int64_t earliest, latest;  // of the positions
+    const float* table[V * WIDTH];  // of biases
+    bool in_order;  // the lanes are consecutive tokens
 
     Softmax(const Arguments& a, const Item& item) {
         const int64_t group = a.heads / a.kv_heads, last = item.last - 1;
         earliest = latest = position_of(a, item, item.first / group);
+        in_order = group == 1 && !item.members;
         for (int lane = 0; lane < V * WIDTH; lane++) {
             const int64_t q = item.first + lane < last ? item.first + lane : last;
             const int64_t here = position_of(a, item, q / group);
@@ -52,6 +55,7 @@ struct Softmax {
             position[lane / WIDTH][lane % WIDTH] = int32_t(here);
             slope[lane / WIDTH][lane % WIDTH] =
                 a.slopes ? a.slopes[item.kv_head * group + q % group] : 0;
+            table[lane] = table_of(a, item.kv_head * group + q % group);
         }
         for (int v = 0; v < V; v++) {
             largest[v] = lowest();
@@ -61,7 +65,7 @@ struct Softmax {
 
     // Of keys at `start` and after: whether a query does not see all of them.
     bool hides(const Arguments& a, int64_t start, int count) const {
-        return start + count - 1 > earliest || (a.window > 0 && latest - start >= a.window);
+        return start + count - 1 > earliest + a.ahead || (a.window > 0 && latest - start >= a.window);
     }
 
     // Of `count` keys at `start` and after: the first one that a query sees, and the end of them.
@@ -69,8 +73,8 @@ struct Softmax {
         const int64_t place = position[lane / WIDTH][lane % WIDTH] - a.window + 1 - start;
         return a.window <= 0 || place <= 0 ? 0 : place < count ? int(place) : count;
     }
-    int end_seen(int lane, int64_t start, int count) const {
-        const int64_t place = position[lane / WIDTH][lane % WIDTH] + 1 - start;
+    int end_seen(const Arguments& a, int lane, int64_t start, int count) const {
+        const int64_t place = position[lane / WIDTH][lane % WIDTH] + a.ahead + 1 - start;
         return place >= count ? count : place > 0 ? int(place) : 0;
     }
 
@@ -80,7 +84,8 @@ struct Softmax {
     float measure(const Arguments& a, float* scores, int64_t start, int count, float* sums, int num,
                   int width) {
         const bool is_masked = hides(a, start, count);
-        const bool is_plain = !is_masked && !a.slopes && a.softcap <= 0 && a.scaling > 0;
+        const bool is_bent = a.slopes || a.relative || a.softcap > 0;
+        const bool is_plain = !is_masked && !is_bent && a.scaling > 0;
         const float scaling = is_plain ? a.scaling : 1.0f;
         for (int v = 0; v < V; v++, scores += WIDTH) {
             if (!is_plain) bend_all(a, scores, start, count, v, is_masked);
@@ -125,12 +130,23 @@ struct Softmax {
         }
     }
 
+    Wide biases(const Arguments& a, int v, IWide distance) const {
+        const float* const* tables = table + v * WIDTH;
+        const bool is_near = distance[0] >= -a.reach && distance[0] + WIDTH - 1 <= a.reach;
+        if (in_order && is_near) return wide_at(tables[0] + a.reach + distance[0]);
+        Wide found;
+        for (int lane = 0; lane < WIDTH; lane++)
+            found[lane] = bias_at(a, tables[lane], distance[lane]);
+        return found;
+    }
+
     void bend_all(const Arguments& a, float* scores, int64_t start, int count, int v,
                   bool is_masked) {
         for (int j = 0; j < count; j++) {
             float* place = scores + j * V * WIDTH;
             const IWide distance = position[v] - int32_t(start + j);
-            const Wide score = bend(a, wide_at(place), slope[v], distance);
+            Wide score = bend(a, wide_at(place), slope[v], distance);
+            if (a.relative) score += biases(a, v, distance);
             put_wide(place, is_masked ? hide(a, score, distance) : score);
         }
     }
@@ -139,6 +155,7 @@ struct Softmax {
 // Of one query, with keys in its lanes.
 struct SoftmaxAlone {
     float largest = LOWEST, slope;
+    const float* table;  // of biases
     Wide total = {};
     int64_t position;
 
@@ -147,6 +164,7 @@ struct SoftmaxAlone {
         const int64_t group = a.heads / a.kv_heads;
         position = position_of(a, item, q / group);
         slope = a.slopes ? a.slopes[item.kv_head * group + q % group] : 0;
+        table = table_of(a, item.kv_head * group + q % group);
     }
 
     // Turns the scores of `count` keys at `start` and after into weights, 0 up to whole lanes, and
@@ -158,6 +176,8 @@ struct SoftmaxAlone {
         for (int j = 0; j < padded; j += WIDTH) {
             const IWide distance = int32_t(position - start - j) - lanes();
             Wide score = bend(a, wide_at(scores + j), Wide{} + slope, distance);
+            for (int lane = 0; a.relative && lane < WIDTH; lane++)
+                score[lane] += bias_at(a, table, distance[lane]);
             score = hide(a, score, distance);
             if (j + WIDTH > count) score = lanes() >= count - j ? lowest() : score;
             put_wide(scores + j, score);

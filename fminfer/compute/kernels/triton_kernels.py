@@ -43,19 +43,24 @@ def store_kernel(
 
 @triton.jit
 def row_splits(
-    start_position, num_tokens, window, HAS_WINDOW: tl.constexpr, KEYS: tl.constexpr,
-    SPLIT: tl.constexpr, SPLITS: tl.constexpr,
+    tile, window, ahead, HAS_WINDOW: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Return the first key of a tile's first piece, the end of its last, and the keys of a split.
 
+    Also the position of its first token, the number of its tokens, and the end of its keys.
+
     The row alone decides: its result is the same beside any others, and in any number of programs.
     """
-    end = start_position + num_tokens
+    num_tokens = tl.load(tile + 1)
+    start_position = tl.load(tile + 2)
+    end = tl.minimum(start_position + num_tokens + ahead, tl.load(tile + 4))
     low = end * 0
     if HAS_WINDOW:
         low = tl.maximum(start_position - window + 1, 0) // KEYS * KEYS
     high = tl.cdiv(end, KEYS) * KEYS
-    return low, high, tl.maximum(SPLIT, tl.cdiv(high - low, SPLITS * KEYS) * KEYS)
+    size = tl.maximum(SPLIT, tl.cdiv(high - low, SPLITS * KEYS) * KEYS)
+    return low, high, size, start_position, num_tokens, end
 
 
 @triton.jit
@@ -96,16 +101,16 @@ def key_lines(
 @triton.jit
 def attend_pieces(
     best, total, sums, asked, slope, position, keys, values, table, kv_head,
-    low, high, left, skipped, size, end, window, scaling, softcap,
+    low, high, left, skipped, size, end, window, ahead, scaling, softcap, biases, reach,
     IS_WHOLE: tl.constexpr,  # all queries see all keys: no masks
     IS_ONE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HAS_RELATIVE: tl.constexpr, HAS_WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend to keys [low, high), without `skipped` keys from `left` on, piece by piece."""
     dims = tl.arange(0, DIM)
     factor = 1.4426950408889634  # log2(e)
-    if not (HAS_CAP or HAS_SLOPES):
+    if not (HAS_CAP or HAS_SLOPES or HAS_RELATIVE):
         factor *= scaling
     empty_best, empty_total, empty_sums = best, total, sums
     all_best, all_total, all_sums = best, total, sums  # of the splits before this one
@@ -138,12 +143,15 @@ def attend_pieces(
         scores = tl.dot(asked, tl.trans(key.to(asked.dtype)), input_precision="ieee")
         if HAS_CAP:  # softcap * tanh(scores / softcap)
             scores = softcap - 2.0 * softcap / (tl.exp(2.0 * (scores * scaling) / softcap) + 1.0)
-        elif HAS_SLOPES:
+        elif HAS_SLOPES or HAS_RELATIVE:
             scores *= scaling
         if HAS_SLOPES:
             scores -= slope[:, None] * distance
+        if HAS_RELATIVE:
+            near = tl.minimum(tl.maximum(distance, -reach), reach)
+            scores += tl.load(biases[:, None] + near)
         if not IS_WHOLE:
-            is_seen = is_key[None, :] & (distance >= 0)
+            is_seen = is_key[None, :] & (distance >= -ahead)
             if HAS_WINDOW:
                 is_seen &= distance < window
             scores = tl.where(is_seen, scores, float("-inf"))
@@ -170,25 +178,28 @@ def attend_pieces(
 
 
 @triton.jit(
-    do_not_specialize=["window"],
-    do_not_specialize_on_alignment=["tiles", "blocks", "slopes", "sinks"],
+    do_not_specialize=["window", "ahead", "reach"],
+    do_not_specialize_on_alignment=["tiles", "blocks", "slopes", "sinks", "relative"],
 )
 def attend_kernel(
     query,  # (heads, tokens, head_dim), by its strides
     out,  # (tokens, heads, head_dim)
     keys,  # (pool, kv_heads, block_size, head_dim)
     values,
-    tiles,  # (tiles, 4) int32: first packed token, tokens, position, the row's start in `blocks`
+    tiles,  # (tiles, 5) int32: first packed token, tokens, position, and of the row its start in
+    # `blocks` and the number of its keys
     blocks,  # int32: the rows' block tables, one after another
     slopes,  # (heads,) float32
     sinks,  # the same: scores of a key more, which has no value
+    relative,  # (heads, 2 * reach + 1) float32: biases by query position - key position
     parts,  # (tiles, SPLITS, heads, head_dim) float32: sums of splits
     marks,  # (tiles, SPLITS, heads, 2) float32: their best scores and totals
     query_head, query_token,
     window,  # keys as far as this are hidden
-    scaling, softcap,
+    ahead,  # keys behind its own that a query sees, at most
+    reach, scaling, softcap,
     HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    HAS_RELATIVE: tl.constexpr, HAS_WINDOW: tl.constexpr,
     GROUP: tl.constexpr,  # query heads a KV head
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr,  # the power of two that holds head_dim
@@ -205,13 +216,11 @@ def attend_kernel(
     """
     number = tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
-    tile = tiles + number * 4
+    tile = tiles + number * 5
     first = tl.load(tile).to(tl.int64)
-    num_tokens = tl.load(tile + 1)
-    start_position = tl.load(tile + 2)
     table = blocks + tl.load(tile + 3)
-    low, high, size = row_splits(
-        start_position, num_tokens, window, HAS_WINDOW, KEYS, SPLIT, SPLITS
+    low, high, size, start_position, num_tokens, end = row_splits(
+        tile, window, ahead, HAS_WINDOW, KEYS, SPLIT, SPLITS
     )
     is_part = (tl.num_programs(1) > 1) & (high - low > size)
     if tl.num_programs(1) > 1:
@@ -219,7 +228,6 @@ def attend_kernel(
         high = tl.minimum(low + size, high)
     if (num_tokens == 0) | (low >= high):
         return
-    end = start_position + num_tokens
     token = tl.arange(0, QUERIES) // GROUP
     head = kv_head * GROUP + tl.arange(0, QUERIES) % GROUP
     position = start_position + token
@@ -231,6 +239,9 @@ def attend_kernel(
     slope = tl.zeros((QUERIES,), tl.float32)
     if HAS_SLOPES:
         slope = tl.load(slopes + head, mask=is_row, other=0.0)
+    biases = relative + head * 0
+    if HAS_RELATIVE:
+        biases = relative + tl.where(is_row, head, 0) * (2 * reach + 1) + reach
     best = tl.full((QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     sums = tl.zeros((QUERIES, DIM), tl.float32)
@@ -239,19 +250,21 @@ def attend_kernel(
         # Pieces that all queries see whole have no masks; others are before and behind them.
         left = low
         if HAS_WINDOW:
-            left = tl.maximum(tl.cdiv(tl.maximum(end - window, 0), KEYS) * KEYS, low)
+            last = start_position + num_tokens
+            left = tl.maximum(tl.cdiv(tl.maximum(last - window, 0), KEYS) * KEYS, low)
         left = tl.minimum(left, high)
-        right = tl.maximum(tl.minimum((start_position + 1) // KEYS * KEYS, high), left)
+        seen = tl.minimum(start_position + ahead + 1, end)
+        right = tl.maximum(tl.minimum(seen // KEYS * KEYS, high), left)
         best, total, sums = attend_pieces(
             best, total, sums, asked, slope, position, keys, values, table, kv_head, left, right,
-            left, 0, size, end, window, scaling, softcap, True, IS_ONE, HAS_CAP, HAS_SLOPES,
-            HAS_WINDOW, KV_HEADS, HEAD_DIM, BLOCK_SIZE, DIM, KEYS, None,
+            left, 0, size, end, window, ahead, scaling, softcap, biases, reach, True, IS_ONE,
+            HAS_CAP, HAS_SLOPES, HAS_RELATIVE, HAS_WINDOW, KV_HEADS, HEAD_DIM, BLOCK_SIZE, DIM, KEYS, None,
         )  # fmt: skip
         skipped = right - left
     best, total, sums = attend_pieces(
         best, total, sums, asked, slope, position, keys, values, table, kv_head, low,
-        high - skipped, left, skipped, size, end, window, scaling, softcap, False, IS_ONE, HAS_CAP,
-        HAS_SLOPES, HAS_WINDOW, KV_HEADS, HEAD_DIM, BLOCK_SIZE, DIM, KEYS, None if IS_ONE else 1,
+        high - skipped, left, skipped, size, end, window, ahead, scaling, softcap, biases, reach,
+        False, IS_ONE, HAS_CAP, HAS_SLOPES, HAS_RELATIVE, HAS_WINDOW, KV_HEADS, HEAD_DIM, BLOCK_SIZE, DIM, KEYS, None if IS_ONE else 1,
     )  # fmt: skip
     if is_part:
         line = (number.to(tl.int64) * SPLITS + tl.program_id(1)) * (KV_HEADS * GROUP) + head
@@ -267,20 +280,21 @@ def attend_kernel(
         tl.store(written + dims[None, :], given, mask=is_query)
 
 
-@triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["tiles", "sinks"])
+@triton.jit(
+    do_not_specialize=["window", "ahead"], do_not_specialize_on_alignment=["tiles", "sinks"]
+)
 def join_kernel(
-    out, tiles, sinks, parts, marks, window,  # as `attend_kernel` has them
+    out, tiles, sinks, parts, marks, window, ahead,  # as `attend_kernel` has them
     HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one token's head, in their order. Grid: (tiles, heads)."""
     number = tl.program_id(0)
     head = tl.program_id(1) + tl.arange(0, 1)
-    tile = tiles + number * 4
+    tile = tiles + number * 5
     first = tl.load(tile).to(tl.int64)
-    num_tokens = tl.load(tile + 1)
-    low, high, size = row_splits(
-        tl.load(tile + 2), num_tokens, window, HAS_WINDOW, KEYS, SPLIT, SPLITS
+    low, high, size, _, num_tokens, _ = row_splits(
+        tile, window, ahead, HAS_WINDOW, KEYS, SPLIT, SPLITS
     )
     if (num_tokens == 0) | (high - low <= size):
         return  # `attend_kernel` has written it

@@ -15,6 +15,7 @@ from fminfer.compute.spec import ACTIVATION_SHAPES, Moe
 from fminfer.core.errors import CheckpointError
 from fminfer.models.config_fields import ReadConfig, is_own_folder
 from fminfer.models.families import (
+    encoder_decoders,
     gpt_like,
     llama_like,
     llama_variants,
@@ -82,7 +83,7 @@ ROWS: dict[str, Callable[[Any], Architecture]] = {
     row.__name__: row
     for rows in (
         *(llama_like.ROWS, llama_variants.ROWS, squared_relu.ROWS, mixtures.ROWS),
-        *(gpt_like.ROWS, opt_like.ROWS),
+        *(gpt_like.ROWS, opt_like.ROWS, encoder_decoders.ROWS),
     )
     for row in rows
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -48,7 +48,8 @@ class Source:
     """The modules of a checkpoint whose weights and biases are joined into one of ours.
 
     Rows are joined in order. In a name `*` stands for 0, 1, …: these are stacked. A name `a|b`
-    means that a checkpoint has either a or b.
+    means that a checkpoint has either a or b. A name that begins with `/` is whole: nothing comes
+    before it, also in a layer.
     """
 
     names: tuple[str, ...]
@@ -70,6 +71,16 @@ class Architecture:
     prefix: str  # of a layer's names, with {} for its number
     base: str  # the prefix that checkpoints saved without the head leave out
     left_out: str = ""  # a pattern of the names of stored tensors that are none of the model's
+    # Of an encoder's layers beside a decoder's; "": as those above.
+    encoder_prefix: str = ""
+    encoder_inner: Sources = field(default_factory=dict)
+
+    def of_layer(self, number: int) -> tuple[Sources, str]:
+        """Return where a layer's tensors are, and what their names begin with."""
+        place = number - self.model.num_cached
+        if self.encoder_prefix and place >= 0:
+            return self.encoder_inner, self.encoder_prefix.format(place)
+        return self.inner, self.prefix.format(number)
 
 
 def by_our_names(architecture: Architecture, names: Iterable[str]) -> Architecture:
@@ -80,7 +91,7 @@ def by_our_names(architecture: Architecture, names: Iterable[str]) -> Architectu
     """
     inner = (name.partition(".")[2] if name[0].isdigit() else name for name in names)
     own = {module: Source((module,)) for module, _, _ in (n.rpartition(".") for n in inner)}
-    return replace(architecture, outer=own, inner=own, prefix="layers.{}.", base="", left_out="")
+    return Architecture(architecture.model, own, own, prefix="layers.{}.", base="")
 
 
 def sources(layout: Layout = AS_STORED, **ours: str) -> Sources:

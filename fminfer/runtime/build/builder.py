@@ -137,7 +137,6 @@ def load_part(
     network = Transformer(
         model,
         source,
-        first=part.first,
         bodies=bodies,
         join=join,
         shards=shards,
@@ -147,7 +146,7 @@ def load_part(
         plan=plan,
         network=network,
         kernels=kernels,
-        form=HiddenForm(checkpoint.config.hidden_size, plan.dtype, device, hidden_group),
+        form=HiddenForm(checkpoint.model.hidden_size, plan.dtype, device, hidden_group),
         why_plain=registry.why_plain,
         threads=threads,
         file_digests=digests,

@@ -1,0 +1,148 @@
+"""The encoder: layers that see each prompt whole and keep no keys, and what becomes of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+
+from fminfer.compute.layers.plain import ACTIVATIONS
+from fminfer.compute.spec import Encoder, Model, Pooling
+from fminfer.machine.device import send
+from fminfer.models.layer import LayerOf, normed_sum
+from fminfer.models.layer_bodies import Bodies
+from fminfer.models.layer_step import LayerStep
+from fminfer.models.tensor_specs import Weights, plain_of
+
+
+class EncoderOf:
+    """The encoder's layers of one stage.
+
+    Args:
+        layers: of the stage.
+        entry, exit: the weights before the first layer, and after the last one; {}: another stage
+            has them.
+    """
+
+    def __init__(
+        self, model: Model, layers: list[LayerOf], entry: Weights, exit: Weights, bodies: Bodies
+    ) -> None:
+        assert model.encoder is not None, "a model with an encoder"
+        self.how: Encoder = model.encoder
+        self.layers = layers
+        self.is_last = bool(exit)
+        self._tables = {n: plain_of(entry, f"encoder.{n}.weight") for n in ("positions", "types")}
+        self._embed_norm = bodies.norm(self.how.embed_norm if entry else None, entry, "encoder.embed_norm")
+        self._final_norm = bodies.norm(self.how.final_norm if exit else None, exit, "encoder.final_norm")
+        self._readings = [
+            (
+                each,
+                exit[f"reading_{number}.weight"].plain,
+                plain_of(exit, f"reading_{number}.bias"),
+                bodies.norm(each.norm, exit, f"reading_{number}_norm"),
+            )
+            for number, each in enumerate(self.how.pooling.readings if self.how.pooling else ())
+            if exit
+        ]
+
+    def embed(
+        self, x: torch.Tensor, positions: torch.Tensor, types: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Add positions and types of tokens, (tokens,) each, to their embeddings.
+
+        Args:
+            types: None: all are 0.
+        """
+        table = self._tables["positions"]
+        if table is not None:
+            x = x + table[positions + self.how.position_offset]
+        table = self._tables["types"]
+        if table is not None:
+            x = x + (table[0] if types is None else table[types])
+        return x if self._embed_norm is None else self._embed_norm(x)
+
+    def run(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
+        """Run the stage's layers, and behind the last of all the final norm.
+
+        Args:
+            x: (tokens, hidden) of prompts.
+
+        Returns:
+            (kept tokens, hidden).
+        """
+        more: torch.Tensor | None = None
+        kept, step.kept = step.kept, None
+        for number, layer in enumerate(self.layers):
+            if number == len(self.layers) - 1:
+                step.kept = kept
+            x, more = layer(x, more, number, step)
+        return normed_sum(self._final_norm, x, more)[1]
+
+    def pool(self, hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
+        """Return one vector a prompt, (prompts, size) float32.
+
+        Args:
+            hidden: of the tokens that `kept_tokens` tells, (tokens, hidden).
+            lengths: of the prompts.
+        """
+        how = self.how.pooling
+        assert how is not None, "a model that pools"
+        x = POOLINGS[how.how](hidden.float(), lengths)
+        for each, weight, bias, norm in self._readings:
+            x = nn.functional.linear(x, weight.float(), None if bias is None else bias.float())
+            if each.activation:
+                x = READ_BY[each.activation](x)
+            x = x if norm is None else norm(x)
+        return nn.functional.normalize(x) if how.is_normalized else x
+
+
+def kept_tokens(how: Pooling | None, lengths: np.ndarray) -> np.ndarray | None:
+    """Return the packed tokens whose hidden states are pooled, int64; None: all of them."""
+    if how is None or how.how not in ("cls", "last"):
+        return None
+    ends = lengths.cumsum()
+    return ends - 1 if how.how == "last" else ends - lengths
+
+
+READ_BY = {**ACTIVATIONS, "tanh": torch.tanh}
+
+
+def _mean(hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
+    sums, (counts,) = _sums(hidden, lengths), send([lengths], hidden.device)
+    return sums / counts[:, None]
+
+
+def _mean_by_root(hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
+    sums, (counts,) = _sums(hidden, lengths), send([lengths], hidden.device)
+    return sums / counts[:, None].sqrt()
+
+
+def _weighted_mean(hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
+    """Weigh each token by its place in its prompt, from 1 on (SGPT, Muennighoff 2022)."""
+    places = np.concatenate([np.arange(1, length + 1) for length in lengths.tolist()])
+    weights, totals = send([places, lengths * (lengths + 1) // 2], hidden.device)
+    return _sums(hidden * weights[:, None], lengths) / totals[:, None]
+
+
+def _sums(hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
+    (rows,) = send([np.repeat(np.arange(len(lengths)), lengths)], hidden.device)
+    return hidden.new_zeros(len(lengths), hidden.shape[1]).index_add_(0, rows, hidden)
+
+
+def _largest(hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
+    return torch.stack([part.amax(0) for part in hidden.split(lengths.tolist())])
+
+
+def _as_kept(hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
+    return hidden
+
+
+# By the names of sentence-transformers' modes.
+POOLINGS = {
+    "mean": _mean,
+    "cls": _as_kept,
+    "last": _as_kept,
+    "max": _largest,
+    "mean_sqrt_len_tokens": _mean_by_root,
+    "weightedmean": _weighted_mean,
+}

@@ -1,0 +1,197 @@
+"""Rows with an encoder and a decoder: T5 and what resembles it, BART and mBART."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fminfer.compute.spec import (
+    Attention,
+    Cross,
+    Encoder,
+    Layer,
+    Mlp,
+    Model,
+    Norm,
+    Relative,
+)
+from fminfer.core.errors import CheckpointError
+from fminfer.models.families.tensor_names import AS_ROW, Architecture, Sources, parameter, sources
+
+
+def t5(c: Any) -> Architecture:
+    """Return T5 (Raffel et al. 2020), v1.1, Flan-T5, UL2 or T0: biases by distance are shared."""
+    is_scaled = getattr(c, "scale_decoder_outputs", c.tie_word_embeddings)
+    return _t5(c, is_shared=True, is_scaled=is_scaled)
+
+
+def mt5(c: Any) -> Architecture:
+    return _t5(c, is_shared=True, is_scaled=False)
+
+
+def umt5(c: Any) -> Architecture:
+    """Return UMT5 (Chung et al. 2023), whose layers each have biases by distance."""
+    return _t5(c, is_shared=False, is_scaled=c.tie_word_embeddings)
+
+
+def _t5(c: Any, *, is_shared: bool, is_scaled: bool) -> Architecture:
+    norm = Norm(c.layer_norm_epsilon)
+    mlp = Mlp(c.dense_act_fn, c.d_ff, is_gated=c.is_gated_act, is_wide=True)
+    plain = Attention(c.num_heads, c.num_heads, c.d_kv, 1.0)
+    buckets, most = c.relative_attention_num_buckets, c.relative_attention_max_distance
+
+    def one(*, is_causal: bool) -> Layer:
+        relative = Relative(buckets, most, is_causal=is_causal)
+        own = replace(plain, is_causal=is_causal, relative=relative)
+        cross = Cross(plain, before=norm, of_sum=None) if is_causal else None
+        return Layer(own, mlp, before=(norm, norm), cross=cross)
+
+    decoder = (one(is_causal=True),) * c.num_decoder_layers
+    encoder = (one(is_causal=False),) * c.num_layers
+    model = Model(
+        c.d_model,
+        c.vocab_size,
+        decoder + encoder,
+        norm,
+        embed_size=c.d_model,
+        logit_scale=c.d_model**-0.5 if is_scaled else 1.0,
+        encoder=Encoder(len(encoder), final_norm=norm),
+    )
+    outer = sources(
+        embed="shared",
+        final_norm="decoder.final_layer_norm",
+        encoder__final_norm="encoder.final_layer_norm",
+        head="lm_head",
+    )
+    return Architecture(
+        model,
+        outer,
+        _t5_names("decoder", mlp, is_shared=is_shared),
+        prefix="decoder.block.{}.",
+        base="",
+        left_out=r"(encoder|decoder)\.embed_tokens\.|decoder\.block\.\d+\.layer\.1\.EncDecAttention\."
+        r"relative_attention_bias",
+        encoder_prefix="encoder.block.{}.",
+        encoder_inner=_t5_names("encoder", mlp, is_shared=is_shared),
+    )
+
+
+def _t5_names(side: str, mlp: Mlp, *, is_shared: bool) -> Sources:
+    own, cross, last = "layer.0.SelfAttention", "layer.1.EncDecAttention", "layer.1"
+    if side == "decoder":
+        last = "layer.2"
+    top = f"{last}.DenseReluDense"
+    relative = f"{own}.relative_attention_bias"
+    return sources(
+        before_attention="layer.0.layer_norm",
+        before_cross="layer.1.layer_norm",
+        before_mlp=f"{last}.layer_norm",
+        qkv=f"{own}.q {own}.k {own}.v",
+        out=f"{own}.o",
+        relative=f"/{side}.block.0.{relative}" if is_shared else relative,
+        cross_q=f"{cross}.q",
+        cross_kv=f"{cross}.k {cross}.v",
+        cross_out=f"{cross}.o",
+        up=f"{top}.wi_0 {top}.wi_1" if mlp.is_gated else f"{top}.wi",
+        down=f"{top}.wo",
+    )
+
+
+def bart(c: Any) -> Architecture:
+    """Return BART (Lewis et al. 2019): norms stand behind the sums."""
+    return _bart(c, is_before=False)
+
+
+def mbart(c: Any) -> Architecture:
+    """Return mBART (Liu et al. 2020): norms stand before attention and MLP."""
+    return _bart(c, is_before=True)
+
+
+def _bart(c: Any, *, is_before: bool) -> Architecture:
+    norm = Norm(1e-5, is_rms=False, has_bias=True)
+    heads = c.decoder_attention_heads
+    if c.encoder_attention_heads != heads:
+        raise CheckpointError(
+            f"config.json has {c.encoder_attention_heads} heads in the encoder and {heads} in the "
+            "decoder; fminfer computes such a model only with as many in both"
+        )
+    dim = c.d_model // heads
+    own = Attention(heads, heads, dim, dim**-0.5, has_qkv_bias=True, has_out_bias=True)
+    ends: dict[str, Any] = {"before": (norm, norm)}
+    if not is_before:
+        ends = {"before": (None, None), "of_sum": (norm, norm)}
+
+    def one(size: int, *, is_causal: bool) -> Layer:
+        mlp = Mlp(c.activation_function, size, is_gated=False, has_bias=True)
+        cross = Cross(own, norm if is_before else None, None if is_before else norm)
+        how = replace(own, is_causal=is_causal)
+        return Layer(how, mlp, **ends, cross=cross if is_causal else None)
+
+    decoder = (one(c.decoder_ffn_dim, is_causal=True),) * c.decoder_layers
+    encoder = (one(c.encoder_ffn_dim, is_causal=False),) * c.encoder_layers
+    tables: dict[str, Any] = {
+        "num_positions": c.max_position_embeddings + 2,
+        "position_offset": 2,
+        "embed_norm": norm,
+    }
+    final_norm = norm if is_before else None
+    model = Model(
+        c.d_model,
+        c.vocab_size,
+        decoder + encoder,
+        final_norm,
+        embed_size=c.d_model,
+        embed_scale=c.d_model**0.5 if c.scale_embedding else 1.0,
+        has_head_bias=True,
+        encoder=Encoder(len(encoder), final_norm=final_norm, **tables),
+        **tables,
+    )
+    top = "model.decoder."
+    outer = sources(
+        embed="model.shared",
+        head="lm_head",
+        **{
+            f"{ours}{name}": f"model.{side}.{theirs}"
+            for ours, side in (("", "decoder"), ("encoder__", "encoder"))
+            for name, theirs in (
+                ("positions", "embed_positions"),
+                ("embed_norm", "layernorm_embedding"),
+                ("final_norm", "layer_norm"),
+            )
+        },
+    )
+    outer["head.bias"] = parameter("final_logits_bias", AS_ROW)
+    inner = _bart_names(is_before=is_before)
+    return Architecture(
+        model,
+        outer,
+        inner,
+        prefix=f"{top}layers.{{}}.",
+        base="model.",
+        left_out=r"(model\.)?(encoder|decoder)\.embed_tokens\.",
+        encoder_prefix="model.encoder.layers.{}.",
+        encoder_inner=inner,
+    )
+
+
+def _bart_names(*, is_before: bool) -> Sources:
+    side = "before" if is_before else "sum"
+    norms = {
+        f"{side}_attention": "self_attn_layer_norm",
+        f"{side}_cross": "encoder_attn_layer_norm",
+        f"{side}_mlp": "final_layer_norm",
+    }
+    own, cross = "self_attn", "encoder_attn"
+    return sources(
+        **norms,
+        qkv=f"{own}.q_proj {own}.k_proj {own}.v_proj",
+        out=f"{own}.out_proj",
+        cross_q=f"{cross}.q_proj",
+        cross_kv=f"{cross}.k_proj {cross}.v_proj",
+        cross_out=f"{cross}.out_proj",
+        up="fc1",
+        down="fc2",
+    )
+
+
+ROWS = (t5, mt5, umt5, bart, mbart)
