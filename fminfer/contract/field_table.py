@@ -38,6 +38,7 @@ from fminfer.contract.fields import (
     show,
     strings,
     token_ids,
+    wrong_type,
 )
 from fminfer.core.errors import RequestError
 
@@ -171,6 +172,18 @@ def _prompts(most: int) -> Schema:
     return {"anyOf": [TEXT, TEXTS, ids, {"type": "array", "items": ids, "minItems": 1}]}
 
 
+def _read_text_or_ids(name: str, value: Any, most: int) -> str | tuple[int, ...]:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(map(is_integral, value)):
+        return tuple(int(item) for item in value)
+    raise wrong_type(name, value, "a string, a list of token ids or null")
+
+
+def _text_or_ids(most: int) -> Schema:
+    return {"anyOf": [TEXT, list_of_ids(most)]}
+
+
 # What is asked; `split` puts requests that differ in nothing else into one part.
 _PROMPT = Field(
     "prompt",
@@ -178,6 +191,13 @@ _PROMPT = Field(
     'Ids are used as they are, no BOS added; `""` starts from BOS (EOS if there is none).',
     "vocab",
     is_required=True,
+)
+_DECODER_PROMPT = Field(
+    "decoder_prompt",
+    Kind(_read_text_or_ids, _text_or_ids, "string, token ids"),
+    "Of a model with an encoder: what its decoder goes on from, behind the token that it begins "
+    "with. With echo it is scored. `prompt` is what the encoder reads.",
+    "vocab",
 )
 _MESSAGES = Field(
     "messages",
@@ -319,6 +339,7 @@ _OF_BOTH = (
 _IN_CHAT = "It belongs to chat: give messages in place of prompt"
 _OF_COMPLETIONS = (
     _PROMPT,
+    _DECODER_PROMPT,
     *_fields(
         _COUNT,
         "context",
@@ -409,5 +430,5 @@ COLUMNS = {
     each.name: each.column for each in _DRAWS if each.column
 }  # of `compute.step.DRAW`, with their types
 # What may differ between requests of one part of `split`: it changes no draw.
-_OF_LINES = (_PROMPT, _MESSAGES, _TOOLS, *_CONSTRAINTS, *_RECORDED)
+_OF_LINES = (_PROMPT, _DECODER_PROMPT, _MESSAGES, _TOOLS, *_CONSTRAINTS, *_RECORDED)
 FIELDS_OF_LINES = frozenset(each.name for each in _OF_LINES)

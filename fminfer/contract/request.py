@@ -51,6 +51,7 @@ class SamplingParams:
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
     return_token_ids: bool = False
+    decoder_prompt: str | tuple[int, ...] | None = None  # None: the decoder begins at once
 
     @property
     def is_greedy(self) -> bool:

@@ -47,7 +47,7 @@ def build_answer(state: RequestState, form: AnswerForm) -> Event:
     for prompt in state.prompts:
         for sequence in chosen(prompt):
             choices.append(_choice(sequence, len(choices), spelling, kind))
-    num_prompt = sum(len(prompt.ids) for prompt in state.prompts)
+    num_prompt = sum(prompt.num_prompt_tokens for prompt in state.prompts)
     num_completion = sum(_num_drawn(prompt) for prompt in state.prompts)
     usage = {
         "prompt_tokens": num_prompt,
@@ -60,7 +60,7 @@ def build_answer(state: RequestState, form: AnswerForm) -> Event:
 
 def _prompt_details(state: RequestState) -> dict[str, int]:
     details = {"cached_tokens": sum(prompt.num_cached for prompt in state.prompts)}
-    num_cut = sum(prompt.encoded.num_cut for prompt in state.prompts)
+    num_cut = sum((prompt.source or prompt.encoded).num_cut for prompt in state.prompts)
     return details | ({"truncated_tokens": num_cut} if num_cut else {})
 
 
@@ -129,9 +129,11 @@ def list_logprobs(
     base = len(prompt.encoded.text)
     offsets = [base + token.offset for token in tokens]
     if with_prompt:
-        ids = prompt.ids + ids
-        reports = [None, *prompt.reports, *reports]
-        offsets = prompt.encoded.offsets + offsets
+        num_start = prompt.owner.prepared.num_start  # of no request: not told, but before the rest
+        ids = prompt.ids[num_start:] + ids
+        reports = [None, *prompt.reports, *reports][num_start:]
+        offsets = prompt.encoded.offsets[num_start:] + offsets
+        first -= num_start
     else:
         first -= len(prompt.ids) + start
     top = [

@@ -51,6 +51,8 @@ class RequestLimits:
     max_new_tokens: int | None = None  # of a chat request that does not say; None: the context's
     kv_size: KvSize | None = None  # of each pipeline, once it is known
     chat_template: str | None = None  # in place of the model's own
+    # What a decoder begins with, behind an encoder; None: there is no encoder.
+    start_ids: tuple[int, ...] | None = None
 
 
 class Intake:
@@ -95,6 +97,13 @@ class Intake:
         is_chat = is_chat_request(fields) if is_chat is None else is_chat
         request = self._parse_chat(fields, clock) if is_chat else self._parse_completion(fields)
         self._check_params(request.params)
+        if request.params.decoder_prompt is not None and self.limits.start_ids is None:
+            raise RequestError(
+                "unsupported_parameter",
+                "decoder_prompt is for models with an encoder and a decoder, such as T5, and this "
+                "model has no encoder. Put it behind the prompt",
+                "decoder_prompt",
+            )
         warnings = (
             *self._check_constraint(request.params, fields, compiles=compiles),
             *self._warn_of_spelling(request),
@@ -183,7 +192,12 @@ class Intake:
             RequestError: what is wrong with it.
         """
         fit = self._fit_of(request)
-        prompts = [self._encode(prompt, fit) for prompt in request.prompts]
+        sources: list[EncodedPrompt] = []
+        if self.limits.start_ids is None:
+            prompts = [self._encode(prompt, fit) for prompt in request.prompts]
+        else:
+            sources = [self._encode_source(prompt, fit) for prompt in request.prompts]
+            prompts = [self._encode_start(each, fit) for each in sources]
         params = self._settle(fit, max(len(prompt.ids) for prompt in prompts))
         _check_logprobs(prompts, params)
         draws_unseeded = params.seed is None and not params.is_greedy
@@ -196,6 +210,8 @@ class Intake:
             kind_of(request, is_openai=is_openai),
             request.tool_parser,
             request.keeps_one_call,
+            sources,
+            len(self.limits.start_ids or ()),
         )
 
     def note(self, *warnings: RowWarning, where: str = "") -> None:
@@ -237,6 +253,48 @@ class Intake:
         encoded = self._cut(EncodedPrompt(prompt, "", []), fit)
         needs_text = params.echo or params.logprobs is not None
         return fit.describe(prompt) if needs_text and not encoded.num_cut else encoded
+
+    def _encode_source(self, prompt: str | list[int], fit: PromptFit) -> EncodedPrompt:
+        """Return what the encoder reads, which has the whole context for itself."""
+        params = replace(fit.params, max_tokens=0, logprobs=None, min_tokens=0)
+        return self._encode(prompt, replace(fit, params=params, is_source=True))
+
+    def _encode_start(self, source: EncodedPrompt, fit: PromptFit) -> EncodedPrompt:
+        """Return what the decoder goes on from: the model's own start, and `decoder_prompt`.
+
+        Raises:
+            RequestError: it is too long, or prompts are to be scored and there is none.
+        """
+        params, given = fit.params, fit.params.decoder_prompt
+        if params.echo and params.logprobs is not None and not given:
+            raise RequestError(
+                "unsupported_parameter",
+                "echo with logprobs scores what a decoder is given, and this model's encoder reads "
+                "the prompt. Give the text to be scored as decoder_prompt, or leave echo out",
+                "echo",
+            )
+        fit = replace(fit, source="decoder_prompt", on_too_long="error")
+        start = [*(self.limits.start_ids or ())]
+        if isinstance(given, str):
+            if not self.tokenizer.has_words:
+                raise self._needs_words("decoder_prompt is text", "decoder_prompt")
+            check_text(given, "decoder_prompt")
+            fit.refuse_giant(given)
+            own = self.tokenizer.encode(
+                given,
+                with_offsets=params.echo and params.logprobs is not None,
+                add_special_tokens=False,
+            )
+            own = replace(own, is_whole_text=True)
+            self._check_ids(own.ids, "decoder_prompt", MORE_TOKENS)
+        else:
+            ids = [*(given or ())]
+            self._check_ids(ids, "decoder_prompt", "Was it tokenized for another model?")
+            needs_text = bool(ids) and (params.echo or params.logprobs is not None)
+            own = fit.describe(ids) if needs_text else EncodedPrompt(ids, "", [])
+        text = source.text if params.echo and not given else own.text
+        offsets = [0] * len(start) + own.offsets if own.offsets else []
+        return fit.fit(replace(own, ids=start + own.ids, text=text, offsets=offsets))
 
     def _cut(self, encoded: EncodedPrompt, fit: PromptFit) -> EncodedPrompt:
         """Return a prompt as its request and then the run cuts it."""

@@ -245,7 +245,8 @@ class EngineLoop:
     @property
     def has_begun(self) -> bool:
         """Whether rows run, or have run and are to run again."""
-        is_running = self._scheduler.num_running > 0 or self._scheduler.has_put_back
+        scheduler = self._scheduler
+        is_running = scheduler.num_running > 0 or scheduler.has_put_back or scheduler.num_reading
         return is_running or bool(self._in_flight)
 
     @property
@@ -264,7 +265,9 @@ class EngineLoop:
             if not state.is_counted:
                 count_request(self.stats, state.prepared)
             for prompt in plan_order(state.prompts):
-                if prompt.num_to_feed > 0:
+                if prompt.is_pooled:
+                    self._scheduler.add(prompt)
+                elif prompt.num_to_feed > 0:
                     if state.is_counted:  # of a run over lines, whose summary tells it
                         count_shareable(self.stats, prompt, self._shared_tokens)
                     self._scheduler.add(prompt)
@@ -322,6 +325,9 @@ class EngineLoop:
         stats.num_prompt_tokens += planned.num_prompt_tokens
         for sequence in take_result(planned, result, self._scheduler):
             self._end(sequence)
+        for prompt in planned.read_prompts:
+            if prompt.is_pooled and prompt.owner.id in self._open and prompt.owner.is_finished:
+                self._finish(prompt.owner)
         num_forced = sum(max(0, sequence.num_unfed - 1) for sequence in planned.sequences)
         stats.num_generated_tokens += len(planned.sequences) + num_forced
         for sequence in [s for s in self._leaving if not self._scheduler.has_in_flight(s)]:

@@ -28,12 +28,10 @@ class Slots:
         self.num_taken = 0
 
     def take(self, sequence: Sequence) -> None:
-        """Give a sequence a slot. None of its block table is sent yet."""
-        if not self._free:
-            size = len(self._draws)
-            self._draws = np.concatenate([self._draws, np.zeros(max(16, size), DRAW)])
-            self._free = list(range(len(self._draws) - 1, size - 1, -1))
-        sequence.slot, sequence.num_sent = self._free.pop(), 0
+        """Give a sequence a slot, and its memory one. None of their block tables is sent yet."""
+        sequence.slot, sequence.num_sent = self._take(), 0
+        if sequence.cross_table:
+            sequence.cross_slot = self._take()
         self.num_taken += 1
         draw, params = self._draws[sequence.slot], sequence.prompt.params
         for name in COLUMNS:
@@ -41,9 +39,19 @@ class Slots:
         draw["num_top"], draw["mask"] = sequence.prompt.num_top, -1
 
     def give_back(self, sequence: Sequence) -> None:
-        """Take a sequence's slot; a step in flight may still name it."""
+        """Take a sequence's slots; a step in flight may still name them."""
         self._free.append(sequence.slot)
+        if sequence.cross_slot >= 0:
+            self._free.append(sequence.cross_slot)
+            sequence.cross_slot = -1
         self.num_taken -= 1
+
+    def _take(self) -> int:
+        if not self._free:
+            size = len(self._draws)
+            self._draws = np.concatenate([self._draws, np.zeros(max(16, size), DRAW)])
+            self._free = list(range(len(self._draws) - 1, size - 1, -1))
+        return self._free.pop()
 
     def draws(self, slots: list[int]) -> np.ndarray:
         """Return the constant part of draws, (slots,) of DRAW, as a copy."""
@@ -63,6 +71,16 @@ class PackedRow:
     sequences: list[Sequence]  # draw from the row's last token
     is_prompt: bool = False
     scored: PromptState | None = None
+    memory: np.ndarray | None = None  # of its prompt, to be stored by this step
+
+    @property
+    def num_tokens(self) -> int:
+        """Of it and its memory: what a step has to compute."""
+        return len(self.token_ids) + self.num_memory_tokens
+
+    @property
+    def num_memory_tokens(self) -> int:
+        return 0 if self.memory is None else len(self.of.prompt.ids_to_read)
 
     def copies_after(self, block_size: int) -> Copies:
         """List the copies of a prompt's last, unfilled block that its other sequences need.
@@ -92,6 +110,22 @@ class PlannedStep:
     num_decode_rows: int
     sequences: list[Sequence] = field(default_factory=list)
     scored_prompts: list[PromptState] = field(default_factory=list)
+    read_prompts: list[PromptState] = field(default_factory=list)  # by the encoder
+
+
+def pack_whole(step_id: int, prompts: list[PromptState]) -> PlannedStep:
+    """Pack whole prompts into a step for the encoder."""
+    ids = [prompt.ids_to_read for prompt in prompts]
+    step = Step(
+        step_id,
+        lengths=np.array([len(each) for each in ids], np.int64),
+        token_ids=np.array([*chain.from_iterable(ids)], np.int64),
+    )
+    types = [(prompt.source or prompt.encoded).types for prompt in prompts]
+    if any(types):
+        padded = (own or [0] * len(each) for own, each in zip(types, ids, strict=True))
+        step.token_types = np.array([*chain.from_iterable(padded)], np.int8)
+    return PlannedStep(step, step.num_tokens, 0, read_prompts=prompts)
 
 
 def pack(step_id: int, rows: list[PackedRow], copies: Copies, slots: Slots) -> PlannedStep:
@@ -109,6 +143,8 @@ def pack(step_id: int, rows: list[PackedRow], copies: Copies, slots: Slots) -> P
         lengths=lengths,
         token_ids=np.array([*chain.from_iterable(row.token_ids for row in rows)], np.int64),
     )
+    if rows[0].of.cross_table:
+        _add_memories(step, rows)
     if copies:
         step.block_copies = np.array(copies, np.int64)
     if new := [entry for row in rows for entry in _new_blocks(row.of)]:
@@ -126,13 +162,27 @@ def pack(step_id: int, rows: list[PackedRow], copies: Copies, slots: Slots) -> P
     return planned
 
 
+def _add_memories(step: Step, rows: list[PackedRow]) -> None:
+    """Add where each row finds its prompt's memory, and those that are to be stored."""
+    step.cross_slots = np.array([row.of.cross_slot for row in rows], np.int32)
+    lengths = [len(row.of.prompt.ids_to_read) for row in rows]
+    step.cross_lengths = np.array(lengths, np.int64)
+    step.memory_lengths = np.array([row.num_memory_tokens for row in rows], np.int64)
+    if memories := [row.memory for row in rows if row.memory is not None]:
+        step.memory = np.concatenate(memories)
+
+
 def _new_blocks(sequence: Sequence) -> list[tuple[int, int, int]]:
-    """Return what stages lack of a block table, as (slot, place, block); note it as sent."""
+    """Return what stages lack of block tables, as (slot, place, block); note it as sent."""
     known, table = sequence.num_sent, sequence.block_table
     if known == len(table):
         return []
     sequence.num_sent = len(table)
-    return [(sequence.slot, place, table[place]) for place in range(known, len(table))]
+    new = [(sequence.slot, place, table[place]) for place in range(known, len(table))]
+    if known == 0:
+        own = enumerate(sequence.cross_table)
+        new += [(sequence.cross_slot, place, block) for place, block in own]
+    return new
 
 
 def _add_draws(step: Step, sequences: list[Sequence]) -> None:

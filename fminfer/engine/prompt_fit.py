@@ -34,6 +34,7 @@ class PromptFit:
     params: SamplingParams
     fills_context: bool = False
     source: str = "prompt"
+    is_source: bool = False  # an encoder reads them, and a decoder has a context of its own
 
     def refuse_giant(self, prompt: str) -> None:
         """Refuse what cannot fit before it is tokenized, which takes 300 times its size.
@@ -129,6 +130,13 @@ class PromptFit:
 
     def _too_long(self, num_prompt: int, about: str = "") -> RequestError:
         context, max_tokens = self.context_length, self.params.max_tokens
+        if self.is_source:
+            return RequestError(
+                "context_length_exceeded",
+                f"the prompt has {about}{counted(num_prompt, 'token')}; this model's encoder reads "
+                f"at most {context} tokens. Shorten the prompt, or let --on-too-long cut prompts",
+                self.source,
+            )
         asked = f" and max_tokens is {max_tokens}, {about}{num_prompt + max_tokens:,} in all"
         if self.fills_context:
             least = self.params.min_tokens

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable
 
 from fminfer.engine.blocks import BlockPool
+from fminfer.engine.memories import MemoryCache
 from fminfer.engine.packing import Copies, PackedRow, Slots
 from fminfer.engine.prefix import Match, PrefixCache
 from fminfer.engine.sequence import PromptState, Sequence
@@ -51,11 +52,14 @@ class KvReservation:
     Args:
         pool: the KV blocks.
         cache: of prompts' prefixes; None: every prompt is fed whole.
+        memories: of an encoder, for other prompts; None: there are none.
     """
 
-    def __init__(self, pool: BlockPool, cache: PrefixCache | None) -> None:
+    def __init__(
+        self, pool: BlockPool, cache: PrefixCache | None, memories: MemoryCache | None = None
+    ) -> None:
         self._pool = pool
-        self._cache = cache
+        self._cache, self._memories = cache, memories
         self._expected = ExpectedLengths()
         self.slots = Slots()  # of sequences that hold blocks
         self.clear()
@@ -65,6 +69,8 @@ class KvReservation:
         self._pool.clear()
         if self._cache is not None:
             self._cache.clear()
+        if self._memories is not None:
+            self._memories.clear()
         self._copies: Copies = []  # to be made by the next step
         self.slots.clear()
 
@@ -105,34 +111,38 @@ class KvReservation:
             at_all_costs: succeed if `would_fit` says so, even if the prefix cache must be emptied.
         """
         num_full, num_rest = divmod(match.length, self._pool.block_size)
-        shared = match.blocks[:num_full]
-        self._pool.share(shared)
+        shared, memory = match.blocks[:num_full], self._find_memory(prompt)
+        self._pool.share(shared + memory)
         num_expected = self._num_expected(prompt)
-        num_needed = self._num_blocks(prompt, num_expected) - num_full
+        num_needed = self._num_blocks(prompt, num_expected) - num_full - len(memory)
         if not self._make_room(num_needed, at_all_costs=at_all_costs):
-            self._pool.release(shared)
+            self._pool.release(shared + memory)
             if self.num_sequences > 0 or self._cache is None or not match.length:
                 return False
             # Nothing runs, and what is in the way is the prefix's own: feed the prompt whole.
             self._cache.evict(self._pool.num_blocks)
             return self.reserve(prompt, Match())
-        self._hand_out(prompt, shared, self._pool.blocks_for(num_expected))
+        prompt.has_taken_memory = bool(memory)
+        if prompt.source is not None and not memory:
+            memory = self._pool.allocate(self._pool.blocks_for(len(prompt.source.ids)))
+        self._hand_out(prompt, shared, self._pool.blocks_for(num_expected), memory)
         if num_rest:  # the next block is used in part: this prompt goes on in a copy
             copy = prompt.sequences[0].block_table[num_full]
             self._copies.append((match.blocks[num_full], copy))
         prompt.num_fed = prompt.num_taken = match.length
         if not prompt.again:
-            prompt.num_cached = match.length
+            of_memory = len(prompt.ids_to_read) if prompt.has_taken_memory else 0
+            prompt.num_cached = match.length + of_memory
             prompt.shared_scores = match.scores
         return True
 
     def would_fit(self, prompt: PromptState, match: Match, leaving: Iterable[Sequence]) -> bool:
         """Return whether the prompt would have room if those sequences gave back their blocks."""
         num_full = match.length // self._pool.block_size
-        shared = match.blocks[:num_full]
-        num_needed = self._num_blocks(prompt, self._num_expected(prompt)) - num_full
+        shared = match.blocks[:num_full] + self._find_memory(prompt)
+        num_needed = self._num_blocks(prompt, self._num_expected(prompt)) - len(shared)
         self._pool.share(shared)
-        num_left = self._pool.num_held_only_by(sequence.block_table for sequence in leaving)
+        num_left = self._pool.num_held_only_by(row.block_table + row.cross_table for row in leaving)
         num_free = self._pool.num_free + self._pool.num_idle
         self._pool.release(shared)
         return num_needed <= num_free + num_left
@@ -150,8 +160,8 @@ class KvReservation:
         if self._copies:  # one that was to fill a block of it must not fill the next owner's
             own = set(sequence.block_table)
             self._copies = [copy for copy in self._copies if copy[1] not in own]
-        self._pool.release(sequence.block_table)
-        sequence.block_table = []
+        self._pool.release(sequence.block_table + sequence.cross_table)
+        sequence.block_table, sequence.cross_table = [], []
         self.slots.give_back(sequence)
 
     def learn(self, max_tokens: int, num_drawn: int) -> None:
@@ -173,6 +183,11 @@ class KvReservation:
         num_tokens = min(num_fed, len(prompt.ids))
         self._cache.insert(prompt.ids, num_tokens, table, reports, prompt.num_top)
 
+    def keep_memory(self, prompt: PromptState) -> None:
+        """Let later prompts share the memory that the step being formed stores."""
+        if self._memories is not None and not prompt.is_apart:
+            self._memories.keep(prompt.ids_to_read, prompt.sequences[0].cross_table)
+
     def forget_prefix(self, prompt: PromptState, num_wanted: int) -> None:
         """Evict a prompt's blocks behind the tokens that others wait for."""
         if self._cache is not None:
@@ -184,6 +199,9 @@ class KvReservation:
         Returns:
             whether the prompt had itself taken blocks from the cache.
         """
+        if self._memories is not None and prompt.source is not None and not prompt.is_apart:
+            self._memories.forget(prompt.source.ids)
+            return prompt.has_taken_memory
         if self._cache is None or prompt.is_apart:
             return False
         # The last token of a scored prefix was fed again.
@@ -194,6 +212,8 @@ class KvReservation:
     def replace_prefix(self, prompt: PromptState) -> None:
         """Replace the spoiled prefix by a sound prompt that was fed apart."""
         prompt.is_apart = False
+        if prompt.source is not None:
+            self.keep_memory(prompt)
         if self._cache is not None:
             self._cache.withdraw(prompt.ids, 0)
             self.keep_prefix(prompt, prompt.num_fed)
@@ -206,7 +226,15 @@ class KvReservation:
 
     def _num_blocks(self, prompt: PromptState, num_kv_tokens: int) -> int:
         each = self._pool.blocks_for(num_kv_tokens)
-        return each + (len(prompt.sequences) - 1) * (each - self._num_common(prompt))
+        of_memory = 0 if prompt.source is None else self._pool.blocks_for(len(prompt.source.ids))
+        own = each + (len(prompt.sequences) - 1) * (each - self._num_common(prompt))
+        return own + of_memory
+
+    def _find_memory(self, prompt: PromptState) -> list[int]:
+        """Return the blocks of a memory that need not be made; none: it must be."""
+        if self._memories is None or prompt.source is None or prompt.is_apart:
+            return []
+        return self._memories.find(prompt.source.ids)
 
     def _num_common(self, prompt: PromptState) -> int:
         """Return how many full blocks of the prompt all its sequences share."""
@@ -222,6 +250,8 @@ class KvReservation:
         """Free so many blocks by evicting prefixes; False: there are not enough."""
         if self._pool.num_free + self._pool.num_idle < num_blocks:
             return False
+        if self._memories is not None:
+            self._memories.evict(num_blocks)
         if self._cache is not None:
             self._cache.evict(num_blocks)
             # A prefix that goes on in blocks that are held is not evicted, though itself idle.
@@ -229,12 +259,16 @@ class KvReservation:
                 self._cache.drop_all()
         return self._pool.num_free >= num_blocks
 
-    def _hand_out(self, prompt: PromptState, shared: list[int], each: int) -> None:
+    def _hand_out(
+        self, prompt: PromptState, shared: list[int], each: int, memory: list[int]
+    ) -> None:
         first, *others = prompt.sequences
         first.block_table = shared + self._pool.allocate(each - len(shared))
+        first.cross_table = memory
         common = first.block_table[: self._num_common(prompt)]
         for sequence in others:
-            self._pool.share(common)
+            self._pool.share(common + memory)
+            sequence.cross_table = memory
             sequence.block_table = common + self._pool.allocate(each - len(common))
         for sequence in prompt.sequences:
             self.slots.take(sequence)

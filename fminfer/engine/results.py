@@ -6,6 +6,8 @@ import math
 import time
 from collections.abc import Iterator
 
+import numpy as np
+
 from fminfer.compute.step import StepResult, TokenLogprobs
 from fminfer.core.errors import RequestError
 from fminfer.engine.packing import PlannedStep
@@ -17,7 +19,11 @@ from fminfer.text.detokenizer import Detokenizer
 def take_result(
     planned: PlannedStep, result: StepResult, scheduler: Scheduler
 ) -> Iterator[Sequence]:
-    """Give a step's scores and tokens to their prompts and sequences; yield finished sequences."""
+    """Give a step's scores and tokens to their prompts and sequences; yield finished sequences.
+
+    What the encoder gave goes to the prompts that it has read.
+    """
+    _take_read(planned, result, scheduler)
     scores = _reports(result.of("prompt scores"))
     for prompt, report in zip(planned.scored_prompts, scores, strict=True):
         yield from _take_score(prompt, report, scheduler)
@@ -26,6 +32,24 @@ def take_result(
         # One that is not fed at all: its first sequence had it fed again, just now.
         if not sequence.prompt.owner.is_cancelled and sequence.prompt.num_fed > 0:
             yield from _take_token(sequence, report, scheduler)
+
+
+def _take_read(planned: PlannedStep, result: StepResult, scheduler: Scheduler) -> None:
+    vectors, first = result.vectors, 0
+    now_s = time.perf_counter()
+    for place, prompt in enumerate(planned.read_prompts):
+        own, first = slice(first, first + len(prompt.ids_to_read)), first + len(prompt.ids_to_read)
+        state = prompt.owner
+        if state.is_cancelled:
+            continue
+        if not prompt.is_pooled:
+            scheduler.take_memory(prompt, vectors[own].reshape(-1))
+            continue
+        prompt.vector = vectors[place].view(np.float32)
+        if state.times is not None and state.times.first_token_s is None:
+            state.times.first_token_s = now_s
+        if not np.isfinite(prompt.vector).all() and state.error is None:
+            state.error = _nan_error(f"prompt {prompt.index}", "numbers")
 
 
 def _take_score(
@@ -133,10 +157,10 @@ def _reports(columns: TokenLogprobs) -> Iterator[TokenReport]:
     return map(TokenReport, ids, logprobs, tops)
 
 
-def _nan_error(where: str) -> RequestError:
+def _nan_error(where: str, what: str = "logits") -> RequestError:
     return RequestError(
         "nan_logits",
-        f"the model's logits for {where} are not numbers (nan); its weights or dtype overflow. "
+        f"the model's {what} for {where} are not numbers (nan); its weights or dtype overflow. "
         "Try --dtype float32 or bfloat16",
     )
 

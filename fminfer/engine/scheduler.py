@@ -15,10 +15,11 @@ from collections import deque
 
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.engine_core import BEHIND_ALL
-from fminfer.engine.packing import PackedRow, PlannedStep, pack
+from fminfer.engine.memories import EncodeLine, MemoryCache
+from fminfer.engine.packing import PackedRow, PlannedStep, pack, pack_whole
 from fminfer.engine.prefix import Match, PrefixCache
 from fminfer.engine.reservation import KvReservation, first_to_go, rows_below
-from fminfer.engine.sequence import PromptState, Sequence
+from fminfer.engine.sequence import Array, PromptState, Sequence
 from fminfer.engine.step_shape import StepShape, StepsInFlight
 from fminfer.engine.waiting import PrefillLine, WaitingLine
 
@@ -37,6 +38,7 @@ class Scheduler:
         micro_batches: steps in flight, at least as many as stages.
         num_stages: of the pipeline.
         cache: of prompts' prefixes; None: every prompt is fed whole.
+        memories: of an encoder, for other prompts; None: there are none.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class Scheduler:
         micro_batches: int,
         num_stages: int = 1,
         cache: PrefixCache | None = None,
+        memories: MemoryCache | None = None,
     ) -> None:
-        self._kv = KvReservation(pool, cache)
+        self._kv = KvReservation(pool, cache, memories)
+        self._shares_memories = memories is not None
         self._block_size = pool.block_size
         self._shape = StepShape(chunk_size, micro_batches, min(num_stages, micro_batches))
         self._max_rows = max_rows
@@ -62,6 +66,9 @@ class Scheduler:
         self._kv.clear()
         self._waiting = WaitingLine()
         self._prefilling = PrefillLine()
+        self._reading = EncodeLine()
+        self._read_next: set[tuple[int, ...]] = set()  # prompts whose memories are soon in the cache
+        self._was_whole = False  # the newest step is the encoder's
         self._ready: deque[Sequence] = deque()  # sequences whose newest token can be fed
         self._in_flight = StepsInFlight()
         self._lowest_priority = math.inf  # of all prompts so far
@@ -91,7 +98,12 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        return not (len(self._waiting) or self.num_running)
+        return not (len(self._waiting) or self.num_running or self.num_reading)
+
+    @property
+    def num_reading(self) -> int:
+        """Prompts that wait for the encoder."""
+        return len(self._reading)
 
     @property
     def has_put_back(self) -> bool:
@@ -141,7 +153,9 @@ class Scheduler:
             if is_stopping and not prompt.has_run:
                 place += 1
                 continue
-            if self._prefilling.num_unfed_before(prompt.priority) >= self._shape.chunk_size:
+            num_before = self._prefilling.num_unfed_before(prompt.priority)
+            num_before += self._reading.num_tokens_before(prompt.priority)
+            if num_before >= self._shape.chunk_size:
                 break
             num_looks += 1
             match = self._kv.find_prefix(prompt)
@@ -156,7 +170,25 @@ class Scheduler:
         return admitted
 
     def schedule(self) -> PlannedStep | None:
-        """Form the next step of whatever can run now, or None.
+        """Form the next step of whatever can run now, or None: the encoder's and others in turns."""
+        turns = (self._schedule_whole, self._schedule_rows)
+        for form in turns[::-1] if self._was_whole else turns:
+            if (planned := form()) is not None:
+                self._was_whole = planned.step.is_whole
+                self._num_steps += 1
+                self._in_flight.add(planned)
+                return planned
+        return None
+
+    def _schedule_whole(self) -> PlannedStep | None:
+        """Form a step of prompts for the encoder."""
+        is_ahead = len(self._in_flight) >= self._shape.num_stages
+        if not self._reading or (is_ahead and self._reading.first_priority == BEHIND_ALL):
+            return None
+        return pack_whole(self._num_steps, self._reading.take(self._shape.chunk_size))
+
+    def _schedule_rows(self) -> PlannedStep | None:
+        """Form a step of chunks of prompts and of running rows.
 
         Rows that wait behind all others make nobody wait for more than a step. A step that feeds
         another prompt has none of them, but after MAX_LEFT_OUT of these they have their turn: else
@@ -182,16 +214,21 @@ class Scheduler:
                 break
             prompt, row = self._prefilling.next_chunk(room)
             self._kv.keep_prefix(prompt, prompt.num_fed)  # whoever comes after can share it
-            room -= len(row.token_ids)
+            if row.memory is not None:
+                self._kv.keep_memory(prompt)
+                self._read_next.discard(tuple(prompt.ids_to_read))
+            room -= row.num_tokens
             (chunks if len(row.token_ids) > 1 else singles).append(row)
         if not (chunks or singles):
             return None
         self._num_left_out = self._num_left_out + 1 if leaves_behind else 0
         rows = chunks + singles
-        planned = pack(self._num_steps, rows, self._kv.take_copies(rows), self._kv.slots)
-        self._num_steps += 1
-        self._in_flight.add(planned)
-        return planned
+        return pack(self._num_steps, rows, self._kv.take_copies(rows), self._kv.slots)
+
+    def take_memory(self, prompt: PromptState, memory: Array) -> None:
+        """Let a prompt be fed, now that the encoder has read what it has."""
+        prompt.memory = memory
+        self._prefilling.add(prompt)
 
     def collect(self, planned: PlannedStep) -> None:
         """Record that a step is no longer in flight; call it before its results are used."""
@@ -225,6 +262,9 @@ class Scheduler:
         """
         if prompt in self._prefilling:
             self._prefilling.remove(prompt)
+        if prompt in self._reading:
+            self._reading.remove(prompt)
+        self._read_next.discard(tuple(prompt.ids_to_read))
         running = [sequence for sequence in prompt.sequences if sequence.block_table]
         if not running:
             self._waiting.discard(prompt)
@@ -260,7 +300,7 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Prove the books: nothing runs, so every block is free."""
-        assert self.is_idle and not self._ready and not self._prefilling
+        assert self.is_idle and not self._ready and not self._prefilling and not self._read_next
         assert not self._in_flight, "a step in flight was forgotten"
         assert self._prefilling.num_unfed == 0, "a prompt was fed in part"
         self._kv.check_idle()
@@ -276,18 +316,26 @@ class Scheduler:
     def _stands_back(self, prompt: PromptState, match: Match) -> bool:
         """Return whether the prompt should wait because its prefix will soon be in the cache."""
         can_share = self._kv.has_cache and not prompt.is_apart
+        if prompt.source is not None and self._shares_memories and not prompt.is_apart:
+            return tuple(prompt.source.ids) in self._read_next
         return can_share and self._prefilling.will_share(prompt, match.length)
 
     def _enter(self, prompt: PromptState, match: Match, *, at_all_costs: bool = False) -> bool:
         """Reserve a prompt's blocks and let it be fed; False if there is no room."""
-        if self.num_running + len(prompt.sequences) > self._max_rows:
-            return False
-        if not self._kv.reserve(prompt, match, at_all_costs=at_all_costs):
-            return False
-        prompt.is_unproven = True
+        if not prompt.is_pooled:
+            if self.num_running + len(prompt.sequences) > self._max_rows:
+                return False
+            if not self._kv.reserve(prompt, match, at_all_costs=at_all_costs):
+                return False
+            prompt.is_unproven = True
         prompt.number = self._num_admitted
         self._num_admitted += 1
-        self._prefilling.add(prompt)
+        if prompt.is_pooled or (prompt.source is not None and not prompt.has_taken_memory):
+            self._reading.add(prompt)
+            if not (prompt.is_pooled or prompt.is_apart):
+                self._read_next.add(tuple(prompt.ids_to_read))
+        else:
+            self._prefilling.add(prompt)
         return True
 
     def _preempt_for(self, prompt: PromptState) -> bool:
@@ -324,7 +372,8 @@ class Scheduler:
         elif prompt in self._prefilling:
             self._prefilling.remove(prompt)
         self._kv.give_back(sequence)
-        sequence.num_unfed = 0
+        self._read_next.discard(tuple(prompt.ids_to_read))
+        sequence.num_unfed, prompt.memory = 0, None
         prompt.again = prompt.ids + [token.token_id for token in sequence.tokens]
         self._waiting.put_first(prompt)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from fminfer.contract.request import SamplingParams
 from fminfer.core.config import KnownParser
@@ -30,6 +30,7 @@ class TokenReport:
     offset: int = 0  # code points of completion before it (completion tokens only)
 
 
+Array = Any  # of numpy
 ReportSlice = tuple[list[TokenReport], int, int]  # a list, often still growing, and [start, end)
 
 
@@ -44,6 +45,11 @@ class Prepared:
     kind: AnswerKind = "openai"
     tool_parser: KnownParser | None = None  # the form of tool calls in the text; None: it is text
     keeps_one_call: bool = False  # what the model writes behind the first one is left out
+    # With an encoder: what it reads for each prompt, which is the decoder's then; and how many of
+    # that one's first tokens no request has given.
+    sources: list[EncodedPrompt] = field(default_factory=list)
+    num_start: int = 0
+    is_pooled: bool = False  # each prompt becomes a vector, and nothing is drawn
 
 
 @dataclass(slots=True, eq=False)  # one of two equal requests is not the other
@@ -82,6 +88,7 @@ class PromptState:
     owner: RequestState
     index: int
     encoded: EncodedPrompt
+    source: EncodedPrompt | None = None  # what the encoder reads, if there is a decoder
     sequences: list[Sequence] = field(default_factory=list)
     end_ids: frozenset[int] = frozenset()  # tokens that end it: EOS, and those of stop_reasons
     bans: Bans | None = None  # what its sequences cannot draw
@@ -99,6 +106,28 @@ class PromptState:
     is_apart: bool = False  # fed without the prefix cache, as what it took from that gave nan
     # Of a prompt that was preempted: all tokens that are to be fed once more.
     again: list[int] = field(default_factory=list)
+    # What the encoder gave: a vector, (size,) float32; or for the decoder its hidden states as
+    # bytes, until they are in a step.
+    vector: Array | None = None
+    memory: Array | None = None
+    has_taken_memory: bool = False  # admitted with the blocks of another prompt's memory
+
+    @property
+    def is_pooled(self) -> bool:
+        return self.owner.prepared.is_pooled
+
+    @property
+    def ids_to_read(self) -> list[int]:
+        """The tokens that the encoder reads; none: there is no encoder."""
+        if self.source is not None:
+            return self.source.ids
+        return self.ids if self.is_pooled else []
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens that the request has given."""
+        num_read = 0 if self.source is None else len(self.source.ids)
+        return num_read + len(self.ids) - self.owner.prepared.num_start
 
     @property
     def params(self) -> SamplingParams:
@@ -180,6 +209,8 @@ class PromptState:
 
     @property
     def is_finished(self) -> bool:
+        if self.is_pooled:
+            return self.vector is not None
         return all(sequence.finish_reason is not None for sequence in self.sequences)
 
 
@@ -192,6 +223,8 @@ class Sequence:
     detokenizer: Detokenizer | None  # None if nothing is generated
     block_table: list[int] = field(default_factory=list)
     slot: int = -1  # its number among running sequences, while it has blocks
+    cross_table: list[int] = field(default_factory=list)  # blocks of its prompt's memory
+    cross_slot: int = -1  # that of these
     num_sent: int = 0  # blocks of its table that were sent to the stages
     tokens: list[TokenReport] = field(default_factory=list)
     text: str = ""

@@ -40,6 +40,8 @@ class Starter:
         params = prepared.params
         seed = self.seed if params.seed is None else params.seed
         ids = [encoded.ids for encoded in prepared.prompts]
+        if prepared.sources:
+            ids = [source.ids + own for source, own in zip(prepared.sources, ids, strict=True)]
         key = b""
         if not params.is_greedy:
             key = draw_key(ids, params, seed, prepared.repeat, prepared.meaning)
@@ -59,11 +61,14 @@ class Starter:
             sequence.find_mask()
 
     def _start(self, state: RequestState, index: int, key: bytes) -> PromptState:
-        params, encoded = state.prepared.params, state.prepared.prompts[index]
+        prepared = state.prepared
+        params, encoded = prepared.params, prepared.prompts[index]
         stops = find_stops(params, self.tokenizer)
         end_ids = frozenset(stops) if params.ignore_eos else self.eos_ids.union(stops)
         prompt = PromptState(state, index, encoded, end_ids=end_ids, stop_reasons=stops)
-        for candidate in range(params.num_candidates):
+        if prepared.sources:
+            prompt.source = prepared.sources[index]
+        for candidate in range(0 if prepared.is_pooled else params.num_candidates):
             sequence = Sequence(prompt, noise_key(key, index, candidate) if key else b"", None)
             if params.max_tokens > 0:
                 sequence.detokenizer = Detokenizer(

@@ -90,6 +90,8 @@ class StepsInFlight:
     def has_result_for(self, sequence: Sequence) -> bool:
         """Return whether a step draws a token of a sequence, or scores its prompt."""
         return any(
-            sequence in planned.sequences or sequence.prompt in planned.scored_prompts
+            sequence in planned.sequences
+            or sequence.prompt in planned.scored_prompts
+            or sequence.prompt in planned.read_prompts
             for planned in self._steps
         )

@@ -211,6 +211,7 @@ class PrefillLine:
             room: most tokens of the chunk.
         """
         prompt = self._prompts[0]
+        memory, prompt.memory = prompt.memory, None
         start, last = prompt.num_fed, min(prompt.num_fed + room, prompt.num_to_feed)
         ids = prompt.ids_to_feed[start:last]
         prompt.num_fed = last
@@ -225,4 +226,5 @@ class PrefillLine:
             list(prompt.sequences) if draws else [],
             is_prompt=True,
             scored=prompt if prompt.wants_scores else None,
+            memory=memory,
         )

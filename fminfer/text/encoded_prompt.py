@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True, frozen=True)
@@ -14,3 +14,4 @@ class EncodedPrompt:
     offsets: list[int]  # empty unless asked for
     num_cut: int = 0  # tokens that were taken away to make it fit
     is_whole_text: bool = False  # it was given as text, all of it
+    types: list[int] = field(default_factory=list)  # token types, for encoders; none: all are 0

@@ -25,6 +25,7 @@ from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.engine.loop import EngineLoop, Pipeline
+from fminfer.engine.memories import MemoryCache
 from fminfer.engine.prefix import PrefixCache
 from fminfer.engine.prompt_fit import KvSize
 from fminfer.engine.scheduler import Scheduler
@@ -59,6 +60,7 @@ def make_intake(
         *_find_defaults(config, checkpoint),
         kv_size=None if num_blocks is None else KvSize(num_blocks, config.block_size),
         chat_template=_read_template(config),
+        start_ids=find_start(checkpoint),
     )
     return Intake(tokenizer, limits)
 
@@ -72,10 +74,12 @@ def build_loop(
     sizes: StepSizes,
     num_blocks: int,
     num_stages: int,
+    has_memories: bool = False,
 ) -> EngineLoop:
     """Put a loop together.
 
     Args:
+        has_memories: a decoder attends to what an encoder has read.
         num_blocks: the size of the KV cache.
         num_stages: of the pipeline.
     """
@@ -87,7 +91,8 @@ def build_loop(
         max_rows=sizes.max_rows,
         micro_batches=micro_batches,
         num_stages=num_stages,
-        cache=PrefixCache(pool) if config.prefix_cache else None,
+        cache=PrefixCache(pool) if config.prefix_cache and not has_memories else None,
+        memories=MemoryCache(pool) if config.prefix_cache and has_memories else None,
     )
     return EngineLoop(
         starter,
@@ -148,6 +153,26 @@ def find_ends(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
     if not ids and tokenizer.eos_id is not None:
         ids = frozenset({tokenizer.eos_id})
     return frozenset(each for each in ids if 0 <= each < checkpoint.config.vocab_size)
+
+
+def find_start(checkpoint: Checkpoint) -> tuple[int, ...] | None:
+    """Return the ids that a decoder behind an encoder begins with; None: there is no encoder.
+
+    Raises:
+        CheckpointError: no config says it.
+    """
+    if checkpoint.model.encoder is None or checkpoint.model.is_pooled:
+        return None
+    fields = checkpoint.generation_fields
+    names = ("decoder_start_token_id", "forced_bos_token_id")
+    start, forced = (fields.get(name, getattr(checkpoint.config, name, None)) for name in names)
+    start = checkpoint.config.pad_token_id if start is None else start
+    if not isinstance(start, int):
+        raise CheckpointError(
+            f"{checkpoint.name} says no decoder_start_token_id, with which its decoder begins; put "
+            "it into its config.json"
+        )
+    return (start,) if forced is None else (start, forced)
 
 
 def _find_defaults(

@@ -103,6 +103,7 @@ class OnePipeline:
             sizes=plan.sizes,
             num_blocks=num_blocks,
             num_stages=loaded.part.num_stages,
+            has_memories=checkpoint.model.encoder is not None,
         )
 
     @property
