@@ -16,6 +16,7 @@ from fminfer.core.errors import CheckpointError
 from fminfer.models.config_fields import ReadConfig, is_own_folder
 from fminfer.models.families import (
     encoder_decoders,
+    encoders,
     gpt_like,
     llama_like,
     llama_variants,
@@ -83,10 +84,10 @@ ROWS: dict[str, Callable[[Any], Architecture]] = {
     row.__name__: row
     for rows in (
         *(llama_like.ROWS, llama_variants.ROWS, squared_relu.ROWS, mixtures.ROWS),
-        *(gpt_like.ROWS, opt_like.ROWS, encoder_decoders.ROWS),
+        *(gpt_like.ROWS, opt_like.ROWS, encoder_decoders.ROWS, encoders.ROWS),
     )
     for row in rows
-}
+} | dict.fromkeys(("camembert", "xlm-roberta"), encoders.roberta)
 
 
 def check_model_type(model_type: str, fields: dict[str, Any]) -> None:
