@@ -139,9 +139,9 @@ def test_tiles() -> None:
     kernel = TritonAttention(8, 2, 128, dtype=torch.float16, device=DEVICE)
     rows = Rows.of((10, 35, [7, 3, 9, 8]), (16, 1, [5, 2]))
     plan = kernel.plan(rows, 16)
-    longest_first = [[32, 3, 42, 0], [16, 16, 26, 0], [0, 16, 10, 0]]
+    longest_first = [[32, 3, 42, 0, 45], [16, 16, 26, 0, 45], [0, 16, 10, 0, 45]]
     assert plan.prompt_tiles.tolist() == longest_first, "short ones fill the end of a step"
-    assert plan.decode_tiles.tolist() == [[35, 1, 16, 3]]
+    assert plan.decode_tiles.tolist() == [[35, 1, 16, 3, 17]]
     assert plan.blocks.tolist() == [7, 3, 9, 5, 2], "only those that hold keys"
     assert plan.slots.tolist()[:7] == [122, 123, 124, 125, 126, 127, 48]
     assert plan.slots.tolist()[-1] == 32
@@ -158,7 +158,7 @@ def test_padded_tiles() -> None:
     assert torch.equal(found.decode_tiles[:3], right.decode_tiles)
     assert torch.equal(found.slots[:3], right.slots)
     assert torch.equal(found.blocks, right.blocks)
-    assert found.decode_tiles[3:].tolist() == [[place, 0, 0, 0] for place in range(3, 8)]
+    assert found.decode_tiles[3:].tolist() == [[place, 0, 0, 0, 0] for place in range(3, 8)]
     assert (found.slots[3:] == -1).all()
 
 
@@ -450,6 +450,7 @@ for heads, kv_heads, dim, dtype, kv_dtype in (
     data |= dict.fromkeys(["parts", "marks"], "*fp32")
     has = {"HAS_SINKS": dim == 64, "HAS_WINDOW": dim == 65}
     attended = {"HAS_CAP": dim == 64, "HAS_SLOPES": dim == 65, **has}
+    attended["HAS_RELATIVE"] = dim == 128
     jobs = [
         (store_kernel, {**kernel.shape(32), "num_warps": 1}),
         (join_kernel, {**kernel.join_constants(), **has}),
@@ -461,7 +462,7 @@ for heads, kv_heads, dim, dtype, kv_dtype in (
         types = {name: "i32" for name in function.arg_names}
         types |= {"scaling": "fp32", "softcap": "fp32"} if function is attend_kernel else {}
         pointers = data | dict.fromkeys(["slots", "tiles", "blocks"], "*i32")
-        pointers |= dict.fromkeys(["slopes", "sinks"], "*fp32")
+        pointers |= dict.fromkeys(["slopes", "sinks", "relative"], "*fp32")
         types |= {name: kind for name, kind in pointers.items() if name in types}
         types |= dict.fromkeys(constants, "constexpr")
         # As at a launch: torch's memory is aligned, and so are rows of 16 numbers.
@@ -602,7 +603,7 @@ def test_a_tile_without_tokens_reads_and_writes_nothing() -> None:
     expected = kernel(AttentionCall(*given, keys, values, kernel.plan(rows, block), how))
     for size in (3, 2 + kernel.full_rows):
         plan = kernel.plan(rows, block)
-        padded = plan.decode_tiles.new_zeros(size, 4)
+        padded = plan.decode_tiles.new_zeros(size, 5)
         padded[:2] = plan.decode_tiles
         padded[2:, 2:] = torch.tensor([10**9, 2**30])  # a row far away, which would be a fault
         padded_plan = replace(plan, decode_tiles=padded)
