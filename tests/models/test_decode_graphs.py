@@ -91,7 +91,7 @@ class TilesInTorch(TritonAttention):
             if slot >= 0:
                 keys[slot // size, :, slot % size] = new_keys[0, :, token]
                 values[slot // size, :, slot % size] = new_values[0, :, token]
-        for first, num, position, table in [
+        for first, num, position, table, _ in [
             *rows.prompt_tiles.tolist(),
             *rows.decode_tiles.tolist(),
         ]:

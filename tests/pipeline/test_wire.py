@@ -48,6 +48,11 @@ def full_step() -> Step:
         edit_minus=np.array([0.3, -0.0, 0, 3e38], np.float32),
         banned_ids=np.array([5, 2**40]),
         scores=np.array([(0, 5, 2), (1, 2**40, 0)], SCORE),
+        token_types=np.array([0, 1, -1], np.int8),
+        cross_slots=np.array([5, 2**30], np.int32),
+        cross_lengths=np.array([3, 2**40]),
+        memory_lengths=np.array([0, 2]),
+        memory=np.array([0, 255, 7], np.uint8),
         **mask_columns([few, most, few]),
     )
     step.step_id = 12
@@ -127,7 +132,8 @@ def test_a_result_with_numbers_that_are_none() -> None:
         StageSpan(1e9 + 0.125, 1e9 + 0.5, 2**40, 64),
         StageSpan(3.0, 4.0, earlier_s=0.1),
     ]
-    results: Results = {"tokens": sampled, "prompt scores": scored}
+    vectors = np.arange(24, dtype=np.uint8).reshape(3, 8)
+    results: Results = {"tokens": sampled, "prompt scores": scored, "vectors": vectors}
     result = decode_result(encode_result(5, results), decode_spans(encode_spans(spans)))
     assert (result.step_id, result.spans) == (5, spans)
     check_equal(result.results, results)
@@ -147,3 +153,11 @@ def test_a_result_of_one_kind(kind: Any, num_top: int, count: int) -> None:
     (other,) = {"tokens", "prompt scores"} - {kind}
     check_equal(result.of(other), TokenLogprobs.empty())
     check_equal(result.of(kind), some if count else TokenLogprobs.empty())
+
+
+def test_a_result_of_vectors_alone() -> None:
+    """Half-precision hidden states are bytes, too."""
+    vectors = np.arange(6, dtype=np.float16).reshape(3, 2).view(np.uint8)
+    result = decode_result(encode_result(1, {"vectors": vectors}), [])
+    assert np.array_equal(result.vectors, vectors) and not len(result.of("tokens"))
+    assert result.vectors.dtype == np.uint8
