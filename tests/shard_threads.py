@@ -86,8 +86,10 @@ class ShardedRanks:
         for plan in plans:
             part = plan.own.part
 
-            def connect(group: Any, part: Any, device: Any, library: Any) -> ShardGroup:
+            def connect(group: Any, part: Any, device: Any, library: Any) -> ShardGroup | None:
                 nonlocal shards
+                if part.num_shards == 1:
+                    return None
                 if part.is_leader:
                     shards = make_shards(part.num_shards, library)
                 return shards[part.shard]

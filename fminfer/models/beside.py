@@ -10,13 +10,12 @@ from fminfer.core.errors import CheckpointError
 
 ADAPTER = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model"  # what the names of their files begin with
-EMBEDS = "modules.json"  # of sentence-transformers
 QUANTIZED = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-TELLING_FILES = [ADAPTER, EMBEDS, *QUANTIZED]
+TELLING_FILES = [ADAPTER, *QUANTIZED]
 
 
 def refuse_what_is_beside(name: str, folder: Path, *, without_adapter: bool) -> None:
-    """Refuse an adapter, a model of embeddings, and weights that another file calls quantized.
+    """Refuse an adapter, and weights that another file calls quantized.
 
     Args:
         name: of the model, as it was given.
@@ -29,11 +28,6 @@ def refuse_what_is_beside(name: str, folder: Path, *, without_adapter: bool) -> 
     is_model = (folder / "config.json").exists() or any(weights)
     if (folder / ADAPTER).exists() and not (is_model and without_adapter):
         raise _adapter_error(name, _read(folder / ADAPTER), is_model=is_model)
-    if "Pooling" in json.dumps(_read(folder / EMBEDS)):
-        raise CheckpointError(
-            f"{name} is a model of embeddings, as its {EMBEDS} says, and fminfer only writes text. "
-            f"If the language model in it is meant, give a copy of it without {EMBEDS}"
-        )
     for file in QUANTIZED:
         if (folder / file).exists() and not _names_none(_read(folder / file)):
             raise CheckpointError(

@@ -17,7 +17,7 @@ from fminfer.compute.spec import Model
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import GGUF, broken, gguf_error, is_gguf, refuse_impostor
 from fminfer.models.beside import TELLING_FILES, refuse_what_is_beside
-from fminfer.models.config_fields import TEXT_PART
+from fminfer.models.config_fields import TEXT_PART, is_own_folder
 from fminfer.models.families.table import architecture_of, check_model_type
 from fminfer.models.families.tensor_names import Architecture
 from fminfer.models.gguf.configs import config_of
@@ -27,6 +27,7 @@ from fminfer.models.gguf.sources import gguf_architecture
 from fminfer.models.hub import SMALL_FILES, fetch, fetch_weights, refuse_gguf
 from fminfer.models.known_sizes import DEMO_MODEL as DEMO_MODEL
 from fminfer.models.known_sizes import DEMO_NAMES, SIZES, folder_of, size_fields
+from fminfer.models.sentence_folder import SentenceFolder, read_sentence_folder
 
 GENERATION = "generation_config.json"
 
@@ -43,6 +44,7 @@ class Checkpoint:
     generation_folder: Path | None = None  # of generation_config.json; None: there is none
     max_model_len: int | None = None  # a context shorter than the model's
     unfetched: tuple[str, str | None] | None = None  # name and revision, if weights are at the hub
+    sentence: SentenceFolder | None = None  # what a folder of sentence-transformers says
 
     def with_weights(self) -> Checkpoint:
         """Return the same with its weights on this machine, fetched if they are not.
@@ -61,6 +63,7 @@ class Checkpoint:
             tokenizer_folder=tokenizer,
             generation_folder=generation,
             unfetched=None,
+            sentence=read_sentence_folder(folder),
         )
 
     @property
@@ -71,7 +74,22 @@ class Checkpoint:
     @property
     def context_length(self) -> int:
         """Most tokens of one sequence."""
-        return self.max_model_len or context_length(self.config)
+        if self.max_model_len:
+            return self.max_model_len
+        how = self.model.encoder or self.model
+        rows = how.num_positions - how.position_offset  # of a table of learned positions
+        length = context_length(self.config)
+        return min(length, rows) if how.num_positions else length
+
+    @property
+    def dense_folders(self) -> dict[str, Path]:
+        """The folders of dense layers' weights, by what the names of their tensors begin with.
+
+        A folder that `fminfer quantize` has written holds them among its own.
+        """
+        is_own = is_own_folder(getattr(self.config, "quantization_config", None))
+        folders = self.sentence.dense if self.sentence and not is_own else ()
+        return {f"reading_{number}.": each for number, each in enumerate(folders)}
 
     @property
     def generation_fields(self) -> dict[str, Any]:
@@ -145,14 +163,16 @@ def open_checkpoint(
     elif is_of_hub:
         folder = fetch(str(name), SMALL_FILES, revision)
     config = config or _read_config(folder)
+    sentence = read_sentence_folder(folder)
     return Checkpoint(
         DEMO_NAMES[0] if folder is DEMO_MODEL else str(name),
         folder,
         text_part(config),
-        architecture_of(config),
+        architecture_of(config, None if sentence is None else sentence.pooling),
         folder if tokenizer is None else _find_tokenizer(tokenizer),
         next((f for f in (folder, where) if f and (f / GENERATION).exists()), None),
         unfetched=(str(name), revision) if is_of_hub and not has_weights else None,
+        sentence=sentence,
     )
 
 
@@ -260,6 +280,7 @@ def _read_config(path: Path) -> Any:
 
 LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
 BLOOM_LENGTH = 2048  # BLOOM's newer configs state no length; this is what it was trained on
+RELATIVE_LENGTH = 8192  # T5's biases by distance know no limit; memory and patience do
 
 
 def context_length(config: Any) -> int:
@@ -271,6 +292,8 @@ def context_length(config: Any) -> int:
     transformers counts it, and `original_max_position_embeddings` for `longrope`. Beyond the latter
     queries of Ministral 3 grow with their positions (`llama_4_scaling_beta`), so it has this limit.
     """
+    if hasattr(config, "relative_attention_max_distance"):
+        return RELATIVE_LENGTH  # whatever n_positions says
     stated = (getattr(config, field, None) for field in LENGTH_FIELDS)
     length = next((int(value) for value in stated if value), BLOOM_LENGTH)
     for rope in _ropes(config):

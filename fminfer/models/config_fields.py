@@ -21,19 +21,22 @@ HARMLESS: dict[str, str] = dict.fromkeys(
         *("embd_pdrop", "embed_dropout", "embedding_dropout", "hidden_dropout", "layerdrop"),
         *("resid_dropout", "resid_pdrop", "residual_dropout", "activation_dropout"),
         *("router_jitter_noise", "input_jitter_noise", "hidden_dropout_prob"),
-        "attention_probs_dropout_prob",
+        *("attention_probs_dropout_prob", "qa_dropout", "seq_classif_dropout", "mlp_dropout"),
     ),
     "of training",
 )
 HARMLESS |= dict.fromkeys(
     (
         *("initializer_range", "init_std", "init_device", "initializer_factor"),
-        "embedding_initializer_range",
+        *("embedding_initializer_range", "initializer_cutoff_factor"),
     ),
     "of weights before training",
 )
 HARMLESS |= dict.fromkeys(
-    ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "tie_word_embeddings"),
+    (
+        *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "tie_word_embeddings"),
+        *("cls_token_id", "sep_token_id"),
+    ),
     "other code reads it",
 )
 HARMLESS |= dict.fromkeys(
@@ -53,7 +56,8 @@ HARMLESS |= dict.fromkeys(
 HARMLESS |= dict.fromkeys(
     (
         *("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
-        *("summary_type", "summary_use_proj", "is_decoder"),
+        *("summary_type", "summary_use_proj", "is_decoder", "decoder_bias"),
+        *("sparse_prediction", "sparse_pred_ignore_index"),
     ),
     "of heads that generate nothing",
 )
@@ -61,6 +65,7 @@ HARMLESS |= dict.fromkeys(
     (
         *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
         *("reorder_and_upcast_attn", "attn_config.attn_impl", "pretraining_tp"),
+        *("deterministic_flash_attn", "reference_compile"),
     ),
     "it chooses how transformers computes, not what",
 )
@@ -82,6 +87,7 @@ HARMLESS |= dict.fromkeys(
 HARMLESS |= {
     "original_max_position_embeddings": "the config's class puts it into rope_parameters",
     "attn_config.attn_pdrop": "of training",
+    "sinusoidal_pos_embds": "a checkpoint of DistilBERT stores them, too",
     "learned_pos_emb": "transformers' MPT has ALiBi whatever it says",
 }
 # Fields with several values that all mean the same.

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fminfer.compute.layers.plain import ACTIVATIONS
+from fminfer.compute.layers.plain import ACTIVATIONS, norm
 from fminfer.compute.spec import Encoder, Model, Pooling
 from fminfer.machine.device import send
 from fminfer.models.layer import LayerOf, normed_sum
@@ -20,30 +20,29 @@ class EncoderOf:
 
     Args:
         layers: of the stage.
-        entry, exit: the weights before the first layer, and after the last one; {}: another stage
-            has them.
+        entry, exit: the weights before the first layer, and after the last one; another stage has
+            them: {} and None. After the last one a model may have none.
     """
 
     def __init__(
-        self, model: Model, layers: list[LayerOf], entry: Weights, exit: Weights, bodies: Bodies
+        self,
+        model: Model,
+        layers: list[LayerOf],
+        entry: Weights,
+        exit: Weights | None,
+        bodies: Bodies,
     ) -> None:
         assert model.encoder is not None, "a model with an encoder"
         self.how: Encoder = model.encoder
         self.layers = layers
-        self.is_last = bool(exit)
+        self.is_last = exit is not None
         self._tables = {n: plain_of(entry, f"encoder.{n}.weight") for n in ("positions", "types")}
-        self._embed_norm = bodies.norm(self.how.embed_norm if entry else None, entry, "encoder.embed_norm")
-        self._final_norm = bodies.norm(self.how.final_norm if exit else None, exit, "encoder.final_norm")
-        self._readings = [
-            (
-                each,
-                exit[f"reading_{number}.weight"].plain,
-                plain_of(exit, f"reading_{number}.bias"),
-                bodies.norm(each.norm, exit, f"reading_{number}_norm"),
-            )
-            for number, each in enumerate(self.how.pooling.readings if self.how.pooling else ())
-            if exit
-        ]
+        embed_norm = self.how.embed_norm if entry else None
+        self._embed_norm = bodies.norm(embed_norm, entry, "encoder.embed_norm")
+        final_norm, exit = self.how.final_norm if self.is_last else None, exit or {}
+        self._final_norm = bodies.norm(final_norm, exit, "encoder.final_norm")
+        of_readings = ((n, weight) for n, weight in exit.items() if n.startswith("reading_"))
+        self._read_by = {name: weight.plain.float() for name, weight in of_readings}
 
     def embed(
         self, x: torch.Tensor, positions: torch.Tensor, types: torch.Tensor | None
@@ -88,11 +87,14 @@ class EncoderOf:
         how = self.how.pooling
         assert how is not None, "a model that pools"
         x = POOLINGS[how.how](hidden.float(), lengths)
-        for each, weight, bias, norm in self._readings:
-            x = nn.functional.linear(x, weight.float(), None if bias is None else bias.float())
+        get = self._read_by.get
+        for number, each in enumerate(how.readings):
+            name = f"reading_{number}"
+            x = nn.functional.linear(x, self._read_by[f"{name}.weight"], get(f"{name}.bias"))
             if each.activation:
                 x = READ_BY[each.activation](x)
-            x = x if norm is None else norm(x)
+            if each.norm is not None:
+                x = norm(x, each.norm, get(f"{name}_norm.weight"), get(f"{name}_norm.bias"))
         return nn.functional.normalize(x) if how.is_normalized else x
 
 
@@ -130,7 +132,8 @@ def _sums(hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
 
 
 def _largest(hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
-    return torch.stack([part.amax(0) for part in hidden.split(lengths.tolist())])
+    parts = torch.split(hidden, lengths.tolist())
+    return torch.stack([part.amax(0) for part in parts])
 
 
 def _as_kept(hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:

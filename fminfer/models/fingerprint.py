@@ -13,6 +13,7 @@ from fminfer.core.errors import CheckpointError, UsageError
 from fminfer.core.option import FILE, Option, marks_of, options_of
 from fminfer.core.version import DRAWING, __version__
 from fminfer.models.checkpoint import GENERATION, Checkpoint
+from fminfer.models.sentence_folder import sentence_files
 from fminfer.models.stored.weight_file import read_weight_file
 from fminfer.models.stored.weight_folder import weight_files
 
@@ -89,8 +90,10 @@ def _model_digest(seed: int, checkpoint: Checkpoint) -> str:
     if checkpoint.folder is None:
         digest.update(b"random %d" % seed)
     else:
-        for file in weight_files(checkpoint.folder):
+        for file in _weight_files(checkpoint).values():
             _add_weights(digest, file)
+        for file in sentence_files(checkpoint.folder):
+            digest.update(f"\n{file.name}\n".encode() + file.read_bytes())
     return digest.hexdigest()
 
 
@@ -103,11 +106,18 @@ def digest_files(checkpoint: Checkpoint) -> dict[str, str]:
         CheckpointError: a file cannot be read.
     """
     found = {}
-    for file in [] if checkpoint.folder is None else weight_files(checkpoint.folder):
+    for name, file in _weight_files(checkpoint).items():
         digest = hashlib.blake2b(digest_size=8)
         _add_weights(digest, file)
-        found[file.name] = digest.hexdigest()
+        found[name] = digest.hexdigest()
     return found
+
+
+def _weight_files(checkpoint: Checkpoint) -> dict[str, Path]:
+    folders = (
+        {} if checkpoint.folder is None else {"": checkpoint.folder}
+    ) | checkpoint.dense_folders
+    return {start + f.name: f for start, each in folders.items() for f in weight_files(each)}
 
 
 def name_differences(mine: dict[str, str], theirs: dict[str, str]) -> str:

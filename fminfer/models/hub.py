@@ -11,7 +11,9 @@ from pathlib import Path
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import GGUF, gguf_error
 from fminfer.models.beside import ADAPTER_WEIGHTS
+from fminfer.models.sentence_folder import DENSE_WEIGHTS
 
+# A * stands for a slash, too: those of folders in it come along, as sentence-transformers' do.
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja"]
 # Of weights the first form that a repository holds. Both would double the download.
 WEIGHT_FILES = (["model*.safetensors"], ["*.safetensors"], ["pytorch_model*.bin"])
@@ -59,7 +61,7 @@ def fetch_weights(name: str, revision: str | None = None) -> Path:
     names = [each for each in names if not each.startswith(ADAPTER_WEIGHTS)]
     for patterns in WEIGHT_FILES:
         if any(fnmatch(each, pattern) for each in names for pattern in patterns):
-            return fetch(name, SMALL_FILES + patterns, commit)
+            return fetch(name, SMALL_FILES + patterns + DENSE_WEIGHTS, commit)
     return folder  # loading says that it has no weights
 
 

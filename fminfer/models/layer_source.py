@@ -64,7 +64,7 @@ class LayerSource:
     ) -> None:
         self.dtype, self._origins, self._maker, self._part = dtype, origins, maker, part
         self._on_progress, self.numbers = on_progress, part.numbers
-        self.is_first = part.is_first
+        self.is_first, self.is_last = part.is_first, part.is_last
         self._attention = [layer.attention for layer in checkpoint.model.layers]
         self._is_tied = bool(checkpoint.config.tie_word_embeddings)
         self._of_embed = {"embed.weight": origins.entry["embed.weight"]}
@@ -108,7 +108,12 @@ class LayerSource:
         found, embed = self._make(self._origins.exit), entry.get("embed.weight")
         if not self._origins.has_own_head:
             found["head.weight"] = embed or self._make(self._of_embed)["embed.weight"]
-        elif self._is_tied and embed and "head.weight" in found and embed.equals(found["head.weight"]):
+        elif (
+            self._is_tied
+            and embed
+            and "head.weight" in found
+            and embed.equals(found["head.weight"])
+        ):
             found["head.weight"] = embed  # stored twice: kept once
             self.num_bytes = self._total - embed.num_bytes
         return found
@@ -176,7 +181,8 @@ def open_weights(
     is_tied = checkpoint.config.tie_word_embeddings
     origins = drawn_origins(checkpoint.model, is_tied=is_tied).cut(share)
     spread = float(getattr(checkpoint.config, "initializer_range", 0.02))
-    norm = checkpoint.model.final_norm
+    model = checkpoint.model
+    norm = model.final_norm or (model.encoder and model.encoder.final_norm)
     drawer = Drawer(seed, spread, 1.0 - (norm.offset if norm else 0.0), device, holding)
     return LayerSource(checkpoint, part, origins, drawer, holding.dtype, lambda done, total: None)
 

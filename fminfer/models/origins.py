@@ -167,7 +167,7 @@ class _Search:
         known = {*types.values()}
         self._forms = [form for form in FORMATS if not types or known.intersection(form.types)]
         self._name = name
-        self._prefixes = tuple(dict.fromkeys((*PREFIXES, architecture.base)))
+        self._prefixes = tuple(dict.fromkeys((*PREFIXES, *architecture.base.split("|"))))
         self._by_core = {self._core(each): each for each in stored}
         self._used: dict[str, StoredFormat | None] = {}
         self._missing: list[str] = []

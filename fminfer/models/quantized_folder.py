@@ -26,6 +26,7 @@ from fminfer.models.fingerprint import FURTHER_TEMPLATES
 from fminfer.models.formats import Holding
 from fminfer.models.hub import SMALL_FILES
 from fminfer.models.layer_source import LayerSource, OnProgress, open_weights
+from fminfer.models.sentence_folder import MODULES, sentence_files
 from fminfer.models.tensor_specs import Weights, whole_model
 from fminfer.models.weight_headers import stored_formats
 
@@ -115,7 +116,12 @@ def _write_small_files(checkpoint: Checkpoint, folder: Path, quantized: str) -> 
     files = [f for p in (*SMALL_FILES, FURTHER_TEMPLATES) for f in (own.glob(p) if own else ())]
     for file in files:
         target = folder / file.relative_to(str(own))
-        if not (file.name in TELLING_FILES or file.name.endswith(".index.json")):
+        if not (file.name in (*TELLING_FILES, MODULES) or file.name.endswith(".index.json")):
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target)
+    if (stored := checkpoint.folder) is not None:
+        for file in sentence_files(stored):
+            target = folder / file.relative_to(stored)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, target)
     if (generation := checkpoint.generation_folder) and generation != own:

@@ -107,7 +107,13 @@ class ModelShare:
         layer, share = self.whole.layers[number], self.layers[number]
         specs = layer_specs(layer, self.whole.hidden_size)
         found = _cut_attention(layer.attention, share) | _cut_mlps(layer.mlp, share)
-        for name in ("out.bias", "cross_out.bias", "down.bias", "experts.down.bias", "shared.down.bias"):
+        for name in (
+            "out.bias",
+            "cross_out.bias",
+            "down.bias",
+            "experts.down.bias",
+            "shared.down.bias",
+        ):
             found[name] = TensorCut(is_zero=self.shard > 0)
         return {name: cut for name, cut in found.items() if name in specs}
 
@@ -239,8 +245,9 @@ def _cut_layer(layer: Layer, share: LayerShare) -> Layer:
         cut = replace(mlp, size=len(share.inner))
     cross = layer.cross
     if cross is not None:  # as wide as the layer's own
-        own = {"heads": len(share.heads), "kv_heads": len(share.kv_heads)}
-        cross = replace(cross, attention=replace(cross.attention, **own))
+        how = cross.attention
+        how = replace(how, heads=len(share.heads), kv_heads=len(share.kv_heads))
+        cross = replace(cross, attention=how)
     return replace(layer, attention=attention, mlp=cut, cross=cross)
 
 

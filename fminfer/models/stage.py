@@ -282,7 +282,9 @@ class Stage:
             index = of_kept[0] if of_kept else None
             before = None if hidden is None else hidden[part]
             if before is None:
-                before = self._network.encode(ids, sent_positions, types.long() if len(types) else None)
+                before = self._network.encode(
+                    ids, sent_positions, types.long() if len(types) else None
+                )
             if self._whole is None:  # none of its layers is here
                 return before
             attend = self._whole.plan(lengths, len(encoder.layers), index)

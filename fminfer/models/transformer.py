@@ -121,7 +121,8 @@ class Transformer:
         self.is_first = source.is_first
         self.encoder: EncoderOf | None = None
         if model.encoder is not None:
-            self.encoder = EncoderOf(model, others, self._entry, self._exit, bodies)
+            exit = self._exit if source.is_last else None
+            self.encoder = EncoderOf(model, others, self._entry, exit, bodies)
         if self._entry and model.has_sinusoids:
             table = plain.sinusoids(model.num_positions, model.hidden_size)
             table = table.to(self._entry["embed.weight"].device, self.dtype)

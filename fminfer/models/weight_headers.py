@@ -68,7 +68,7 @@ def stored_parts(origin: Origin, types: Mapping[str, str]) -> list[tuple[Format,
 
 def open_files(checkpoint: Checkpoint, folder: Path) -> TensorFiles:
     """Read the headers of all weight files."""
-    return TensorFiles(folder, checkpoint.architecture.prefix)
+    return TensorFiles(folder, checkpoint.architecture.prefix, checkpoint.dense_folders)
 
 
 def find_stored(checkpoint: Checkpoint, files: TensorFiles) -> ModelOrigins:

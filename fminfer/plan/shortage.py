@@ -76,7 +76,7 @@ def auto_budget(
         free: bytes, once the weights are loaded.
     """
     room = int(free * CPU_SHARE) if device_type == "cpu" else free - work - GPU_RESERVE
-    return max(1, min(most_useful, room // kv_bytes_per_token))
+    return max(1, min(most_useful, room // max(1, kv_bytes_per_token)))  # encoders cache nothing
 
 
 def _whole_blocks(plan: RunPlan, num_tokens: int) -> int:

@@ -108,7 +108,7 @@ def test_a_job_of_a_folder_with_an_adapter_is_not_sent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "says"),
     [
-        ("modules.json", POOLING, "is a model of embeddings, as its modules.json says"),
+        ("modules.json", POOLING, "the modules Pooling in this order, which does not run"),
         ("quantize_config.json", {"bits": 4}, "are quantized, as its quantize_config.json says"),
         ("quant_config.json", {"w_bit": 4}, "are quantized, as its quant_config.json says"),
         (

@@ -35,7 +35,7 @@ PARTIAL = frozenset(
 )
 
 # Of the families here, these have rotary settings for each kind of layer in transformers.
-LAYERED = frozenset(("gemma3_text", "olmo3"))
+LAYERED = frozenset(("gemma3_text", "modernbert", "olmo3"))
 
 
 def rope_of(c: Any, layer: int = 0, *, is_interleaved: bool = False) -> Rope:

@@ -16,7 +16,14 @@ from fminfer.compute.spec import (
     Relative,
 )
 from fminfer.core.errors import CheckpointError
-from fminfer.models.families.tensor_names import AS_ROW, Architecture, Sources, parameter, sources
+from fminfer.models.families.tensor_names import (
+    AS_ROW,
+    AS_STORED,
+    Architecture,
+    Sources,
+    parameter,
+    sources,
+)
 
 
 def t5(c: Any) -> Architecture:
@@ -148,6 +155,7 @@ def _bart(c: Any, *, is_before: bool) -> Architecture:
     )
     top = "model.decoder."
     outer = sources(
+        AS_STORED,
         embed="model.shared",
         head="lm_head",
         **{
@@ -183,6 +191,7 @@ def _bart_names(*, is_before: bool) -> Sources:
     }
     own, cross = "self_attn", "encoder_attn"
     return sources(
+        AS_STORED,
         **norms,
         qkv=f"{own}.q_proj {own}.k_proj {own}.v_proj",
         out=f"{own}.out_proj",

@@ -5,8 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fminfer.compute.spec import Attention, Encoder, Layer, Mlp, Model, Norm, Pooling, Relative
-from fminfer.models.families.tensor_names import Architecture, Sources, sources
+from fminfer.compute.spec import (
+    Attention,
+    Encoder,
+    Layer,
+    Mlp,
+    Model,
+    Norm,
+    Pooling,
+    Reading,
+    Relative,
+)
+from fminfer.models.families.config_parts import attention_of, rope_of
+from fminfer.models.families.tensor_names import Architecture, Source, Sources, sources
 
 MEAN = Pooling("mean")  # as sentence-transformers pools what does not say how
 BERT_OUTER = sources(
@@ -23,26 +34,32 @@ BERT_INNER = sources(
     down="output.dense",
     sum_mlp="output.LayerNorm",
 )
+# The two dense layers of heads.
+POOLER = sources(reading_0="pooler.dense", reading_1="classifier")
+CLASSIFIER = sources(reading_0="classifier.dense", reading_1="classifier.out_proj")
 
 
 def _bert_like(
     c: Any,
     *,
     base: str,
+    head: Sources = POOLER,
+    activation: str = "tanh",
     attention: Attention | None = None,
     mlp: Mlp | None = None,
     eps: float = 1e-12,
-    inner: Sources = BERT_INNER,
-    prefix: str = "encoder.layer.{}.",
+    names: tuple[str, Sources] = ("encoder.layer.{}.", BERT_INNER),
+    outer: Sources = BERT_OUTER,
     **encoder: Any,
 ) -> Architecture:
     """Return a BERT with what differs.
 
     Args:
         base: what names begin with, where a head was saved, too.
+        head, activation: of the head that scores classes.
         attention, mlp: of each layer; None: BERT's.
         eps: of norms.
-        inner, prefix: names that differ from BERT's.
+        names: of layers, and of the tensors in one.
         encoder: fields of `Encoder` that differ.
     """
     norm = Norm(eps, is_rms=False, has_bias=True)
@@ -53,25 +70,28 @@ def _bert_like(
         of_sum=(norm, norm),
     )
     how: dict[str, Any] = {"num_positions": c.max_position_embeddings, "embed_norm": norm}
-    num, size = c.num_hidden_layers, c.hidden_size
-    model = Model(
-        size,
-        c.vocab_size,
-        (layer,) * num,
-        None,
-        embed_size=size,
-        encoder=Encoder(num, pooling=MEAN, **how | encoder),
-    )
+    readings = Reading(c.hidden_size, activation), Reading(c.num_labels)
+    scored = Pooling("cls", readings, is_scored=True), head
     left_out = rf"({base})?pooler\."
-    return Architecture(model, BERT_OUTER, inner, prefix=prefix, base=base, left_out=left_out)
+    found = _encoder(c, (layer,) * c.num_hidden_layers, **how | encoder)
+    return Architecture(*(found, outer, names[1], names[0], base), left_out=left_out, scored=scored)
+
+
+def _encoder(c: Any, layers: tuple[Layer, ...], **how: Any) -> Model:
+    """Return the spec of an encoder.
+
+    Args:
+        how: fields of `Encoder`.
+    """
+    encoder = Encoder(len(layers), pooling=MEAN, **how)
+    size = c.hidden_size
+    return Model(size, c.vocab_size, layers, None, embed_size=size, encoder=encoder)
 
 
 def _attention(c: Any, **changes: Any) -> Attention:
-    heads = c.num_attention_heads
-    dim = c.hidden_size // heads
-    how = Attention(
-        heads, heads, dim, dim**-0.5, has_qkv_bias=True, has_out_bias=True, is_causal=False
-    )
+    how = attention_of(c, 0, kv_heads=c.num_attention_heads, rope=None, window=None)
+    is_causal = getattr(c, "is_decoder", False)
+    how = replace(how, has_qkv_bias=True, has_out_bias=True, is_causal=is_causal)
     return replace(how, **changes)
 
 
@@ -85,6 +105,7 @@ def roberta(c: Any) -> Architecture:
     return _bert_like(
         c,
         base="roberta.",
+        head=CLASSIFIER,
         eps=c.layer_norm_eps,
         num_types=c.type_vocab_size,
         position_offset=c.pad_token_id + 1,
@@ -104,29 +125,91 @@ def distilbert(c: Any) -> Architecture:
     return _bert_like(
         c,
         base="distilbert.",
+        head=sources(reading_0="pre_classifier", reading_1="classifier"),
+        activation="relu",
         mlp=Mlp(c.activation, c.hidden_dim, is_gated=False, has_bias=True),
-        inner=inner,
-        prefix="transformer.layer.{}.",
+        names=("transformer.layer.{}.", inner),
     )
 
 
 def mpnet(c: Any) -> Architecture:
-    """Return MPNet (Song et al. 2020): biases by distance, which layers share."""
+    """Return MPNet (Song et al. 2020): biases by distance, which layers share.
+
+    transformers looks 32 of them up, however many a config names.
+    """
     inner = sources(
         qkv="attention.attn.q attention.attn.k attention.attn.v",
         out="attention.attn.o",
         relative="/encoder.relative_attention_bias",
         sum_attention="attention.LayerNorm",
     )
-    relative = Relative(c.relative_attention_num_buckets, 128, is_causal=False)
     return _bert_like(
         c,
         base="mpnet.",
-        attention=_attention(c, relative=relative),
+        head=CLASSIFIER,
+        attention=_attention(c, relative=Relative(32, 128, is_causal=False)),
         eps=c.layer_norm_eps,
-        inner=BERT_INNER | inner,
+        names=("encoder.layer.{}.", BERT_INNER | inner),
         position_offset=2,
     )
 
 
-ROWS = (bert, roberta, distilbert, mpnet)
+def nomic_bert(c: Any) -> Architecture:
+    """Return Nomic BERT (Nussbaum et al. 2024): rotary positions, a gated MLP, no biases."""
+    attn = "self_attn"
+    inner = sources(
+        out=f"attn.out_proj|{attn}.o_proj",
+        sum_attention="norm1|post_attention_layernorm",
+        up="mlp.fc12|mlp.gate_proj mlp.fc11|mlp.up_proj",
+        down="mlp.fc2|mlp.down_proj",
+        sum_mlp="norm2|post_mlp_layernorm",
+    )
+    products = (f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj")
+    inner["qkv"] = Source(products, whole="attn.Wqkv.weight")
+    return _bert_like(
+        c,
+        base="nomic_bert.|encoder.",
+        attention=_attention(c, rope=rope_of(c), has_qkv_bias=False, has_out_bias=False),
+        mlp=Mlp(c.hidden_act, c.intermediate_size),
+        eps=c.layer_norm_eps,
+        names=("layers.{}.", inner),
+        outer=BERT_OUTER | sources(encoder__embed_norm="emb_ln|embeddings.LayerNorm"),
+        num_positions=0,
+        num_types=c.type_vocab_size,
+    )
+
+
+def modernbert(c: Any) -> Architecture:
+    """Return ModernBERT (Warner et al. 2024): some layers see a window on both sides."""
+    norm = Norm(c.norm_eps, is_rms=False, has_bias=c.norm_bias)
+    mlp = Mlp(c.hidden_activation, c.intermediate_size, has_bias=c.mlp_bias)
+    own = {"has_qkv_bias": c.attention_bias, "has_out_bias": c.attention_bias}
+    span = c.local_attention // 2 + 1  # itself, and so many on either side
+
+    def one(number: int) -> Layer:
+        window = span if c.layer_types[number] == "sliding_attention" else None
+        how = attention_of(c, number, window=window, is_causal=False, **own)
+        return Layer(how, mlp, before=(norm if number else None, norm))
+
+    layers = tuple(one(number) for number in range(c.num_hidden_layers))
+    dense = Reading(c.hidden_size, c.classifier_activation, c.classifier_bias, norm)
+    head = sources(reading_0="head.dense", reading_0_norm="head.norm", reading_1="classifier")
+    pooling = Pooling(c.classifier_pooling, (dense, Reading(c.num_labels)), is_scored=True)
+    outer = sources(
+        embed="embeddings.tok_embeddings",
+        encoder__embed_norm="embeddings.norm",
+        encoder__final_norm="final_norm",
+    )
+    inner = sources(
+        before_attention="attn_norm",
+        qkv="attn.Wqkv",
+        out="attn.Wo",
+        before_mlp="mlp_norm",
+        up="mlp.Wi",
+        down="mlp.Wo",
+    )
+    model = _encoder(c, layers, embed_norm=norm, final_norm=norm)
+    return Architecture(model, outer, inner, "layers.{}.", "model.", scored=(pooling, head))
+
+
+ROWS = (bert, roberta, distilbert, mpnet, nomic_bert, modernbert)

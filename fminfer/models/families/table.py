@@ -11,7 +11,7 @@ from typing import Any
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fminfer.compute.layers.plain import ACTIVATIONS
-from fminfer.compute.spec import ACTIVATION_SHAPES, Moe
+from fminfer.compute.spec import ACTIVATION_SHAPES, Moe, Pooling
 from fminfer.core.errors import CheckpointError
 from fminfer.models.config_fields import ReadConfig, is_own_folder
 from fminfer.models.families import (
@@ -24,6 +24,7 @@ from fminfer.models.families import (
     opt_like,
     squared_relu,
 )
+from fminfer.models.families.heads import with_head
 from fminfer.models.families.tensor_names import Architecture, by_our_names
 from fminfer.models.tensor_specs import model_specs
 
@@ -114,15 +115,18 @@ def check_model_type(model_type: str, fields: dict[str, Any]) -> None:
     )
 
 
-def architecture_of(config: Any) -> Architecture:
+def architecture_of(config: Any, pooling: Pooling | None = None) -> Architecture:
     """Turn a config of transformers into a spec and the sources of its tensors.
+
+    Args:
+        pooling: of a folder of sentence-transformers; None: the config says what a model gives.
 
     Raises:
         CheckpointError: the architecture does not run, or no row reads a field that is set.
     """
     check_model_type(config.model_type, config.to_dict())
     read = ReadConfig(config)
-    architecture = ROWS[config.model_type](read)
+    architecture = with_head(ROWS[config.model_type](read), read, pooling)
     read.refuse_unread()
     for layer in architecture.model.layers:
         mlp = layer.mlp.expert if isinstance(layer.mlp, Moe) else layer.mlp  # shared ones alike

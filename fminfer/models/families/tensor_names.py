@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from fminfer.compute.spec import Attention, Model
+from fminfer.compute.spec import Attention, Model, Pooling
 
 Shape = tuple[int, ...]
 Change = Callable[[torch.Tensor, Attention], torch.Tensor]
@@ -69,11 +69,14 @@ class Architecture:
     outer: Sources  # of tensors outside layers
     inner: Sources  # of a layer
     prefix: str  # of a layer's names, with {} for its number
-    base: str  # the prefix that checkpoints saved without the head leave out
+    # The prefix that checkpoints saved without the head leave out; | is between several.
+    base: str
     left_out: str = ""  # a pattern of the names of stored tensors that are none of the model's
     # Of an encoder's layers beside a decoder's; "": as those above.
     encoder_prefix: str = ""
     encoder_inner: Sources = field(default_factory=dict)
+    # How an encoder scores classes, and where the tensors for it are.
+    scored: tuple[Pooling, Sources] | None = None
 
     def of_layer(self, number: int) -> tuple[Sources, str]:
         """Return where a layer's tensors are, and what their names begin with."""

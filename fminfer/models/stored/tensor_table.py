@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -36,12 +37,18 @@ class TensorFiles:
     Args:
         layer_prefix: what the names of a layer's tensors begin with, {} for its number. A folder
             with a file for each layer leaves it out.
+        beside: further folders, by what the names of their tensors begin with.
 
     Raises:
         CheckpointError: there are no files, one is broken or missing, or a tensor is there twice.
     """
 
-    def __init__(self, folder: Path, layer_prefix: str = "layers.{}.") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        layer_prefix: str = "layers.{}.",
+        beside: Mapping[str, Path] = MappingProxyType({}),
+    ) -> None:
         found = find_weights(folder)
         if not found.files:
             raise no_weights_error(folder)
@@ -51,6 +58,9 @@ class TensorFiles:
             self._tensors = join_parts(files)
         else:
             self._tensors = _one_table(folder, found, files, layer_prefix)
+        for start, other in beside.items():
+            own = TensorFiles(other)._tensors
+            self._tensors |= {start + name: tensor for name, tensor in own.items()}
         self.types = {name: tensor.dtype for name, tensor in self._tensors.items()}
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
 

@@ -1,0 +1,113 @@
+"""What a checkpoint gives beside text: vectors, and scores of classes, by the head that it has."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from fminfer.compute.spec import Encoder, Pooling, Reading
+from fminfer.core.errors import CheckpointError
+from fminfer.models.families.tensor_names import AS_STORED, Architecture, Sources, sources
+
+# What `architectures` of a config name and nothing here computes.
+_REFUSED = re.compile(
+    r"For(MaskedLM|PreTraining|TokenClassification|QuestionAnswering|MultipleChoice"
+    r"|NextSentencePrediction)$"
+)
+_HEADS = (  # left out where a folder of sentence-transformers says how its vectors are made
+    r"(model\.)?(cls|lm_head|classifier|pre_classifier|score|head|decoder|vocab_\w+|qa_outputs)\."
+)
+_MOVED = ("positions", "embed_norm", "final_norm")  # from a decoder to an encoder
+
+
+def with_head(architecture: Architecture, c: Any, pooling: Pooling | None) -> Architecture:
+    """Return an architecture with what its checkpoint gives: tokens, vectors or scores.
+
+    Args:
+        architecture: by its row.
+        pooling: of a folder of sentence-transformers; None: the config says it.
+
+    Raises:
+        CheckpointError: the checkpoint has a head that does not run.
+    """
+    name, model = (c.architectures or [""])[0], architecture.model
+    if pooling is not None:
+        names = {f"reading_{n}": f"reading_{n}.linear" for n in range(len(pooling.readings))}
+        left_out = "|".join(filter(None, (architecture.left_out, _HEADS)))
+        return replace(
+            pooled(architecture, pooling, sources(AS_STORED, **names)), left_out=left_out
+        )
+    if name.endswith("ForSequenceClassification"):
+        if model.encoder is not None and architecture.scored is None:
+            raise _refused(name, "has an encoder and a decoder, and its head does not run")
+        of_last = Pooling("last", (Reading(c.num_labels, has_bias=False),), is_scored=True)
+        return pooled(architecture, *(architecture.scored or (of_last, sources(reading_0="score"))))
+    if _REFUSED.search(name):
+        what = "has a head that does not run"
+        if name.endswith("ForMaskedLM"):
+            what = "fills gaps in texts, which does not run"
+        raise _refused(name, what)
+    if name.endswith("EncoderModel") and model.encoder is not None:
+        return pooled(architecture, Pooling("mean"))
+    # A model that is stored without a head writes text if its embedding is the head.
+    is_tied = getattr(c, "tie_word_embeddings", True)
+    if name.endswith("Model") and "Head" not in name and not (model.encoder or is_tied):
+        return pooled(architecture, Pooling("last"))
+    return architecture
+
+
+def pooled(
+    architecture: Architecture, pooling: Pooling, readings: Sources | None = None
+) -> Architecture:
+    """Return an encoder that pools, of an encoder, of a model that has one, or of a decoder.
+
+    A decoder's layers become the encoder's, and stay causal.
+
+    Args:
+        readings: where the tensors of the pooling's dense layers are.
+
+    Raises:
+        CheckpointError: something of the decoder does not run in an encoder.
+    """
+    model, outer, encoder = architecture.model, architecture.outer, architecture.model.encoder
+    if encoder is None:
+        if model.embed_size != model.hidden_size or model.has_sinusoids:
+            raise CheckpointError(
+                "this decoder projects its embeddings or computes its positions, and so gives no "
+                "vectors or scores here; take another model"
+            )
+        if any(layer.attention.latent for layer in model.layers):
+            raise CheckpointError(
+                "this decoder has latent attention, which gives no vectors or scores here; take "
+                "another model"
+            )
+        encoder = Encoder(
+            len(model.layers),
+            model.final_norm,
+            model.embed_norm,
+            model.num_positions,
+            model.position_offset,
+        )
+        outer = {f"encoder.{n}" if n in _MOVED else n: where for n, where in outer.items()}
+    elif not model.is_pooled:
+        inner, prefix = architecture.encoder_inner, architecture.encoder_prefix
+        architecture = replace(architecture, inner=inner, prefix=prefix, encoder_prefix="")
+    own = replace(
+        model,
+        layers=model.layers[-encoder.num_layers :],
+        final_norm=None,
+        embed_norm=None,
+        num_positions=0,
+        position_offset=0,
+        encoder=replace(encoder, pooling=pooling),
+    )
+    return replace(architecture, model=own, outer=outer | (readings or {}))
+
+
+def _refused(name: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"config.json names the architecture {name!r}, which {what}. Encoders give vectors "
+        "(…Model, or a folder of sentence-transformers) and scores of classes "
+        "(…ForSequenceClassification); docs/encoders.md tells more"
+    )

@@ -1,0 +1,142 @@
+"""Reads what a folder of sentence-transformers has beside a model: how its vectors are made."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fminfer.compute.spec import Pooling, Reading
+from fminfer.core.errors import CheckpointError
+
+MODULES = "modules.json"
+SETTINGS = "config_sentence_transformers.json"
+DENSE_WEIGHTS = ["*_Dense/model.safetensors", "*_Dense/pytorch_model.bin"]
+_MODES = {  # theirs -> ours
+    "cls": "cls",
+    "cls_token": "cls",
+    "max": "max",
+    "max_tokens": "max",
+    "mean": "mean",
+    "mean_tokens": "mean",
+    "mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "weightedmean": "weightedmean",
+    "weightedmean_tokens": "weightedmean",
+    "lasttoken": "last",
+}
+_ACTIVATIONS = {"Identity": "", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu"}
+
+
+@dataclass(slots=True, frozen=True)
+class SentenceFolder:
+    """What such a folder says."""
+
+    pooling: Pooling | None  # None: nothing pools, as in a folder of a cross-encoder
+    dense: tuple[Path, ...] = ()  # the folders of its dense layers' weights, in order
+    max_length: int | None = None  # tokens that a text is cut to
+    is_lowercased: bool = False  # texts are, before the tokenizer reads them
+    prompts: Mapping[str, str] = field(default_factory=dict)  # by name; texts begin with one
+    default_prompt: str = ""  # the name of the one that is used if none is asked for
+    similarity: str = "cosine"
+
+
+def read_sentence_folder(folder: Path) -> SentenceFolder | None:
+    """Read such a folder; None: it is none.
+
+    Raises:
+        CheckpointError: it is broken, or has a module that does not run.
+    """
+    modules = _modules(folder / MODULES)
+    kinds = [each["type"].rpartition(".")[2] for each in modules]
+    if (kinds[:1] != ["Transformer"] and "Pooling" not in kinds) or "LogitScore" in kinds:
+        return None
+    _refuse_others(folder / MODULES, kinds)
+    own = [folder / str(each.get("path", "")) for each in modules]
+    if own[0] != folder:
+        raise _not_run(folder / MODULES, f"its model in a folder below, {own[0].name}; move it up")
+    dense = [each for each, kind in zip(own, kinds, strict=True) if kind == "Dense"]
+    pooling = None
+    if "Pooling" in kinds:
+        readings = tuple(_reading_of(each / "config.json") for each in dense)
+        how = _mode_of(own[kinds.index("Pooling")] / "config.json")
+        pooling = Pooling(how, readings, is_normalized="Normalize" in kinds)
+    texts = next((_read(each) for each in sorted(folder.glob("sentence_*_config.json"))), {})
+    settings = _read(folder / SETTINGS)
+    return SentenceFolder(
+        pooling,
+        tuple(dense),
+        texts.get("max_seq_length"),
+        bool(texts.get("do_lower_case")),
+        {name: text for name, text in (settings.get("prompts") or {}).items() if text},
+        settings.get("default_prompt_name") or "",
+        settings.get("similarity_fn_name") or "cosine",
+    )
+
+
+def sentence_files(folder: Path) -> list[Path]:
+    """List the files of such a folder that are no weights, for digests and copies."""
+    names = (MODULES, SETTINGS, "sentence_*_config.json", "*_*/config.json")
+    found = (file for name in names for file in folder.glob(name))
+    return sorted(found) if (folder / MODULES).exists() else []
+
+
+def _modules(file: Path) -> list[dict[str, Any]]:
+    """Return the modules that a file lists; none: it is no file of sentence-transformers."""
+    try:
+        found = json.loads(file.read_bytes())
+        return [each | {"type": str(each["type"])} for each in found]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return []
+
+
+def _refuse_others(file: Path, kinds: list[str]) -> None:
+    if others := sorted({*kinds} - {"Transformer", "Pooling", "Dense", "Normalize", "Dropout"}):
+        raise _not_run(file, f"the module {others[0]}")
+    order = " ".join(kind for kind in kinds if kind != "Dropout")  # only training applies it
+    if not re.fullmatch("Transformer( Pooling( Dense)*( Normalize)?)?", order):
+        raise _not_run(file, f"the modules {order} in this order")
+
+
+def _mode_of(file: Path) -> str:
+    fields = _read(file)
+    start = "pooling_mode_"
+    old = [name[len(start) :] for name, value in fields.items() if value and name.startswith(start)]
+    modes = fields.get("pooling_mode") or old or ["mean"]
+    modes = [modes] if isinstance(modes, str) else modes
+    if len(modes) != 1 or modes[0] not in _MODES:
+        known = ", ".join(dict.fromkeys(_MODES.values()))
+        raise _not_run(file, f"the poolings {', '.join(modes)}; one of {known} runs")
+    if not fields.get("include_prompt", True):
+        raise _not_run(file, "include_prompt false, which leaves a prompt's tokens out of the mean")
+    return _MODES[modes[0]]
+
+
+def _reading_of(file: Path) -> Reading:
+    fields = _read(file)
+    activation = str(fields.get("activation_function", "Tanh")).rpartition(".")[2]
+    names = {fields.get(f"module_{end}_name") for end in ("input", "output")}
+    if activation not in _ACTIVATIONS:
+        raise _not_run(file, f"the activation {activation}; these run: {', '.join(_ACTIVATIONS)}")
+    if fields.get("use_residual") or not names <= {None, "sentence_embedding"}:
+        raise _not_run(file, "a dense layer that is not the usual one, between two vectors")
+    if not isinstance(fields.get("out_features"), int):
+        raise _not_run(file, "no out_features")
+    return Reading(fields["out_features"], _ACTIVATIONS[activation], fields.get("bias", True))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(file.read_bytes()) if file.exists() else {}
+        return fields if isinstance(fields, dict) else {}
+    except ValueError as error:
+        raise CheckpointError(f"{file} is no JSON object ({error}); fetch it again") from error
+
+
+def _not_run(file: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{file} has {what}, which does not run. docs/encoders.md lists what does; without that "
+        "file in a copy of the folder the vectors are means of hidden states"
+    )
