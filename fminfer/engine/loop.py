@@ -268,7 +268,8 @@ class EngineLoop:
                 if prompt.is_pooled:
                     self._scheduler.add(prompt)
                 elif prompt.num_to_feed > 0:
-                    if state.is_counted:  # of a run over lines, whose summary tells it
+                    # Of a run over lines, whose summary tells it; memories are shared whole.
+                    if state.is_counted and prompt.source is None:
                         count_shareable(self.stats, prompt, self._shared_tokens)
                     self._scheduler.add(prompt)
                 else:  # nothing to compute: max_tokens 0 without scores, or one token to score

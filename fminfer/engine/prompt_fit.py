@@ -201,6 +201,14 @@ def check_room(state: RequestState, scheduler: Scheduler, num_kv_tokens: int) ->
                 f"or lower {name}",
                 name,
             )
+        if len(prompt.ids_to_read) > scheduler.most_read:
+            raise RequestError(
+                "out_of_memory",
+                f"the prompt has {counted(len(prompt.ids_to_read), 'token')}, which an encoder "
+                f"reads at once; there is memory for {scheduler.most_read:,}. Shorten it, or run "
+                "on a machine with more memory",
+                "prompt",
+            )
         if prompt.num_to_feed > 0 and not scheduler.fits(prompt):
             raise RequestError(
                 "out_of_memory",

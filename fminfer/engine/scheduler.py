@@ -10,6 +10,7 @@ Prompts are fed in chunks that fill each step beside the decode rows.
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_left
 from collections import deque
 
@@ -39,6 +40,7 @@ class Scheduler:
         num_stages: of the pipeline.
         cache: of prompts' prefixes; None: every prompt is fed whole.
         memories: of an encoder, for other prompts; None: there are none.
+        most_read: tokens of a prompt that an encoder reads, at most.
     """
 
     def __init__(
@@ -51,7 +53,9 @@ class Scheduler:
         num_stages: int = 1,
         cache: PrefixCache | None = None,
         memories: MemoryCache | None = None,
+        most_read: int = sys.maxsize,
     ) -> None:
+        self.most_read = most_read
         self._kv = KvReservation(pool, cache, memories)
         self._shares_memories = memories is not None
         self._block_size = pool.block_size
@@ -67,7 +71,7 @@ class Scheduler:
         self._waiting = WaitingLine()
         self._prefilling = PrefillLine()
         self._reading = EncodeLine()
-        self._read_next: set[tuple[int, ...]] = set()  # prompts whose memories are soon in the cache
+        self._read_next: set[tuple[int, ...]] = set()  # whose memories are soon in the cache
         self._was_whole = False  # the newest step is the encoder's
         self._ready: deque[Sequence] = deque()  # sequences whose newest token can be fed
         self._in_flight = StepsInFlight()

@@ -97,6 +97,8 @@ def calibrate(config: EngineConfig, on_progress: ShowProgress) -> Calibration:
     """
     engine = Engine(config)
     try:
+        if engine.pipeline.plan.checkpoint.model.encoder is not None:
+            raise UsageError("--calibrate times decoders alone; this model has an encoder")
         path = find_costs_path(engine.pipeline.plan, has_kernel=engine.facts.has_kernel)
         if path is None:
             raise UsageError(f"the costs cannot be kept: {why_no_cache()}")

@@ -110,6 +110,7 @@ class Check:
         )
 
     def _build_loop(self) -> EngineLoop:
+        plan = self._plan
         return build_loop(
             self._config,
             Starter(
@@ -120,12 +121,14 @@ class Check:
             sizes=self._plan.sizes,
             num_blocks=self._num_blocks,
             num_stages=self._plan.machine.num_stages,
+            has_memories=self._checkpoint.model.encoder is not None,
+            most_read=plan.most_read(plan.room_bytes - plan.own.takes.total(plan.num_kv_tokens)),
         )
 
     def _show_first(self, checker: LineChecker, inputs: Sequence[Path]) -> FirstPrompt | None:
         if checker.first is None:
             return None
-        line, ids = checker.first[0], checker.first[1].ids
+        line, ids = checker.first[0], checker.first[1].ids_to_read or checker.first[1].ids
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
         return FirstPrompt(str(inputs[line.source]), line.number, text, len(ids))
 
@@ -141,6 +144,7 @@ class Check:
             num_stages=self._plan.machine.num_stages,
             read_ahead=read_ahead,
             is_only_run=is_whole,  # a part says nothing of the file's end
+            has_memories=self._checkpoint.model.encoder is not None,
         )
         scale = 1.0
         if not is_whole and checker.num_sample_tokens:
@@ -166,6 +170,8 @@ class Check:
     def _find_costs(self) -> tuple[CostModel | None, str]:
         """Return what steps cost here, or why that is not known."""
         machine = self._plan.machine
+        if self._checkpoint.model.encoder is not None:
+            return None, "that of models with an encoder cannot be yet"
         if machine.device_bytes is not None:
             return None, "steps are timed on the machine that runs them"
         if machine.num_stages * machine.num_shards * machine.num_pipelines > 1:

@@ -54,13 +54,14 @@ class StepWork:
     def of(cls, step: Step) -> StepWork:
         """Measure a step."""
         is_one = step.lengths == 1
-        lengths, positions = step.lengths[~is_one], step.positions[~is_one]
+        all_positions = 0 * step.lengths if step.is_whole else step.positions
+        lengths, positions = step.lengths[~is_one], all_positions[~is_one]
         return cls(
             num_prompt_tokens=int(lengths.sum()),
             num_prompt_keys=int((lengths * positions + lengths * (lengths + 1) // 2).sum()),
             num_chunk_keys=int((positions + lengths).sum()),
             num_rows=int(is_one.sum()),
-            num_row_keys=int((step.positions[is_one] + 1).sum()),
+            num_row_keys=int((all_positions[is_one] + 1).sum()),
             num_logits=len(step.draws) + len(step.scores),
             num_random=int((step.draws["temperature"] > 0).sum()),
         )

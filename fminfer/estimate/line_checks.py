@@ -123,12 +123,12 @@ class LineChecker:
             to_draw = prompt.params.max_tokens * len(prompt.sequences)
             counts.num_prompts += 1
             counts.num_sequences += len(prompt.sequences)
-            counts.prompt_tokens += len(prompt.ids)
+            counts.prompt_tokens += prompt.num_prompt_tokens
             counts.max_drawn_tokens += to_draw
-            row = len(prompt.ids) + prompt.params.max_tokens
+            row = max(len(prompt.ids_to_read), len(prompt.ids) + prompt.params.max_tokens)
             counts.longest_row = max(counts.longest_row, row)
             if not is_equal:
-                counts.tokens_to_feed += prompt.num_to_feed
+                counts.tokens_to_feed += len(prompt.ids_to_read) + prompt.num_to_feed
                 counts.tokens_to_draw += to_draw
                 self._count_shared(prompt)
 
@@ -141,7 +141,9 @@ class LineChecker:
         return is_equal
 
     def _count_shared(self, prompt: PromptState) -> None:
-        if self._shared is not None and prompt.num_to_feed and not self._shared.is_full:
+        if self._shared is None or prompt.source is not None:  # only whole memories are shared
+            return
+        if prompt.num_to_feed and not self._shared.is_full:
             num_shared = self._shared.add(prompt.ids[: prompt.num_to_feed])
             self.counts.num_counted_tokens += prompt.num_to_feed
             self.counts.num_shared_tokens += min(num_shared, prompt.num_to_feed - 1)

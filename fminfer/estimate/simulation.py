@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from fminfer.compute.step import BlockTables, Step, StepResult, TokenLogprobs
 from fminfer.contract.line import Line
 from fminfer.core.config import StepSizes
@@ -84,8 +86,13 @@ class PretendPipeline:
         if shape.num_prompt_tokens:
             self.fed.add(self.rest)
             self.rest = StepCounts()
-        written = self._tables.take(step).slots(self._block_size)
-        self.num_blocks_used = max(self.num_blocks_used, int(written.max()) // self._block_size + 1)
+        if step.is_whole:
+            return
+        rows = [self._tables.take(step)]
+        if step.memory_lengths.any():
+            rows.append(self._tables.cross(step, 0, step.num_tokens))
+        last = max(int(each.slots(self._block_size).max()) for each in rows)
+        self.num_blocks_used = max(self.num_blocks_used, last // self._block_size + 1)
 
     def collect(self) -> StepResult:
         """Return the oldest step's result."""
@@ -94,6 +101,10 @@ class PretendPipeline:
         drawn, scored = map(TokenLogprobs.empty, (len(step.draws), len(step.scores)))
         for found in (drawn, scored):
             found.ids[:], found.logprobs[:] = DRAWN_ID, 0.0
+        if step.is_whole:  # of vectors of one number, or of a byte a token
+            return StepResult(
+                step.step_id, {"vectors": np.zeros((step.num_tokens, 4), np.uint8)}, []
+            )
         return StepResult(step.step_id, {"tokens": drawn, "prompt scores": scored}, [])
 
     def drop(self) -> None:
@@ -164,6 +175,7 @@ def simulate(
     num_stages: int,
     read_ahead: int,
     is_only_run: bool,
+    has_memories: bool = False,
 ) -> Simulation:
     """Answer lines without a model.
 
@@ -172,6 +184,7 @@ def simulate(
         num_stages: of the pipeline.
         read_ahead: prompts that a run reads before there is room for them.
         is_only_run: the lines are all that the engine answers.
+        has_memories: a decoder attends to what an encoder has read.
     """
     config, pipeline = limits.config, PretendPipeline(limits.config.block_size)
     loop = build_loop(
@@ -182,6 +195,7 @@ def simulate(
         sizes=sizes,
         num_blocks=num_blocks,
         num_stages=num_stages,
+        has_memories=has_memories,
     )
     runner = LineRunner(
         loop,

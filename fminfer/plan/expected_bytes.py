@@ -90,6 +90,7 @@ def expect_bytes(plan: RunPlan, part: Part, share: ModelShare | None = None) -> 
         mapped=mapped,
         reads_files=bool(mapped and not packed.keys() - {head}),
         work=_step_bytes(plan, part, model),
+        work_token=_token_numbers(part, model) * plan.dtype.itemsize,
         kv_token=(part.last - part.first) * math.prod(cache_shape) * plan.kv_dtype.itemsize,
     )
 
@@ -121,10 +122,7 @@ def _step_bytes(plan: RunPlan, part: Part, model: Model) -> int:
     """
     kind = plan.device.type
     layers = [model.layers[number] for number in part.numbers]
-    widths = [max(sum(each.attention.qkv_sizes), _up_size(each.mlp)) for each in layers]
-    tokens = plan.sizes.chunk_size
-    hidden = (HIDDEN_COPIES + max(map(_copies, layers))) * model.hidden_size
-    hidden += WIDE_COPIES * max(widths)
+    tokens, hidden = plan.sizes.chunk_size, _token_numbers(part, model)
     logits = min(MAX_LOGITS[kind], tokens * model.vocab_size) if part.is_last else 0
     graphs = 0
     may_capture = kind == "cuda" and plan.config.kernels != "off" and part.num_shards == 1
@@ -133,6 +131,14 @@ def _step_bytes(plan: RunPlan, part: Part, model: Model) -> int:
         graphs = len(layers) * len(graph_sizes(rows)) * GRAPH_LAYER_BYTES + input_bytes(rows)
         tokens += rows  # the graphs' pool holds the hidden states of the largest one
     return tokens * hidden * plan.dtype.itemsize + LOGIT_BYTES[kind] * logits + graphs
+
+
+def _token_numbers(part: Part, model: Model) -> int:
+    """Return how many numbers of each token exist at once in a step of one stage."""
+    layers = [model.layers[number] for number in part.numbers]
+    widths = [max(sum(each.attention.qkv_sizes), _up_size(each.mlp)) for each in layers]
+    copies = HIDDEN_COPIES + max(map(_copies, layers))
+    return copies * model.hidden_size + WIDE_COPIES * max(widths)
 
 
 def _copies(layer: Layer) -> int:

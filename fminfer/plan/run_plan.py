@@ -32,6 +32,7 @@ class ExpectedBytes:
     mapped: int  # the part in mapped files, which leave memory to others
     reads_files: bool  # steps use weights where they are mapped: none but the head is packed
     work: int  # a step's work
+    work_token: int  # of that, each token's beside logits
     kv_token: int  # a token's keys and values
 
     def total(self, num_kv_tokens: int) -> int:
@@ -107,6 +108,14 @@ class RunPlan:
         """The tokens of KV cache beyond which more is of no use."""
         size = self.config.block_size
         return self.sizes.max_rows * -(-self.checkpoint.context_length // size) * size
+
+    def most_read(self, left: int) -> int:
+        """Return how many tokens an encoder can read at once: a prompt is read whole.
+
+        Args:
+            left: bytes that are free beside weights and KV cache.
+        """
+        return max(self.sizes.chunk_size, left // self.own.takes.work_token)
 
     def used_kv_tokens(self, num_written: int) -> int:
         """Return the tokens of KV cache that take memory, of those written: a GPU's all do."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -13,6 +14,7 @@ from pathlib import Path
 from fminfer.contract.field_table import COLUMNS, FIELDS
 from fminfer.contract.fields import INT64, integer
 from fminfer.contract.request import DEFAULTS, SamplingParams
+from fminfer.contract.vector_wish import VectorFacts
 from fminfer.core.config import (
     EngineConfig,
     MemoryOptions,
@@ -51,6 +53,7 @@ def make_intake(
     Args:
         num_blocks: of each pipeline's KV cache, once it is known.
     """
+    vectors = find_vectors(checkpoint)
     limits = RequestLimits(
         checkpoint.context_length,
         checkpoint.config.vocab_size,
@@ -61,6 +64,7 @@ def make_intake(
         kv_size=None if num_blocks is None else KvSize(num_blocks, config.block_size),
         chat_template=_read_template(config),
         start_ids=find_start(checkpoint),
+        vectors=vectors,
     )
     return Intake(tokenizer, limits)
 
@@ -75,11 +79,13 @@ def build_loop(
     num_blocks: int,
     num_stages: int,
     has_memories: bool = False,
+    most_read: int = sys.maxsize,
 ) -> EngineLoop:
     """Put a loop together.
 
     Args:
         has_memories: a decoder attends to what an encoder has read.
+        most_read: tokens that an encoder reads at once, at most.
         num_blocks: the size of the KV cache.
         num_stages: of the pipeline.
     """
@@ -93,6 +99,7 @@ def build_loop(
         num_stages=num_stages,
         cache=PrefixCache(pool) if config.prefix_cache and not has_memories else None,
         memories=MemoryCache(pool) if config.prefix_cache and has_memories else None,
+        most_read=most_read,
     )
     return EngineLoop(
         starter,
@@ -173,6 +180,27 @@ def find_start(checkpoint: Checkpoint) -> tuple[int, ...] | None:
             "it into its config.json"
         )
     return (start,) if forced is None else (start, forced)
+
+
+def find_vectors(checkpoint: Checkpoint) -> VectorFacts | None:
+    """Return what a model's vectors are; None: it generates text."""
+    encoder = checkpoint.model.encoder
+    if encoder is None or encoder.pooling is None:
+        return None
+    pooling, sentence = encoder.pooling, getattr(checkpoint, "sentence", None)
+    labels = getattr(checkpoint.config, "id2label", None) or {}
+    prompts = {} if sentence is None else sentence.prompts
+    named = "" if sentence is None else sentence.default_prompt
+    return VectorFacts(
+        pooling.readings[-1].size if pooling.readings else checkpoint.model.hidden_size,
+        pooling.is_scored,
+        pooling.is_normalized,
+        has_types=encoder.num_types > 1,
+        labels=tuple(labels[number] for number in sorted(labels)) if pooling.is_scored else (),
+        prompts=prompts,
+        default_prompt=named if named in prompts else None,
+        is_lowercased=sentence is not None and sentence.is_lowercased,
+    )
 
 
 def _find_defaults(

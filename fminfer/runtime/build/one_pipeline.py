@@ -17,6 +17,7 @@ from fminfer.engine.engine_core import Facts
 from fminfer.engine.start import Starter
 from fminfer.machine.device import (
     end_openmp_threads,
+    free_bytes,
     peak_bytes,
     use_device,
 )
@@ -104,6 +105,7 @@ class OnePipeline:
             num_blocks=num_blocks,
             num_stages=loaded.part.num_stages,
             has_memories=checkpoint.model.encoder is not None,
+            most_read=_most_read(loaded),
         )
 
     @property
@@ -145,6 +147,14 @@ class OnePipeline:
             group.abandon()
         else:
             group.leave()
+
+
+def _most_read(loaded: LoadedPart) -> int:
+    """Return how many tokens an encoder reads at once, at most, by the memory that is left."""
+    plan, left = loaded.plan, free_bytes(loaded.device)
+    if loaded.device.type == "cpu":  # a GPU's KV cache has its memory already
+        left -= plan.num_kv_tokens * plan.own.takes.kv_token
+    return plan.most_read(left)
 
 
 def serve_rank(
