@@ -11,20 +11,26 @@ import json
 import sys
 from itertools import groupby
 from pathlib import Path
-from typing import get_args
 
-from fminfer.contract.field_table import FIELDS, Endpoint, Field
+from fminfer.contract.endpoints import Endpoint
+from fminfer.contract.field_table import FIELDS, Field
 from fminfer.contract.request import DEFAULTS
 
+# Whose table has the fields that an endpoint shares.
+SHOWN: dict[Endpoint, Endpoint] = {
+    "chat": "completions",
+    "classify": "embeddings",
+    "score": "embeddings",
+    "rerank": "embeddings",
+}
 CONTRACT = Path(__file__).parents[1] / "docs" / "contract.md"
 
 
 def own_fields(endpoint: Endpoint) -> list[Field]:
     """Return the fields of completions and of both, or those that are chat's alone."""
-    (other,) = set(get_args(Endpoint)) - {endpoint}
     rows = FIELDS[endpoint].items()
-    is_all = endpoint == "completions"
-    return [each for name, each in rows if is_all or FIELDS[other].get(name) is not each]
+    shown = FIELDS[SHOWN[endpoint]] if endpoint in SHOWN else {}
+    return [each for name, each in rows if shown.get(name) is not each]
 
 
 def default_of(each: Field) -> str:
@@ -80,6 +86,7 @@ def fill(text: str) -> str:
         "recorded": recorded(),
         "chat": acted_on("chat"),
         "refused in chat": refused("chat"),
+        **{name: acted_on(name) for name in ("embeddings", "score", "rerank")},
     }
     for name, table in parts.items():
         start, end = f"<!-- fields: {name} -->\n", "<!-- end -->"

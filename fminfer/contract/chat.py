@@ -42,11 +42,6 @@ class ChatRequest:
     warnings: tuple[RowWarning, ...] = ()
 
 
-def is_chat(fields: Mapping[str, Any]) -> bool:
-    """Tell whether a request that does not say so otherwise is one of chat."""
-    return fields.get("messages") is not None and fields.get("prompt") is None
-
-
 def overwrite(fields: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
     """Return a chat request's fields with others in their place, which have completions' names."""
     found = {**fields, **args}

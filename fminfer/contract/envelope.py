@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import orjson
 
+from fminfer.contract.endpoints import URLS, Endpoint, endpoint_of, find_asked
 from fminfer.contract.fields import show, wrong_type
 from fminfer.contract.json_object import dump, load_object
 from fminfer.contract.json_spans import find_members, on_one_line
@@ -23,7 +24,6 @@ from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, cut_name
 from fminfer.core.errors import RequestError
 
 Shape = Literal["bare", "wrapped", "batch"]
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BATCH_KEYS = frozenset({"custom_id", "method", "url", "body"})
 MAX_QUOTED_BYTES = 4096  # of a request that an error record holds verbatim
 QUOTED_BYTES = 400  # that it holds of a longer one
@@ -47,7 +47,7 @@ class Envelope:
     others: dict[str, bytes] = field(default_factory=dict)  # "name":value of a wrapped line's rest
     error: RequestError | None = None
     warnings: tuple[RowWarning, ...] = ()
-    is_chat: bool | None = None  # as a Batch line's url says; None: its fields tell
+    endpoint: Endpoint | None = None  # as a Batch line's url says; None: its fields tell
 
     @property
     def custom_id_text(self) -> str | None:
@@ -98,7 +98,7 @@ def tell_shape(fields: dict[str, Any]) -> Shape | None:
     is_wrapped, is_batch = (isinstance(fields.get(name), dict) for name in ("request", "body"))
     if is_wrapped or is_batch:
         return None if is_wrapped and is_batch else "wrapped" if is_wrapped else "batch"
-    if fields.get("prompt") is not None or fields.get("messages") is not None:
+    if find_asked(fields) is not None:
         return "bare"
     if fields.get("request") is not None:
         return "wrapped"
@@ -203,7 +203,7 @@ def _open_batch(raw: bytes, fields: dict[str, Any], number: int) -> Envelope:
         custom_id=custom_id,
         error=error,
         warnings=warnings,
-        is_chat=fields.get("url") == CHAT,
+        endpoint=endpoint_of(fields.get("url")) or "completions",
     )
 
 
@@ -218,8 +218,12 @@ def _what_is_wrong(fields: dict[str, Any], number: int) -> RequestError | None:
             return RequestError(
                 "invalid_type", f"{name} of line {number} is {found}; it must be {allowed}", name
             )
-    for name, answered in (("method", ("POST",)), ("url", (COMPLETIONS, CHAT))):
-        if fields.get(name) not in answered:
+    has_url = endpoint_of(fields.get("url")) is not None
+    for name, answered in (
+        ("method", () if fields.get("method") == "POST" else ("POST",)),
+        ("url", () if has_url else tuple(URLS)),
+    ):
+        if answered:
             found = show(fields[name]) if name in fields else "absent"
             allowed = " or ".join(f'"{value}"' for value in answered)
             return RequestError(

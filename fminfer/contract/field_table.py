@@ -8,11 +8,12 @@ docs/contract.md (`scripts/field_tables`) come from it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fminfer.contract.chat_messages import MESSAGES, TOOLS
 from fminfer.contract.constraint import HELPS, KINDS
+from fminfer.contract.endpoints import Endpoint
 from fminfer.contract.fields import (
     ANYTHING,
     INT64,
@@ -42,7 +43,6 @@ from fminfer.contract.fields import (
 )
 from fminfer.core.errors import RequestError
 
-Endpoint = Literal["completions", "chat"]
 # What a field's largest number is one of: the context's tokens, the model's ids, --max-logprobs.
 Limit = Literal["", "context", "vocab", "logprobs"]
 # Acted on; by a server alone, as an answer in a file has one form; refused but for its neutral
@@ -198,6 +198,21 @@ _DECODER_PROMPT = Field(
     "Of a model with an encoder: what its decoder goes on from, behind the token that it begins "
     "with. With echo it is scored. `prompt` is what the encoder reads.",
     "vocab",
+)
+_INPUT = replace(_PROMPT, name="input", help="Each text, or list of ids, gets a vector.")
+_COMPARED = tuple(
+    Field(name, Kind(_ANY.read, lambda most: {"anyOf": [TEXT, TEXTS]}, told), text)
+    for name, told, text in (
+        ("query", "a string", "What documents are compared with."),
+        (
+            "documents",
+            "a string, a list of strings",
+            "What query, or each of queries, is compared with.",
+        ),
+        ("queries", "a string, a list of strings", "vLLM's newer name of text_1."),
+        ("text_1", "a string, a list of strings", "One text, or one for each of text_2."),
+        ("text_2", "a string, a list of strings", "What is compared with text_1."),
+    )
 )
 _MESSAGES = Field(
     "messages",
@@ -410,8 +425,51 @@ _OF_CHAT = (
     *_refused("The prompt of a chat request is its messages", [], "prompt"),
     *_refused("An answer in chat is a message; /v1/completions has echo", [False, 0], "echo"),
     *_refused("/v1/completions has best_of", [1], "best_of"),
+    *_refused("/v1/completions has decoder_prompt", [], "decoder_prompt"),
     *_refused("Give tools and tool_choice", [[]], "functions"),
     *_refused("The template writes them", [False], "add_special_tokens"),
+)
+
+
+_OF_VECTORS = (
+    *_RECORDED,
+    *_fields(_SWITCH, add_special_tokens="false: no special tokens around a text."),
+    *_fields(
+        also(integer(1), "≥ 1; -1", (-1, -1)),
+        truncate_prompt_tokens="Keep so many tokens of a longer text, its special tokens among "
+        "them; -1: what the model reads.",
+    ),
+    *_fields(
+        one_of("left", "right"),
+        default="right",
+        truncation_side='Where truncate_prompt_tokens cuts; "right" keeps the first tokens.',
+    ),
+)
+_OF_EMBEDDINGS = (
+    _INPUT,
+    *_OF_VECTORS,
+    *_fields(
+        integer(1),
+        dimensions="Keep the first so many numbers; the model's vectors of length 1 get that "
+        "length again.",
+    ),
+    *_fields(
+        one_of("float", "base64"),
+        default="float",
+        encoding_format='"base64": the bytes of float32 numbers, little-endian.',
+    ),
+    *_fields(
+        _TEXT,
+        prompt_name="Which of the model's own prompts stands before each text. Default: the one "
+        "that the model names, or none.",
+    ),
+)
+_RERANKED = tuple(each for each in _COMPARED if each.name in ("query", "documents"))
+_OF_RERANK = (
+    *(replace(each, is_required=True) for each in _RERANKED),
+    *_OF_VECTORS,
+    *_fields(integer(1), top_n="Tell only the best so many. Default: all."),
+    *_fields(_SWITCH, default=True, return_documents="false: leave the documents out."),
 )
 
 
@@ -424,11 +482,18 @@ def _by_name(*rows: Field) -> dict[str, Field]:
 FIELDS: dict[Endpoint, dict[str, Field]] = {
     "completions": _by_name(*_OF_COMPLETIONS, *_OF_BOTH),
     "chat": _by_name(*_OF_CHAT, *_OF_BOTH),
+    "embeddings": _by_name(*_OF_EMBEDDINGS),
+    "score": _by_name(*(each for each in _COMPARED if each.name != "query"), *_OF_VECTORS),
+    "rerank": _by_name(*_OF_RERANK),
+    "classify": _by_name(_INPUT, *_OF_VECTORS),
 }
 DRAW_FIELDS = tuple(each.name for each in _DRAWS)
 COLUMNS = {
     each.name: each.column for each in _DRAWS if each.column
 }  # of `compute.step.DRAW`, with their types
 # What may differ between requests of one part of `split`: it changes no draw.
-_OF_LINES = (_PROMPT, _DECODER_PROMPT, _MESSAGES, _TOOLS, *_CONSTRAINTS, *_RECORDED)
+_OF_LINES = (
+    *(_PROMPT, _DECODER_PROMPT, _MESSAGES, _TOOLS, _INPUT, *_COMPARED),
+    *(*_CONSTRAINTS, *_RECORDED),
+)
 FIELDS_OF_LINES = frozenset(each.name for each in _OF_LINES)

@@ -46,14 +46,14 @@ def load_object(raw: bytes, what: str = LINE) -> dict[str, Any]:
 
 
 def dump(value: object) -> bytes:
-    """Return a value as JSON that every reader takes for one line.
+    """Return a value, with arrays of numpy, as JSON that every reader takes for one line.
 
     Half a surrogate pair, which a request may hold, stays what it is.
     """
     try:
-        data = orjson.dumps(value)
+        data = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
     except orjson.JSONEncodeError:
-        return json.dumps(value, separators=(",", ":")).encode()
+        return json.dumps(value, separators=(",", ":"), default=lambda a: a.tolist()).encode()
     if 0xE2 in data or 0xC2 in data:  # the first bytes of these ends
         for char, escape in _LINE_ENDS.items():
             data = data.replace(char, escape)

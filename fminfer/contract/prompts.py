@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -15,15 +15,18 @@ MAX_CHOICES = 16_384
 MAX_ENTRIES = 1 << 24
 
 
-def read_prompts(obj: dict[str, Any]) -> list[str | list[int]]:
+def read_prompts(obj: Mapping[str, Any], name: str = "prompt") -> list[str | list[int]]:
     """Return the prompts of a request, at least one.
+
+    Args:
+        name: of the field.
 
     Raises:
         RequestError: what is wrong with them.
     """
-    value = obj.get("prompt")
+    value = obj.get(name)
     if value is None:
-        raise _missing(obj)
+        raise _missing(obj, name)
     if obj.get("messages") is not None:
         raise RequestError(
             "unsupported_parameter",
@@ -31,24 +34,27 @@ def read_prompts(obj: dict[str, Any]) -> list[str | list[int]]:
             "messages",
         )
     if isinstance(value, str):
-        return [check_text(value)]
+        return [check_text(value, name)]
     if isinstance(value, list) and not value:
-        raise RequestError("out_of_range", "prompt is an empty list; give a prompt", "prompt")
+        raise RequestError("out_of_range", f"{name} is an empty list; give a prompt", name)
     if _is_all(value, lambda v: isinstance(v, str)):
-        return [check_text(text) for text in value]
+        return [check_text(text, name) for text in value]
     if _is_all(value, is_integral):
-        return [_token_ids(value)]
+        return [_token_ids(value, name)]
     if _is_all(value, lambda ids: _is_all(ids, is_integral)):
-        return [_token_ids(ids) for ids in value]
+        return [_token_ids(ids, name) for ids in value]
     raise wrong_type(
-        "prompt",
+        name,
         value,
         "a string, a list of strings, a list of token ids, or a list of lists of token ids",
     )
 
 
-def check_choices(num_prompts: int, n: int, best_of: int) -> None:
+def check_choices(num_prompts: int, n: int, best_of: int, source: str = "prompt") -> None:
     """Refuse more choices, or candidates for them, than one line may have.
+
+    Args:
+        source: the field that the prompts are from.
 
     Raises:
         RequestError: names the limit.
@@ -56,12 +62,12 @@ def check_choices(num_prompts: int, n: int, best_of: int) -> None:
     num_choices = num_prompts * max(n, best_of)
     if num_choices <= MAX_CHOICES:
         return
-    name = "prompt" if best_of == 1 else "n" if best_of == n else "best_of"
-    each = f" and {name} is {best_of}, {num_choices:,} choices in all" if name != "prompt" else ""
-    lower = f"Lower {name}, or put" if name != "prompt" else "Put"
+    name = source if best_of == 1 else "n" if best_of == n else "best_of"
+    each = f" and {name} is {best_of}, {num_choices:,} choices in all" if name != source else ""
+    lower = f"Lower {name}, or put" if name != source else "Put"
     raise RequestError(
         "out_of_range",
-        f"prompt holds {num_prompts:,} prompts{each}; a line may have at most {MAX_CHOICES:,}. "
+        f"{source} holds {num_prompts:,} prompts{each}; a line may have at most {MAX_CHOICES:,}. "
         f"{lower} the prompts on several lines",
         name,
     )
@@ -90,23 +96,24 @@ def check_entries(num_tokens: int, num_choices: int, logprobs: int) -> None:
     )
 
 
-def _missing(obj: dict[str, Any]) -> RequestError:
+def _missing(obj: Mapping[str, Any], name: str) -> RequestError:
     """Return the error of a request without a prompt."""
-    if obj.get("messages") is not None:
+    if name == "prompt" and obj.get("messages") is not None:
         return RequestError(
             "missing_prompt",
             "the request has messages and no prompt, and /v1/completions answers prompts; send it "
             "to /v1/chat/completions",
             "messages",
         )
-    found = "null" if "prompt" in obj else "absent"
-    alike = get_close_matches("prompt", obj.keys() - {"prompt"}, 1, 0.75)
+    found = "null" if name in obj else "absent"
+    alike = get_close_matches(name, obj.keys() - {name}, 1, 0.75)
+    from_start = ' ("" generates from the start)' if name == "prompt" else ""
     meant = f" (is {show(alike[0])} meant to be it?)" if alike else ""
     return RequestError(
         "missing_prompt",
-        f"prompt is {found}{meant}; give a string, a list of strings, token ids, or a list of "
-        'lists of token ids ("" generates from the start)',
-        "prompt",
+        f"{name} is {found}{meant}; give a string, a list of strings, token ids, or a list of "
+        f"lists of token ids{from_start}",
+        name,
     )
 
 
@@ -114,10 +121,10 @@ def _is_all(value: Any, test: Callable[[Any], bool]) -> bool:
     return isinstance(value, list) and all(test(item) for item in value)
 
 
-def _token_ids(ids: list[Any]) -> list[int]:
+def _token_ids(ids: list[Any], name: str) -> list[int]:
     if not ids:
         raise RequestError(
-            "out_of_range", "prompt holds an empty list of token ids; give at least one", "prompt"
+            "out_of_range", f"{name} holds an empty list of token ids; give at least one", name
         )
     return [int(i) for i in ids]
 

@@ -11,7 +11,8 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
-from fminfer.contract.field_table import FIELDS, Endpoint, Field
+from fminfer.contract.endpoints import Endpoint
+from fminfer.contract.field_table import FIELDS, Field
 from fminfer.contract.fields import INT64, show
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, cut_name
 from fminfer.core.errors import RequestError

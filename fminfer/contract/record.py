@@ -53,7 +53,7 @@ class Record:
         if self.error is not None:
             raise copy(self.error)  # one that is kept would keep the frames that it passed
         assert self.result is not None, "a record has a result or an error"
-        return [Choice(fields) for fields in self.result["choices"]]
+        return [Choice(fields) for fields in self.result.get("choices", ())]
 
     @property
     def text(self) -> str:
@@ -146,8 +146,8 @@ def make_key(envelope: Envelope, repeat: int) -> bytes:
         repeat: equal requests before it in its file; 0 where chance has no part in it.
     """
     form = b"batch" if envelope.shape == "batch" else b"plain"
-    if envelope.is_chat is not None:  # the endpoint says it, and not the request
-        form += b" chat" if envelope.is_chat else b" completion"
+    if envelope.endpoint is not None:  # the url says it, and not the request
+        form += b" " + envelope.endpoint.removesuffix("s").encode()
     head = b"%s %d\n" % (form, repeat)
     return hashlib.blake2b(head + envelope.request, digest_size=16).digest()
 

@@ -18,7 +18,7 @@ _START, _RESULT = b'{"request":', b',"result":'
 _BATCH_START, _RESPONSE = b'{"id":"batch_req_', b',"response":'
 _ANSWER = re.compile(
     rb',"response":\{"status_code":200,"request_id":"req_([0-9a-f]{32})[0-9a-f]{16}",'
-    rb'"body":\{"id":"(cmpl|chatcmpl)-[0-9a-f]{32}"'
+    rb'"body":\{"id":"([a-z]+)-[0-9a-f]{32}"'
 )
 Tokens = tuple[int, int, int]  # of the prompt, those of it not computed again, and drawn ones
 
@@ -41,7 +41,7 @@ class Answered:
             result = self.fields.get("result") or self.fields["response"]["body"]
             usage = result["usage"]
             cached = usage["prompt_tokens_details"]["cached_tokens"]
-            return int(usage["prompt_tokens"]), int(cached), int(usage["completion_tokens"])
+            return int(usage["prompt_tokens"]), int(cached), int(usage.get("completion_tokens", 0))
         except (KeyError, TypeError) as error:
             raise ValueError("an answer has no usage") from error
 

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fminfer.contract.constraint import find_constraint
+from fminfer.contract.endpoints import Endpoint
 from fminfer.contract.fields import out_of_range
 from fminfer.contract.prompts import check_choices, read_prompts
 from fminfer.contract.read_fields import read_fields
 from fminfer.contract.row_warnings import RowWarning
+from fminfer.contract.vector_wish import VectorWish
 from fminfer.core.config import Constraint, KnownParser
 from fminfer.core.errors import RequestError
 
@@ -89,10 +91,11 @@ class Request:
     prompts: list[str | list[int]]
     params: SamplingParams
     warnings: tuple[RowWarning, ...] = field(default=())
-    is_chat: bool = False  # answered with messages
+    endpoint: Endpoint = "completions"
     fills_context: bool = False  # max_tokens is at most what the context leaves of params'
     tool_parser: KnownParser | None = None  # the form of tool calls in its answer; None: text
     keeps_one_call: bool = False  # its answer ends behind its first call
+    vectors: VectorWish | None = None  # what is made of its prompts' vectors; None: it draws
 
 
 def parse_request(

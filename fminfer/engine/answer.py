@@ -17,6 +17,7 @@ from fminfer.engine.sequence import (
     Sequence,
     TokenReport,
 )
+from fminfer.engine.vector_answer import make_of_vectors
 from fminfer.text.spelling import Spelling
 from fminfer.text.tokenizer import Tokenizer
 
@@ -41,21 +42,21 @@ def build_answer(state: RequestState, form: AnswerForm) -> Event:
     """Build the answer of a request whose prompts are all finished."""
     if state.error is not None:
         return Failed(state.id, state.error)
-    kind = state.prepared.kind
-    spelling = form.spelling(kind)
-    choices: list[dict[str, Any]] = []
-    for prompt in state.prompts:
-        for sequence in chosen(prompt):
-            choices.append(_choice(sequence, len(choices), spelling, kind))
+    kind, wish = state.prepared.kind, state.prepared.vectors
     num_prompt = sum(prompt.num_prompt_tokens for prompt in state.prompts)
-    num_completion = sum(_num_drawn(prompt) for prompt in state.prompts)
-    usage = {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_completion,
-        "total_tokens": num_prompt + num_completion,
-        "prompt_tokens_details": _prompt_details(state),
-    }
-    return Finished(state.id, choices, usage, _request_time(state))
+    usage: dict[str, Any] = {"prompt_tokens": num_prompt}
+    choices: list[dict[str, Any]] = []
+    if wish is not None:
+        choices = make_of_vectors(state, wish)
+    else:
+        spelling = form.spelling(kind)
+        for prompt in state.prompts:
+            for sequence in chosen(prompt):
+                choices.append(_choice(sequence, len(choices), spelling, kind))
+        usage["completion_tokens"] = sum(_num_drawn(prompt) for prompt in state.prompts)
+    usage["total_tokens"] = sum(usage.values())
+    usage["prompt_tokens_details"] = _prompt_details(state)
+    return Finished(state.id, choices, usage, _request_time(state), kind)
 
 
 def _prompt_details(state: RequestState) -> dict[str, int]:

@@ -66,7 +66,7 @@ class ChatIntake:
             [check_text(text, "messages")],
             params,
             warnings,
-            is_chat=True,
+            endpoint="chat",
             fills_context=chat.fills_context,
             tool_parser=parser,
             keeps_one_call=parser is not None and chat.keeps_one_call,

@@ -23,8 +23,11 @@ def count_row(stats: EngineStats, prepared: Prepared | None, origin: Origin) -> 
 def count_request(stats: EngineStats, prepared: Prepared) -> None:
     """Count what a request asks for."""
     params = prepared.params
-    for prompt in prepared.prompts:
-        num_to_feed = params.num_to_feed(len(prompt.ids))
+    for place, prompt in enumerate(prepared.prompts):
+        num_tokens = len(prompt.ids)
+        num_to_feed = num_tokens if prepared.is_pooled else params.num_to_feed(num_tokens)
+        if num_to_feed and prepared.sources:
+            num_to_feed += len(prepared.sources[place].ids)
         if num_to_feed:
             stats.read.add(num_to_feed, params.num_candidates, params.max_tokens)
 

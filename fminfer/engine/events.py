@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fminfer.core.errors import RequestError
-from fminfer.engine.sequence import FinishReason
+from fminfer.engine.sequence import AnswerKind, FinishReason
 
 
 @dataclass(slots=True, frozen=True)
@@ -32,14 +32,22 @@ class Finished:
     """A request's answer."""
 
     request_id: int
-    choices: list[dict[str, Any]]
+    choices: list[dict[str, Any]]  # or what stands in their place, see `part`
     usage: dict[str, Any]
     times: dict[str, float]  # `request_time` of a record, seconds
+    kind: AnswerKind = "openai"
 
     @property
     def result(self) -> dict[str, Any]:
-        """Return what an answer of the completions API has in it."""
-        return {"choices": self.choices, "usage": self.usage}
+        """Return what an answer of the API has in it."""
+        return {self.part: self.choices, "usage": self.usage}
+
+    @property
+    def part(self) -> str:
+        """The name under which its answers stand."""
+        if self.kind in ("plain", "openai", "chat"):
+            return "choices"
+        return "results" if self.kind == "rerank" else "data"
 
 
 @dataclass(slots=True, frozen=True)

@@ -6,16 +6,18 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
-from fminfer.contract.chat import is_chat as is_chat_request
 from fminfer.contract.chat import overwrite, parse_chat
 from fminfer.contract.constraint import KINDS as CONSTRAINTS
+from fminfer.contract.endpoints import OF_DRAWS, Endpoint, tell_endpoint
 from fminfer.contract.fields import INT64, out_of_range
 from fminfer.contract.prompts import check_entries, check_text
 from fminfer.contract.read_fields import guess
 from fminfer.contract.request import DEFAULTS, Request, SamplingParams, parse_request
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, WarningCounts, cut_name
+from fminfer.contract.vector_wish import VectorFacts
+from fminfer.contract.vectors import refuse_vectors
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError, UncompiledError
 from fminfer.engine.chat_intake import ChatIntake
@@ -23,6 +25,7 @@ from fminfer.engine.noise import meaning_of
 from fminfer.engine.prompt_fit import KvSize, PromptFit
 from fminfer.engine.sequence import AnswerKind, Prepared
 from fminfer.engine.start import find_bans
+from fminfer.engine.vector_intake import MORE_TOKENS, VectorIntake
 from fminfer.text.chat_template import ChatTemplate
 from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.grammars import find_grammars
@@ -35,7 +38,6 @@ SHORTER = RowWarning(
 )
 
 MAX_BAD_WORDS = 16_384  # a second of tokenizing
-MORE_TOKENS = "The tokenizer has more tokens than the model has rows"
 
 
 @dataclass(slots=True, frozen=True)
@@ -53,6 +55,7 @@ class RequestLimits:
     chat_template: str | None = None  # in place of the model's own
     # What a decoder begins with, behind an encoder; None: there is no encoder.
     start_ids: tuple[int, ...] | None = None
+    vectors: VectorFacts | None = None  # what the model gives; None: it generates text
 
 
 class Intake:
@@ -68,6 +71,13 @@ class Intake:
         if limits.chat_template is not None:
             self.chat_template.check()
         self._chat = ChatIntake(self.chat_template, limits.config.tool_call_parser)
+        self._vectors: VectorIntake | None = None  # of a model that gives them
+        if limits.vectors is not None:
+            self._vectors = VectorIntake(
+                *(tokenizer, limits.vectors, limits.context_length, limits.config),
+                check_ids=self._check_ids,
+                count=self._count_warning,
+            )
 
     @property
     def has_chat_template(self) -> bool:
@@ -79,14 +89,14 @@ class Intake:
         self,
         fields: Mapping[str, Any],
         *,
-        is_chat: bool | None = None,
+        endpoint: Endpoint | None = None,
         clock: str = "",
         compiles: bool = True,
     ) -> Request:
         """Check a request as far as that goes without its tokens; render the template of a chat.
 
         Args:
-            is_chat: whether it was sent to the chat endpoint; None: its fields tell.
+            endpoint: to which it was sent; None: its fields tell.
             clock: the time that a template reads, in ISO format; "": now.
             compiles: whether to wait until a new constraint is compiled.
 
@@ -94,7 +104,12 @@ class Intake:
             RequestError: what is wrong with it.
             UncompiledError: it has a constraint that would have to be waited for.
         """
-        is_chat = is_chat_request(fields) if is_chat is None else is_chat
+        if self._vectors is not None:
+            return self._vectors.parse(fields, endpoint)
+        told = endpoint or tell_endpoint(fields)
+        if told not in OF_DRAWS:
+            raise refuse_vectors(told)
+        is_chat = told == "chat"
         request = self._parse_chat(fields, clock) if is_chat else self._parse_completion(fields)
         self._check_params(request.params)
         if request.params.decoder_prompt is not None and self.limits.start_ids is None:
@@ -191,6 +206,11 @@ class Intake:
         Raises:
             RequestError: what is wrong with it.
         """
+        if self._vectors is not None:
+            (found,) = self._vectors.prepare([request])
+            if isinstance(found, RequestError):
+                raise found
+            return found
         fit = self._fit_of(request)
         sources: list[EncodedPrompt] = []
         if self.limits.start_ids is None:
@@ -211,7 +231,7 @@ class Intake:
             request.tool_parser,
             request.keeps_one_call,
             sources,
-            len(self.limits.start_ids or ()),
+            (1 if request.params.decoder_prompt else len(self.limits.start_ids or ())),
         )
 
     def note(self, *warnings: RowWarning, where: str = "") -> None:
@@ -226,6 +246,10 @@ class Intake:
             if new:
                 self.on_warning(f"Warning: {where}{new}")
 
+    def _count_warning(self, warning: RowWarning) -> None:
+        with self._lock:
+            self.warnings.add(warning)
+
     def _fit_of(self, request: Request) -> PromptFit:
         limits = self.limits
         return PromptFit(
@@ -234,14 +258,13 @@ class Intake:
             limits.config.on_too_long,
             request.params,
             request.fills_context,
-            "messages" if request.is_chat else "prompt",
+            "messages" if request.endpoint == "chat" else "prompt",
         )
 
     def _settle(self, fit: PromptFit, num_prompt_tokens: int) -> SamplingParams:
         params = fit.settle(num_prompt_tokens, self.limits.kv_size)
         if fit.fills_context and params.max_tokens < fit.most_wished(num_prompt_tokens):
-            with self._lock:
-                self.warnings.add(SHORTER)
+            self._count_warning(SHORTER)
         return params
 
     def _encode(self, prompt: str | list[int], fit: PromptFit) -> EncodedPrompt:
@@ -274,7 +297,7 @@ class Intake:
                 "echo",
             )
         fit = replace(fit, source="decoder_prompt", on_too_long="error")
-        start = [*(self.limits.start_ids or ())]
+        start = [*(self.limits.start_ids or ())][: 1 if given else None]  # not what forces a BOS
         if isinstance(given, str):
             if not self.tokenizer.has_words:
                 raise self._needs_words("decoder_prompt is text", "decoder_prompt")
@@ -302,8 +325,7 @@ class Intake:
         fitting = fit.fit(wished)
         if fitting is not wished:
             kind = f"prompts were cut by --on-too-long {self.limits.config.on_too_long}"
-            with self._lock:
-                self.warnings.add(RowWarning(kind))
+            self._count_warning(RowWarning(kind))
         return fitting
 
     def _encode_text(self, prompt: str, fit: PromptFit) -> EncodedPrompt:
@@ -373,7 +395,9 @@ class Intake:
 
 def kind_of(request: Request, *, is_openai: bool) -> AnswerKind:
     """Return the kind of a request's answer."""
-    return "chat" if request.is_chat else "openai" if is_openai else "plain"
+    if request.vectors is not None:
+        return cast(AnswerKind, request.endpoint)
+    return "chat" if request.endpoint == "chat" else "openai" if is_openai else "plain"
 
 
 def _check_logprobs(prompts: list[EncodedPrompt], params: SamplingParams) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fminfer.contract.request import SamplingParams
+from fminfer.contract.vector_wish import VectorWish
 from fminfer.core.config import KnownParser
 from fminfer.core.errors import RequestError
 from fminfer.core.messages import Mask
@@ -16,8 +17,8 @@ from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.grammars import Matcher
 
 FinishReason = Literal["stop", "length", "tool_calls"]  # the last one in chat answers only
-# Of an answer: of shapes A and B, of OpenAI's completions, or of chat.
-AnswerKind = Literal["plain", "openai", "chat"]
+# Of an answer: of shapes A and B, of OpenAI's completions, of chat, or made of vectors.
+AnswerKind = Literal["plain", "openai", "chat", "embeddings", "score", "rerank", "classify"]
 
 
 @dataclass(slots=True)  # not frozen: there is one a token, and that costs three times as much
@@ -50,6 +51,7 @@ class Prepared:
     sources: list[EncodedPrompt] = field(default_factory=list)
     num_start: int = 0
     is_pooled: bool = False  # each prompt becomes a vector, and nothing is drawn
+    vectors: VectorWish | None = None  # what is made of these
 
 
 @dataclass(slots=True, eq=False)  # one of two equal requests is not the other

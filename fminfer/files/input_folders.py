@@ -35,7 +35,7 @@ CAPITALS = "an ending in capitals; rename the file to answer its requests"
 NO_FILE = "a pipe, a device or a folder; name it itself to answer what is in it"
 LINK = "a link to a file of the folder, which is answered; name the link itself to answer it too"
 LOST = "cannot be reached; mend the link, or remove it"
-REQUEST_KEYS = frozenset({"prompt", "request", "body", "messages", "max_tokens"})
+REQUEST_KEYS = frozenset({"prompt", "request", "body", "messages", "max_tokens", "input"})
 
 
 def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:
@@ -230,7 +230,8 @@ def _is_record(fields: dict[str, object]) -> bool:
     """Tell whether a line is one of an output or of an errors file, in any shape."""
     result, response = fields.get("result"), fields.get("response")
     if "request" in fields and isinstance(result, dict):
-        return "choices" in result
+        made = {"data", "results"} & result.keys() and "usage" in result  # of vectors
+        return bool(made) or "choices" in result
     if str(fields.get("id")).startswith("batch_req_") and isinstance(response, dict):
         return "status_code" in response
     return {"line", "custom_id", "error", "retryable", "request"} <= fields.keys()

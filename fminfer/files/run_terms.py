@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from fminfer.contract.endpoints import Endpoint
 from fminfer.contract.envelope import Envelope
 from fminfer.contract.line import Line
 from fminfer.files.claims import Claims
@@ -25,7 +26,7 @@ class LineCounter(Protocol):
         """
 
     def count_request(
-        self, fields: dict[str, Any], *, is_chat: bool | None = None, times: int = 1
+        self, fields: dict[str, Any], *, endpoint: Endpoint | None = None, times: int = 1
     ) -> int | None:
         """Count a request by itself, so many times; as `count`."""
 

@@ -8,9 +8,11 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from typing_extensions import Self
 
+from fminfer.contract.endpoints import Endpoint
 from fminfer.contract.record import Record
 from fminfer.core.config import EngineConfig, make_config
 from fminfer.core.errors import UsageError
@@ -25,6 +27,7 @@ from fminfer.plan.opening import open_model
 from fminfer.runtime.build.assembly import load_tokenizer, make_intake
 from fminfer.runtime.build.one_pipeline import OnePipeline
 from fminfer.runtime.computing import Compute, start_computing
+from fminfer.runtime.lines.runner import WINDOW
 from fminfer.runtime.lines.runs import LOOKAHEAD, AnyRequest, Runs
 
 REPEAT_BITS = 64  # of the random number by which requests without a seed differ
@@ -105,12 +108,14 @@ class Engine:
         It is the user's message of a chat, if the model has a chat template. It is the prompt of a
         plain completion if the model has none, or if `echo` or `best_of` are given, which chats do
         not have. A completion draws up to RAW_TOKENS tokens, a chat what the context leaves: the
-        likeliest ones, unless fields ask for draws.
+        likeliest ones, unless fields ask for draws. Of a model of vectors it asks the text's.
 
         Args:
             is_raw: complete it in any case.
             fields: of the request, by their names in completions.
         """
+        if self.intake.limits.vectors is not None:
+            return {"input": text, **fields}
         is_of_chat = self.config.chat_template is not None or not {"echo", "best_of"} & {*fields}
         as_chat = not is_raw and self.intake.has_chat_template and is_of_chat
         return request_of_text(text, fields, self.intake, as_chat=as_chat)
@@ -121,7 +126,7 @@ class Engine:
         *,
         priority: int = 0,
         is_streamed: bool = False,
-        is_chat: bool | None = None,
+        endpoint: Endpoint | None = None,
     ) -> int:
         """Queue a request; return the id by which events name it. Any thread may call it.
 
@@ -129,10 +134,10 @@ class Engine:
         also in another process.
 
         Args:
-            request: the fields of a completions or chat request, or what `prepare` made of them.
+            request: the fields of a request, or what `prepare` made of them.
             priority: higher ones are admitted first, and may preempt rows of lower ones.
             is_streamed: return its tokens as they come.
-            is_chat: whether it is one of chat; None: it is if it has messages and no prompt.
+            endpoint: to which it is sent, such as "chat"; None: its fields tell.
 
         Raises:
             RequestError: what is wrong with it.
@@ -141,29 +146,62 @@ class Engine:
         if self._is_closed:
             raise UsageError("the engine is closed; make a new one")
         if not isinstance(request, Prepared):
-            request = self.prepare(request, is_chat=is_chat)
+            request = self.prepare(request, endpoint=endpoint)
         return self._core.add(request, priority=priority, is_streamed=is_streamed)
 
     def prepare(
-        self, request: Mapping[str, Any], *, is_chat: bool | None = None, compiles: bool = True
+        self, request: Mapping[str, Any], *, endpoint: Endpoint | None = None, compiles: bool = True
     ) -> Prepared:
         """Check and tokenize a request, to be added later. Any thread may call it.
 
         `add` does this too. A long prompt takes a while, which an event loop must not wait for.
 
         Args:
-            request: the fields of a completions or chat request.
-            is_chat: whether it is one of chat; None: it is if it has messages and no prompt.
+            request: the fields of a request.
+            endpoint: to which it is sent, such as "chat"; None: its fields tell.
             compiles: whether to wait until a new constraint is compiled.
 
         Raises:
             RequestError: what is wrong with it.
             UncompiledError: it has a constraint that would have to be waited for.
         """
-        parsed = self.intake.parse(request, is_chat=is_chat, compiles=compiles)
+        parsed = self.intake.parse(request, endpoint=endpoint, compiles=compiles)
         prepared = self.intake.prepare(parsed, repeat=secrets.randbits(REPEAT_BITS))
         self.intake.note(*parsed.warnings)
         return prepared
+
+    def embed(
+        self,
+        texts: Iterable[str | list[int]],
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+    ) -> Any:
+        """Return the vectors of texts, or of lists of ids: an array (texts, size) of float32.
+
+        It is a run of its own, as `run` is; equal texts are computed once.
+
+        Args:
+            dimensions: keep the first so many numbers of each.
+            prompt_name: which of the model's own prompts stands before each text.
+
+        Raises:
+            RequestError: what is wrong with a text.
+            UsageError: an earlier run is not finished.
+        """
+        asked = {"dimensions": dimensions, "prompt_name": prompt_name}
+        requests = ({"input": text, **asked} for text in texts)
+        found: dict[int, Any] = {}
+        for record in self.runs.run(requests, WINDOW):
+            if record.error is not None:
+                raise record.error
+            assert record.result is not None, "a record has a result or an error"
+            found[record.line.number] = record.result["data"][0]["embedding"]
+        size = self.intake.limits.vectors.size if self.intake.limits.vectors else 0
+        array = np.empty((len(found), dimensions or size), np.float32)
+        for number, vector in found.items():
+            array[number - 1] = vector
+        return array
 
     def cancel(self, request_id: int) -> None:
         """Forget a request, in any state. Any thread may call it."""

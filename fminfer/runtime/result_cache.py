@@ -21,7 +21,7 @@ from fminfer.contract.json_object import dump
 from fminfer.contract.request import SamplingParams
 from fminfer.engine.events import Finished
 from fminfer.engine.noise import meaning_of
-from fminfer.engine.sequence import Prepared
+from fminfer.engine.sequence import AnswerKind, Prepared
 from fminfer.files.answer_store import AnswerStore
 from fminfer.files.cache_place import CachePlace
 from fminfer.models.fingerprint import terms_of_answers
@@ -104,7 +104,7 @@ class ResultCache:
         with self._lock:
             self.num_asked += 1
             self.num_found += value is not None
-        return None if value is None else _from_bytes(value)
+        return None if value is None else _from_bytes(value, prepared.kind)
 
     def keep(self, prepared: Prepared, answer: Finished) -> None:
         """Keep what was computed for a request, if another can take it."""
@@ -184,8 +184,11 @@ def key_of(prepared: Prepared, terms: bytes) -> bytes:
     head = (prepared.kind, prepared.tool_parser, seed, *["one call"] * prepared.keeps_one_call)
     digest = hashlib.blake2b(terms, digest_size=32)
     digest.update(_meaning_of_params(params))
+    others = prepared.sources, prepared.num_start, prepared.vectors
+    if any(others):
+        head += (repr(others[1:]), len(prepared.sources))
     digest.update(repr((*head, len(prepared.prompts))).encode())
-    for prompt in prepared.prompts:
+    for prompt in (*prepared.prompts, *prepared.sources):
         _add_prompt(digest, prompt)
     return digest.digest()
 
@@ -199,18 +202,19 @@ def _add_prompt(digest: hashlib.blake2b, prompt: EncodedPrompt) -> None:
     """Add a prompt: its ids, and its text, which may be another one of the same ids."""
     text = prompt.text.encode("utf-8", "surrogatepass")
     ids, offsets = array("q", prompt.ids), array("q", prompt.offsets)
-    sizes = (len(ids), len(text), len(offsets), prompt.num_cut, prompt.is_whole_text)
-    digest.update(repr(sizes).encode())
-    for part in (ids.tobytes(), text, offsets.tobytes()):
+    sizes = [len(ids), len(text), len(offsets), prompt.num_cut, prompt.is_whole_text]
+    sizes += [1] * bool(prompt.types)  # as many as ids
+    digest.update(repr((*sizes,)).encode())
+    for part in (ids.tobytes(), text, offsets.tobytes(), bytes(prompt.types)):
         digest.update(part)
 
 
-def _from_bytes(value: bytes) -> Finished:
+def _from_bytes(value: bytes, kind: AnswerKind) -> Finished:
     try:
         choices, usage = orjson.loads(value)
     except orjson.JSONDecodeError:  # of half a surrogate pair, which `dump` wrote all the same
         choices, usage = json.loads(value)
-    return copy_answer(Finished(NO_REQUEST, choices, usage, {}), queue_s=0.0)
+    return copy_answer(Finished(NO_REQUEST, choices, usage, {}, kind), queue_s=0.0)
 
 
 def _digest(data: bytes) -> bytes:

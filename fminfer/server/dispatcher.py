@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+from fminfer.contract.endpoints import Endpoint
 from fminfer.core.errors import FminferError, StoppedError, UncompiledError
 from fminfer.engine.events import Delta, Event, Finished
 from fminfer.engine.sequence import Prepared
@@ -87,7 +88,7 @@ class Dispatcher:
         self,
         fields: Mapping[str, Any],
         *,
-        is_chat: bool = False,
+        endpoint: Endpoint = "completions",
         is_streamed: bool = False,
     ) -> Reply:
         """Queue a request.
@@ -100,7 +101,7 @@ class Dispatcher:
         full = self._why_no_room()
         if full is not None and not self._may_look:
             raise full
-        prepare = partial(self._prepare_and_find, fields, is_chat=is_chat)
+        prepare = partial(self._prepare_and_find, fields, endpoint=endpoint)
         try:
             prepared, kept = await self._do_beside(partial(prepare, compiles=False))
         except UncompiledError:
@@ -114,14 +115,14 @@ class Dispatcher:
         reply = self._open[request_id] = Reply(request_id, asked_s, prepared)
         return reply
 
-    async def prepare(self, fields: Mapping[str, Any], *, is_chat: bool = False) -> Prepared:
+    async def prepare(self, fields: Mapping[str, Any]) -> Prepared:
         """Check and tokenize a request beside the event loop.
 
         Raises:
             RequestError: what is wrong with it.
             HttpError: there is no room for it.
         """
-        return await self.beside(lambda: self._engine.prepare(fields, is_chat=is_chat))
+        return await self.beside(lambda: self._engine.prepare(fields))
 
     async def beside(self, work: Callable[[], Result]) -> Result:
         """Tokenize beside the event loop, where only a few do so at once.
@@ -258,10 +259,10 @@ class Dispatcher:
     # In any thread:
 
     def _prepare_and_find(
-        self, fields: Mapping[str, Any], *, is_chat: bool, compiles: bool = True
+        self, fields: Mapping[str, Any], *, endpoint: Endpoint, compiles: bool = True
     ) -> tuple[Prepared, Finished | None]:
         """Prepare a request, and find its answer if the cache has it, which may take a while."""
-        prepared = self._engine.prepare(fields, is_chat=is_chat, compiles=compiles)
+        prepared = self._engine.prepare(fields, endpoint=endpoint, compiles=compiles)
         if self._cache is None:
             return prepared, None
         return prepared, self._cache.find(prepared, takes_chance=True)

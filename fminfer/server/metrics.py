@@ -43,13 +43,13 @@ class RequestTimes:
         """
         times, usage = finished.times, finished.usage
         queue_s = max(0.0, total_s - times["batch_time"])
-        has_drawn = usage["completion_tokens"] > 0
+        num_drawn = usage.get("completion_tokens", 0)
         return cls(
             usage["prompt_tokens"],
-            usage["completion_tokens"],
-            tuple(choice["finish_reason"] for choice in finished.choices),
+            num_drawn,
+            tuple(choice.get("finish_reason", "stop") for choice in finished.choices),
             queue_s,
-            queue_s + times["prefill_time"] if has_drawn else None,
+            queue_s + times["prefill_time"] if num_drawn else None,
             total_s,
         )
 

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from fminfer.contract.constraint import KINDS
+from fminfer.contract.endpoints import Endpoint
 from fminfer.contract.fields import TEXT, object_of, wrong_type
 from fminfer.core.errors import RequestError
 from fminfer.core.version import __version__
@@ -134,9 +135,9 @@ def _detokenize(service: Service, fields: dict[str, Any]) -> dict[str, Any]:
 def _prepare_one(service: Service, request: dict[str, Any], name: str) -> list[int]:
     """Return the ids of a request's only prompt."""
     try:
-        is_chat = "messages" in request
         asked = {name: value for name, value in request.items() if name not in KINDS}
-        prepared = service.engine.prepare(asked | {"max_tokens": 0}, is_chat=is_chat)
+        endpoint: Endpoint = "chat" if "messages" in request else "completions"
+        prepared = service.engine.prepare(asked | {"max_tokens": 0}, endpoint=endpoint)
     except RequestError as error:
         if error.param != "prompt":
             raise

@@ -12,9 +12,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from fminfer.contract.endpoints import OF_DRAWS, Endpoint
 from fminfer.contract.field_table import FIELDS
 from fminfer.contract.json_object import dump
 from fminfer.engine.events import Delta, Event, Finished
+from fminfer.engine.sequence import AnswerKind
+from fminfer.engine.vector_answer import head_of_answer
 from fminfer.server.answer_schemas import (
     chat_completion_chunk_schema,
     chat_completion_schema,
@@ -63,7 +66,7 @@ class AnswerShape:
         n: choices of each prompt.
     """
 
-    is_chat: bool
+    kind: AnswerKind
     model: str
     usage: str = ""
     num_prompt: int = 0
@@ -76,12 +79,13 @@ class AnswerShape:
 
     def whole(self, finished: Finished) -> dict[str, Any]:
         """Return the object of a whole answer."""
-        kind = "chat.completion" if self.is_chat else "text_completion"
-        return self._head(kind) | {"choices": finished.choices, "usage": finished.usage}
+        return self._head() | finished.result
 
     def chunks(self, events: list[Event]) -> Iterator[dict[str, Any]]:
         """Turn events of a streamed request into chunks."""
-        head = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
+        head, is_chat = self._head(), self.kind == "chat"
+        if is_chat:
+            head["object"] = "chat.completion.chunk"
         if self.usage:
             head["usage"] = None
         for event in events:
@@ -91,10 +95,10 @@ class AnswerShape:
                     head["usage"] = self._usage_so_far()
                 is_first = event.index not in self._begun
                 self._begun.add(event.index)
-                if self.is_chat and is_first:
+                if is_chat and is_first:
                     role = {"index": event.index, "delta": {"role": "assistant", "content": ""}}
                     yield head | {"choices": [role | {"logprobs": None, "finish_reason": None}]}
-                choice = _choice(event, is_chat=self.is_chat)
+                choice = _choice(event, is_chat=is_chat)
                 yield head | {"choices": [choice | self._token_ids(event, is_first=is_first)]}
             elif isinstance(event, Finished) and self.usage:
                 yield head | {"choices": [], "usage": event.usage}
@@ -113,14 +117,8 @@ class AnswerShape:
         told = {"prompt_token_ids": self.prompt_ids[delta.index // self.n]} if is_first else {}
         return told | {"token_ids": delta.token_ids}
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        prefix = "chatcmpl" if self.is_chat else "cmpl"
-        return {
-            "id": f"{prefix}-{self.id}",
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-        }
+    def _head(self) -> dict[str, Any]:
+        return head_of_answer(self.kind, self.id, self.created, self.model)
 
 
 def _choice(delta: Delta, *, is_chat: bool) -> dict[str, Any]:
@@ -153,7 +151,7 @@ def openai_routes(service: Service) -> APIRouter:
     )
     async def completions(request: Request) -> Response:
         """Complete one prompt or several."""
-        return await _answer(service, request, is_chat=False)
+        return await answer(service, request, "completions")
 
     @router.post(
         "/v1/chat/completions",
@@ -166,7 +164,7 @@ def openai_routes(service: Service) -> APIRouter:
     )
     async def chat_completions(request: Request) -> Response:
         """Answer a chat."""
-        return await _answer(service, request, is_chat=True)
+        return await answer(service, request, "chat")
 
     @router.get("/v1/models", **document(model_list_schema(), "The model.", errors=[401]))
     async def models() -> Response:
@@ -197,16 +195,17 @@ def respond_json(value: object) -> Response:
     return Response(dump(value), media_type=JSON)
 
 
-async def _answer(service: Service, request: Request, *, is_chat: bool) -> Response:
+async def answer(service: Service, request: Request, endpoint: Endpoint) -> Response:
+    """Answer a request, whole or as a stream."""
     fields = await service.read(request)
-    wish = StreamWish.take(fields)
+    wish = StreamWish.take(fields) if endpoint in OF_DRAWS else StreamWish()
     service.model.check(fields.get("model"))
     dispatcher = service.dispatcher
-    reply = await dispatcher.ask(fields, is_chat=is_chat, is_streamed=wish.is_streamed)
+    reply = await dispatcher.ask(fields, endpoint=endpoint, is_streamed=wish.is_streamed)
     prepared = reply.prepared
     tells_ids = prepared.params.return_token_ids or not service.engine.tokenizer.has_words
     shape = AnswerShape(
-        is_chat,
+        prepared.kind,
         service.model.name_for(fields),
         wish.usage,
         sum(len(prompt.ids) for prompt in prepared.prompts),

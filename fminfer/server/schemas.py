@@ -98,9 +98,11 @@ def describe_fields(
 def completion_request_schema(limits: RequestLimits) -> Schema:
     """Return the schema of a request to `/v1/completions`."""
     example = {"prompt": "Question: How do you go", "max_tokens": 8, "temperature": 0}
-    fields = FIELDS["completions"].values()
+    fields = {**FIELDS["completions"]}
+    if limits.start_ids is None:
+        fields["decoder_prompt"] = replace(fields["decoder_prompt"], fate="refused")
     return describe_fields(
-        "Complete prompts.", fields, limits, example, is_strict=limits.config.strict
+        "Complete prompts.", fields.values(), limits, example, is_strict=limits.config.strict
     )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import orjson
 
-from fminfer.contract.chat import is_chat
 from fminfer.contract.chat_messages import count_chars
+from fminfer.contract.endpoints import Endpoint, tell_endpoint
 from fminfer.contract.field_table import FIELDS, FIELDS_OF_LINES
 from fminfer.contract.fields import is_integral
 from fminfer.contract.request import DEFAULTS
@@ -19,6 +19,7 @@ NO_HYPERPARAMETERS = FIELDS_OF_LINES - {"model", "engine"} | {"custom_id", "id"}
 CHAT_TOKENS = 512  # of an answer in chat that may fill the context: about what models then write
 CHARS_PER_TOKEN = 4  # of English text, about
 MAX_LENGTH = 2**32 - 1
+_TEXTS = ("input", "query", "queries", "documents", "text_1", "text_2")
 MAX_DEPTH = 100  # of a hyperparameter; those that mean something have 1
 
 
@@ -26,23 +27,27 @@ MAX_DEPTH = 100  # of a hyperparameter; those that mean something have 1
 class RequestGroup:
     """Requests of one engine with the same hyperparameters, in their plainest form.
 
-    Requests of chat and others have groups of their own.
+    Requests to each endpoint have groups of their own.
     """
 
     engine: str | None
     hyperparameters: dict[str, Any]
-    is_chat: bool = False
+    endpoint: Endpoint = "completions"
     num_rows: int = 0
 
     @property
     def max_tokens(self) -> int:
         """How many tokens an answer has at most, or may be expected to have."""
-        names = ("max_completion_tokens", "max_tokens") if self.is_chat else ("max_tokens",)
+        names = ("max_completion_tokens", "max_tokens") if self._is_chat else ("max_tokens",)
         for name in names:
             value: Any = self.hyperparameters.get(name)
             if is_integral(value) and value >= 0:
                 return int(value)
-        return CHAT_TOKENS if self.is_chat else DEFAULTS.max_tokens
+        return CHAT_TOKENS if self._is_chat else DEFAULTS.max_tokens
+
+    @property
+    def _is_chat(self) -> bool:
+        return self.endpoint == "chat"
 
 
 class Groups:
@@ -50,16 +55,16 @@ class Groups:
 
     def __init__(self) -> None:
         self.seen: list[RequestGroup] = []
-        self._by_key: dict[tuple[str | None, bool, bytes], int] = {}
+        self._by_key: dict[tuple[str | None, Endpoint, bytes], int] = {}
         self._by_spelling: dict[
-            tuple[bool, bytes], int
+            tuple[Endpoint, bytes], int
         ] = {}  # so that a line's fields are looked at just once
 
     def add(self, fields: dict[str, Any]) -> int:
         """Count a request; return the number of its group."""
         try:
             rest = {name: fields[name] for name in fields if name not in NO_HYPERPARAMETERS}
-            spelling = is_chat(fields), dump(rest)
+            spelling = tell_endpoint(fields), dump(rest)
             number = self._by_spelling.get(spelling)
             if number is None:
                 number = self._by_spelling[spelling] = self._find(fields)
@@ -69,8 +74,9 @@ class Groups:
         return number
 
     def _find(self, fields: dict[str, Any]) -> int:
-        group = RequestGroup(find_engine(fields), find_hyperparameters(fields), is_chat(fields))
-        key = (group.engine, group.is_chat, dump(group.hyperparameters))
+        own = find_hyperparameters(fields)
+        group = RequestGroup(find_engine(fields), own, tell_endpoint(fields))
+        key = (group.engine, group.endpoint, dump(group.hyperparameters))
         number = self._by_key.setdefault(key, len(self.seen))
         if number == len(self.seen):
             self.seen.append(group)
@@ -93,7 +99,7 @@ def find_hyperparameters(fields: dict[str, Any]) -> dict[str, Any]:
     is a sorted list without doubles; names are in order.
     """
     found = {}
-    table = FIELDS["chat" if is_chat(fields) else "completions"]
+    table = FIELDS[tell_endpoint(fields)]
     for name in sorted(fields.keys() - FIELDS_OF_LINES - NO_HYPERPARAMETERS):
         value = _plain(fields[name])
         if name == "stop":
@@ -112,16 +118,10 @@ def find_length(fields: dict[str, Any]) -> int:
     A list of prompts, or of messages, is as long as all of them together. What is no prompt has
     length 0.
     """
-    if is_chat(fields):
+    if tell_endpoint(fields) == "chat":
         return min(count_chars(fields["messages"]), MAX_LENGTH)
-    prompt = fields.get("prompt")
-    if isinstance(prompt, str):
-        length = len(prompt)
-    elif isinstance(prompt, list):
-        length = sum(map(_item_length, prompt))
-    else:
-        length = 0
-    return min(length, MAX_LENGTH)
+    names = ("prompt",) if tell_endpoint(fields) == "completions" else _TEXTS
+    return min(sum(_length(fields.get(name)) for name in names), MAX_LENGTH)
 
 
 def find_most_varied(groups: list[RequestGroup]) -> tuple[str, int]:
@@ -140,6 +140,12 @@ def dump(value: object) -> bytes:
         return orjson.dumps(value)
     except orjson.JSONEncodeError:  # a lone surrogate, a huge integer, or deep nesting
         return json.dumps(value).encode()
+
+
+def _length(prompt: object) -> int:
+    if isinstance(prompt, list):
+        return sum(map(_item_length, prompt))
+    return len(prompt) if isinstance(prompt, str) else 0
 
 
 def _item_length(item: object) -> int:

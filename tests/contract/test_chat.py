@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from fminfer.contract.chat import ChatRequest, is_chat, overwrite, parse_chat
+from fminfer.contract.chat import ChatRequest, overwrite, parse_chat
+from fminfer.contract.endpoints import tell_endpoint
 from fminfer.contract.envelope import open_envelope
 from fminfer.contract.fields import INT64
 from fminfer.contract.line import Line
@@ -274,9 +275,13 @@ def test_messages_that_are_none(messages: object) -> None:
 
 
 def test_which_endpoint_a_request_is_for() -> None:
-    assert is_chat({"messages": []}) and is_chat({"messages": [], "prompt": None})
-    assert not is_chat({"prompt": "x"}) and not is_chat({"messages": [], "prompt": "x"})
-    assert not is_chat({"messages": None})
+    for fields in ({"messages": []}, {"messages": [], "prompt": None}):
+        assert tell_endpoint(fields) == "chat"
+    for fields in ({"prompt": "x"}, {"messages": [], "prompt": "x"}, {"messages": None}):
+        assert tell_endpoint(fields) == "completions"
+    asked = {"input": "embeddings", "query": "rerank", "text_1": "score", "queries": "score"}
+    for name, endpoint in asked.items():
+        assert tell_endpoint({name: "x", "documents": ["y"]}) == endpoint
 
 
 def test_shapes_of_chat_lines() -> None:
@@ -286,11 +291,11 @@ def test_shapes_of_chat_lines() -> None:
         (chat, "bare", None),
         (chat[:-1] + b', "custom_id": "a"}', "bare", None),
         (b'{"request": ' + chat + b', "messages": 1}', "wrapped", None),
-        (head + chat + b"}", "batch", True),
-        (head.replace(b"/chat", b"") + chat + b"}", "batch", False),
+        (head + chat + b"}", "batch", "chat"),
+        (head.replace(b"/chat", b"") + chat + b"}", "batch", "completions"),
     ):
         envelope = open_envelope(Line(0, 1, line))
-        assert (envelope.shape, envelope.is_chat, envelope.error) == (shape, says, None)
+        assert (envelope.shape, envelope.endpoint, envelope.error) == (shape, says, None)
         assert envelope.fields["messages"] == [HELLO]
 
 

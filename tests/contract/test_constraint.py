@@ -11,7 +11,8 @@ from jsonschema import Draft202012Validator
 
 from fminfer.contract.chat import parse_chat
 from fminfer.contract.constraint import MAX_BYTES, MAX_CHOICES, MAX_DEPTH, MAX_REGEX_BYTES
-from fminfer.contract.field_table import DRAW_FIELDS, FIELDS, Endpoint
+from fminfer.contract.endpoints import Endpoint
+from fminfer.contract.field_table import DRAW_FIELDS, FIELDS
 from fminfer.contract.fields import INT64
 from fminfer.contract.request import parse_request
 from fminfer.core.config import Constraint

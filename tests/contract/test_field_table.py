@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fminfer.contract.field_table import FIELDS, Endpoint, Field
+from fminfer.contract.endpoints import Endpoint
+from fminfer.contract.field_table import FIELDS, Field
 from fminfer.contract.request import DEFAULTS, parse_request
 from fminfer.split.grouping import Groups
 

@@ -181,7 +181,7 @@ def test_ids_are_the_same_in_every_run_and_differ_between_lines() -> None:
             'method is "GET"; it must be "POST". Write that',
         ),
         ({"method": ...}, "unsupported_parameter", "method", "absent"),
-        ({"url": "/v1/embeddings"}, "unsupported_parameter", "url", '"/v1/chat/completions"'),
+        ({"url": "/v1/images"}, "unsupported_parameter", "url", '"/v1/chat/completions"'),
         ({"url": "/v1/chat/completions"}, "missing_prompt", "messages", "absent"),
         ({"url": ...}, "unsupported_parameter", "url", "absent"),
         ({"body": ...}, "invalid_type", "body", "absent; it must be an object"),

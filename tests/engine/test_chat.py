@@ -294,10 +294,10 @@ def test_equal_lines_share_an_answer_only_in_one_form() -> None:
 def test_the_endpoint_may_be_told() -> None:
     intake = ChatBench(b"a").intake
     with pytest.raises(RequestError, match="/v1/chat/completions"):
-        intake.parse({"messages": HELLO}, is_chat=False)
+        intake.parse({"messages": HELLO}, endpoint="completions")
     with pytest.raises(RequestError, match="messages is absent"):
-        intake.parse({"prompt": "x"}, is_chat=True)
-    assert intake.parse({"messages": HELLO}).is_chat
+        intake.parse({"prompt": "x"}, endpoint="chat")
+    assert intake.parse({"messages": HELLO}).endpoint == "chat"
 
 
 def test_what_a_template_does_not_look_at_is_told() -> None:

@@ -62,7 +62,7 @@ def test_a_chat_is_the_completion_of_its_rendered_prompt(engine: fminfer.Engine)
 
 def test_one_by_one(engine: fminfer.Engine) -> None:
     streamed = GREEDY | {"return_token_ids": True, "logprobs": True}
-    request_id = engine.add(streamed, is_streamed=True, is_chat=True)
+    request_id = engine.add(streamed, is_streamed=True, endpoint="chat")
     events = events_of(engine)
     (choice,) = check_stream(events, request_id)
     assert choice["message"]["content"].split() == ["north"] * 2
@@ -70,9 +70,9 @@ def test_one_by_one(engine: fminfer.Engine) -> None:
     engine.add(GREEDY)  # its fields tell that it is chat
     (event,) = events_of(engine)
     assert isinstance(event, Finished) and event.choices[0]["message"] == choice["message"]
-    for request, is_chat in ((GREEDY, False), ({"prompt": "x"}, True)):
+    for request, endpoint in ((GREEDY, "completions"), ({"prompt": "x"}, "chat")):
         with pytest.raises(RequestError) as caught:
-            engine.add(request, is_chat=is_chat)
+            engine.add(request, endpoint=endpoint)
         assert caught.value.param == "messages"
 
 

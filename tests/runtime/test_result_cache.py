@@ -17,6 +17,7 @@ import fminfer
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.contract.request import SamplingParams
+from fminfer.contract.vector_wish import VectorFacts, VectorWish
 from fminfer.core.config import Constraint, EngineConfig
 from fminfer.engine.events import Finished
 from fminfer.engine.sequence import Prepared
@@ -46,14 +47,17 @@ OTHER: dict[str, Any] = {
     **{"skip_special_tokens": False, "return_token_ids": True},
     **{"allowed_token_ids": (5,), "bad_words": ("a",)},
     **{"truncate_prompt_tokens": 5, "truncation_side": "right"},
-    **{"constraint": Constraint("regex", "a+")},
+    **{"constraint": Constraint("regex", "a+"), "decoder_prompt": "a"},
 }
 PROMPT = EncodedPrompt([1, 2, 3], "abc", [0, 1, 2])
 OTHER_PROMPT: dict[str, Any] = {
     **{"ids": [1, 2, 4], "text": "abd", "offsets": [0, 1, 1]},
-    **{"num_cut": 1, "is_whole_text": True},
+    **{"num_cut": 1, "is_whole_text": True, "types": [0, 0, 1]},
 }
-OTHER_PREPARED: dict[str, Any] = {"kind": "chat", "tool_parser": "hermes", "keeps_one_call": True}
+OTHER_PREPARED: dict[str, Any] = {
+    **{"kind": "chat", "tool_parser": "hermes", "keeps_one_call": True},
+    **{"sources": [PROMPT], "num_start": 1, "vectors": VectorWish(VectorFacts(8))},
+}
 QUESTION = "Question: How do you go from the den to the porch?\nAnswer:"
 CHAT = {"messages": [{"role": "user", "content": "How do you go from the den to the porch?"}]}
 GREEDY: dict[str, Any] = {"prompt": QUESTION, "max_tokens": 8, "temperature": 0}
@@ -227,10 +231,12 @@ def test_all_of_a_prompt_is_in_the_key(name: str) -> None:
 
 def test_all_of_a_request_is_in_the_key() -> None:
     """`repeat` and `meaning` only tell requests apart whose draws nobody repeats."""
-    seen = {"params", "prompts", *OTHER_PREPARED}
+    seen = {"params", "prompts", "is_pooled", *OTHER_PREPARED}
     assert {each.name for each in fields(Prepared)} == {*seen, "repeat", "meaning"}
     for name, value in OTHER_PREPARED.items():
         assert key(prepared(**{name: value})) != key(prepared())
+    sources = [[PROMPT], [replace(PROMPT, text="abd")], [PROMPT, PROMPT]]
+    assert len({key(prepared(sources=each)) for each in sources}) == 3, "what an encoder reads"
     assert key_of(prepared(), b"other") != key_of(prepared(), b"terms")
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import fminfer
-from fminfer.contract.field_table import FIELDS, Endpoint, Field
+from fminfer.contract.endpoints import Endpoint
+from fminfer.contract.field_table import FIELDS, Field
 from tests.server.batch_calls import CHAT, COMPLETIONS, batch_line, content, create, wait_for_end
 from tests.server.running import Running, running
 

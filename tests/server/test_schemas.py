@@ -51,7 +51,7 @@ def refusal(engine: fminfer.Engine, sent: Fields, *, is_chat: bool = False) -> R
     """Return why an engine refuses a request; None: it takes it."""
     sent = {name: value for name, value in sent.items() if name not in OF_THE_SERVER}
     try:
-        engine.cancel(engine.add(sent, is_chat=is_chat))
+        engine.cancel(engine.add(sent, endpoint="chat" if is_chat else "completions"))
     except RequestError as error:
         return error
     return None

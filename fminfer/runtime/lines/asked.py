@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fminfer.contract.envelope import Envelope
 from fminfer.contract.line import Line
@@ -11,6 +12,7 @@ from fminfer.contract.record import Record, make_id
 from fminfer.contract.request import SamplingParams
 from fminfer.engine.events import Failed, Finished
 from fminfer.engine.sequence import Prepared
+from fminfer.engine.vector_answer import head_of_answer
 
 Answer = Finished | Failed
 
@@ -65,7 +67,7 @@ def copy_answer(answer: Finished, queue_s: float) -> Finished:
     usage = answer.usage | {"prompt_tokens_details": details}
     times = {"batch_time": 0.0, "batch_size": 1.0, "queue_time": queue_s}
     times |= {"prefill_time": 0.0, "decode_time": 0.0}
-    return Finished(answer.request_id, answer.choices, usage, times)
+    return replace(answer, usage=usage, times=times)
 
 
 @dataclass(slots=True, frozen=True)
@@ -89,25 +91,23 @@ class RecordForm:
         else:
             times = dict(answer.times)
             times["queue_time"] += max(0.0, asked.added_s - asked.read_s)
-            result = {"choices": answer.choices, "request_time": times, "usage": usage}
+            result = {answer.part: answer.choices, "request_time": times, "usage": usage}
         return Record(
             line,
             envelope,
             result=result,
             num_prompt_tokens=usage["prompt_tokens"],
             num_cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
-            num_completion_tokens=usage["completion_tokens"],
+            num_completion_tokens=usage.get("completion_tokens", 0),
             repeat=asked.prepared.repeat,
         )
 
-    def _head(self, asked: LineRequest) -> dict[str, str | int]:
-        """Return what an OpenAI completion object has before its choices."""
+    def _head(self, asked: LineRequest) -> dict[str, Any]:
+        """Return what an OpenAI object has before its answers."""
         model = asked.envelope.fields.get("model")
-        is_chat = asked.prepared.kind == "chat"
-        prefix = "chatcmpl" if is_chat else "cmpl"
-        return {
-            "id": f"{prefix}-{make_id(asked.line, asked.envelope)}",
-            "object": "chat.completion" if is_chat else "text_completion",
-            "created": self.created,
-            "model": model if isinstance(model, str) and model else self.model_name,
-        }
+        return head_of_answer(
+            asked.prepared.kind,
+            make_id(asked.line, asked.envelope),
+            self.created,
+            model if isinstance(model, str) and model else self.model_name,
+        )

@@ -16,6 +16,7 @@ MAX_FOLLOWERS_OF_FILES = 64  # the same from several files, which stay open
 MAX_FOLLOWER_BYTES = 16 << 20  # size of their lines
 MAX_KEPT_ENTRIES = 1 << 17  # size of the finished answers that are kept, about 25 MB
 ENTRY_BYTES = 200  # memory of a token with its logprob, or of an alternative
+BYTES_A_NUMBER = 6  # of a vector, as float32 or as base64
 REQUEST_ENTRIES = 16  # a request's fixed size
 
 
@@ -80,6 +81,8 @@ def _num_entries(asked: LineRequest) -> int:
     num = REQUEST_ENTRIES + 4 * len(asked.line.raw) // ENTRY_BYTES  # its line is held parsed, too
     if isinstance(asked.answer, Finished):
         usage, params = asked.answer.usage, asked.params
-        num_listed = usage["completion_tokens"] + usage["prompt_tokens"] * params.echo
+        num_listed = usage.get("completion_tokens", 0) + usage["prompt_tokens"] * params.echo
         num += usage["prompt_tokens"] + num_listed * (1 + (params.logprobs or 0))
+        if (wish := asked.prepared.vectors) is not None:
+            num += asked.num_prompts * wish.facts.size * BYTES_A_NUMBER // ENTRY_BYTES
     return num

@@ -9,7 +9,8 @@ from typing import Any
 
 import orjson
 
-from fminfer.contract.chat import ChatRequest, is_chat, parse_chat
+from fminfer.contract.chat import ChatRequest, parse_chat
+from fminfer.contract.endpoints import OF_DRAWS, Endpoint, tell_endpoint
 from fminfer.contract.envelope import Envelope, as_text, open_envelope, refuse_other_model
 from fminfer.contract.fields import show
 from fminfer.contract.line import Line, read_clock
@@ -39,15 +40,18 @@ class Meanings:
         self._parsed: dict[bytes, str | None] = {}  # what `_describe` says of a set of parameters
         self._has_own_prompt = has_own_prompt
 
-    def find(self, fields: dict[str, Any], *, is_chat: bool | None, clock: str) -> bytes | None:
+    def find(
+        self, fields: dict[str, Any], *, endpoint: Endpoint | None, clock: str
+    ) -> bytes | None:
         """Return a request's meaning; None: chance has no part in its answer.
 
         Raises:
             RequestError: what is wrong with it, as far as that shows without its tokens.
         """
         prompt = fields.get("prompt")
-        if not isinstance(prompt, str) or is_chat or self._has_own_prompt or not _is_text(prompt):
-            prompts, described = self._parse(fields, is_chat=is_chat, clock=clock)
+        is_plain = endpoint in (None, "completions") and not self._has_own_prompt
+        if not (is_plain and isinstance(prompt, str) and _is_text(prompt)):
+            prompts, described = self._parse(fields, endpoint=endpoint, clock=clock)
             return None if described is None else meaning_beside(prompts, described)
         others = {name: value for name, value in fields.items() if name != "prompt"}
         try:
@@ -57,16 +61,16 @@ class Meanings:
         if key in self._parsed:
             described = self._parsed[key]
         else:
-            described = self._parse(fields, is_chat=is_chat, clock=clock)[1]
+            described = self._parse(fields, endpoint=endpoint, clock=clock)[1]
             if 0 < len(key) <= MAX_PARAMS_BYTES:
                 self._keep(key, described)
         return None if described is None else meaning_beside([prompt], described)
 
     def _parse(
-        self, fields: dict[str, Any], *, is_chat: bool | None, clock: str
+        self, fields: dict[str, Any], *, endpoint: Endpoint | None, clock: str
     ) -> tuple[list[str | list[int]], str | None]:
         """Return a request's prompts and its parameters' description; None: no draw is random."""
-        request = self._parse_request(fields, is_chat=is_chat, clock=clock)
+        request = self._parse_request(fields, endpoint=endpoint, clock=clock)
         params = request.params
         is_certain = params.seed is not None or params.is_greedy
         return request.prompts, None if is_certain else describe_params(params)
@@ -164,16 +168,16 @@ class LineIntake:
         self._turn_to(line.source)
         self._check_envelope(line, envelope)
         clock = line.clock or self._clock
-        meaning = self._meanings.find(envelope.fields, is_chat=envelope.is_chat, clock=clock)
+        meaning = self._meanings.find(envelope.fields, endpoint=envelope.endpoint, clock=clock)
         if meaning is None:
             return None
         return self._count_meaning(meaning) if line.num_equal is None else line.num_equal
 
     def count_request(
-        self, fields: dict[str, Any], *, is_chat: bool | None = None, times: int = 1
+        self, fields: dict[str, Any], *, endpoint: Endpoint | None = None, times: int = 1
     ) -> int | None:
         """Count a request of the file by itself, some times; as `count`."""
-        meaning = self._meanings.find(fields, is_chat=is_chat, clock=self._clock)
+        meaning = self._meanings.find(fields, endpoint=endpoint, clock=self._clock)
         return None if meaning is None else self._count_meaning(meaning, times)
 
     def _turn_to(self, source: int) -> None:
@@ -193,7 +197,7 @@ class LineIntake:
         self._turn_to(line.source)
         self._check_envelope(line, envelope)
         request = self.intake.parse(
-            envelope.fields, is_chat=envelope.is_chat, clock=line.clock or self._clock
+            envelope.fields, endpoint=envelope.endpoint, clock=line.clock or self._clock
         )
         return request, self._count_repeat(line, request)
 
@@ -253,19 +257,20 @@ class EqualLines:
     def count(self, line: Line, envelope: Envelope) -> int:
         """Return how many came before a line."""
         fields = envelope.fields
-        if envelope.error is not None:  # a run refuses it before it counts
+        endpoint = envelope.endpoint or tell_endpoint(fields)
+        # A run refuses it before it counts, or chance has no part in its answer.
+        if envelope.error is not None or endpoint not in OF_DRAWS:
             return 0
-        is_a_chat = is_chat(fields) if envelope.is_chat is None else envelope.is_chat
         try:
-            meaning = self._meanings.find(fields, is_chat=is_a_chat, clock="")
+            meaning = self._meanings.find(fields, endpoint=endpoint, clock="")
         except (RequestError, RecursionError):  # it is no request
             return 0
         repeat = 0 if meaning is None else self._seen.add(meaning)
         return repeat if line.num_equal is None else line.num_equal
 
 
-def _parse_alone(fields: dict[str, Any], *, is_chat: bool, clock: str) -> Request:
-    if not is_chat:
+def _parse_alone(fields: dict[str, Any], *, endpoint: Endpoint, clock: str) -> Request:
+    if endpoint != "chat":
         return parse_request(fields, max_logprobs=MAX_LOGPROBS)
     chat = parse_chat(fields, max_logprobs=MAX_LOGPROBS)
     return Request([_show_prompt(chat)], chat.params)
@@ -288,6 +293,8 @@ def _answer_key(request: Request, *, is_openai: bool) -> bytes | None:
     meaning = meaning_of(request.prompts, params)
     kind = kind_of(request, is_openai=is_openai)
     form = f"{kind} {request.tool_parser} {request.keeps_one_call} {request.fills_context}"
+    if request.vectors is not None:
+        form += repr(request.vectors)
     return digest_id(f"{meaning.hex()} {params.seed} {form}")
 
 

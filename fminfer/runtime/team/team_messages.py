@@ -15,6 +15,7 @@ from typing import Any, Literal
 import orjson
 
 from fminfer.contract.request import SamplingParams
+from fminfer.contract.vector_wish import VectorFacts, VectorWish
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
 from fminfer.engine.engine_core import Facts
@@ -84,7 +85,7 @@ _CLASSES = {
     each.__name__: each
     for each in (
         *(Ask, Cancel, Loaded, Ready, Told, Broken, Prepared, SamplingParams, EncodedPrompt),
-        *(Constraint, Delta, Finished, Failed, Facts, EngineState),
+        *(VectorWish, VectorFacts, Constraint, Delta, Finished, Failed, Facts, EngineState),
         *(EngineStats, StageStats, ReadWork),
     )
 }
@@ -182,7 +183,7 @@ def _restored(value: Any, parts: list[bytes]) -> Any:
 
 def _dumps(value: object) -> bytes:
     try:
-        return orjson.dumps(value)
+        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)  # vectors
     except (orjson.JSONEncodeError, TypeError):  # half a surrogate pair, or a very large number
         return json.dumps(value).encode()
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fminfer.contract.envelope import CHAT, COMPLETIONS
+from fminfer.contract.endpoints import URLS
 from fminfer.contract.field_table import Field
 from fminfer.contract.fields import (
     TEXT,
@@ -23,7 +23,7 @@ from fminfer.contract.fields import (
 )
 from fminfer.core.errors import RequestError
 
-ENDPOINTS = (COMPLETIONS, CHAT)
+ENDPOINTS = (*URLS,)
 EXAMPLE = {"input_file_id": "file-…", "endpoint": ENDPOINTS[0], "completion_window": "24h"}
 WINDOW_FORM = r"[1-9][0-9]{0,5}[smhd]"
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}

@@ -9,7 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fminfer.contract.envelope import CHAT, COMPLETIONS, Envelope
+from fminfer.contract.endpoints import URLS
+from fminfer.contract.envelope import Envelope
 from fminfer.core.errors import FminferError, RequestError, StoppedError, UsageError, printable
 from fminfer.core.quantities import counted
 from fminfer.files.claims import drop_claims
@@ -49,7 +50,7 @@ def make_check(endpoint: str, model: ServedModel) -> Callable[[Envelope], None]:
                 'the line is no request of a batch; write {"custom_id": "…", "method": "POST", '
                 f'"url": "{endpoint}", "body": {{…}}}}',
             )
-        url = CHAT if envelope.is_chat else COMPLETIONS
+        url = next(url for url, of in URLS.items() if of == envelope.endpoint)
         if url != endpoint:
             raise RequestError(
                 "unsupported_parameter",

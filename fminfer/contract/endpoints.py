@@ -1,0 +1,50 @@
+"""The endpoints of the API, and which of them a request is for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+Endpoint = Literal["completions", "chat", "embeddings", "score", "rerank", "classify"]
+COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+# What a Batch line's url, and an HTTP request's path, may be.
+URLS: dict[str, Endpoint] = {
+    COMPLETIONS: "completions",
+    CHAT: "chat",
+    EMBEDDINGS: "embeddings",
+    "/v1/score": "score",
+    "/v1/rerank": "rerank",
+    "/v1/classify": "classify",
+}
+# The same, as other servers call them.
+OTHER_URLS: dict[str, Endpoint] = {
+    "/score": "score",
+    "/rerank": "rerank",
+    "/v2/rerank": "rerank",
+    "/classify": "classify",
+}
+OF_DRAWS = ("completions", "chat")  # the others are of models that give vectors
+# What is asked, by the first of these fields that a request has.
+_ASKED: dict[str, Endpoint] = {
+    "prompt": "completions",
+    "messages": "chat",
+    "input": "embeddings",
+    "query": "rerank",
+    "queries": "score",
+    "text_1": "score",
+}
+
+
+def find_asked(fields: Mapping[str, Any]) -> Endpoint | None:
+    """Return the endpoint that a request's fields are of; None: nothing is asked."""
+    return next((of for name, of in _ASKED.items() if fields.get(name) is not None), None)
+
+
+def tell_endpoint(fields: Mapping[str, Any]) -> Endpoint:
+    """Return the endpoint of a request that does not say otherwise which one it is for."""
+    return find_asked(fields) or "completions"
+
+
+def endpoint_of(url: object) -> Endpoint | None:
+    """Return the endpoint of a Batch line's url; None: there is none."""
+    return {**URLS, **OTHER_URLS}.get(url) if isinstance(url, str) else None

@@ -1,0 +1,134 @@
+"""Requests to models that give vectors: embeddings, scores of pairs, rankings, classes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fminfer.contract.endpoints import Endpoint
+from fminfer.contract.fields import show, wrong_type
+from fminfer.contract.prompts import check_choices, check_text, read_prompts
+from fminfer.contract.read_fields import read_fields
+from fminfer.contract.request import Request, SamplingParams
+from fminfer.contract.vector_wish import VectorFacts, VectorWish
+from fminfer.core.errors import RequestError
+
+# Of requests that draw nothing. A text that is too long keeps its beginning.
+POOLED = SamplingParams(max_tokens=0, temperature=0.0, truncation_side="right")
+_PARAMS = ("add_special_tokens", "truncate_prompt_tokens", "truncation_side")
+_ONE_OR_MANY = "a string, or a list of strings"
+# Of a score: what is compared with what, by the names of vLLM's two forms.
+_PAIRS = (("text_1", "text_2"), ("queries", "documents"))
+
+
+def parse_vectors(
+    fields: Mapping[str, Any], endpoint: Endpoint, facts: VectorFacts, *, is_strict: bool
+) -> Request:
+    """Check one request for vectors, or for what is made of them.
+
+    Raises:
+        RequestError: with one of the codes of the contract's section 3.
+    """
+    _check_model(endpoint, facts)
+    found, warnings = read_fields(fields, endpoint, max_logprobs=0, is_strict=is_strict)
+    firsts, seconds = _read_texts(fields, endpoint)
+    wish = VectorWish(
+        facts,
+        _check_dimensions(found.get("dimensions"), facts),
+        found.get("encoding_format") == "base64",
+        tuple(seconds),
+        found.get("top_n"),
+        found.get("return_documents", True),
+    )
+    params = replace(POOLED, **{name: found[name] for name in _PARAMS if name in found})
+    prompts = [_put_before(each, found.get("prompt_name"), facts) for each in firsts]
+    return Request(prompts, params, tuple(warnings), endpoint=endpoint, vectors=wish)
+
+
+def _check_model(endpoint: Endpoint, facts: VectorFacts) -> None:
+    """Refuse what a model's vectors are not good for."""
+    needed = None
+    if endpoint in ("completions", "chat"):
+        needed = "generates text, and this one gives vectors. Ask " + (
+            "/v1/classify, /v1/score or /v1/rerank" if facts.is_scored else "/v1/embeddings"
+        )
+    elif endpoint == "embeddings" and facts.is_scored:
+        needed = "gives embeddings, and this one scores. Ask /v1/score, /v1/rerank or /v1/classify"
+    elif endpoint == "classify" and not facts.is_scored:
+        needed = "has classes, and this one gives embeddings. Ask /v1/embeddings"
+    elif endpoint in ("score", "rerank") and facts.is_scored and facts.size > 1:
+        needed = f"gives one score, and this one has {facts.size} classes. Ask /v1/classify"
+    if needed is not None:
+        raise RequestError("unsupported_parameter", f"/v1/{endpoint} needs a model that {needed}")
+
+
+def refuse_vectors(endpoint: Endpoint) -> RequestError:
+    """Return the error of a request for vectors to a model that generates."""
+    needed = "an embedding model" if endpoint == "embeddings" else "a model that scores texts"
+    return RequestError(
+        "unsupported_parameter",
+        f"/v1/{endpoint} needs {needed}, and this one generates text. Give such a model, or ask "
+        "/v1/completions",
+    )
+
+
+def _read_texts(
+    fields: Mapping[str, Any], endpoint: Endpoint
+) -> tuple[list[str | list[int]], list[str]]:
+    """Return the prompts, and what they are compared with."""
+    if endpoint in ("embeddings", "classify"):
+        prompts = read_prompts(fields, "input")
+        check_choices(len(prompts), 1, 1, "input")
+        return prompts, []
+    names = ("query", "documents")
+    if endpoint == "score":
+        names = next((each for each in _PAIRS if fields.get(each[0]) is not None), _PAIRS[0])
+    firsts, seconds = (_read_strings(fields, name) for name in names)
+    if len(firsts) != 1 and (len(firsts) != len(seconds) or endpoint == "rerank"):
+        raise RequestError(
+            "out_of_range",
+            f"{names[0]} holds {len(firsts)} texts and {names[1]} {len(seconds)}; give one, which "
+            "is compared with all" + ", or as many" * (endpoint == "score"),
+            names[0],
+        )
+    check_choices(len(seconds), 1, 1, names[1])
+    return [*firsts], seconds
+
+
+def _read_strings(fields: Mapping[str, Any], name: str) -> list[str]:
+    """Return a text, or several; a document of Cohere's form may be an object with its text."""
+    value = fields.get(name)
+    if value is None:
+        raise RequestError("missing_prompt", f"{name} is absent; give {_ONE_OR_MANY}", name)
+    given = value if isinstance(value, list) else [value]
+    found = [each.get("text") if isinstance(each, dict) else each for each in given]
+    texts = [check_text(text, name) for text in found if isinstance(text, str)]
+    if not texts or len(texts) < len(found):
+        raise wrong_type(name, value, _ONE_OR_MANY)
+    return texts
+
+
+def _check_dimensions(dimensions: int | None, facts: VectorFacts) -> int | None:
+    if dimensions is not None and dimensions > facts.size:
+        raise RequestError(
+            "out_of_range",
+            f"dimensions is {dimensions}; this model's vectors have {facts.size} numbers. Give at "
+            "most so many",
+            "dimensions",
+        )
+    return None if dimensions == facts.size else dimensions
+
+
+def _put_before(prompt: str | list[int], name: str | None, facts: VectorFacts) -> str | list[int]:
+    """Return a text behind the model's prompt of a name, or behind its default one."""
+    if name is not None and name not in facts.prompts:
+        known = ", ".join(map(show, facts.prompts)) or "none"
+        raise RequestError(
+            "out_of_range",
+            f"prompt_name is {show(name)}; this model has {known}. Leave it out, or write the "
+            "prompt into the text",
+            "prompt_name",
+        )
+    name = facts.default_prompt if name is None else name
+    return prompt if name is None or isinstance(prompt, list) else facts.prompts[name] + prompt

@@ -1,0 +1,107 @@
+"""What is made of the vectors of a request's prompts: embeddings, scores, rankings, classes."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from typing import Any
+
+import numpy as np
+
+from fminfer.contract.vector_wish import VectorWish
+from fminfer.engine.sequence import AnswerKind, Array, RequestState
+
+
+def make_of_vectors(state: RequestState, wish: VectorWish) -> list[dict[str, Any]]:
+    """Return what stands in the answer: one entry a prompt, or one a pair."""
+    own = [prompt.vector for prompt in state.prompts if prompt.vector is not None]
+    vectors: Array = np.stack(own)  # a copy: the step that they are of is large
+    kind = state.prepared.kind
+    if kind == "embeddings":
+        return _embeddings(vectors, wish)
+    if kind == "classify":
+        return [_classify(index, logits, wish) for index, logits in enumerate(vectors)]
+    scores = _scores(vectors, wish).tolist()
+    if kind == "score":
+        return [{"index": i, "object": "score", "score": s} for i, s in enumerate(scores)]
+    return _ranking(scores, wish)
+
+
+def as_base64(vector: Array) -> str:
+    """Return a vector as the base64 of its float32 numbers, little-endian."""
+    return b64encode(np.asarray(vector, "<f4").tobytes()).decode()
+
+
+def _embeddings(vectors: Array, wish: VectorWish) -> list[dict[str, Any]]:
+    if wish.dimensions is not None:
+        vectors = vectors[:, : wish.dimensions]
+        if wish.facts.is_normalized:
+            vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    return [
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": as_base64(vector) if wish.is_base64 else np.ascontiguousarray(vector),
+        }
+        for index, vector in enumerate(vectors)
+    ]
+
+
+def _probabilities(logits: Array) -> Array:
+    """Return those of classes; one logit is the log odds of its class."""
+    logits = logits.astype("f8")
+    if logits.shape[-1] == 1:
+        return 1 / (1 + np.exp(-logits))
+    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return powers / powers.sum(axis=-1, keepdims=True)
+
+
+def _classify(index: int, logits: Array, wish: VectorWish) -> dict[str, Any]:
+    probs, labels = _probabilities(logits), wish.facts.labels
+    best = int(probs.argmax())
+    return {
+        "index": index,
+        "label": labels[best] if best < len(labels) else None,
+        "probs": probs.tolist(),
+        "num_classes": len(probs),
+    }
+
+
+def _scores(vectors: Array, wish: VectorWish) -> Array:
+    """Return a score a pair: its class's probability, or the cosine of its two vectors."""
+    if wish.facts.is_scored:
+        return _probabilities(vectors)[:, 0]
+    lengths = np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    vectors = (vectors / lengths).astype("f8")
+    num_firsts = len(vectors) - len(wish.seconds)
+    return (vectors[:num_firsts] * vectors[num_firsts:]).sum(axis=1)  # one, or as many
+
+
+def _ranking(scores: list[float], wish: VectorWish) -> list[dict[str, Any]]:
+    """Return the best pairs, best first; of equal ones the earlier."""
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])
+    return [
+        {"index": index}
+        | ({"document": {"text": wish.seconds[index]}} if wish.returns_documents else {})
+        | {"relevance_score": scores[index]}
+        for index in order[: wish.top_n]
+    ]
+
+
+# How an answer's id begins, and what its object is called.
+_HEADS: dict[AnswerKind, tuple[str, str]] = {
+    "plain": ("cmpl", "text_completion"),
+    "openai": ("cmpl", "text_completion"),
+    "chat": ("chatcmpl", "chat.completion"),
+    "embeddings": ("embd", "list"),
+}
+
+
+def head_of_answer(kind: AnswerKind, own_id: str, created: int, model: str) -> dict[str, Any]:
+    """Return what an object of the API has before its answers.
+
+    Args:
+        own_id: what follows its prefix.
+        created: Unix time, seconds.
+    """
+    prefix, name = _HEADS.get(kind, (kind, "list"))
+    return {"id": f"{prefix}-{own_id}", "object": name, "created": created, "model": model}

@@ -1,0 +1,182 @@
+"""Turns requests for vectors into requests that can run; texts of many are tokenized together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from fminfer.contract.endpoints import Endpoint, find_asked
+from fminfer.contract.field_table import FIELDS
+from fminfer.contract.request import Request
+from fminfer.contract.row_warnings import RowWarning
+from fminfer.contract.vector_wish import VectorFacts
+from fminfer.contract.vectors import parse_vectors
+from fminfer.core.config import RequestOptions
+from fminfer.core.errors import RequestError
+from fminfer.engine.prompt_fit import PromptFit
+from fminfer.engine.sequence import AnswerKind, Prepared
+from fminfer.text.encoded_prompt import EncodedPrompt
+from fminfer.text.pairs import as_prompt, cut_encoding, encode_texts
+from fminfer.text.tokenizer import Tokenizer
+
+MORE_TOKENS = "The tokenizer has more tokens than the model has rows"
+
+
+@dataclass(slots=True)
+class _Text:
+    """A text, or a pair of texts, and what the tokenizer makes of it."""
+
+    first: str
+    second: str | None = None
+    encoding: Any = None
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request that is being prepared."""
+
+    request: Request
+    fit: PromptFit
+    prompts: list[_Text | list[int]] = field(default_factory=list)
+
+
+class VectorIntake:
+    """Prepares requests for vectors.
+
+    Args:
+        facts: what the model gives.
+        check_ids: raises a RequestError for ids that the model does not have.
+        count: is told of what is odd about a prompt.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        facts: VectorFacts,
+        context_length: int,
+        options: RequestOptions,
+        check_ids: Callable[[Iterable[int], str, str], None],
+        count: Callable[[RowWarning], None],
+    ) -> None:
+        self._tokenizer, self._facts = tokenizer, facts
+        self._context_length, self._options = context_length, options
+        self._check_ids, self._count = check_ids, count
+
+    def parse(self, fields: Mapping[str, Any], told: Endpoint | None) -> Request:
+        """Check a request as far as that goes without its tokens.
+
+        Args:
+            told: the endpoint to which it was sent; None: its fields tell.
+
+        Raises:
+            RequestError: what is wrong with it.
+        """
+        endpoint = told or find_asked(fields) or "embeddings"
+        if told is None and endpoint == "embeddings" and self._facts.is_scored:
+            endpoint = "classify"
+        own = FIELDS[endpoint]
+        args = {n: v for n, v in (self._options.request_args or {}).items() if n in own}
+        is_strict = self._options.strict
+        return parse_vectors({**fields, **args}, endpoint, self._facts, is_strict=is_strict)
+
+    def prepare(self, requests: Sequence[Request]) -> list[Prepared | RequestError]:
+        """Tokenize the texts of requests; return each one, or what is wrong with it."""
+        asked = [self._read(request) for request in requests]
+        groups: dict[tuple[bool, bool], list[_Text]] = {}
+        for each in asked:
+            if isinstance(each, _Asked):
+                adds = each.request.params.add_special_tokens
+                for text in each.prompts:
+                    if isinstance(text, _Text):
+                        groups.setdefault((adds, text.second is not None), []).append(text)
+        for (adds, _), texts in groups.items():
+            seconds = [text.second for text in texts if text.second is not None]
+            given = [text.first for text in texts], seconds
+            if self._facts.is_lowercased:
+                given = [text.lower() for text in given[0]], [text.lower() for text in seconds]
+            found = encode_texts(self._tokenizer, *given, add_special_tokens=adds)
+            for text, encoding in zip(texts, found, strict=True):
+                text.encoding = encoding
+        return [each if isinstance(each, RequestError) else self._finish(each) for each in asked]
+
+    def _read(self, request: Request) -> _Asked | RequestError:
+        """List a request's prompts: its pairs if the model scores them, or each of its texts."""
+        wish = request.vectors
+        assert wish is not None, "a request that draws"
+        source = {"score": "text_1", "rerank": "documents"}.get(request.endpoint, "input")
+        fit = PromptFit(
+            self._tokenizer,
+            self._context_length,
+            self._options.on_too_long,
+            request.params,
+            source=source,
+            is_source=True,
+        )
+        asked, firsts, seconds = _Asked(request, fit), request.prompts, wish.seconds
+        try:
+            for text in (*firsts, *seconds):
+                if isinstance(text, str):
+                    self._check_text(text, fit)
+        except RequestError as error:
+            return error
+        if seconds and wish.facts.is_scored:
+            firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
+            pairs = zip(firsts, seconds, strict=True)
+            asked.prompts = [_Text(str(first), second) for first, second in pairs]
+        else:
+            prompts = (*firsts, *seconds)
+            asked.prompts = [_Text(each) if isinstance(each, str) else each for each in prompts]
+        return asked
+
+    def _check_text(self, text: str, fit: PromptFit) -> None:
+        fit.refuse_giant(text)
+        if not self._tokenizer.has_words:
+            raise RequestError(
+                "unsupported_parameter",
+                f"{fit.source} is text, and this run has no tokenizer; give token ids, or run "
+                "without --skip-tokenizer-init",
+                fit.source,
+            )
+
+    def _finish(self, asked: _Asked) -> Prepared | RequestError:
+        request = asked.request
+        try:
+            prompts = [self._encode(prompt, asked.fit) for prompt in asked.prompts]
+        except RequestError as error:
+            return error
+        kind, wish = cast(AnswerKind, request.endpoint), request.vectors
+        return Prepared(request.params, prompts, kind=kind, is_pooled=True, vectors=wish)
+
+    def _encode(self, prompt: _Text | list[int], fit: PromptFit) -> EncodedPrompt:
+        """Return a prompt's ids, as its request and then the run cuts them."""
+        if isinstance(prompt, list):
+            self._check_ids(prompt, fit.source, "Was it tokenized for another model?")
+            asked_for = fit.truncate(EncodedPrompt(prompt, "", []))
+            fitting = fit.fit(asked_for)
+            if fitting is not asked_for:
+                self._tell_cut()
+            return fitting
+        encoding, has_types = prompt.encoding, self._facts.has_types
+        params, room = fit.params, self._context_length
+        if not encoding.ids:
+            raise RequestError(
+                "missing_prompt",
+                f"{fit.source} has a text without tokens; give at least one character",
+                fit.source,
+            )
+        self._check_ids([max(encoding.ids)], fit.source, MORE_TOKENS)
+        found = as_prompt(encoding, has_types=has_types)
+        wished = room if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
+        if wished is not None and len(encoding.ids) > wished:
+            side = params.truncation_side
+            found = cut_encoding(encoding, wished, side, has_types=has_types)
+        if len(found.ids) > room and fit.on_too_long != "error":
+            side = fit.on_too_long.removeprefix("truncate-")
+            found = cut_encoding(encoding, room, side, has_types=has_types)
+            self._tell_cut()
+        return fit.fit(found) if len(found.ids) > room else found
+
+    def _tell_cut(self) -> None:
+        on_too_long = self._options.on_too_long
+        self._count(RowWarning(f"prompts were cut by --on-too-long {on_too_long}"))

@@ -1,0 +1,69 @@
+"""Texts and pairs of texts for an encoder: many at once, and cut between their special tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fminfer.text.encoded_prompt import EncodedPrompt
+from fminfer.text.tokenizer import Tokenizer
+
+
+def encode_texts(
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    seconds: Sequence[str] = (),
+    *,
+    add_special_tokens: bool = True,
+) -> list[Any]:
+    """Return what the tokenizer makes of each text, or of each pair, all in one call.
+
+    They have `ids`, `type_ids` and `sequence_ids`, as `tokenizers.Encoding`.
+
+    Args:
+        seconds: the second text of each; none: they are no pairs.
+    """
+    hf, backend = tokenizer.hf, tokenizer.backend
+    assert backend is not None, "a tokenizer of sentencepiece has no batches"
+    if hf is None:
+        given: list[Any] = [*zip(texts, seconds, strict=True)] if seconds else [*texts]
+        return list(backend.encode_batch(given, add_special_tokens=add_special_tokens))
+    pairs = [*seconds] if seconds else None
+    found = hf([*texts], pairs, add_special_tokens=add_special_tokens, return_attention_mask=False)
+    return list(found.encodings)
+
+
+def as_prompt(encoding: Any, *, has_types: bool) -> EncodedPrompt:
+    """Return an encoding as a prompt.
+
+    Args:
+        has_types: the model reads token types.
+    """
+    types = encoding.type_ids if has_types and any(encoding.type_ids) else []
+    return EncodedPrompt(encoding.ids, "", [], is_whole_text=True, types=types)
+
+
+def cut_encoding(encoding: Any, room: int, side: str, *, has_types: bool) -> EncodedPrompt:
+    """Return an encoding without tokens of its texts, the longer one's first, so that it fits.
+
+    It is what transformers' truncation "longest_first" keeps.
+
+    Args:
+        room: tokens that it may have.
+        side: on which each text is cut.
+    """
+    whole, of = as_prompt(encoding, has_types=has_types), encoding.sequence_ids
+    places = [[i for i, text in enumerate(of) if text == number] for number in (0, 1)]
+    target = max(0, room - of.count(None))
+    short, long = sorted(map(len, places))
+    long = short if short > target else max(short, target - short)
+    if short + long > target:
+        short, long = target // 2, target - target // 2
+    sizes = (long, short) if len(places[0]) > len(places[1]) else (short, long)
+    kept = {i for i, text in enumerate(of) if text is None}
+    for own, size in zip(places, sizes, strict=True):
+        kept.update(own[:size] if side == "right" else own[len(own) - size :])
+    order = sorted(kept)
+    types = [whole.types[i] for i in order] if whole.types else []
+    ids = [whole.ids[i] for i in order]
+    return EncodedPrompt(ids, "", [], num_cut=len(whole.ids) - len(ids), types=types)

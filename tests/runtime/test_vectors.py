@@ -1,0 +1,199 @@
+"""Vectors, scores and classes against transformers, from lines and from Python."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fminfer
+from fminfer.contract.line import Line
+from fminfer.contract.record import Record
+from fminfer.core.errors import RequestError
+from tests.vector_models import WORDS, mean_vectors, save_bert
+
+TEXTS = ["w1 w2 w3", "w4", "", "W9 w10, unknown", " ".join(WORDS[:50])]
+Pair = tuple[fminfer.Engine, tuple[Any, Any]]
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def embedding(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    """Give an engine of one process or two pipelines, and what transformers has."""
+    folder = tmp_path_factory.mktemp("bert")
+    own = save_bert(folder)
+    with fminfer.Engine(str(folder), dtype="float32", data_group_size=request.param) as engine:
+        yield engine, own
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def scoring(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp(f"scores{request.param}")
+    own = save_bert(folder, num_labels=request.param)
+    with fminfer.Engine(str(folder), dtype="float32") as engine:
+        yield engine, own
+
+
+def answers(engine: fminfer.Engine, *requests: dict[str, Any]) -> list[Record]:
+    return sorted(engine.run(requests), key=lambda record: record.line.number)
+
+
+def result(engine: fminfer.Engine, request: dict[str, Any]) -> dict[str, Any]:
+    (record,) = answers(engine, request)
+    assert record.error is None, record.error
+    return dict(record.to_dict()["result"])
+
+
+def refusal(engine: fminfer.Engine, request: dict[str, Any]) -> RequestError:
+    (record,) = answers(engine, request)
+    assert record.error is not None
+    return record.error
+
+
+def test_embeddings_are_transformers(embedding: Pair) -> None:
+    engine, (model, hf) = embedding
+    expected = mean_vectors(model, hf, TEXTS)
+    vectors = engine.embed(TEXTS)
+    assert vectors.dtype == np.float32 and vectors.shape == (len(TEXTS), 32)
+    np.testing.assert_allclose(vectors, expected, atol=1e-4)
+    ids = hf(TEXTS)["input_ids"]
+    np.testing.assert_array_equal(engine.embed(ids), vectors)
+    found = result(engine, {"input": TEXTS})
+    assert [each["index"] for each in found["data"]] == [*range(len(TEXTS))]
+    told = np.array([each["embedding"] for each in found["data"]], np.float32)
+    np.testing.assert_allclose(told, expected, atol=1e-4)
+    num_tokens = sum(map(len, ids))
+    assert found["usage"]["prompt_tokens"] == found["usage"]["total_tokens"] == num_tokens
+    assert "completion_tokens" not in found["usage"]
+
+
+def test_forms_of_an_embedding(embedding: Pair) -> None:
+    engine, _ = embedding
+    whole = engine.embed(["w1 w2"])[0]
+    (found,) = result(engine, {"input": "w1 w2", "encoding_format": "base64"})["data"]
+    np.testing.assert_array_equal(np.frombuffer(b64decode(found["embedding"]), "<f4"), whole)
+    np.testing.assert_array_equal(engine.embed(["w1 w2"], dimensions=5)[0], whole[:5])
+    for wrong, param in (
+        ({"dimensions": 33}, "dimensions"),
+        ({"dimensions": 0}, "dimensions"),
+        ({"encoding_format": "hex"}, "encoding_format"),
+        ({"prompt_name": "query"}, "prompt_name"),
+        ({"input": []}, "input"),
+        ({"input": [[1, 999]]}, "input"),
+        ({"input": None}, "input"),
+        ({"input": "w1 " * 70}, "input"),
+    ):
+        assert refusal(engine, {"input": "w1"} | wrong).param == param
+
+
+def test_long_texts_are_cut_as_transformers_cuts(embedding: Pair) -> None:
+    engine, (model, hf) = embedding
+    long = " ".join(WORDS[:90])
+    cut = hf.decode(hf(long, truncation=True, max_length=10)["input_ids"], skip_special_tokens=True)
+    found = result(engine, {"input": long, "truncate_prompt_tokens": 10})
+    (told,) = found["data"]
+    np.testing.assert_allclose(told["embedding"], mean_vectors(model, hf, [cut])[0], atol=1e-4)
+    assert found["usage"]["prompt_tokens"] == 10
+    assert found["usage"]["prompt_tokens_details"]["truncated_tokens"] == 82
+
+
+def test_batch_lines(embedding: Pair) -> None:
+    engine, _ = embedding
+    lines = [
+        {"custom_id": f"{number}", "method": "POST", "url": url, "body": body}
+        for number, (url, body) in enumerate(
+            [
+                ("/v1/embeddings", {"input": ["w1", "w2"], "model": "mine"}),
+                ("/v1/score", {"text_1": "w1", "text_2": "w1"}),
+                ("/v1/rerank", {"query": "w1", "documents": ["w2", "w1"], "top_n": 1}),
+                ("/v1/completions", {"prompt": "w1"}),
+                ("/v1/embeddings", {"input": "w1"}),
+            ]
+        )
+    ]
+    raw = [Line(0, number, json.dumps(line).encode()) for number, line in enumerate(lines, 1)]
+    records = sorted(engine.run(raw), key=lambda record: record.line.number)
+    found = [record.to_dict()["response"] for record in records]
+    assert [each["status_code"] for each in found] == [200, 200, 200, 400, 200]
+    bodies = [each["body"] for each in found]
+    assert bodies[0]["object"] == "list" and bodies[0]["model"] == "mine"
+    assert bodies[0]["data"][0]["embedding"] == bodies[4]["data"][0]["embedding"]
+    assert bodies[1]["data"][0]["score"] == pytest.approx(1)
+    (best,) = bodies[2]["results"]
+    assert best["index"] == 1 and best["document"] == {"text": "w1"}
+    assert "Ask /v1/embeddings" in bodies[3]["error"]["message"]
+
+
+def test_cosines(embedding: Pair) -> None:
+    engine, _ = embedding
+    one, *others = engine.embed(["w1", "w2 w3", "w4"])
+    expected = [one @ o / np.linalg.norm(one) / np.linalg.norm(o) for o in others]
+    found = result(engine, {"queries": "w1", "documents": ["w2 w3", "w4"]})
+    assert [each["score"] for each in found["data"]] == pytest.approx(expected, abs=1e-5)
+
+
+def logits_of(own: tuple[Any, Any], *texts: list[str]) -> torch.Tensor:
+    model, hf = own
+    with torch.no_grad():
+        rows = [hf(*each, return_tensors="pt") for each in zip(*texts, strict=True)]
+        return torch.cat([model(**row).logits for row in rows])
+
+
+def test_classes_are_transformers(scoring: Pair) -> None:
+    engine, own = scoring
+    logits = logits_of(own, TEXTS)
+    is_one = logits.shape[1] == 1
+    expected = logits.sigmoid() if is_one else logits.softmax(-1)
+    data = result(engine, {"input": TEXTS})["data"]
+    np.testing.assert_allclose([each["probs"] for each in data], expected, atol=1e-5)
+    for each, row in zip(data, expected, strict=True):
+        assert each["label"] == f"LABEL_{row.argmax()}" and each["num_classes"] == len(row)
+
+
+def test_scores_of_pairs_are_transformers(scoring: Pair) -> None:
+    engine, own = scoring
+    documents = ["w5 w6", "w7", "w1 w2 w8", "w7"]
+    asked = {"query": "w1 w2", "documents": documents}
+    if own[0].config.num_labels > 1:
+        assert "Ask /v1/classify" in str(refusal(engine, asked))
+        assert "/v1/classify" in str(refusal(engine, {"text_1": "w1", "text_2": "w2"}))
+        return
+    expected = logits_of(own, ["w1 w2"] * 4, documents).sigmoid()[:, 0].tolist()
+    found = result(engine, asked)["results"]
+    assert [each["relevance_score"] for each in found] == sorted(
+        (pytest.approx(each, abs=1e-5) for each in expected), key=lambda e: -e.expected
+    )
+    for each in found:
+        assert each["document"]["text"] == documents[each["index"]]
+        assert each["relevance_score"] == pytest.approx(expected[each["index"]], abs=1e-5)
+    both = result(engine, {"text_1": ["w1 w2"] * 4, "text_2": documents})
+    assert [each["score"] for each in both["data"]] == pytest.approx(expected, abs=1e-5)
+    refused = refusal(engine, {"text_1": ["a", "b"], "text_2": ["c"]})
+    assert refused.param == "text_1" and "as many" in str(refused)
+
+
+def test_the_other_kind_of_model_is_named(embedding: Pair, scoring: Pair) -> None:
+    assert "Ask /v1/embeddings" in str(refusal(embedding[0], {"prompt": "w1"}))
+    error = scoring[0].prepare
+    with pytest.raises(RequestError, match="Ask /v1/score"):
+        error({"input": "w1"}, endpoint="embeddings")
+    with fminfer.Engine(dtype="float32") as generating:
+        assert "needs an embedding model" in str(refusal(generating, {"input": "w1"}))
+
+
+def test_equal_lines_are_computed_once_and_a_wrong_one_costs_itself(embedding: Pair) -> None:
+    engine, _ = embedding
+    before = engine.stats.num_prompt_tokens
+    asked = [{"input": "w1 w2"}] * 50 + [{"input": 5}] + [{"input": "w2 w1"}]
+    found = answers(engine, *asked)
+    assert [record.error is None for record in found] == [True] * 50 + [False, True]
+    assert len({json.dumps(r.to_dict()["result"]["data"]) for r in found[:50]}) == 1
+    assert engine.stats.num_prompt_tokens - before == 8
