@@ -32,6 +32,7 @@ from fminfer.server.openai_routes import openai_routes
 from fminfer.server.server_log import ServerLog
 from fminfer.server.service import Service
 from fminfer.server.settings import ServerSettings
+from fminfer.server.vector_routes import vector_routes
 
 _LINE = (
     "fminfer answers POST /v1/completions and /v1/chat/completions. "
@@ -119,9 +120,10 @@ ELSEWHERE = {
     "realtime|invocations|api/chat$",
     "send a prompt to /v1/completions": "engines|generate|generate_stream|completion|infill|"
     "api/generate",
-    "this server only generates text, by /v1/chat/completions and /v1/completions": "embeddings|"
-    "embed|embedding|api/embed|api/embeddings|pooling|classify|score|rerank|reranking|moderations|"
-    "audio|images|videos|fine_tuning|vector_stores|evals|containers",
+    "send texts to /v1/embeddings": "embed|embedding|api/embed|api/embeddings|pooling",
+    "send documents to /v1/rerank": "reranking",
+    "this server answers texts with texts and vectors": "moderations|audio|images|videos|"
+    "fine_tuning|vector_stores|evals|containers",
     "upload whole files to /v1/files": "uploads",
 }
 
@@ -172,7 +174,7 @@ def make_app(
         redoc_url=None,
         redirect_slashes=False,  # the address of a proxy before it is not known
     )
-    for routes in (openai_routes, model_routes, old_routes):
+    for routes in (openai_routes, vector_routes, model_routes, old_routes):
         app.include_router(routes(service))
     app.include_router(file_routes(desk))
     app.include_router(batch_routes(service, desk))

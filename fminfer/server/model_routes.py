@@ -136,12 +136,17 @@ def _prepare_one(service: Service, request: dict[str, Any], name: str) -> list[i
     """Return the ids of a request's only prompt."""
     try:
         asked = {name: value for name, value in request.items() if name not in KINDS}
-        endpoint: Endpoint = "chat" if "messages" in request else "completions"
-        prepared = service.engine.prepare(asked | {"max_tokens": 0}, endpoint=endpoint)
+        endpoint: Endpoint | None = "chat" if "messages" in request else "completions"
+        if service.engine.intake.limits.vectors is not None and endpoint == "completions":
+            asked, endpoint = {"input": asked.pop("prompt", None), **asked}, None
+        else:
+            asked["max_tokens"] = 0
+        prepared = service.engine.prepare(asked, endpoint=endpoint)
     except RequestError as error:
-        if error.param != "prompt":
+        if error.param not in ("prompt", "input"):
             raise
-        raise RequestError(error.code, error.message.replace("prompt", name, 1), name) from None
+        message = error.message.replace(error.param, name, 1)
+        raise RequestError(error.code, message, name) from None
     if len(prepared.prompts) != 1:
         raise HttpError(400, f"{name} holds several prompts; send one", param=name)
     return prepared.prompts[0].ids

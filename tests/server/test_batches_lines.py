@@ -182,7 +182,7 @@ def test_models_are_checked_as_live_requests_are(
         ({"input_file_id": "file-0"}, 404, "input_file_id"),
         ({"input_file_id": "../../etc/passwd"}, 404, "input_file_id"),
         ({"input_file_id": None}, 400, "input_file_id"),
-        ({"endpoint": "/v1/embeddings"}, 400, "endpoint"),
+        ({"endpoint": "/v1/images"}, 400, "endpoint"),
         ({"endpoint": 5}, 400, "endpoint"),
         ({"completion_window": "soon"}, 400, "completion_window"),
         ({"completion_window": "1.5h"}, 400, "completion_window"),

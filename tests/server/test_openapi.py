@@ -29,7 +29,7 @@ ROUTES = (
     *("POST /v1/completions", "POST /v1/chat/completions", "POST /tokenize", "POST /detokenize"),
     *("POST /generation", "POST /", "GET /run/{text}", "GET /run_{name}/{text}"),
     *("GET /v1/models/{model}", "GET /v1/models", "GET /metrics", "GET /version"),
-    *("GET /stats", "GET /health"),
+    *("GET /stats", "GET /health", "POST /v1/embeddings", "POST /v1/rerank"),
     *("POST /v1/files", "GET /v1/files", "GET /v1/files/{file_id}", "DELETE /v1/files/{file_id}"),
     *("GET /v1/files/{file_id}/content", "POST /v1/batches", "GET /v1/batches"),
     *("GET /v1/batches/{batch_id}", "POST /v1/batches/{batch_id}/cancel"),
@@ -58,6 +58,8 @@ def test_the_document_has_every_route_and_no_error_of_fastapis(server: Running) 
     assert {
         *("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}"),
         *("/tokenize", "/detokenize", "/health", "/stats", "/metrics", "/version"),
+        *("/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/classify"),
+        *("/score", "/rerank", "/v2/rerank", "/classify"),
         *("/generation", "/run/{text}", "/run_{name}/{text}", "/"),
         *("/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content"),
         *("/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel"),

@@ -1,0 +1,112 @@
+"""Vectors, scores and classes over HTTP, and OpenAI's and LiteLLM's clients, unmodified."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from jsonschema import Draft202012Validator
+
+import fminfer
+from tests.server.running import Running, running
+from tests.vector_models import mean_vectors, save_bert
+
+TEXTS = ["w1 w2", "w3", "w4 w5 w6"]
+
+
+@pytest.fixture(scope="module")
+def embedding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Any]]:
+    """Give a server of a model that embeds, and what transformers says of TEXTS."""
+    folder = tmp_path_factory.mktemp("bert")
+    expected = mean_vectors(*save_bert(folder), TEXTS)
+    with fminfer.Engine(str(folder), dtype="float32") as engine:
+        state = tmp_path_factory.mktemp("state") / "state"
+        with running(engine, api_keys=("k1",), state=state) as server:
+            yield server, expected
+
+
+@pytest.fixture(scope="module")
+def scoring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("scores")
+    save_bert(folder, num_labels=1)
+    with fminfer.Engine(str(folder), dtype="float32") as engine, running(engine) as server:
+        yield server
+
+
+def connect(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="k1", max_retries=0)
+
+
+def test_openais_client(embedding: tuple[Running, Any]) -> None:
+    """It asks for base64, and turns that into numbers itself."""
+    server, expected = embedding
+    with connect(server) as client:
+        found = client.embeddings.create(model="mine", input=TEXTS)
+        np.testing.assert_allclose([each.embedding for each in found.data], expected, atol=1e-4)
+        assert found.model == "mine" and found.usage.prompt_tokens == 12
+        plain = client.embeddings.create(model="mine", input=TEXTS[0], encoding_format="float")
+        first = found.data[0].embedding
+        assert np.float32(plain.data[0].embedding).tolist() == first
+        short = client.embeddings.create(model="mine", input=TEXTS[0], dimensions=4)
+        assert short.data[0].embedding == first[:4]
+        ids = client.embeddings.create(model="mine", input=[[2, 6, 7, 3]])
+        assert ids.data[0].embedding == first
+        with pytest.raises(openai.BadRequestError, match="Ask /v1/embeddings") as caught:
+            client.completions.create(model="mine", prompt="w1")
+        assert caught.value.status_code == 400
+
+
+def test_litellm(litellm: Any, embedding: tuple[Running, Any], scoring: Running) -> None:
+    server, expected = embedding
+    to_server = {"api_base": f"{server.url}/v1", "api_key": "k1"}
+    for provider in ("openai", "hosted_vllm"):
+        found = litellm.embedding(f"{provider}/mine", input=TEXTS, **to_server)
+        told = [each["embedding"] for each in found.data]
+        np.testing.assert_allclose(told, expected, atol=1e-4)
+    direct = scoring.post("/v1/rerank", {"query": "w1", "documents": TEXTS}).json
+    found = litellm.rerank(
+        "hosted_vllm/mine", query="w1", documents=TEXTS, top_n=2, api_base=scoring.url
+    )
+    assert [each["index"] for each in found.results] == [
+        each["index"] for each in direct["results"][:2]
+    ]
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v2/rerank", "/v1/score", "/score"])
+def test_answers_are_what_the_document_says(scoring: Running, path: str) -> None:
+    asked = {"query": "w1", "documents": TEXTS}
+    if path.endswith("score"):
+        asked = {"text_1": "w1", "text_2": TEXTS}
+    found = scoring.post(path, asked)
+    assert found.status == 200
+    operation = scoring.get("/openapi.json").json["paths"][path]["post"]
+    told = operation["responses"]["200"]["content"]["application/json"]["schema"]
+    Draft202012Validator(told).validate(found.json)
+    body = operation["requestBody"]["content"]["application/json"]["schema"]
+    Draft202012Validator(body).validate(asked)
+    assert len(found.json.get("results") or found.json["data"]) == 3
+
+
+def test_classes(scoring: Running) -> None:
+    found = scoring.post("/classify", {"input": TEXTS}).json
+    assert [each["num_classes"] for each in found["data"]] == [1, 1, 1]
+    assert scoring.post("/v1/embeddings", {"input": "w1"}).error["message"].endswith("/v1/classify")
+
+
+def test_other_routes_of_such_a_model(embedding: tuple[Running, Any]) -> None:
+    server, _ = embedding
+    keys = {"Authorization": "Bearer k1"}
+    assert server.post("/tokenize", {"prompt": "w1 w2"}, headers=keys).json["tokens"] == [
+        2,
+        6,
+        7,
+        3,
+    ]
+    assert server.get("/stats", headers=keys).json["generation_tokens_per_s"] == 0
+    metrics = server.get("/metrics", headers=keys).body.decode()
+    assert "vllm:prompt_tokens_total" in metrics
+    wrong = server.post("/v1/embeddings", {"input": "w1", "dimensions": 99}, headers=keys)
+    assert wrong.status == 400 and wrong.error["param"] == "dimensions"
