@@ -174,7 +174,7 @@ class Scheduler:
         return admitted
 
     def schedule(self) -> PlannedStep | None:
-        """Form the next step of whatever can run now, or None; the encoder and others take turns."""
+        """Form the next step of what can run now, or None. Encoder and decoder take turns."""
         turns = (self._schedule_whole, self._schedule_rows)
         for form in turns[::-1] if self._was_whole else turns:
             if (planned := form()) is not None:

@@ -117,7 +117,7 @@ class FminferLM(TemplateLM):
         UsageError: an option that cannot be, or a model without a tokenizer.
     """
 
-    backend = "causal"
+    backend = "causal"  # or "seq2seq"
 
     def __init__(
         self,
@@ -139,6 +139,8 @@ class FminferLM(TemplateLM):
             log.warning("batch_size %s is not used; see the engine's budget", batch_size)
         device = "auto" if device == LM_EVAL_DEVICE else device
         self.engine = Engine(pretrained, device=device, **options)
+        if self.engine.intake.limits.start_ids is not None:
+            self.backend = "seq2seq"
         self.tokenizer: Any = self.engine.tokenizer.hf
         if self.tokenizer is None:
             raise UsageError(
@@ -212,16 +214,10 @@ class FminferLM(TemplateLM):
         self, requests: list[ScoredPair], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         """Score continuations; lm-eval's `loglikelihood` tokenizes and calls this."""
-        prompts = [self._scored_ids(*pair) for pair in requests]
-        num_cut = sum(
-            len(prompt) < len(context) + len(continuation)
-            for prompt, (_, context, continuation) in zip(prompts, requests, strict=True)
-        )
-        self._warn_of_cuts(num_cut, len(requests))
-        bodies = [
-            {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
-            for prompt in prompts
-        ]
+        asked = [self._scored(*pair) for pair in requests]
+        self._warn_of_cuts(sum(is_cut for _, is_cut in asked), len(requests))
+        scored = {"max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
+        bodies = [prompts | scored for prompts, _ in asked]
         scores: dict[int, tuple[float, bool]] = {}
         answers = answer_all(
             self.engine, bodies, lambda i: shown(requests[i][0]), is_quiet=disable_tqdm
@@ -233,16 +229,25 @@ class FminferLM(TemplateLM):
                 self.cache_hook.add_partial("loglikelihood", key, scores[place])
         return [scores[place] for place in range(len(requests))]
 
-    def _scored_ids(
+    def _scored(
         self, key: tuple[str, str] | None, context: list[int], continuation: list[int]
-    ) -> list[int]:
-        """Join a pair and keep its last max_length + 1 ids, as `hf` does: the last is never fed."""
+    ) -> tuple[dict[str, Any], bool]:
+        """Return a pair as a request has it, and whether its beginning was cut off.
+
+        As `hf` does, keep the last max_length + 1 ids of both, of which the last is never fed; an
+        encoder reads the last max_length ids of the context.
+        """
         if not 0 < len(continuation) <= self.max_length:
             raise UsageError(
                 f"the continuation of {shown(key)} has {len(continuation)} tokens; it must have "
                 f"from 1 to max_length, {self.max_length}"
             )
-        return (context + continuation)[-(self.max_length + 1) :]
+        if self.backend == "seq2seq":
+            read = context[-self.max_length :]
+            return {"prompt": read, "decoder_prompt": continuation}, len(read) < len(context)
+        whole = context + continuation
+        prompt = whole[-(self.max_length + 1) :]
+        return {"prompt": prompt}, len(prompt) < len(whole)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Generate one text a request, up to its stop strings."""
@@ -268,6 +273,7 @@ class FminferLM(TemplateLM):
             self.tokenizer,
             max_length=self.max_length,
             max_gen_toks=self.max_gen_toks,
+            is_read_apart=self.backend == "seq2seq",
         )
 
     def apply_chat_template(

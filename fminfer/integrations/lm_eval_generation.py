@@ -51,6 +51,7 @@ def plan_generation(
     *,
     max_length: int,
     max_gen_toks: int,
+    is_read_apart: bool = False,
 ) -> Generation:
     """Make the request of one prompt.
 
@@ -58,6 +59,7 @@ def plan_generation(
         ids: the prompt; its beginning is cut off if it leaves no room, as lm-eval asks of a model.
         max_length: tokens of context for prompt and completion.
         max_gen_toks: where gen_kwargs do not say.
+        is_read_apart: an encoder reads the prompt, which has all of max_length.
 
     Raises:
         UsageError: gen_kwargs that cannot be done.
@@ -70,7 +72,7 @@ def plan_generation(
         raise UsageError("until holds an empty string, at which each text ends; remove it")
     special = {stop: _special_id(stop, tokenizer) for stop in until}
     max_tokens = kwargs.pop("max_gen_toks")
-    room = _room(max_tokens, max_length)
+    room = max_length if is_read_apart else _room(max_tokens, max_length)
     is_sampled = kwargs.pop("do_sample")
     temperature = kwargs.pop("temperature", 0.0)
     _check_names(kwargs)
