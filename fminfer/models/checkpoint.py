@@ -78,8 +78,10 @@ class Checkpoint:
             return self.max_model_len
         how = self.model.encoder or self.model
         rows = how.num_positions - how.position_offset  # of a table of learned positions
-        length = context_length(self.config)
-        return min(length, rows) if how.num_positions else length
+        lengths = [context_length(self.config), *[rows] * bool(how.num_positions)]
+        if self.sentence is not None and self.sentence.max_length:
+            lengths.append(self.sentence.max_length)
+        return min(lengths)
 
     @property
     def dense_folders(self) -> dict[str, Path]:

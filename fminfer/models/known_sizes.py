@@ -47,6 +47,17 @@ def _llama(
     }
 
 
+def _t5(hidden: int, inner: int, layers: int, heads: int, head_dim: int) -> Fields:
+    return {
+        "model_type": "t5",
+        "d_model": hidden,
+        "d_ff": inner,
+        "num_layers": layers,
+        "num_heads": heads,
+        "d_kv": head_dim,
+    }
+
+
 # `llama-160m` is the benchmarks' own; a made-up text of it has no end.
 SIZES: dict[str, Fields] = {
     "llama-160m": _llama(768, 3072, 12, 12, 12, 32000, 2048)
@@ -61,6 +72,7 @@ SIZES: dict[str, Fields] = {
     "bloom-560m": _bloom(1024, 24, 16),
     "bloom-7b1": _bloom(4096, 30, 32),
     "bloom-176b": _bloom(14336, 70, 112),
+    "bert-base": {"model_type": "bert"},
     "deepseek-v3": {"model_type": "deepseek_v3"},
     "gpt-j-6b": {"model_type": "gptj"},
     "gpt-neox-20b": {"model_type": "gpt_neox"},
@@ -77,6 +89,9 @@ SIZES: dict[str, Fields] = {
     "opt-30b": _opt(7168, 48, 56),
     "opt-66b": _opt(9216, 64, 72),
     "opt-175b": _opt(12288, 96, 96),
+    "t5-11b": _t5(1024, 65536, 24, 128, 128),
+    "ul2": _t5(4096, 16384, 32, 16, 256)
+    | {"feed_forward_proj": "gated-silu", "tie_word_embeddings": False},
 }
 # What the users of earlier systems type.
 ALIASES = {"560m": "bloom-560m", "7b1": "bloom-7b1", "175b": "bloom-176b", "176b": "bloom-176b"}

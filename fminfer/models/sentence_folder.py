@@ -36,7 +36,7 @@ class SentenceFolder:
 
     pooling: Pooling | None  # None: nothing pools, as in a folder of a cross-encoder
     dense: tuple[Path, ...] = ()  # the folders of its dense layers' weights, in order
-    max_length: int | None = None  # tokens that a text is cut to
+    max_length: int | None = None  # tokens of a text that are read
     is_lowercased: bool = False  # texts are, before the tokenizer reads them
     prompts: Mapping[str, str] = field(default_factory=dict)  # by name; texts begin with one
     default_prompt: str = ""  # the name of the one that is used if none is asked for

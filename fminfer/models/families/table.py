@@ -47,7 +47,7 @@ def other_kind(model_type: str, fields: Mapping[str, Any]) -> str:
         return kind
     known = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401
     if fields.get("is_encoder_decoder", getattr(known, "is_encoder_decoder", False)):
-        return "has an encoder and a decoder (as T5 has), and fminfer runs decoders alone"
+        return f"has an encoder and a decoder; of these {_named(encoder_decoders.ROWS)} run"
     if model_type in _STATEFUL or any(map(_OF_STATES.search, {*fields, *_declared(known)})):
         return (
             "has layers with a state (state-space, recurrent or linear attention, as Mamba has), "
@@ -55,8 +55,12 @@ def other_kind(model_type: str, fields: Mapping[str, Any]) -> str:
         )
     is_masked = "ForMaskedLM" in str(fields.get("architectures"))
     if is_masked or model_type in MASKED:
-        return "is an encoder (as BERT is), which writes no text, and fminfer runs decoders alone"
+        return f"is an encoder, which writes no text; of these {_named(encoders.ROWS)} run"
     return ""
+
+
+def _named(rows: Iterable[Callable[[Any], Architecture]]) -> str:
+    return ", ".join(row.__name__ for row in rows)
 
 
 def nearest_family(model_type: str, fields: Iterable[str], families: Iterable[str]) -> str:
