@@ -45,6 +45,12 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 # Decoders whose norms, positions and biases move to the encoder, by their names in conftest.
+# Those whose tokens see what follows them: a field added to a config of conftest.
+BOTH_WAYS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"use_bidirectional_attention": True},
+    "qwen2-window": {"is_causal": False},
+    "llama": {"is_causal": False},
+}
 DECODERS = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "gpt2", "opt-bare", "bloom"),
     *("falcon-alibi", "gpt_neox", "phi", "mixtral", "gpt_oss", "olmo2", "mpt"),
@@ -97,13 +103,16 @@ def make_encoder(name: str, maker: str = "") -> Any:
     return _spread(made.from_config(config) if own.startswith("Auto") else made(config))
 
 
-def make_decoder(name: str, kind: str) -> Any:
+def make_decoder(name: str, kind: str, **fields: Any) -> Any:
     """Build a decoder of conftest's FIELDS without a head, or with one that scores classes.
 
     Args:
         kind: "Model", "ForCausalLM" or "ForSequenceClassification".
+        fields: of the config, which its class makes others of.
     """
     config = family_config(name)
+    if fields:
+        config = type(config)(**config.to_dict() | fields)
     config.tie_word_embeddings, config.num_labels = False, 3
     torch.manual_seed(7)
     auto = "AutoModel" + kind.removeprefix("Model")

@@ -99,12 +99,13 @@ SAME: dict[str, tuple[object, ...]] = {
 UNDECLARED: dict[str, tuple[object, ...]] = {
     "quantization_config": (None,),
     "attn_config.rope": (False, None),
+    "is_causal": (True, None),
 }
 # The `quantization_config` of folders that `fminfer quantize` writes, and what it is named by.
 OWN_FOLDER = {"quant_method": "fminfer", "version": 1}
 TEXT_PART = "text_config"  # of a model that reads images, too
 # Fields that transformers' models read with getattr, though their configs may not declare them.
-UNDECLARED_BUT_READ = {"head_dim"}
+UNDECLARED_BUT_READ = {"head_dim", "is_causal"}
 _OF_ALL = frozenset(field.name for field in dataclasses.fields(transformers.PreTrainedConfig))
 
 
@@ -177,7 +178,7 @@ class ReadConfig:
                 yield path, found, by_itself
         for path, runnable in UNDECLARED.items():
             folder, _, name = path.rpartition(".")
-            if f"{folder}." * bool(folder) == self._prefix:
+            if f"{folder}." * bool(folder) == self._prefix and name not in self._read:
                 found = getattr(self._config, name, None)
                 if found is not None and found not in runnable and not is_own_folder(found):
                     yield path, found, runnable[0]

@@ -15,18 +15,8 @@ from fminfer.core.errors import CheckpointError
 MODULES = "modules.json"
 SETTINGS = "config_sentence_transformers.json"
 DENSE_WEIGHTS = ["*_Dense/model.safetensors", "*_Dense/pytorch_model.bin"]
-_MODES = {  # theirs -> ours
-    "cls": "cls",
-    "cls_token": "cls",
-    "max": "max",
-    "max_tokens": "max",
-    "mean": "mean",
-    "mean_tokens": "mean",
-    "mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "weightedmean": "weightedmean",
-    "weightedmean_tokens": "weightedmean",
-    "lasttoken": "last",
-}
+_MODES = {"cls_token": "cls", "max_tokens": "max", "mean_tokens": "mean", "lasttoken": "last"}
+_MODES |= {"weightedmean_tokens": "weightedmean", "mean_sqrt_len_tokens": "mean_sqrt_len_tokens"}
 _ACTIVATIONS = {"Identity": "", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu"}
 
 
@@ -105,13 +95,13 @@ def _mode_of(file: Path) -> str:
     start = "pooling_mode_"
     old = [name[len(start) :] for name, value in fields.items() if value and name.startswith(start)]
     modes = fields.get("pooling_mode") or old or ["mean"]
-    modes = [modes] if isinstance(modes, str) else modes
-    if len(modes) != 1 or modes[0] not in _MODES:
-        known = ", ".join(dict.fromkeys(_MODES.values()))
-        raise _not_run(file, f"the poolings {', '.join(modes)}; one of {known} runs")
+    found = [_MODES.get(each, each) for each in ([modes] if isinstance(modes, str) else modes)]
+    if len(found) != 1 or found[0] not in _MODES.values():
+        known = ", ".join(_MODES.values())
+        raise _not_run(file, f"the poolings {', '.join(found)}; one of {known} runs")
     if not fields.get("include_prompt", True):
         raise _not_run(file, "include_prompt false, which leaves a prompt's tokens out of the mean")
-    return _MODES[modes[0]]
+    return found[0]
 
 
 def _reading_of(file: Path) -> Reading:

@@ -17,11 +17,13 @@ from fminfer.core.config import make_config
 from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.fingerprint import digest_files, fingerprint_of
+from fminfer.models.hub import fetch_weights
 from fminfer.models.quantized_folder import write_quantized
 from fminfer.models.sentence_folder import read_sentence_folder
 from fminfer.models.weight_headers import check_tensors
 from fminfer.plan.opening import open_model
 from tests.encoder_families import (
+    BOTH_WAYS,
     DECODERS,
     ENCODERS,
     PAIRS,
@@ -30,6 +32,7 @@ from tests.encoder_families import (
     make_encoder,
     save,
 )
+from tests.models.test_elsewhere import Hub
 from tests.shard_threads import ShardedRanks, plan_ranks
 
 _DRAWN = torch.Generator().manual_seed(3)
@@ -102,6 +105,22 @@ def test_decoders_give_the_last_token_s_vector(name: str, kind: str, tmp_path: P
     folder, expected = save(model, tmp_path / "model"), oracle(model, lambda hidden: hidden[-1])
     for options in (SPLITS["plain"], SPLITS["kernels"], SPLITS["both"]):
         check(vectors(folder, **options), expected)
+
+
+@pytest.mark.parametrize("name", BOTH_WAYS)
+def test_decoders_whose_tokens_see_both_ways(name: str, tmp_path: Path) -> None:
+    """EmbeddingGemma and GTE; `is_causal` was not seen, and a language model with it ran."""
+    model = make_decoder(name, "Model", **BOTH_WAYS[name])
+    files = sentence_files()
+    folder, expected = save(model, tmp_path / "model", files), oracle(model, mean)
+    for options in (SPLITS["plain"], SPLITS["kernels"], SPLITS["shards"]):
+        check(vectors(folder, **options), expected)
+    (folder / "modules.json").unlink()
+    fields = json.loads((folder / "config.json").read_text()) | {"architectures": None}
+    (folder / "config.json").write_text(json.dumps(fields))
+    (field,) = BOTH_WAYS[name]
+    with pytest.raises(CheckpointError, match=f"config.json sets {field} to"):
+        open_checkpoint(str(folder))
 
 
 @pytest.mark.parametrize("name", ["bert", "bert:scores", "nomic_bert"])
@@ -200,6 +219,20 @@ def test_dense_layers_lie_in_folders_of_their_own(tmp_path: Path) -> None:
         check_tensors(open_checkpoint(str(tmp_path / "model")))
 
 
+def test_the_hub_gives_dense_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their weights lie below the folder of the model's, of which one form is fetched."""
+    small = [f"{name}/config.json" for name in ("1_Pooling", "2_Dense")]
+    names = ["config.json", "modules.json", *small, "model.safetensors", "pytorch_model.bin"]
+    weights = ["2_Dense/model.safetensors", "2_Dense/pytorch_model.bin", "onnx/model.onnx"]
+    hub = Hub(tmp_path, tmp_path / "empty", names + weights)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi.model_info", lambda self, n, revision: hub.model_info(n, revision)
+    )
+    found = {str(f.relative_to(hub.folder)) for f in fetch_weights("some/model").rglob("*.*")}
+    assert found == {*names, *weights} - {"pytorch_model.bin", "onnx/model.onnx"}
+
+
 def test_a_causal_language_model_in_such_a_folder_gives_vectors(tmp_path: Path) -> None:
     """Qwen3-Embedding and E5-Mistral: its head is left out."""
     model = make_decoder("qwen3", "ForCausalLM")
@@ -237,10 +270,10 @@ def test_the_encoder_of_t5_gives_vectors(name: str, tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "BertForMaskedLM": "fills gaps in texts",
-    "BertForTokenClassification": "has a head that does not run",
-    "RobertaForQuestionAnswering": "has a head that does not run",
-    "BartForSequenceClassification": "has an encoder and a decoder, and its head does not run",
+    "BertForMaskedLM": "which fills gaps in texts",
+    "BertForTokenClassification": "whose head does not run",
+    "RobertaForQuestionAnswering": "whose head does not run",
+    "BartForSequenceClassification": "whose head behind a decoder does not run",
 }
 
 

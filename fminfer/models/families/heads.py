@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from fminfer.compute.spec import Encoder, Pooling, Reading
+from fminfer.compute.spec import Encoder, Layer, Pooling, Reading
 from fminfer.core.errors import CheckpointError
 from fminfer.models.families.tensor_names import AS_STORED, Architecture, Sources, sources
 
@@ -35,19 +35,18 @@ def with_head(architecture: Architecture, c: Any, pooling: Pooling | None) -> Ar
     if pooling is not None:
         names = {f"reading_{n}": f"reading_{n}.linear" for n in range(len(pooling.readings))}
         left_out = "|".join(filter(None, (architecture.left_out, _HEADS)))
-        return replace(
-            pooled(architecture, pooling, sources(AS_STORED, **names)), left_out=left_out
-        )
+        found = pooled(architecture, pooling, sources(AS_STORED, **names))
+        return replace(found, left_out=left_out)
     if name.endswith("ForSequenceClassification"):
         if model.encoder is not None and architecture.scored is None:
-            raise _refused(name, "has an encoder and a decoder, and its head does not run")
+            raise _refused(name, "whose head behind a decoder does not run")
         of_last = Pooling("last", (Reading(c.num_labels, has_bias=False),), is_scored=True)
         return pooled(architecture, *(architecture.scored or (of_last, sources(reading_0="score"))))
     if _REFUSED.search(name):
-        what = "has a head that does not run"
-        if name.endswith("ForMaskedLM"):
-            what = "fills gaps in texts, which does not run"
-        raise _refused(name, what)
+        is_masked = name.endswith("ForMaskedLM")
+        raise _refused(
+            name, "which fills gaps in texts" if is_masked else "whose head does not run"
+        )
     if name.endswith("EncoderModel") and model.encoder is not None:
         return pooled(architecture, Pooling("mean"))
     # A model that is stored without a head writes text if its embedding is the head.
@@ -72,15 +71,11 @@ def pooled(
     """
     model, outer, encoder = architecture.model, architecture.outer, architecture.model.encoder
     if encoder is None:
-        if model.embed_size != model.hidden_size or model.has_sinusoids:
+        is_latent = any(layer.attention.latent for layer in model.layers)
+        if is_latent or model.embed_size != model.hidden_size or model.has_sinusoids:
             raise CheckpointError(
-                "this decoder projects its embeddings or computes its positions, and so gives no "
-                "vectors or scores here; take another model"
-            )
-        if any(layer.attention.latent for layer in model.layers):
-            raise CheckpointError(
-                "this decoder has latent attention, which gives no vectors or scores here; take "
-                "another model"
+                "this decoder gives no vectors or scores here: its attention is latent, its "
+                "embeddings are projected, or its positions computed. Take another model"
             )
         encoder = Encoder(
             len(model.layers),
@@ -105,9 +100,26 @@ def pooled(
     return replace(architecture, model=own, outer=outer | (readings or {}))
 
 
-def _refused(name: str, what: str) -> CheckpointError:
+def seen_both_ways(architecture: Architecture, c: Any) -> Architecture:
+    """Let layers that pool see what follows a token, too, where a decoder's config says so.
+
+    `is_causal` counts keys at the window's size (GTE); EmbeddingGemma's field does not.
+    """
+    is_gemma = getattr(c, "use_bidirectional_attention", False)
+    if not is_gemma and getattr(c, "is_causal", None) in (None, True):
+        return architecture
+
+    def one(layer: Layer) -> Layer:
+        window = layer.attention.window and layer.attention.window + (not is_gemma)
+        return replace(layer, attention=replace(layer.attention, is_causal=False, window=window))
+
+    layers = tuple(map(one, architecture.model.layers))
+    return replace(architecture, model=replace(architecture.model, layers=layers))
+
+
+def _refused(name: str, why: str) -> CheckpointError:
     return CheckpointError(
-        f"config.json names the architecture {name!r}, which {what}. Encoders give vectors "
-        "(…Model, or a folder of sentence-transformers) and scores of classes "
-        "(…ForSequenceClassification); docs/encoders.md tells more"
+        f"config.json names the architecture {name!r}, {why}. Models give vectors (…Model, or a "
+        "folder of sentence-transformers) or scores of classes (…ForSequenceClassification); "
+        "docs/encoders.md tells more"
     )

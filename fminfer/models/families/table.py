@@ -24,7 +24,7 @@ from fminfer.models.families import (
     opt_like,
     squared_relu,
 )
-from fminfer.models.families.heads import with_head
+from fminfer.models.families.heads import seen_both_ways, with_head
 from fminfer.models.families.tensor_names import Architecture, by_our_names
 from fminfer.models.tensor_specs import model_specs
 
@@ -131,6 +131,8 @@ def architecture_of(config: Any, pooling: Pooling | None = None) -> Architecture
     check_model_type(config.model_type, config.to_dict())
     read = ReadConfig(config)
     architecture = with_head(ROWS[config.model_type](read), read, pooling)
+    if architecture.model.is_pooled:
+        architecture = seen_both_ways(architecture, read)
     read.refuse_unread()
     for layer in architecture.model.layers:
         mlp = layer.mlp.expert if isinstance(layer.mlp, Moe) else layer.mlp  # shared ones alike
