@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -206,8 +206,8 @@ def bench(**options: Any) -> None:
     fminfer bench --model-name /models/bloom-7b1 --calibrate
 
     It measures as the BLOOM inference scripts do: greedy generation of 100 tokens from inputs of a
-    few tokens, each batch size once, after a short row to warm up. It runs one process, and prints
-    a line of JSON last.
+    few tokens, each batch size once, after a short row to warm up. Of a model that gives vectors it
+    tells rows a second, at several lengths. It runs one process, and prints a line of JSON last.
     """
     tell_notices(is_quiet=False)
     asked, config = take(BenchOptions, options), take(EngineConfig, options)
@@ -216,15 +216,15 @@ def bench(**options: Any) -> None:
     if asked.calibrate:
         return _calibrate(config)
     with importing():
-        from fminfer.estimate.bench import run_bench
+        from fminfer.estimate.bench import BatchFigures, run_bench, show_table
 
     rows = []
     for figures in run_bench(config, asked.batch_sizes, asked.new_tokens, elapsed_s):
-        click.echo(f"{figures.to_text()}\n")
-        rows.append(asdict(figures) | {"ms_per_token": figures.ms_per_token})
-    click.echo("batch size        " + "".join(f"{row['batch_size']:>9}" for row in rows))
-    click.echo("msecs a token     " + "".join(f"{row['ms_per_token']:>9.2f}" for row in rows))
-    click.echo(json.dumps({"batches": rows}))
+        click.echo(figures.to_text() + "\n" * isinstance(figures, BatchFigures))
+        rows.append(figures)
+    for line in show_table(rows):
+        click.echo(line)
+    click.echo(json.dumps({"batches": [each.to_dict() for each in rows]}))
 
 
 def _calibrate(config: EngineConfig) -> None:
