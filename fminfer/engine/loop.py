@@ -247,7 +247,7 @@ class EngineLoop:
         """Whether rows run, or have run and are to run again."""
         scheduler = self._scheduler
         is_running = scheduler.num_running > 0 or scheduler.has_put_back or scheduler.num_reading
-        return is_running or bool(self._in_flight)
+        return bool(is_running or self._in_flight)
 
     @property
     def _is_at_limit(self) -> bool:

@@ -96,7 +96,7 @@ def _bend(
         slopes = how.slopes.view(scores.shape[1], -1, 1)
         scores = scores - slopes * distance[:, None, None]
     if how.relative is not None:
-        biases = how.biases(distance).unflatten(0, scores.shape[1:3])
+        biases = how.biases(distance).view(*scores.shape[1:3], *distance.shape)
         scores = scores + biases.movedim(2, 0)
     return torch.where(is_hidden[:, None, None], LOWEST, scores)
 

@@ -87,7 +87,8 @@ def plan_rows(rows: Rows, block_size: int) -> KernelRows:
         table[:, 4], table[:, 5] = num_entries.cumsum() - num_entries, num_entries
         table[:, 6], entries = own, np.argsort(members, kind="stable")
     columns = (table, rows.tables, rows.slots(block_size), runs, members, entries)
-    return KernelRows(*map(torch.from_numpy, columns), num_tokens=rows.num_tokens)
+    of_rows, tables, slots, of_runs, all_members, of_entries = map(torch.from_numpy, columns)
+    return KernelRows(of_rows, tables, slots, of_runs, all_members, of_entries, rows.num_tokens)
 
 
 def _plan_runs(rows: Rows, block_size: int) -> tuple[Column, Column, Column]:

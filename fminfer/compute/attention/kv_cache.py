@@ -113,7 +113,7 @@ class WholeRows:
         if num_blocks > self._kv.shape[1]:
             self._kv = self._kv.new_empty((2, num_blocks, *self._shape))
         plan = self._body.plan(rows, self._block_size)
-        layers = [PagedAttention(*self._kv, self._body)] * num_layers
+        layers = [PagedAttention(self._kv[0], self._kv[1], self._body)] * num_layers
         return StepAttention(layers, plan, plan if kept is None else plan.keep(kept))
 
 

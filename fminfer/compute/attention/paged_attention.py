@@ -179,7 +179,8 @@ def chunk_attention(
     distance = _distance(position, queries, num_keys, query.device)
     if how.slopes is not None:
         scores = scores - how.slopes[:, None, None] * distance
-    scores = scores + how.biases(distance)
+    if how.relative is not None:
+        scores = scores + how.biases(distance)
     is_hidden = how.hides(distance)
     scores = scores.masked_fill(is_hidden, float("-inf"))
     if how.sinks is not None:

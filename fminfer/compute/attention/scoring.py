@@ -37,10 +37,9 @@ class Scoring:
         is_hidden = distance < -self.ahead
         return is_hidden if self.window is None else is_hidden | (distance >= self.window)
 
-    def biases(self, distance: torch.Tensor) -> torch.Tensor | float:
+    def biases(self, distance: torch.Tensor) -> torch.Tensor:
         """Return what `relative` adds, (heads, …), by query position - key position."""
-        if self.relative is None:
-            return 0.0
+        assert self.relative is not None, "biases by distance"
         reach = self.relative.shape[1] // 2
         return self.relative[:, reach + distance.clamp(-reach, reach)]
 

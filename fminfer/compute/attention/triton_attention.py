@@ -138,7 +138,8 @@ class TritonAttention:
         starts = (np.arange(len(of)) - np.repeat(num_tiles.cumsum() - num_tiles, num_tiles)) * most
         counts = np.minimum(most, rows.lengths[of] - starts)
         keys = rows.positions + rows.lengths
-        tiles = (rows.firsts[of] + starts, counts, rows.positions[of] + starts, tables[of], keys[of])
+        positions = rows.positions[of] + starts
+        tiles = (rows.firsts[of] + starts, counts, positions, tables[of], keys[of])
         prompts = np.stack(tiles, 1)
         prompts = prompts[np.argsort(-prompts[:, 2], kind="stable")]  # short ones fill the end
         decodes = np.stack([rows.firsts, rows.lengths, rows.positions, tables, keys], 1)[is_one]
