@@ -2,6 +2,7 @@
 """Show the first answer of each output file, and every error, for people.
 
 python scripts/show_answers.py output_*.jsonl
+python scripts/show_answers.py --all output_*.jsonl     every answer
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 
 
 def main() -> None:
-    for path in map(Path, sys.argv[1:]):
+    shows_all = "--all" in sys.argv
+    for path in (Path(each) for each in sys.argv[1:] if each != "--all"):
         print(f"\n── {path.name}")
         records = [json.loads(line) for line in path.read_text().splitlines()]
         if path.name.endswith(".errors.jsonl"):
@@ -23,7 +25,8 @@ def main() -> None:
                 place = record["custom_id"] if is_batch else f"line {record['line']}"
                 print(f"{place}: {error['message']}")
         elif records:
-            show_answer(records[0])
+            for record in records if shows_all else records[:1]:
+                show_answer(record)
         else:
             print("(no line was answered)")
 
@@ -34,10 +37,19 @@ def show_answer(record: dict[str, Any]) -> None:
         result = record["response"]["body"]
     else:
         request = record["request"]
-        prompt = request["prompt"] if "prompt" in request else request["messages"][-1]["content"]
+        names = ("prompt", "input", "query")
+        prompt = next((request[name] for name in names if name in request), None)
+        if prompt is None:
+            prompt = request["messages"][-1]["content"]
         print(prompt if isinstance(prompt, str) else json.dumps(prompt))
         result = record["result"]
-    for choice in result["choices"]:
+    for vector in result.get("data", []):
+        shown = vector["embedding"][:4]
+        numbers = shown if isinstance(shown, str) else ", ".join(f"{each:.3f}" for each in shown)
+        print(f"   → {numbers} … ({len(vector['embedding'])} of them)")
+    for found in result.get("results", []):
+        print(f"   → {found['relevance_score']:.3f} {found['document']['text']!r}")
+    for choice in result.get("choices", []):
         text = choice["text"] if "text" in choice else choice["message"]["content"]
         print(f"   → {text!r}  ({choice['finish_reason']})")
 

@@ -89,6 +89,7 @@ SIZES: dict[str, Fields] = {
     "opt-30b": _opt(7168, 48, 56),
     "opt-66b": _opt(9216, 64, 72),
     "opt-175b": _opt(12288, 96, 96),
+    "t5-small": _t5(512, 2048, 6, 8, 64),
     "t5-11b": _t5(1024, 65536, 24, 128, 128),
     "ul2": _t5(4096, 16384, 32, 16, 256)
     | {"feed_forward_proj": "gated-silu", "tie_word_embeddings": False},
