@@ -42,6 +42,7 @@ class Record:
     num_completion_tokens: int = 0
     repeat: int = 0  # equal requests before it, if chance has a part in it
     is_of_batch: bool = False  # of a server's batch, whose records all have OpenAI's form
+    vector: bytes = b""  # float32 numbers that go to a file of their own
 
     @property
     def choices(self) -> list[Choice]:

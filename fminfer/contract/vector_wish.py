@@ -33,7 +33,7 @@ class VectorFacts:
 class VectorWish:
     """What is made of the vectors of a request's prompts."""
 
-    facts: VectorFacts
+    facts: VectorFacts = field(repr=False)  # the same for all requests of a model
     dimensions: int | None = None  # keep the first so many numbers
     is_base64: bool = False
     seconds: tuple[str, ...] = ()  # what prompts are compared with: each, or the only one with all

@@ -41,7 +41,8 @@ def parse_vectors(
         found.get("top_n"),
         found.get("return_documents", True),
     )
-    params = replace(POOLED, **{name: found[name] for name in _PARAMS if name in found})
+    own = {name: found[name] for name in _PARAMS if name in found}
+    params = replace(POOLED, **own) if own else POOLED
     prompts = [_put_before(each, found.get("prompt_name"), facts) for each in firsts]
     return Request(prompts, params, tuple(warnings), endpoint=endpoint, vectors=wish)
 

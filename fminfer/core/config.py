@@ -36,6 +36,7 @@ Kernels = Literal["auto", "off", "require"]
 NO_CONFIG = ("glm", "yalm")  # model types of the old tool: GLM-130B and YaLM-100B
 OnTooLong = Literal["error", "truncate-left", "truncate-right"]
 GenerationDefaults = Literal["openai", "model"]
+EmbeddingsForm = Literal["json", "npy"]
 KnownParser = Literal["hermes", "llama3_json"]
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "none"]
 ConstraintKind = Literal["json", "regex", "choice", "grammar"]
@@ -373,6 +374,14 @@ class RequestOptions(Options):
         "Defaults of sampling parameters: those of the OpenAI API, or the model's own from "
         "generation_config.json.",
         default="openai",
+    )
+    embeddings: EmbeddingsForm = _request(
+        "npy: write the vectors of embeddings as one .npy file beside the output, in place of "
+        "numbers in its records. Row i is line i of the input, counted from 0; lines without an "
+        "answer have rows of nan.",
+        default="json",
+        alters="requests",
+        commands=("run", "check"),
     )
     strict: bool = _recorded(
         "Refuse requests with unknown parameters, best_of below n and the like. Otherwise they are "

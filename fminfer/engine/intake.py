@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, cast
@@ -56,6 +57,15 @@ class RequestLimits:
     # What a decoder begins with, behind an encoder; None: there is no encoder.
     start_ids: tuple[int, ...] | None = None
     vectors: VectorFacts | None = None  # what the model gives; None: it generates text
+
+
+@dataclass(slots=True, frozen=True)
+class Asked:
+    """A request that passed, and what `Intake.prepare` is told of it."""
+
+    request: Request
+    repeat: int
+    is_openai: bool
 
 
 class Intake:
@@ -233,6 +243,20 @@ class Intake:
             sources,
             (1 if request.params.decoder_prompt else len(self.limits.start_ids or ())),
         )
+
+    def prepare_all(self, asked: Sequence[Asked]) -> list[Prepared | Exception]:
+        """Prepare requests; texts for vectors are tokenized together. A wrong one fails alone."""
+        if self._vectors is not None and len(asked) > 1:
+            with suppress(Exception):  # of one among them; it is found below
+                return [*self._vectors.prepare([each.request for each in asked])]
+        found: list[Prepared | Exception] = []
+        for each in asked:
+            try:
+                prepared = self.prepare(each.request, repeat=each.repeat, is_openai=each.is_openai)
+                found.append(prepared)
+            except Exception as error:
+                found.append(error)
+        return found
 
     def note(self, *warnings: RowWarning, where: str = "") -> None:
         """Count a request's warnings, and pass on those that are new.

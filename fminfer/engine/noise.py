@@ -9,6 +9,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import lru_cache
 
 from fminfer.contract.field_table import DRAW_FIELDS
 from fminfer.contract.request import DEFAULTS, SamplingParams
@@ -24,6 +25,7 @@ def meaning_of(prompts: Sequence[str | list[int]], params: SamplingParams) -> by
     return meaning_beside(prompts, describe_params(params))
 
 
+@lru_cache(256)  # lines of a file have mostly the same
 def describe_params(params: SamplingParams) -> str:
     """Return the part of requests' meaning that their params are, without a seed."""
     values = {each.name: getattr(params, each.name) for each in fields(params)}

@@ -62,13 +62,15 @@ class Starter:
 
     def _start(self, state: RequestState, index: int, key: bytes) -> PromptState:
         prepared = state.prepared
+        if prepared.is_pooled:
+            return PromptState(state, index, prepared.prompts[index])
         params, encoded = prepared.params, prepared.prompts[index]
         stops = find_stops(params, self.tokenizer)
         end_ids = frozenset(stops) if params.ignore_eos else self.eos_ids.union(stops)
         prompt = PromptState(state, index, encoded, end_ids=end_ids, stop_reasons=stops)
         if prepared.sources:
             prompt.source = prepared.sources[index]
-        for candidate in range(0 if prepared.is_pooled else params.num_candidates):
+        for candidate in range(params.num_candidates):
             sequence = Sequence(prompt, noise_key(key, index, candidate) if key else b"", None)
             if params.max_tokens > 0:
                 sequence.detokenizer = Detokenizer(

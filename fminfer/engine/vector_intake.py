@@ -78,7 +78,23 @@ class VectorIntake:
         own = FIELDS[endpoint]
         args = {n: v for n, v in (self._options.request_args or {}).items() if n in own}
         is_strict = self._options.strict
-        return parse_vectors({**fields, **args}, endpoint, self._facts, is_strict=is_strict)
+        request = parse_vectors({**fields, **args}, endpoint, self._facts, is_strict=is_strict)
+        if self._options.embeddings == "npy":
+            self._check_row(request)
+        return request
+
+    def _check_row(self, request: Request) -> None:
+        """Refuse what is no row of the run's file of vectors."""
+        asked = (self._options.request_args or {}).get("dimensions") or self._facts.size
+        own = request.vectors and (request.vectors.dimensions or self._facts.size)
+        if request.endpoint != "embeddings" or len(request.prompts) != 1 or own != asked:
+            raise RequestError(
+                "unsupported_parameter",
+                f"with --embeddings npy each line asks for one embedding of {asked} numbers. Put "
+                "each text on a line, and give --dimensions N --overwrite-request-args for shorter "
+                "vectors; or leave --embeddings out",
+                "input",
+            )
 
     def prepare(self, requests: Sequence[Request]) -> list[Prepared | RequestError]:
         """Tokenize the texts of requests; return each one, or what is wrong with it."""

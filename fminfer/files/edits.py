@@ -8,6 +8,7 @@ from pathlib import Path
 from fminfer.files.ordered_output import Seal, Seals, errors_path, read_seal
 from fminfer.files.status_file import status_path
 from fminfer.files.streams import reading_file
+from fminfer.files.vector_file import vectors_path
 
 
 @dataclass(slots=True, frozen=True)
@@ -46,7 +47,7 @@ def find_edit_of_complete(output: Path, seals: Seals | None) -> Edit | None:
     """
     for path, then in _sealed(output, seals):
         is_gone = not path.exists()
-        if is_gone and path != output:
+        if is_gone and path == errors_path(output):
             continue
         with reading_file(path):
             if then is not None and not is_gone and _looks_as_written(path, then, output):
@@ -61,7 +62,10 @@ def _sealed(output: Path, seals: Seals | None) -> list[tuple[Path, Seal | None]]
     """List the files of an output, each with its seal."""
     if seals is None:
         return []
-    return [(output, seals.get("output")), (errors_path(output), seals.get("errors"))]
+    paths = {"output": output, "errors": errors_path(output)}
+    if "vectors" in seals:
+        paths["vectors"] = vectors_path(output)
+    return [(path, seals.get(name)) for name, path in paths.items()]
 
 
 def _looks_as_written(path: Path, seal: Seal, output: Path) -> bool:

@@ -4,18 +4,21 @@
     "record":{…}}
 
 `record` stands there in the very bytes that the output will hold. `key` is `contract.record`'s, by
-which a run over a changed file finds the answer. Rows of older versions have none.
+which a run over a changed file finds the answer. Rows of older versions have none. Between it and
+`check`, a run that writes vectors as .npy has `vector`, in base64.
 """
 
 from __future__ import annotations
 
 import re
 import zlib
+from base64 import b64decode, b64encode
 from typing import NamedTuple
 
 _ROW = re.compile(
     rb'\{"line":(\d{1,18}),"kind":"(answer|error|fault)","tokens":\[(\d+),(\d+),(\d+)\],'
-    rb'"input":"([0-9a-f]{8})",(?:"key":"([0-9a-f]{32})",)?"check":"([0-9a-f]{8})","record":'
+    rb'"input":"([0-9a-f]{8})",(?:"key":"([0-9a-f]{32})",)?(?:"vector":"([0-9A-Za-z+/=]*)",)?'
+    rb'"check":"(?P<check>[0-9a-f]{8})","record":'
 )
 
 
@@ -29,6 +32,7 @@ class Row(NamedTuple):
     record: bytes
     is_ours: bool = False  # an error that another run may not meet, such as too little memory
     key: bytes = b""  # of the request and its draws; b"": not known
+    vector: bytes = b""  # float32 numbers that stand beside the record, in a file of their own
 
     @property
     def kind(self) -> str:
@@ -36,12 +40,13 @@ class Row(NamedTuple):
 
     def to_line(self) -> bytes:
         """Return the journal's line, with its newline."""
-        head = b'{"line":%d,"kind":"%s","tokens":[%d,%d,%d],"input":"%08x",%s"check":"' % (
+        head = b'{"line":%d,"kind":"%s","tokens":[%d,%d,%d],"input":"%08x",%s%s"check":"' % (
             self.number,
             self.kind.encode(),
             *self.tokens,
             self.input_crc,
             b'"key":"%s",' % self.key.hex().encode() if self.key else b"",
+            b'"vector":"%s",' % b64encode(self.vector) if self.vector else b"",
         )
         check = zlib.crc32(self.record, zlib.crc32(head))
         return head + b'%08x","record":' % check + self.record + b"}\n"
@@ -53,9 +58,9 @@ def read_row(line: bytes) -> Row | None:
     if match is None or line[-2:] != b"}\n":
         return None
     record = line[match.end() : -2]
-    if zlib.crc32(record, zlib.crc32(line[: match.start(8)])) != int(match[8], 16):
+    if zlib.crc32(record, zlib.crc32(line[: match.start("check")])) != int(match["check"], 16):
         return None
-    number, kind, *tokens, input_crc, key, _ = match.groups()
+    number, kind, *tokens, input_crc, key, vector, _ = match.groups()
     return Row(
         int(number),
         kind != b"answer",
@@ -64,4 +69,5 @@ def read_row(line: bytes) -> Row | None:
         record,
         kind == b"fault",
         bytes.fromhex(key.decode()) if key else b"",
+        b64decode(vector or b""),
     )

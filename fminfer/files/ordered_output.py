@@ -9,17 +9,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from fminfer.files.disk import explain, sync_folder
 from fminfer.files.file_names import beside
 from fminfer.files.journal import Journal, journal_path
+from fminfer.files.vector_file import VectorWriter, vectors_path
 
 ORDERED = ".ordered"  # added to a final name while the file is being written
 DIGEST_BYTES = 16
 Seal = dict[str, int | str]  # a file's size and digest, as JSON has them
-Seals = dict[str, Seal | None]  # of the "output" and its "errors"; None: there is no such file
+# Of the "output", its "errors" and "vectors"; None: there is no such file.
+Seals = dict[str, Seal | None]
 
 
 def errors_path(output: Path) -> Path:
@@ -29,28 +32,33 @@ def errors_path(output: Path) -> Path:
 
 def traces(output: Path) -> list[Path]:
     """List every file that answering into `output` may write under a name of its own."""
-    finals = [output, errors_path(output)]
+    finals = [output, errors_path(output), vectors_path(output)]
     return [*finals, journal_path(output), *map(draft_path, [*finals, journal_path(output)])]
 
 
-def put_in_order(journal: Journal) -> Seals:
-    """Write all rows in the order of their lines, answers and errors apart.
+def put_in_order(journal: Journal, vector_size: int = 0) -> Seals:
+    """Write all rows in the order of their lines; answers, errors and vectors apart.
 
     The journal may be removed once whoever asks for it has noted that the output is complete.
 
     The final names appear at once and whole, the answers' last: where they are, all is complete.
+
+    Args:
+        vector_size: numbers of a row's vector; 0: rows have none.
 
     Raises:
         OutputError: the disk is full or gone; the journal is left as it was.
     """
     journal.sync()
     answers, errors = journal.output, errors_path(journal.output)
+    vectors = [vectors_path(answers)] * bool(vector_size)
     try:
         with contextlib.ExitStack() as open_files:
             files = [
-                open_files.enter_context(draft_path(path).open("wb")) for path in (answers, errors)
+                open_files.enter_context(draft_path(path).open("wb"))
+                for path in (answers, errors, *vectors)
             ]
-            seals = _write_in_order(journal, *files)
+            seals = _write_in_order(journal, files, vector_size)
             for file in files:
                 file.flush()
                 os.fsync(file.fileno())
@@ -59,27 +67,34 @@ def put_in_order(journal: Journal) -> Seals:
         else:  # also what an earlier run may have left
             draft_path(errors).unlink()
             errors.unlink(missing_ok=True)
-        os.replace(draft_path(answers), answers)
+        for path in (*vectors, answers):
+            os.replace(draft_path(path), path)
         sync_folder(answers.parent)
         return seals
     except OSError as error:
-        for path in (answers, errors):
+        for path in (answers, errors, *vectors):
             with contextlib.suppress(OSError):
                 draft_path(path).unlink(missing_ok=True)
         raise explain(answers, error) from error
 
 
-def _write_in_order(journal: Journal, *files: BinaryIO) -> Seals:
-    """Write answers into the first file and errors into the second."""
+def _write_in_order(journal: Journal, files: Sequence[BinaryIO], vector_size: int) -> Seals:
+    """Write answers into the first file, errors into the second, and vectors into the third."""
     digests = [_new_digest() for _ in files]
+    writer = None
+    if vector_size:
+        writer = VectorWriter(files[2], journal.last_number, vector_size, digests[2])
     for row in journal.rows():
         line = row.record + b"\n"
         files[row.is_error].write(line)
         digests[row.is_error].update(line)
-    answers, errors = (
-        _seal(file, digest.hexdigest()) for file, digest in zip(files, digests, strict=True)
-    )
-    return {"output": answers, "errors": errors if errors["bytes"] else None}
+        if writer is not None and not row.is_error:
+            writer.add(row.number, row.vector)
+    if writer is not None:
+        writer.finish()
+    seals = [_seal(file, digest.hexdigest()) for file, digest in zip(files, digests, strict=True)]
+    found: Seals = dict(zip(("output", "errors", "vectors"), seals, strict=False))
+    return found if seals[1]["bytes"] else found | {"errors": None}
 
 
 def read_seal(path: Path) -> Seal | None:

@@ -16,7 +16,7 @@ from fminfer.files.streams import DEVICES, STDIN, is_stream
 
 STDOUT = Path("-")
 # Endings of files that are not JSON lines; a folder would hardly have one.
-NO_OUTPUT = (".json", ".ndjson", ".gz", ".zst", ".txt", ".csv", ".tsv", ".parquet")
+NO_OUTPUT = (".json", ".ndjson", ".gz", ".zst", ".txt", ".csv", ".tsv", ".parquet", ".npy")
 
 
 def answers_path(source: Path) -> Path:

@@ -24,6 +24,7 @@ from fminfer.files.journal_rows import Row
 from fminfer.files.line_reader import read_lines
 from fminfer.files.ordered_output import Seals, draft_path, errors_path
 from fminfer.files.run_terms import LineCounter
+from fminfer.files.vector_file import VectorReader
 
 _LINE = re.compile(rb'\{"line":(\d{1,18}),')
 _BATCH = re.compile(rb'\{"id":"batch_req_([0-9a-f]{32})"')
@@ -106,6 +107,7 @@ def _read_rows(
     source: Path, output: Path, limit: int | None, counter: LineCounter | None
 ) -> Iterator[Row]:
     answers, errors = records_of(output), records_of(errors_path(output))
+    vectors = VectorReader(output)
     answer, error = next(answers, None), next(errors, None)
     for line in read_lines(source, 0, limit=limit):
         envelope, crc = open_envelope(line), zlib.crc32(line.raw)
@@ -115,7 +117,8 @@ def _read_rows(
             error = next(errors, None)
         elif answer is not None and _is_answer_to(answer, line, envelope):
             key = b"" if counter is None else make_key(envelope, repeat or 0)
-            yield Row(line.number, False, _tokens(output, answer), crc, answer, key=key)
+            tokens, vector = _tokens(output, answer), vectors.of(line.number)
+            yield Row(line.number, False, tokens, crc, answer, key=key, vector=vector)
             answer = next(answers, None)
         else:
             raise _changed(output, output, f"line {line.number} of {source} has no record")

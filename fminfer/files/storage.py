@@ -31,6 +31,7 @@ from fminfer.files.remote_files import (
 )
 from fminfer.files.status_file import status_path
 from fminfer.files.urls import show_url, split_query
+from fminfer.files.vector_file import vectors_path
 from fminfer.machine.user_cache import cache_path, make_private
 
 Location = Path | str  # a local path, or a URL
@@ -128,6 +129,8 @@ class RemoteFolders:
             upload_file(errors, f"{folder}/{errors.name}")
         elif version_of(f"{folder}/{errors.name}") is not None:  # of an earlier run
             remove_file(f"{folder}/{errors.name}")
+        if (vectors := vectors_path(output)).exists():
+            upload_file(vectors, f"{folder}/{vectors.name}")
         upload_file(output, url)
         beside(output, SYNCED).write_text(version_of(url) or "")
 
@@ -161,7 +164,7 @@ class RemoteFolders:
         if is_here and recorded in (None, version):
             return
         self._tell(f"Fetching {show_url(url)} …")
-        for path in (status_path(output), errors_path(output)):
+        for path in (status_path(output), errors_path(output), vectors_path(output)):
             other = f"{self._urls[output.parent]}/{path.name}"
             path.unlink(missing_ok=True)
             if version_of(other) is not None:

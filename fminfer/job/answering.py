@@ -13,11 +13,18 @@ from typing import Any
 import click
 
 from fminfer.contract.record import Choice
-from fminfer.core.errors import FminferError, OutputError, PipelineError, StoppedError
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import (
+    FminferError,
+    OutputError,
+    PipelineError,
+    StoppedError,
+    UsageError,
+)
 from fminfer.core.quantities import counted
 from fminfer.files.input_folders import MOST_NAMED, describe_empty
 from fminfer.files.journal_head import Fingerprint
-from fminfer.files.output_paths import Plan
+from fminfer.files.output_paths import STDOUT, Plan
 from fminfer.files.run_facts import RunFacts
 from fminfer.files.run_terms import CountLines
 from fminfer.job.file_job import run_job
@@ -33,7 +40,7 @@ from fminfer.models.checkpoint import Checkpoint
 from fminfer.plan.planning import plan_ahead
 from fminfer.plan.run_plan import name_of
 from fminfer.runtime.bars import say
-from fminfer.runtime.build.assembly import line_counting
+from fminfer.runtime.build.assembly import find_vectors, line_counting
 from fminfer.runtime.computing import Compute
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.lines.line_intake import FILLS
@@ -200,10 +207,16 @@ def _answer_files(
     fingerprint = foreseen.fingerprint()
     count_lines = line_counting(run.config, checkpoint)
     facts = RunFacts(settings=name_settings(run.config))
-    files, is_done = _open(job, plan, fingerprint, checkpoint.name, count_lines, facts)
+    vector_size = _find_vector_size(run.config, plan, checkpoint)
+    files, is_done = _open(
+        *(job, plan, fingerprint, checkpoint.name),
+        None if vector_size else count_lines,
+        facts,
+        vector_size,
+    )
     summary = JobSummary(checkpoint.name, name_of(foreseen.dtype), plan.inputs, plan.outputs)
     summary.kv_dtype, summary.weight_dtype = name_of(foreseen.kv_dtype), foreseen.held_in
-    summary.limit = job.limit
+    summary.limit, summary.vector_size = job.limit, vector_size
     if is_done and not is_awaited:
         summary = run_job(None, files, summary, is_quiet=job.is_quiet)
     else:
@@ -216,13 +229,34 @@ def _answer_files(
     return summary
 
 
+def _find_vector_size(config: EngineConfig, plan: Plan, checkpoint: Checkpoint) -> int:
+    """Return how many numbers each row of a file of vectors has; 0: the run writes none.
+
+    Raises:
+        UsageError: there is nothing to write into it, or no place for it.
+    """
+    if config.embeddings == "json":
+        return 0
+    facts = find_vectors(checkpoint)
+    if facts is None or facts.is_scored:
+        does = "generates text" if facts is None else "scores texts"
+        raise UsageError(
+            f"--embeddings npy is of models that give embeddings, and {checkpoint.name} {does}; "
+            "leave it out"
+        )
+    if STDOUT in plan.outputs:
+        raise UsageError("--embeddings npy writes a file beside the output; give --output FILE")
+    return (config.request_args or {}).get("dimensions") or facts.size
+
+
 def _open(
     job: JobPaths,
     plan: Plan,
     fingerprint: Fingerprint,
     model: str,
-    count_lines: CountLines,
+    count_lines: CountLines | None,
     facts: RunFacts,
+    vector_size: int,
 ) -> tuple[RunInputs, bool]:
     """Open the inputs and their journals; return whether nothing is left to answer."""
     tell = _say_nothing if job.is_quiet else say
@@ -236,6 +270,7 @@ def _open(
             limit=job.limit,
             count_lines=count_lines,
             facts=facts,
+            vector_size=vector_size,
             tell=tell,
         )
         return shared, not shared.look()
@@ -246,6 +281,7 @@ def _open(
         limit=job.limit,
         count_lines=count_lines,
         facts=facts,
+        vector_size=vector_size,
         tell=tell,
     )
     return named, named.is_finished

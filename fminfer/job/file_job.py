@@ -92,6 +92,7 @@ def run_job(
         summary.other_work_s, summary.other_work_share = other_work.held_up_s, other_work.share
         summary.is_beside_other_work = other_work.is_notable()
     summary.warnings = engine.warnings
+    summary.gives_vectors = engine.intake.limits.vectors is not None
     return _sum_up(summary, inputs, engine.stats)
 
 

@@ -294,7 +294,7 @@ class JournaledInput:
         if journal is None or not self._input.has_all(journal.num_rows, journal.last_number):
             return
         self.status.move("finalizing")
-        self.status.seals = put_in_order(journal)
+        self.status.seals = put_in_order(journal, self._terms.vector_size)
         self.status.move("completed")
         self.is_finished = True
         self.journal = None
@@ -338,4 +338,5 @@ def _row_of(record: Record) -> Row:
     tokens = record.num_prompt_tokens, record.num_cached_tokens, record.num_completion_tokens
     is_ours = record.error is not None and record.error.is_ours
     crc, is_error = zlib.crc32(record.line.raw), record.error is not None
-    return Row(record.line.number, is_error, tokens, crc, record.to_json(), is_ours, record.key)
+    about = record.line.number, is_error, tokens, crc
+    return Row(*about, record.to_json(), is_ours, record.key, record.vector)

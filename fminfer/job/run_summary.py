@@ -10,6 +10,7 @@ from fminfer.core.errors import RETRYABLE
 from fminfer.core.quantities import counted, show_dtypes, show_seconds
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.output_paths import STDOUT
+from fminfer.files.vector_file import vectors_path
 
 
 @dataclass(slots=True)
@@ -57,6 +58,8 @@ class JobSummary:
     report: str = ""  # the HTML page that --report wrote
     report_trouble: str = ""  # why it was not written
     made_up: str = ""  # what a synthetic run answered
+    gives_vectors: bool = False  # the model does, and draws no tokens
+    vector_size: int = 0  # numbers of each row in files of vectors; 0: there are none
 
     @property
     def types(self) -> str:
@@ -168,10 +171,15 @@ class JobSummary:
     def _work_lines(self) -> list[str]:
         """Say what was computed, and how fast."""
         took = show_seconds(self.wall_s) if self.wall_s >= 60 else f"{self.wall_s:.1f} s"
+        drawn = f" + {self.completion_tokens:,} generated" * (not self.gives_vectors)
+        speed = f"{self.tokens_per_s:,.0f} tokens/s computed"
+        if self.gives_vectors:
+            speed = f"{self._per_s(self.num_rows):,.1f} rows/s, {speed}"
+        else:
+            speed += f", of them {self.generated_per_s:,.0f} generated"
         lines = [
-            f"tokens    {self.prompt_tokens:,} prompt + {self.completion_tokens:,} generated",
-            f"speed     {self.tokens_per_s:,.0f} tokens/s computed, of them "
-            f"{self.generated_per_s:,.0f} generated{self._shared_text()}; {self._busy_text()}",
+            f"tokens    {self.prompt_tokens:,} prompt{drawn}",
+            f"speed     {speed}{self._shared_text()}; {self._busy_text()}",
             f"time      ready after {self.start_to_ready_s:.1f} s, then {took}",
         ]
         if self.engine["num_copied_requests"]:
@@ -254,6 +262,9 @@ class JobSummary:
         lines += [f"refused   {path}: {text}" for path, text in self.refused.items()]
         files = list(dict.fromkeys(self.outputs))
         lines += [f"output    {'stdout' if path == STDOUT else path}" for path in files]
+        if self.vector_size:
+            vectors = (vectors_path(path) for path in files)
+            lines += [f"vectors   {path}, {self.vector_size} numbers a row" for path in vectors]
         if self.has_errors:
             errors = [errors_path(path) for path in files]
             lines += [f"errors    {path}" for path in errors if path.exists()]

@@ -50,6 +50,10 @@ class Hyperparameters(Options):
     echo_prompt: bool = _option("A request's echo.", sets="echo")
     top_k_per_token: int | None = _option("A request's logprobs.", sets="logprobs")
 
+    dimensions: int | None = _option(
+        "The dimensions of a request for embeddings: keep so many numbers.", sets="dimensions"
+    )
+
     def check(self) -> None:
         """Refuse to overwrite with nothing."""
         if self.is_overwriting and not self.request_fields:

@@ -13,7 +13,6 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import lru_cache
 
 import orjson
 
@@ -193,7 +192,6 @@ def key_of(prepared: Prepared, terms: bytes) -> bytes:
     return digest.digest()
 
 
-@lru_cache(maxsize=256)  # lines of a file have mostly the same
 def _meaning_of_params(params: SamplingParams) -> bytes:
     return meaning_of([], params)
 

@@ -28,7 +28,7 @@ from fminfer.files.journal import journal_path
 from fminfer.files.line_reader import read_lines
 from fminfer.files.ordered_output import ORDERED, errors_path
 from fminfer.files.output_paths import NO_OUTPUT, answers_path, require_parent
-from fminfer.files.status_file import read_status, status_path
+from fminfer.files.status_file import read_status, seals_of, status_path
 from fminfer.files.streams import digest_of
 from fminfer.split.manifest import Manifest, SplitPart, read_manifest
 
@@ -172,6 +172,7 @@ def merge_parts(folder: Path, output: Path) -> MergeSummary:
     _check_output(output)
     manifest = read_manifest(folder)
     _refuse_gaps(folder, manifest)
+    _refuse_vectors(folder, manifest)
     try:
         sizes = _measure(folder, manifest.parts)
         places = _place(manifest.parts, sizes)
@@ -185,6 +186,21 @@ def merge_parts(folder: Path, output: Path) -> MergeSummary:
     num_errors = int((sizes < 0).sum())
     num_answers = len(sizes) - num_errors
     return MergeSummary(len(manifest.parts), num_answers, num_errors, _source_change(manifest))
+
+
+def _refuse_vectors(folder: Path, manifest: Manifest) -> None:
+    """Refuse answers whose vectors are in files of their own.
+
+    Raises:
+        UsageError: there is such a file.
+    """
+    for part in manifest.parts:
+        status = read_status(answers_path(folder / part.path)) or {}
+        if "vectors" in (seals_of(status) or {}):
+            raise UsageError(
+                f"the vectors of {folder / part.path} are in a .npy file, and merge joins records "
+                "alone. Join the files by the manifest's lines, or answer without --embeddings npy"
+            )
 
 
 def _source_change(manifest: Manifest) -> str:

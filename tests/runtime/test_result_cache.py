@@ -317,9 +317,10 @@ def test_what_shows_in_a_request_does_not_split_answers(tmp_path: Path) -> None:
         *({"on_too_long": "truncate-left"}, {"max_model_len": 64}),
         *({"chat_template": str(tmp_path / "template")}, {"request_args": {"n": 2}}),
         *({"tool_call_parser": "hermes"}, {"budget": 640}, {"max_rows": 3}, {"kernels": "off"}),
+        {"embeddings": "npy"},
     ):
         assert terms(**options) == terms(), options
-    named = {"--chat-template", "--overwrite-request-args", "--max-model-len"}
+    named = {"--chat-template", "--overwrite-request-args", "--max-model-len", "--embeddings"}
     always = plan_ahead(EngineConfig(), open_checkpoint(None)).fingerprint().keys()
     elsewhere = {"--tool-call-parser", "--generation-config"}
     assert always | named | elsewhere >= NOT_OF_ANSWERS, "names that are no longer there"

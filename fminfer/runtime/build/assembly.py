@@ -187,7 +187,7 @@ def find_vectors(checkpoint: Checkpoint) -> VectorFacts | None:
     encoder = checkpoint.model.encoder
     if encoder is None or encoder.pooling is None:
         return None
-    pooling, sentence = encoder.pooling, getattr(checkpoint, "sentence", None)
+    pooling, sentence = encoder.pooling, checkpoint.sentence
     labels = getattr(checkpoint.config, "id2label", None) or {}
     prompts = {} if sentence is None else sentence.prompts
     named = "" if sentence is None else sentence.default_prompt

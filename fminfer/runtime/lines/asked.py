@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from base64 import b64decode
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from fminfer.contract.envelope import Envelope
 from fminfer.contract.line import Line
@@ -70,6 +73,14 @@ def copy_answer(answer: Finished, queue_s: float) -> Finished:
     return replace(answer, usage=usage, times=times)
 
 
+def _take_vector(answer: Finished) -> tuple[Finished, bytes]:
+    """Return an answer without its only vector, and that one."""
+    (entry,) = answer.choices
+    vector = entry["embedding"]
+    raw = b64decode(vector) if isinstance(vector, str) else np.asarray(vector, "<f4").tobytes()
+    return replace(answer, choices=[entry | {"embedding": None}]), raw
+
+
 @dataclass(slots=True, frozen=True)
 class RecordForm:
     """What the records of a run have in common.
@@ -79,13 +90,16 @@ class RecordForm:
 
     model_name: str
     created: int
+    keeps_vectors_apart: bool = False  # they go to a file of their own
 
     def build(self, asked: LineRequest, answer: Answer) -> Record:
         """Return a line's record."""
         line, envelope = asked.line, asked.envelope
         if isinstance(answer, Failed):
             return Record(line, envelope, error=answer.error, repeat=asked.prepared.repeat)
-        usage = answer.usage
+        usage, vector = answer.usage, b""
+        if self.keeps_vectors_apart:
+            answer, vector = _take_vector(answer)
         if envelope.shape == "batch":
             result = self._head(asked) | answer.result
         else:
@@ -100,6 +114,7 @@ class RecordForm:
             num_cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
             num_completion_tokens=usage.get("completion_tokens", 0),
             repeat=asked.prepared.repeat,
+            vector=vector,
         )
 
     def _head(self, asked: LineRequest) -> dict[str, Any]:

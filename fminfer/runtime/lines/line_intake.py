@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -18,8 +18,9 @@ from fminfer.contract.record import Record
 from fminfer.contract.request import Request, parse_request
 from fminfer.contract.row_warnings import RowWarning
 from fminfer.core.errors import RequestError, row_error
-from fminfer.engine.intake import Intake, kind_of
+from fminfer.engine.intake import Asked, Intake, kind_of
 from fminfer.engine.noise import describe_params, meaning_beside, meaning_of
+from fminfer.engine.sequence import Prepared
 from fminfer.runtime.lines.asked import LineRequest
 from fminfer.runtime.lines.seen_counts import SeenCounts
 
@@ -95,8 +96,18 @@ SAME_DRAWS = RowWarning(
     "equal lines without a seed stand in several files, which get the same draws; put them into "
     "one file (fminfer split may cut it), or give each a seed"
 )
+MAX_GROUP = 64  # lines whose texts are tokenized together
 MAX_LOGPROBS = 2**31  # whatever an engine allows; it refuses what it does not
 NameLine = Callable[[Line], str]
+
+
+@dataclass(slots=True, frozen=True)
+class _Opened:
+    """A line whose prompts are not tokenized yet."""
+
+    line: Line
+    envelope: Envelope
+    asked: Asked
 
 
 class LineIntake:
@@ -128,20 +139,45 @@ class LineIntake:
 
     def open(self, line: Line) -> LineRequest | Record:
         """Return a line's request, or the record that says why it cannot be answered."""
+        return self.open_all([line])[0]
+
+    def open_all(self, lines: Iterable[Line]) -> list[LineRequest | Record]:
+        """Do as `open` for each line; texts of all are tokenized together, where that is faster."""
+        opened = [self._open(line) for line in lines]
+        asked = [each.asked for each in opened if isinstance(each, _Opened)]
+        prepared = iter(self.intake.prepare_all(asked))
+        return [
+            each if isinstance(each, Record) else self._finish(each, next(prepared))
+            for each in opened
+        ]
+
+    @property
+    def group_size(self) -> int:
+        """How many lines it opens at once: as many as are tokenized together."""
+        return MAX_GROUP if self.intake.limits.vectors is not None else 1
+
+    def _open(self, line: Line) -> _Opened | Record:
+        """Return a line's request as far as that goes without its tokens."""
         envelope = Envelope("bare", as_text(line.raw))  # until it is opened
         try:
             envelope = open_envelope(line)
             request, repeat = self._identify(line, envelope)
-            is_openai = envelope.shape == "batch"
-            prepared = self.intake.prepare(request, repeat=repeat, is_openai=is_openai)
-            asked = LineRequest(line, envelope, prepared, _answer_key(request, is_openai=is_openai))
+            asked = Asked(request, repeat, is_openai=envelope.shape == "batch")
+            return _Opened(line, envelope, asked)
         except Exception as error:
             return Record(line, envelope, error=row_error(error, f"line {line.number}"))
+
+    def _finish(self, opened: _Opened, prepared: Prepared | Exception) -> LineRequest | Record:
+        line, envelope, asked = opened.line, opened.envelope, opened.asked
+        if isinstance(prepared, Exception):
+            return Record(line, envelope, error=row_error(prepared, f"line {line.number}"))
+        request = asked.request
         warnings = [*envelope.warnings, *request.warnings]
         if request.fills_context and self.intake.limits.max_new_tokens is None:
             warnings.append(FILLS)
         self.intake.note(*warnings, where=f"{self._name_line(line)}: ")
-        return asked
+        key = _answer_key(request, is_openai=asked.is_openai)
+        return LineRequest(line, envelope, prepared, key)
 
     def pass_over(self, line: Line) -> None:
         """Count a line that an earlier run has answered: those after it depend on it.

@@ -61,7 +61,8 @@ class LineRunner:
         self._is_only_run = is_only_run
         self._cache = cache
         self._on_others = on_others
-        self._window: list[LineRequest] = []  # read, and not yet with the engine
+        self._read: list[Line] = []  # and not yet opened
+        self._window: list[LineRequest] = []  # opened, and not yet with the engine
         self._num_window_prompts = self._num_window_tokens = 0
         self._asked: dict[int, LineRequest] = {}  # with the engine
         self._done: deque[Record] = deque()
@@ -93,15 +94,19 @@ class LineRunner:
         num_most = LOOKAHEAD if is_computing else max(LOOKAHEAD, self._read_ahead)
         for _ in range(num_most):
             if not self.wants_more:
-                return
+                break
             try:
                 line = next(lines)
             except StopIteration:
+                self._open_read()
                 self.end_input()
                 return
             if line is None:
-                return
-            self.add(line)
+                break
+            self._read.append(line)
+            if len(self._read) >= self._intake.group_size:
+                self._open_read()
+        self._open_read()
 
     @property
     def wants_more(self) -> bool:
@@ -132,7 +137,16 @@ class LineRunner:
 
     def add(self, line: Line) -> None:
         """Take the next line."""
-        asked = self._intake.open(line)
+        self._read.append(line)
+        self._open_read()
+
+    def _open_read(self) -> None:
+        """Open the lines that were read, all at once."""
+        lines, self._read = self._read, []
+        for asked in self._intake.open_all(lines):
+            self._take_in(asked)
+
+    def _take_in(self, asked: LineRequest | Record) -> None:
         if isinstance(asked, Record):
             self._count(None)
             self._done.append(asked)
@@ -155,6 +169,7 @@ class LineRunner:
 
     def pass_over(self, line: Line) -> None:
         """Take note of a line of this run that is not to be answered again."""
+        self._open_read()  # which stand before it
         self._intake.pass_over(line)
 
     def end_input(self) -> None:

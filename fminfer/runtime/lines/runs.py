@@ -63,7 +63,10 @@ class Runs:
         self._runner = LineRunner(
             self._core,
             LineIntake(self._intake, name_line=name_line),
-            RecordForm(self._model_name, int(time.time())),
+            RecordForm(
+                *(self._model_name, int(time.time())),
+                keeps_vectors_apart=is_only_run and self._config.embeddings == "npy",
+            ),
             engine=self._core,
             read_ahead=read_ahead,
             joins_equal=self._config.prefix_cache,

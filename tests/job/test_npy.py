@@ -1,0 +1,167 @@
+"""Vectors as one .npy file: row i is line i of the input, whatever happens on the way."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fminfer
+from tests.vector_models import mean_vectors, save_bert
+
+SIZE = 32
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    folder = tmp_path_factory.mktemp("bert")
+    return folder, *save_bert(folder)
+
+
+def command(model: Path, source: Path, output: Path, *flags: str) -> list[str]:
+    given = ["run", source, "--model-name", model, "--output", output, "--dtype", "float32"]
+    return [sys.executable, "-m", "fminfer", *map(str, given), "--embeddings", "npy", *flags]
+
+
+def run(model: Path, source: Path, output: Path, *flags: str, status: int = 0) -> str:
+    found = subprocess.run(
+        command(model, source, output, *flags), capture_output=True, text=True, timeout=120
+    )
+    assert found.returncode == status, found.stderr
+    return found.stderr
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.write_text("".join(f"{json.dumps(line)}\n" if line else "\n" for line in lines))
+    return path
+
+
+def test_rows_are_lines(model: tuple[Path, Any, Any], tmp_path: Path) -> None:
+    """Wrong lines and blank ones have rows of nan; several inputs on a line are refused."""
+    folder, own, hf = model
+    lines: list[object] = [
+        {"input": "w1 w2"},
+        {"input": ["w1", "w2"]},
+        None,
+        {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"input": "w3"}},
+        {"request": {"input": "w1 w2"}, "id": 5},
+        {"prompt": "w1"},
+        {"input": [2, 9, 3], "encoding_format": "base64"},
+        {"query": "w1", "documents": ["w2"]},
+    ]
+    source = write(tmp_path / "a.jsonl", *lines)
+    output = tmp_path / "out.jsonl"
+    told = run(folder, source, output, status=3)
+    vectors = np.load(tmp_path / "out.npy")
+    assert vectors.shape == (8, SIZE) and vectors.dtype == np.float32
+    expected = mean_vectors(own, hf, ["w1 w2", "w3", "w1 w2"])
+    np.testing.assert_allclose(vectors[[0, 3, 4]], expected, atol=1e-4)
+    assert np.isnan(vectors[[1, 2, 5, 7]]).all() and np.isfinite(vectors[6]).all()
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert len(records) == 4 and records[1]["custom_id"] == "a"
+    assert records[0]["result"]["data"] == [{"object": "embedding", "index": 0, "embedding": None}]
+    errors = [json.loads(line) for line in (tmp_path / "out.errors.jsonl").open()]
+    assert [error["line"] for error in errors] == [2, 6, 8]
+    assert "each line asks for one embedding of 32" in errors[0]["error"]["message"]
+    assert "rows/s" in told and "generated" not in told and "out.npy, 32 numbers" in told
+    run(folder, source, output, status=3)
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), vectors)
+
+
+def test_fewer_dimensions_and_more_lines_later(
+    model: tuple[Path, Any, Any], tmp_path: Path
+) -> None:
+    """What is complete is gone on with: its vectors are read from the file."""
+    folder, own, hf = model
+    texts = [f"w{number} w5" for number in range(30)]
+    source = write(tmp_path / "a.jsonl", *({"input": text} for text in texts))
+    output, flags = tmp_path / "o.jsonl", ("--dimensions", "8", "--overwrite-request-args")
+    run(folder, source, output, *flags, "--limit", "10")
+    first = np.load(tmp_path / "o.npy")
+    assert first.shape == (10, 8)
+    told = run(folder, source, output, *flags)
+    assert "10 kept from earlier runs" in told
+    vectors = np.load(tmp_path / "o.npy")
+    np.testing.assert_array_equal(vectors[:10], first)
+    np.testing.assert_allclose(vectors, mean_vectors(own, hf, texts)[:, :8], atol=1e-4)
+    with (tmp_path / "o.npy").open("r+b") as file:
+        file.seek(200)
+        file.write(b"\1")
+    told = run(folder, source, output, *flags, status=2)
+    assert "o.npy is not as it was written" in told
+    run(folder, source, output, "--restart")
+    assert np.load(tmp_path / "o.npy").shape == (30, SIZE)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--output", "-"), "give --output FILE"),
+        (("--output", "x.npy"), "answers are written as plain JSON lines"),
+        (("--model-name", "demo"), "of models that give embeddings"),
+    ],
+)
+def test_what_cannot_be(
+    model: tuple[Path, Any, Any], tmp_path: Path, flags: tuple[str, str], told: str
+) -> None:
+    source = write(tmp_path / "a.jsonl", {"input": "w1"})
+    given = [str(each) for each in command(model[0], source, tmp_path / "o.jsonl")]
+    given[given.index(flags[0]) + 1] = flags[1]
+    found = subprocess.run(given, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert found.returncode == 2 and told in found.stderr
+
+
+NUM_ROWS, NUM_FILES = 4000, 3
+
+
+def test_two_workers_are_killed_and_go_on(model: tuple[Path, Any, Any], tmp_path: Path) -> None:
+    """Nothing is lost, doubled or mixed."""
+    folder, *_ = model
+    inputs, outputs = tmp_path / "in", tmp_path / "out"
+    inputs.mkdir()
+    outputs.mkdir()
+    texts: dict[str, list[str]] = {}
+    for number in range(NUM_FILES):
+        name = f"part{number}"
+        texts[name] = [
+            f"w{number} w{row % 200} w{row // 200} w{row % 7}" for row in range(NUM_ROWS)
+        ]
+        lines = [{"input": text} for text in texts[name]]
+        lines[17] = {"input": 5}
+        write(inputs / f"{name}.jsonl", *lines)
+    for _ in range(3):
+        workers = [
+            subprocess.Popen(command(folder, inputs, outputs, "-q"), stderr=subprocess.DEVNULL)
+            for _ in range(2)
+        ]
+        until = time.monotonic() + 60
+        before = size_of(outputs)
+        while size_of(outputs) < before + 150_000 and time.monotonic() < until:
+            if all(worker.poll() is not None for worker in workers):
+                break
+            time.sleep(0.02)
+        for worker in workers:
+            worker.send_signal(signal.SIGKILL)
+            worker.wait()
+    assert list(outputs.glob("*.journal")), "they were killed in the middle"
+    run(folder, inputs, outputs, status=3)
+    with fminfer.Engine(str(folder), dtype="float32") as engine:
+        for name, own in texts.items():
+            vectors = np.load(outputs / f"output_{name}.npy")
+            expected = engine.embed(own)
+            expected[17] = np.nan
+            np.testing.assert_allclose(vectors, expected, atol=1e-4)
+            records = (outputs / f"output_{name}.jsonl").read_text().splitlines()
+            asked = [json.loads(record)["request"]["input"] for record in records]
+            assert asked == own[:17] + own[18:]
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.journal"))
