@@ -15,6 +15,7 @@ class EncodeLine:
 
     def __init__(self) -> None:
         self._prompts: list[PromptState] = []
+        self._num_tokens = 0  # of all of them
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -30,12 +31,16 @@ class EncodeLine:
     def add(self, prompt: PromptState) -> None:
         """Queue an admitted prompt behind those of its priority."""
         insort(self._prompts, prompt, key=lambda each: -each.priority)
+        self._num_tokens += len(prompt.ids_to_read)
 
     def remove(self, prompt: PromptState) -> None:
         self._prompts.remove(prompt)
+        self._num_tokens -= len(prompt.ids_to_read)
 
     def num_tokens_before(self, priority: int) -> int:
         """Count the tokens that are read before those of a new prompt of that priority."""
+        if not self._prompts or self._prompts[-1].priority >= priority:
+            return self._num_tokens
         return sum(len(p.ids_to_read) for p in self._prompts if p.priority >= priority)
 
     def take(self, most: int) -> list[PromptState]:
@@ -47,6 +52,7 @@ class EncodeLine:
                 break
             num += 1
         taken, self._prompts = self._prompts[:num], self._prompts[num:]
+        self._num_tokens -= sum(len(prompt.ids_to_read) for prompt in taken)
         return taken
 
 
