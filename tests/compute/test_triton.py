@@ -605,7 +605,9 @@ def test_a_tile_without_tokens_reads_and_writes_nothing() -> None:
         plan = kernel.plan(rows, block)
         padded = plan.decode_tiles.new_zeros(size, 5)
         padded[:2] = plan.decode_tiles
-        padded[2:, 2:] = torch.tensor([10**9, 2**30, 10**9])  # a row far away, which would be a fault
+        padded[2:, 2:] = torch.tensor(
+            [10**9, 2**30, 10**9]
+        )  # a row far away, which would be a fault
         padded_plan = replace(plan, decode_tiles=padded)
         found = kernel(AttentionCall(*given, keys, values, padded_plan, how))
         assert torch.equal(found, expected), size
