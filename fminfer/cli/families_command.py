@@ -39,7 +39,7 @@ EXAMPLES: dict[str, Example] = {
     "cwm": Example("facebook/cwm", 32.6),
     "deepseek_v2": Example("deepseek-ai/DeepSeek-V2-Lite", 15.7),
     "deepseek_v3": Example("unsloth/DeepSeek-V3-bf16", 671),
-    "distilbert": Example("distilbert/distilbert-base-uncased-finetuned-sst-2-english", 0.067),
+    "distilbert": Example("sentence-transformers/msmarco-distilbert-base-v4", 0.066),
     "dots1": Example("rednote-hilab/dots.llm1.base", 143),
     "ernie4_5": Example("baidu/ERNIE-4.5-0.3B-PT", 0.361),
     "ernie4_5_moe": Example("baidu/ERNIE-4.5-21B-A3B-PT", 21.8),

@@ -114,9 +114,9 @@ def digest_files(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _weight_files(checkpoint: Checkpoint) -> dict[str, Path]:
-    folders = (
-        {} if checkpoint.folder is None else {"": checkpoint.folder}
-    ) | checkpoint.dense_folders
+    folders = checkpoint.dense_folders
+    if checkpoint.folder is not None:
+        folders = {"": checkpoint.folder} | folders
     return {start + f.name: f for start, each in folders.items() for f in weight_files(each)}
 
 

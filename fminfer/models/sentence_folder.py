@@ -127,6 +127,6 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _not_run(file: Path, what: str) -> CheckpointError:
     return CheckpointError(
-        f"{file} has {what}, which does not run. docs/encoders.md lists what does; without that "
-        "file in a copy of the folder the vectors are means of hidden states"
+        f"{file} has {what}, which does not run. docs/encoders.md lists what does; a copy of the "
+        f"folder without {MODULES} is read as a plain model"
     )

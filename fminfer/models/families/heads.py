@@ -16,7 +16,7 @@ _REFUSED = re.compile(
     r"|NextSentencePrediction)$"
 )
 _HEADS = (  # left out where a folder of sentence-transformers says how its vectors are made
-    r"(model\.)?(cls|lm_head|classifier|pre_classifier|score|head|decoder|vocab_\w+|qa_outputs)\."
+    r"(model\.)?(cls|lm_head|embed_out|(pre_)?classifier|score|head|decoder|vocab_\w+)\."
 )
 _MOVED = ("positions", "embed_norm", "final_norm")  # from a decoder to an encoder
 
@@ -43,10 +43,8 @@ def with_head(architecture: Architecture, c: Any, pooling: Pooling | None) -> Ar
         of_last = Pooling("last", (Reading(c.num_labels, has_bias=False),), is_scored=True)
         return pooled(architecture, *(architecture.scored or (of_last, sources(reading_0="score"))))
     if _REFUSED.search(name):
-        is_masked = name.endswith("ForMaskedLM")
-        raise _refused(
-            name, "which fills gaps in texts" if is_masked else "whose head does not run"
-        )
+        why = "which fills gaps in texts" if "MaskedLM" in name else "whose head does not run"
+        raise _refused(name, why)
     if name.endswith("EncoderModel") and model.encoder is not None:
         return pooled(architecture, Pooling("mean"))
     # A model that is stored without a head writes text if its embedding is the head.
