@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fminfer.contract.endpoints import Endpoint
+from fminfer.contract.endpoints import OF_DRAWS, Endpoint
 from fminfer.contract.fields import show, wrong_type
 from fminfer.contract.prompts import check_choices, check_text, read_prompts
 from fminfer.contract.read_fields import read_fields
@@ -30,7 +30,7 @@ def parse_vectors(
     Raises:
         RequestError: with one of the codes of the contract's section 3.
     """
-    _check_model(endpoint, facts)
+    check_model(endpoint, facts)
     found, warnings = read_fields(fields, endpoint, max_logprobs=0, is_strict=is_strict)
     firsts, seconds = _read_texts(fields, endpoint)
     wish = VectorWish(
@@ -47,10 +47,21 @@ def parse_vectors(
     return Request(prompts, params, tuple(warnings), endpoint=endpoint, vectors=wish)
 
 
-def _check_model(endpoint: Endpoint, facts: VectorFacts) -> None:
-    """Refuse what a model's vectors are not good for."""
+def check_model(endpoint: Endpoint, facts: VectorFacts | None) -> None:
+    """Refuse an endpoint that a model cannot answer.
+
+    Args:
+        facts: None: it generates text.
+
+    Raises:
+        RequestError: says what to ask instead.
+    """
     needed = None
-    if endpoint in ("completions", "chat"):
+    if facts is None:
+        if endpoint not in OF_DRAWS:
+            needs = "gives embeddings" if endpoint == "embeddings" else "scores texts"
+            needed = f"{needs}, and this one generates text. Ask /v1/completions"
+    elif endpoint in OF_DRAWS:
         needed = "generates text, and this one gives vectors. Ask " + (
             "/v1/classify, /v1/score or /v1/rerank" if facts.is_scored else "/v1/embeddings"
         )
@@ -62,16 +73,6 @@ def _check_model(endpoint: Endpoint, facts: VectorFacts) -> None:
         needed = f"gives one score, and this one has {facts.size} classes. Ask /v1/classify"
     if needed is not None:
         raise RequestError("unsupported_parameter", f"/v1/{endpoint} needs a model that {needed}")
-
-
-def refuse_vectors(endpoint: Endpoint) -> RequestError:
-    """Return the error of a request for vectors to a model that generates."""
-    needed = "an embedding model" if endpoint == "embeddings" else "a model that scores texts"
-    return RequestError(
-        "unsupported_parameter",
-        f"/v1/{endpoint} needs {needed}, and this one generates text. Give such a model, or ask "
-        "/v1/completions",
-    )
 
 
 def _read_texts(

@@ -11,14 +11,14 @@ from typing import Any, cast
 
 from fminfer.contract.chat import overwrite, parse_chat
 from fminfer.contract.constraint import KINDS as CONSTRAINTS
-from fminfer.contract.endpoints import OF_DRAWS, Endpoint, tell_endpoint
+from fminfer.contract.endpoints import Endpoint, tell_endpoint
 from fminfer.contract.fields import INT64, out_of_range
 from fminfer.contract.prompts import check_entries, check_text
 from fminfer.contract.read_fields import guess
 from fminfer.contract.request import DEFAULTS, Request, SamplingParams, parse_request
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, WarningCounts, cut_name
 from fminfer.contract.vector_wish import VectorFacts
-from fminfer.contract.vectors import refuse_vectors
+from fminfer.contract.vectors import check_model
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError, UncompiledError
 from fminfer.engine.chat_intake import ChatIntake
@@ -117,8 +117,7 @@ class Intake:
         if self._vectors is not None:
             return self._vectors.parse(fields, endpoint)
         told = endpoint or tell_endpoint(fields)
-        if told not in OF_DRAWS:
-            raise refuse_vectors(told)
+        check_model(told, self.limits.vectors)
         is_chat = told == "chat"
         request = self._parse_chat(fields, clock) if is_chat else self._parse_completion(fields)
         self._check_params(request.params)

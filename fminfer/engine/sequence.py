@@ -68,6 +68,7 @@ class RequestState:
     times: RowTimes | None = None  # once its first prompt was admitted
     error: RequestError | None = None
     is_cancelled: bool = False
+    num_done: int = 0  # prompts at its beginning that are known to be finished
 
     def unlink(self) -> None:
         """Cut its links to prompts and theirs to sequences, once nothing asks for them.
@@ -80,7 +81,10 @@ class RequestState:
 
     @property
     def is_finished(self) -> bool:
-        return all(prompt.is_finished for prompt in self.prompts)
+        num_prompts = len(self.prompts)  # thousands perhaps, and it is asked as each one ends
+        while self.num_done < num_prompts and self.prompts[self.num_done].is_finished:
+            self.num_done += 1
+        return self.num_done == num_prompts
 
 
 @dataclass(slots=True, eq=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 import fminfer
-from tests.server.running import Running, running
+from fminfer.server.batches import batch_run
+from tests.server.running import Running, running, until
 from tests.vector_models import mean_vectors, save_bert
 
 TEXTS = ["w1 w2", "w3", "w4 w5 w6"]
@@ -94,6 +97,40 @@ def test_classes(scoring: Running) -> None:
     found = scoring.post("/classify", {"input": TEXTS}).json
     assert [each["num_classes"] for each in found["data"]] == [1, 1, 1]
     assert scoring.post("/v1/embeddings", {"input": "w1"}).error["message"].endswith("/v1/classify")
+
+
+def test_a_batch(
+    embedding: tuple[Running, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes at most so many inputs, as OpenAI's; a line beyond them is refused by itself."""
+    assert batch_run.MAX_INPUTS == 50_000
+    monkeypatch.setattr(batch_run, "MAX_INPUTS", 50)
+    server, expected = embedding
+    bodies: list[Any] = [{"input": TEXTS}, {"input": ["w1"] * 16}]
+    bodies += 4 * [{"input": ["w2"] * 12}]
+    lines = [
+        {"custom_id": f"{number}", "method": "POST", "url": "/v1/embeddings", "body": body}
+        for number, body in enumerate(bodies)
+    ]
+    path = tmp_path / "batch.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    with connect(server) as client:
+        file = client.files.create(file=path.open("rb"), purpose="batch")
+        with pytest.raises(openai.BadRequestError, match="Ask /v1/embeddings"):
+            client.batches.create(
+                input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+            )
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h"
+        )
+        until(lambda: client.batches.retrieve(batch.id).status == "completed", "it is over")
+        over = client.batches.retrieve(batch.id)
+        assert over.output_file_id is not None and over.error_file_id is not None
+        answers = client.files.content(over.output_file_id).text.splitlines()
+        errors = client.files.content(over.error_file_id).text.splitlines()
+    data = json.loads(answers[0])["response"]["body"]["data"]
+    np.testing.assert_allclose([each["embedding"] for each in data], expected, atol=1e-4)
+    assert len(answers) == 4 and len(errors) == 2 and "more than 50 inputs" in errors[0]
 
 
 def test_other_routes_of_such_a_model(embedding: tuple[Running, Any]) -> None:

@@ -59,7 +59,7 @@ def test_wrong_requests_are_bad_requests(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="maximum context length is 1024 tokens"):
         talk: Any = [{"role": "user", "content": "a " * 3000}]
         client.chat.completions.create(model="demo", messages=talk, stream=True)
-    with pytest.raises(openai.BadRequestError, match="needs an embedding model"):
+    with pytest.raises(openai.BadRequestError, match="needs a model that gives embeddings"):
         client.embeddings.create(model="demo", input="a")
 
 

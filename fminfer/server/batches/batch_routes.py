@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from fminfer.contract.endpoints import URLS
 from fminfer.contract.fields import (
     NULL,
     SWITCH,
@@ -21,6 +22,7 @@ from fminfer.contract.fields import (
     object_of,
     whole,
 )
+from fminfer.contract.vectors import check_model
 from fminfer.server.answer_schemas import COUNT, error_schema, extend
 from fminfer.server.batches.batch_request import (
     ANCHORS,
@@ -213,6 +215,7 @@ def batch_routes(service: Service, desk: BatchService | None) -> APIRouter:
         """Answer the requests of a file."""
         shop = _require(desk)
         wish = parse_batch(await service.read(request))
+        check_model(URLS[wish.endpoint], service.engine.intake.limits.vectors)
         batch = await asyncio.to_thread(shop.create_batch, wish, shop.owner_of(request))
         return respond_json(shop.describe(batch))
 

@@ -9,8 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fminfer.contract.endpoints import URLS
+from fminfer.contract.endpoints import EMBEDDINGS, URLS
 from fminfer.contract.envelope import Envelope
+from fminfer.contract.fields import is_integral
 from fminfer.core.errors import FminferError, RequestError, StoppedError, UsageError, printable
 from fminfer.core.quantities import counted
 from fminfer.files.claims import drop_claims
@@ -43,7 +44,10 @@ from fminfer.server.service import ServedModel
 def make_check(endpoint: str, model: ServedModel) -> Callable[[Envelope], None]:
     """Return what refuses a line that is not of a batch, by a RequestError."""
 
+    num_inputs = 0  # of embeddings, in the lines so far
+
     def check(envelope: Envelope) -> None:
+        nonlocal num_inputs
         if envelope.shape != "batch":
             raise RequestError(
                 "unsupported_parameter",
@@ -58,6 +62,16 @@ def make_check(endpoint: str, model: ServedModel) -> Callable[[Envelope], None]:
                 f"{url}",
                 "url",
             )
+        given = envelope.fields.get("input")
+        is_one = not isinstance(given, list) or all(map(is_integral, given))
+        num_inputs += 1 if is_one or given is None else len(given)
+        if num_inputs > MAX_INPUTS and endpoint == EMBEDDINGS:
+            raise RequestError(
+                "out_of_range",
+                f"the batch has more than {MAX_INPUTS:,} inputs by this line; put this line and "
+                "those after it into another batch",
+                "input",
+            )
         try:
             model.check(envelope.fields.get("model"))
         except HttpError as error:
@@ -66,6 +80,7 @@ def make_check(endpoint: str, model: ServedModel) -> Callable[[Envelope], None]:
     return check
 
 
+MAX_INPUTS = 50_000  # of embeddings in a batch, as OpenAI has it
 EMPTY = Trouble("empty_file", "the input file has no lines; upload one that has")
 WAIT_S = 0.2  # between looks whether the batch is to end
 
