@@ -78,6 +78,7 @@ class Journal:
         self._input_crcs = array("I")
         self.kept = Kept()
         self.num_rows = 0
+        self.vector_bytes = 0  # of each row's vector; 0: rows have none
         self.num_tried = 0  # rows of earlier runs that are to be tried again
         self.num_damaged = 0  # lines that were not kept
         self.clock = fingerprint.get(CLOCK, "")  # that its rows' templates read
@@ -256,6 +257,7 @@ class Journal:
         if row.number >= len(self._places):
             self._make_place(row.number)
         self.num_rows += 1
+        self.vector_bytes = self.vector_bytes or len(row.vector)
         self._places[row.number] = place
         self._input_crcs[row.number] = row.input_crc
 

@@ -36,29 +36,26 @@ def traces(output: Path) -> list[Path]:
     return [*finals, journal_path(output), *map(draft_path, [*finals, journal_path(output)])]
 
 
-def put_in_order(journal: Journal, vector_size: int = 0) -> Seals:
+def put_in_order(journal: Journal) -> Seals:
     """Write all rows in the order of their lines; answers, errors and vectors apart.
 
     The journal may be removed once whoever asks for it has noted that the output is complete.
 
     The final names appear at once and whole, the answers' last: where they are, all is complete.
 
-    Args:
-        vector_size: numbers of a row's vector; 0: rows have none.
-
     Raises:
         OutputError: the disk is full or gone; the journal is left as it was.
     """
     journal.sync()
     answers, errors = journal.output, errors_path(journal.output)
-    vectors = [vectors_path(answers)] * bool(vector_size)
+    vectors = [vectors_path(answers)] * (journal.vector_bytes > 0)
     try:
         with contextlib.ExitStack() as open_files:
             files = [
                 open_files.enter_context(draft_path(path).open("wb"))
                 for path in (answers, errors, *vectors)
             ]
-            seals = _write_in_order(journal, files, vector_size)
+            seals = _write_in_order(journal, files)
             for file in files:
                 file.flush()
                 os.fsync(file.fileno())
@@ -78,12 +75,13 @@ def put_in_order(journal: Journal, vector_size: int = 0) -> Seals:
         raise explain(answers, error) from error
 
 
-def _write_in_order(journal: Journal, files: Sequence[BinaryIO], vector_size: int) -> Seals:
+def _write_in_order(journal: Journal, files: Sequence[BinaryIO]) -> Seals:
     """Write answers into the first file, errors into the second, and vectors into the third."""
     digests = [_new_digest() for _ in files]
     writer = None
-    if vector_size:
-        writer = VectorWriter(files[2], journal.last_number, vector_size, digests[2])
+    if journal.vector_bytes:
+        shape = journal.last_number, journal.vector_bytes // 4
+        writer = VectorWriter(files[2], *shape, digests[2])
     for row in journal.rows():
         line = row.record + b"\n"
         files[row.is_error].write(line)

@@ -47,7 +47,6 @@ class RunTerms:
     count_lines: CountLines | None = None
     tell: Callable[[str], None] = lambda text: None  # told how far a long task is
     facts: RunFacts = field(default_factory=RunFacts)  # for each output's status file
-    vector_size: int = 0  # numbers of each row's vector, which go to a file; 0: rows have none
     # In time.time(). What has failed since then was tried beside this run, and is not tried again.
     started_s: float = field(default_factory=time.time)
 

@@ -7,7 +7,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
-from fminfer.core.errors import UsageError
 from fminfer.files.file_names import beside
 
 MOST_GAP = 1 << 20  # bytes of absent rows that are written at once
@@ -39,16 +38,8 @@ class VectorWriter:
         self._write(start.getvalue())
 
     def add(self, number: int, vector: bytes) -> None:
-        """Write the vector of a line, whose number is larger than those before.
-
-        Raises:
-            UsageError: it has another size than the file's.
-        """
-        if len(vector) != len(self._absent):
-            raise UsageError(
-                f"the vector of line {number} has {len(vector) // 4} numbers, and others have "
-                f"{len(self._absent) // 4}; give --restart"
-            )
+        """Write the vector of a line, whose number is larger than those before."""
+        assert len(vector) == len(self._absent), "a run's vectors have one size"
         self._fill(number - 1)
         self._write(vector)
         self._num_written += 1

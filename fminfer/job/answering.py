@@ -13,7 +13,6 @@ from typing import Any
 import click
 
 from fminfer.contract.record import Choice
-from fminfer.core.config import EngineConfig
 from fminfer.core.errors import (
     FminferError,
     OutputError,
@@ -205,18 +204,16 @@ def _answer_files(
     _tell_left_out(job, plan)
     foreseen = plan_ahead(run.config, checkpoint, run.role.spread.num_stages)
     fingerprint = foreseen.fingerprint()
-    count_lines = line_counting(run.config, checkpoint)
     facts = RunFacts(settings=name_settings(run.config))
-    vector_size = _find_vector_size(run.config, plan, checkpoint)
-    files, is_done = _open(
-        *(job, plan, fingerprint, checkpoint.name),
-        None if vector_size else count_lines,
-        facts,
-        vector_size,
-    )
+    has_npy = run.config.embeddings == "npy"
+    if has_npy:
+        _check_npy(plan, checkpoint)
+    # A file of vectors does not tell which line an answer is of, once lines have moved.
+    counting = None if has_npy else line_counting(run.config, checkpoint)
+    files, is_done = _open(job, plan, fingerprint, checkpoint.name, counting, facts)
     summary = JobSummary(checkpoint.name, name_of(foreseen.dtype), plan.inputs, plan.outputs)
     summary.kv_dtype, summary.weight_dtype = name_of(foreseen.kv_dtype), foreseen.held_in
-    summary.limit, summary.vector_size = job.limit, vector_size
+    summary.limit, summary.has_npy = job.limit, has_npy
     if is_done and not is_awaited:
         summary = run_job(None, files, summary, is_quiet=job.is_quiet)
     else:
@@ -229,14 +226,12 @@ def _answer_files(
     return summary
 
 
-def _find_vector_size(config: EngineConfig, plan: Plan, checkpoint: Checkpoint) -> int:
-    """Return how many numbers each row of a file of vectors has; 0: the run writes none.
+def _check_npy(plan: Plan, checkpoint: Checkpoint) -> None:
+    """Refuse a run that has no vectors to write, or no place for them.
 
     Raises:
-        UsageError: there is nothing to write into it, or no place for it.
+        UsageError: says which.
     """
-    if config.embeddings == "json":
-        return 0
     facts = find_vectors(checkpoint)
     if facts is None or facts.is_scored:
         does = "generates text" if facts is None else "scores texts"
@@ -246,7 +241,6 @@ def _find_vector_size(config: EngineConfig, plan: Plan, checkpoint: Checkpoint) 
         )
     if STDOUT in plan.outputs:
         raise UsageError("--embeddings npy writes a file beside the output; give --output FILE")
-    return (config.request_args or {}).get("dimensions") or facts.size
 
 
 def _open(
@@ -256,7 +250,6 @@ def _open(
     model: str,
     count_lines: CountLines | None,
     facts: RunFacts,
-    vector_size: int,
 ) -> tuple[RunInputs, bool]:
     """Open the inputs and their journals; return whether nothing is left to answer."""
     tell = _say_nothing if job.is_quiet else say
@@ -270,7 +263,6 @@ def _open(
             limit=job.limit,
             count_lines=count_lines,
             facts=facts,
-            vector_size=vector_size,
             tell=tell,
         )
         return shared, not shared.look()
@@ -281,7 +273,6 @@ def _open(
         limit=job.limit,
         count_lines=count_lines,
         facts=facts,
-        vector_size=vector_size,
         tell=tell,
     )
     return named, named.is_finished

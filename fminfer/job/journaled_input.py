@@ -294,7 +294,7 @@ class JournaledInput:
         if journal is None or not self._input.has_all(journal.num_rows, journal.last_number):
             return
         self.status.move("finalizing")
-        self.status.seals = put_in_order(journal, self._terms.vector_size)
+        self.status.seals = put_in_order(journal)
         self.status.move("completed")
         self.is_finished = True
         self.journal = None

@@ -180,7 +180,6 @@ def open_files(
     limit: int | None = None,
     count_lines: CountLines | None = None,
     facts: RunFacts | None = None,
-    vector_size: int = 0,
     tell: Callable[[str], None] = lambda text: None,
 ) -> NamedFiles:
     """Open each input with the rows of earlier runs; write nothing if anything is wrong.
@@ -193,7 +192,6 @@ def open_files(
         count_lines: begins to count a file's lines; None: no answers to an earlier form of a file
             are taken.
         facts: of the run, for the status files.
-        vector_size: numbers of each vector, which go to a file of their own; 0: none do.
         tell: told how far it is where taking earlier answers takes long.
 
     Raises:
@@ -202,11 +200,7 @@ def open_files(
     stream = OrderedStream(sys.stdout.buffer, write_beside_bar)
     facts = facts or RunFacts()
     terms = RunTerms(
-        *(model, fingerprint, restart, limit),
-        count_lines=count_lines,
-        tell=tell,
-        facts=facts,
-        vector_size=vector_size,
+        *(model, fingerprint, restart, limit), count_lines=count_lines, facts=facts, tell=tell
     )
     files: list[RunInput] = []
     journaled = []

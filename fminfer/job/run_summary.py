@@ -59,7 +59,7 @@ class JobSummary:
     report_trouble: str = ""  # why it was not written
     made_up: str = ""  # what a synthetic run answered
     gives_vectors: bool = False  # the model does, and draws no tokens
-    vector_size: int = 0  # numbers of each row in files of vectors; 0: there are none
+    has_npy: bool = False  # vectors go to files of their own
 
     @property
     def types(self) -> str:
@@ -262,9 +262,8 @@ class JobSummary:
         lines += [f"refused   {path}: {text}" for path, text in self.refused.items()]
         files = list(dict.fromkeys(self.outputs))
         lines += [f"output    {'stdout' if path == STDOUT else path}" for path in files]
-        if self.vector_size:
-            vectors = (vectors_path(path) for path in files)
-            lines += [f"vectors   {path}, {self.vector_size} numbers a row" for path in vectors]
+        if self.has_npy:
+            lines += [f"vectors   {path}" for path in map(vectors_path, files) if path.exists()]
         if self.has_errors:
             errors = [errors_path(path) for path in files]
             lines += [f"errors    {path}" for path in errors if path.exists()]

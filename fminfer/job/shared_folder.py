@@ -176,7 +176,6 @@ def share_files(
     limit: int | None = None,
     count_lines: CountLines | None = None,
     facts: RunFacts | None = None,
-    vector_size: int = 0,
     tell: Callable[[str], None] = lambda text: None,
 ) -> SharedFiles:
     """Prepare to answer files together with other runs; nothing is opened yet.
@@ -191,15 +190,10 @@ def share_files(
         count_lines: begins to count a file's lines; None: no answers to an earlier form of a file
             are taken.
         facts: of the run, for the status files.
-        vector_size: numbers of each vector, which go to a file of their own; 0: none do.
         tell: told how far it is where taking earlier answers takes long.
     """
     facts = facts or RunFacts()
     terms = RunTerms(
-        *(model, fingerprint, restart, limit),
-        count_lines=count_lines,
-        tell=tell,
-        facts=facts,
-        vector_size=vector_size,
+        *(model, fingerprint, restart, limit), count_lines=count_lines, facts=facts, tell=tell
     )
     return SharedFiles(find, terms, is_watching=is_watching)

@@ -189,17 +189,13 @@ def merge_parts(folder: Path, output: Path) -> MergeSummary:
 
 
 def _refuse_vectors(folder: Path, manifest: Manifest) -> None:
-    """Refuse answers whose vectors are in files of their own.
-
-    Raises:
-        UsageError: there is such a file.
-    """
+    """Refuse answers whose vectors are in files of their own, by a UsageError."""
     for part in manifest.parts:
         status = read_status(answers_path(folder / part.path)) or {}
         if "vectors" in (seals_of(status) or {}):
             raise UsageError(
                 f"the vectors of {folder / part.path} are in a .npy file, and merge joins records "
-                "alone. Join the files by the manifest's lines, or answer without --embeddings npy"
+                "alone; answer parts without --embeddings npy"
             )
 
 
