@@ -194,10 +194,19 @@ def _export(model: str) -> str:
     target = f"{model}.onnx"
     if not Path(target).exists():
         bert = transformers.AutoModel.from_pretrained(model, attn_implementation="eager").eval()
+
+        class Hidden(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.bert = bert
+
+            def forward(self, ids: Any, mask: Any) -> Any:
+                return self.bert(input_ids=ids, attention_mask=mask).last_hidden_state
+
         ids = torch.ones((2, 8), dtype=torch.long)
         names = {"input_names": ["input_ids", "attention_mask"], "output_names": ["hidden"]}
         axes = {name: {0: "batch", 1: "tokens"} for name in (*names["input_names"], "hidden")}
-        torch.onnx.export(bert, (ids, ids), target, **names, dynamic_axes=axes, dynamo=False)
+        torch.onnx.export(Hidden(), (ids, ids), target, **names, dynamic_axes=axes, dynamo=False)
     return target
 
 

@@ -13,8 +13,9 @@ from fminfer.core.quantities import counted
 class Part:
     """What one rank computes: a stage's layers from `first` up to, not with, `last`.
 
-    A stage also has some layers of the encoder, if there is one: their numbers are `encoder`. With tensor parallelism several ranks share a stage, and each has a shard of its layers. The
-    leader, which has shard 0, speaks to other stages.
+    A stage also has some layers of the encoder, if there is one: their numbers are `encoder`. With
+    tensor parallelism several ranks share a stage, and each has a shard of its layers. The leader,
+    which has shard 0, speaks to other stages.
     """
 
     stage: int

@@ -17,9 +17,9 @@ NO_LIMIT = 2**30  # of positions
 class Scoring:
     """What a layer makes of its scores: the same at each step, and made once for each layer.
 
-    A key is seen if -ahead <= query position - key position < window (None: no limit). Scores are bent
-    into (-softcap, softcap) before ALiBi and mask (None: left as they are). A sink is the score of
-    one key more, which has no value (Xiao et al. 2024; gpt-oss).
+    A key is seen if -ahead <= query position - key position < window (None: no limit). Scores are
+    bent into (-softcap, softcap) before biases and mask (None: left as they are). A sink is the
+    score of one key more, which has no value (Xiao et al. 2024; gpt-oss).
     """
 
     scaling: float

@@ -25,8 +25,8 @@ MAX_DIM = 256  # elements of a key: keys of 576 (DeepSeek) compile for minutes, 
 class TileRows:
     """The rows of a step, as the kernels read them; all int32, on the device."""
 
-    # (tiles, 5): first packed token, tokens, position, start of the row's table in `blocks`, and the
-    # row's keys
+    # (tiles, 5): first packed token, tokens, position, start of the row's table in `blocks`, and
+    # the row's keys
     prompt_tiles: torch.Tensor
     decode_tiles: torch.Tensor  # those of one token, of rows that have no other
     blocks: torch.Tensor  # (blocks,): the rows' block tables, one after another

@@ -104,8 +104,8 @@ def attend_pieces(
     low, high, left, skipped, size, end, window, ahead, scaling, softcap, biases, reach,
     IS_WHOLE: tl.constexpr,  # all queries see all keys: no masks
     IS_ONE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
-    HAS_RELATIVE: tl.constexpr, HAS_WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    HAS_RELATIVE: tl.constexpr, HAS_WINDOW: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend to keys [low, high), without `skipped` keys from `left` on, piece by piece."""
     dims = tl.arange(0, DIM)
@@ -258,13 +258,15 @@ def attend_kernel(
         best, total, sums = attend_pieces(
             best, total, sums, asked, slope, position, keys, values, table, kv_head, left, right,
             left, 0, size, end, window, ahead, scaling, softcap, biases, reach, True, IS_ONE,
-            HAS_CAP, HAS_SLOPES, HAS_RELATIVE, HAS_WINDOW, KV_HEADS, HEAD_DIM, BLOCK_SIZE, DIM, KEYS, None,
+            HAS_CAP, HAS_SLOPES, HAS_RELATIVE, HAS_WINDOW, KV_HEADS, HEAD_DIM, BLOCK_SIZE, DIM,
+            KEYS, None,
         )  # fmt: skip
         skipped = right - left
     best, total, sums = attend_pieces(
         best, total, sums, asked, slope, position, keys, values, table, kv_head, low,
         high - skipped, left, skipped, size, end, window, ahead, scaling, softcap, biases, reach,
-        False, IS_ONE, HAS_CAP, HAS_SLOPES, HAS_RELATIVE, HAS_WINDOW, KV_HEADS, HEAD_DIM, BLOCK_SIZE, DIM, KEYS, None if IS_ONE else 1,
+        False, IS_ONE, HAS_CAP, HAS_SLOPES, HAS_RELATIVE, HAS_WINDOW, KV_HEADS, HEAD_DIM,
+        BLOCK_SIZE, DIM, KEYS, None if IS_ONE else 1,
     )  # fmt: skip
     if is_part:
         line = (number.to(tl.int64) * SPLITS + tl.program_id(1)) * (KV_HEADS * GROUP) + head
