@@ -105,7 +105,8 @@ def attend_pieces(
     IS_WHOLE: tl.constexpr,  # all queries see all keys: no masks
     IS_ONE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
     HAS_RELATIVE: tl.constexpr, HAS_WINDOW: tl.constexpr, KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend to keys [low, high), without `skipped` keys from `left` on, piece by piece."""
     dims = tl.arange(0, DIM)
