@@ -109,6 +109,11 @@ def answer(
     if synthetic is None:
         summary = _answer_files(run, plan, checkpoint, compute, is_awaited=is_awaited)
     else:
+        if find_vectors(checkpoint) is not None:
+            raise UsageError(
+                f"made-up requests draw tokens, and {checkpoint.name} gives vectors; give a file, "
+                "or time it by fminfer bench"
+            )
         with tempfile.TemporaryDirectory(prefix="fminfer-") as folder:
             path = Path(folder) / "made_up.jsonl"
             synthetic.write(
@@ -135,6 +140,11 @@ def _answer_prompt(
     run: RunContext, prompt: str, checkpoint: Checkpoint, compute: Compute
 ) -> JobSummary:
     """Print the answer to one prompt; say how it was asked, and what is odd about the answer."""
+    if find_vectors(checkpoint) is not None:
+        raise UsageError(
+            f"--prompt prints a text, and {checkpoint.name} gives vectors; put the text into a "
+            'line, as in: echo \'{"input": "a text"}\' | fminfer run -'
+        )
     engine = start_engine(run, checkpoint, compute)
     tell = _say_nothing if run.is_quiet else say
     try:

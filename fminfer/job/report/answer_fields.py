@@ -67,8 +67,8 @@ def _from_result(fields: dict[str, Any]) -> AnswerFields | None:
     if isinstance(result, dict):
         times = result.get("request_time")
         times = {k: v for k, v in _dict(times).items() if type(v) in (float, int)}
-        choices, usage = result.get("choices"), result.get("usage")
-        return AnswerFields(shape, request, choices, _dict(usage), times, None, fields)  # type: ignore[arg-type]
+        choices, usage = _choices(result), result.get("usage")
+        return AnswerFields(shape, request, choices, _dict(usage), times, None, fields)
     error = fields.get("error")
     if not isinstance(error, dict):
         return None
@@ -83,8 +83,14 @@ def _from_batch(fields: dict[str, Any]) -> AnswerFields | None:
         return None
     if isinstance(error := body.get("error"), dict):
         return AnswerFields("batch", None, [], {}, {}, error, fields)
-    choices, usage = body.get("choices"), body.get("usage")
-    return AnswerFields("batch", None, choices, _dict(usage), {}, None, fields)  # type: ignore[arg-type]
+    choices, usage = _choices(body), body.get("usage")
+    return AnswerFields("batch", None, choices, _dict(usage), {}, None, fields)
+
+
+def _choices(result: dict[str, Any]) -> Any:
+    """Return the choices of an answer; one that is made of vectors has none."""
+    is_of_vectors = isinstance(result.get("data", result.get("results")), list)
+    return result.get("choices", [] if is_of_vectors else None)
 
 
 def _dict(value: Any) -> dict[str, Any]:

@@ -91,8 +91,9 @@ class AnswerTally:
         usage, choices = answer.usage, answer.choices
         self.num_answers += 1
         self.shapes[answer.shape] += 1
-        self.kinds["chat" if answer.is_chat else "completion"] += 1
-        num_prompt, num_drawn = usage.get("prompt_tokens"), usage.get("completion_tokens")
+        kind = "chat" if answer.is_chat else "completion" if choices else "vectors"
+        self.kinds[kind] += 1
+        num_prompt, num_drawn = usage.get("prompt_tokens"), usage.get("completion_tokens", 0)
         if isinstance(num_prompt, int) and isinstance(num_drawn, int):
             self.prompt_tokens += num_prompt
             self.completion_tokens += num_drawn
