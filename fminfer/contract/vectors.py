@@ -43,8 +43,9 @@ def parse_vectors(
     )
     own = {name: found[name] for name in _PARAMS if name in found}
     params = replace(POOLED, **own) if own else POOLED
-    prompts = [_put_before(each, found.get("prompt_name"), facts) for each in firsts]
-    return Request(prompts, params, tuple(warnings), endpoint=endpoint, vectors=wish)
+    if endpoint == "embeddings":
+        firsts = [_put_before(each, found.get("prompt_name"), facts) for each in firsts]
+    return Request(firsts, params, tuple(warnings), endpoint=endpoint, vectors=wish)
 
 
 def check_model(endpoint: Endpoint, facts: VectorFacts | None) -> None:

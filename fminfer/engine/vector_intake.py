@@ -13,7 +13,7 @@ from fminfer.contract.row_warnings import RowWarning
 from fminfer.contract.vector_wish import VectorFacts
 from fminfer.contract.vectors import parse_vectors
 from fminfer.core.config import RequestOptions
-from fminfer.core.errors import RequestError
+from fminfer.core.errors import CheckpointError, RequestError
 from fminfer.engine.prompt_fit import PromptFit
 from fminfer.engine.sequence import AnswerKind, Prepared
 from fminfer.text.encoded_prompt import EncodedPrompt
@@ -59,6 +59,11 @@ class VectorIntake:
         check_ids: Callable[[Iterable[int], str, str], None],
         count: Callable[[RowWarning], None],
     ) -> None:
+        if tokenizer.backend is None:
+            raise CheckpointError(
+                "this model's tokenizer has no fast form (tokenizer.json), which vectors need; "
+                "convert it by transformers' AutoTokenizer, or name another by --tokenizer"
+            )
         self._tokenizer, self._facts = tokenizer, facts
         self._context_length, self._options = context_length, options
         self._check_ids, self._count = check_ids, count

@@ -60,7 +60,7 @@ def read_sentence_folder(folder: Path) -> SentenceFolder | None:
         tuple(dense),
         texts.get("max_seq_length"),
         bool(texts.get("do_lower_case")),
-        {name: text for name, text in (settings.get("prompts") or {}).items() if text},
+        {name: text or "" for name, text in (settings.get("prompts") or {}).items()},
         settings.get("default_prompt_name") or "",
         settings.get("similarity_fn_name") or "cosine",
     )

@@ -213,7 +213,7 @@ def test_dense_layers_lie_in_folders_of_their_own(tmp_path: Path) -> None:
     found = open_checkpoint(str(tmp_path / "model")).sentence
     assert found is not None
     assert (found.max_length, found.is_lowercased, found.similarity) == (40, True, "dot")
-    assert (found.prompts, found.default_prompt) == ({"query": "query: "}, "query")
+    assert found.prompts == {"query": "query: ", "document": ""} and found.default_prompt == "query"
     (tmp_path / "model/2_Dense/pytorch_model.bin").unlink()
     with pytest.raises(CheckpointError, match="2_Dense holds no"):
         check_tensors(open_checkpoint(str(tmp_path / "model")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from base64 import b64decode
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,33 @@ def test_forms_of_an_embedding(embedding: Pair) -> None:
         ({"input": "w1 " * 70}, "input"),
     ):
         assert refusal(engine, {"input": "w1"} | wrong).param == param
+
+
+def test_what_a_folder_of_sentence_transformers_says(tmp_path: Path) -> None:
+    """Fewer dimensions get length 1 again; prompts stand before texts, of embeddings alone."""
+    model, hf = save_bert(tmp_path)
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    modules = [{"path": path, "type": f"sentence_transformers.{k}"} for path, k in kinds.items()]
+    prompts = {"query": "w7 w8 ", "document": ""}
+    settings = {"prompts": prompts, "default_prompt_name": "query"}
+    for name, value in (
+        ("modules.json", modules),
+        ("1_Pooling/config.json", {"pooling_mode": "mean"}),
+        ("config_sentence_transformers.json", settings),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(value))
+    plain, asked = mean_vectors(model, hf, ["w1", "w7 w8 w1"])
+    with fminfer.Engine(str(tmp_path), dtype="float32") as engine:
+        for vector, expected in (
+            (engine.embed(["w1"], prompt_name="document"), plain),
+            (engine.embed(["w1"]), asked),
+            (engine.embed(["w1"], dimensions=5), asked[:5]),
+        ):
+            np.testing.assert_allclose(vector[0], expected / np.linalg.norm(expected), atol=1e-4)
+        assert "document" in str(refusal(engine, {"input": "w1", "prompt_name": "passage"}))
+        (score,) = result(engine, {"text_1": "w1", "text_2": "w1"})["data"]
+        assert score["score"] == pytest.approx(1, abs=1e-6)
 
 
 def test_long_texts_are_cut_as_transformers_cuts(embedding: Pair) -> None:
