@@ -58,8 +58,8 @@ class Record:
 
     @property
     def text(self) -> str:
-        """The text of the first answer; it raises what `choices` raises."""
-        return self.choices[0].text
+        """The text of the first answer, none of vectors; it raises what `choices` raises."""
+        return next((choice.text for choice in self.choices), "")
 
     @property
     def key(self) -> bytes:
