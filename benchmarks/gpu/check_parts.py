@@ -75,7 +75,7 @@ def check_width(kind: str, width: int, dtype: torch.dtype) -> Figures:
         errors.append(_error(kernels.gate(pair, SILU), silu(wide) * second))
         bent = gelu(wide, approximate="tanh")
         errors.append(_error(kernels.gate(pair, GELU_TANH), bent * second))
-        errors.append(_error(kernels.gelu(x), bent))
+        errors.append(_error(kernels.gelu(x, GELU_TANH), bent))
     return _judge(errors, dtype) | {"one kernel equals two": is_equal}
 
 

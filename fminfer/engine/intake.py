@@ -321,7 +321,7 @@ class Intake:
             )
         fit = replace(fit, source="decoder_prompt", on_too_long="error")
         start = [*(self.limits.start_ids or ())][: 1 if given else None]  # not what forces a BOS
-        if isinstance(given, str):
+        if isinstance(given, str) and given:
             if not self.tokenizer.has_words:
                 raise self._needs_words("decoder_prompt is text", "decoder_prompt")
             check_text(given, "decoder_prompt")

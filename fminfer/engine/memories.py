@@ -24,6 +24,15 @@ class EncodeLine:
         return prompt in self._prompts
 
     @property
+    def prompts(self) -> list[PromptState]:
+        return list(self._prompts)
+
+    @property
+    def last_priority(self) -> float:
+        """The lowest priority of all; inf: there is none."""
+        return self._prompts[-1].priority if self._prompts else math.inf
+
+    @property
     def first_priority(self) -> float:
         """The priority of the prompt that is read next; -inf: there is none."""
         return self._prompts[0].priority if self._prompts else -math.inf

@@ -119,7 +119,7 @@ class PromptFit:
         if self.fills_context:
             return self.context_length - max(1, self.params.min_tokens)
         # A last token that is scored and never fed needs no place.
-        is_scored_only = self.params.max_tokens == 0 and self.params.echo
+        is_scored_only = not self.is_source and self.params.max_tokens == 0 and self.params.echo
         return self.context_length + is_scored_only - self.params.max_tokens
 
     @property
@@ -155,10 +155,14 @@ class PromptFit:
     def _cut(
         self, encoded: EncodedPrompt, room: int, side: str, *, keeps_bos: bool = True
     ) -> EncodedPrompt:
-        """Cut a prompt to `room` tokens; a BOS in front may stay when the left is cut."""
+        """Cut a prompt to `room` tokens.
+
+        A BOS in front may stay when the left is cut, and EOS that ends what an encoder reads.
+        """
         ids, num_cut = encoded.ids, len(encoded.ids) - room
         if side == "right":
-            ids = ids[:room]
+            has_end = self.is_source and encoded.is_whole_text and ids[-1] == self.tokenizer.eos_id
+            ids = ids[: room - has_end] + ids[len(ids) - has_end :]
         else:
             num_kept = int(keeps_bos and ids[0] == self.tokenizer.bos_id and room > 1)
             ids = ids[:num_kept] + ids[num_kept + num_cut :]

@@ -71,7 +71,7 @@ class Scheduler:
         self._waiting = WaitingLine()
         self._prefilling = PrefillLine()
         self._reading = EncodeLine()
-        self._read_next: set[tuple[int, ...]] = set()  # whose memories are soon in the cache
+        self._read_next: dict[tuple[int, ...], PromptState] = {}  # memories are soon in the cache
         self._was_whole = False  # the newest step is the encoder's
         self._ready: deque[Sequence] = deque()  # sequences whose newest token can be fed
         self._in_flight = StepsInFlight()
@@ -187,8 +187,11 @@ class Scheduler:
     def _schedule_whole(self) -> PlannedStep | None:
         """Form a step of prompts for the encoder."""
         is_ahead = len(self._in_flight) >= self._shape.num_stages
-        if not self._reading or (is_ahead and self._reading.first_priority == BEHIND_ALL):
+        is_behind = self._reading.first_priority == BEHIND_ALL
+        if not self._reading or (is_ahead and is_behind):
             return None
+        if is_behind:
+            self._num_left_out = 0
         return pack_whole(self._num_steps, self._reading.take(self._shape.chunk_size))
 
     def _schedule_rows(self) -> PlannedStep | None:
@@ -220,7 +223,7 @@ class Scheduler:
             self._kv.keep_prefix(prompt, prompt.num_fed)  # whoever comes after can share it
             if row.memory is not None:
                 self._kv.keep_memory(prompt)
-                self._read_next.discard(tuple(prompt.ids_to_read))
+                self._forget_reader(prompt)
             room -= row.num_tokens
             (chunks if len(row.token_ids) > 1 else singles).append(row)
         if not (chunks or singles):
@@ -268,7 +271,7 @@ class Scheduler:
             self._prefilling.remove(prompt)
         if prompt in self._reading:
             self._reading.remove(prompt)
-        self._read_next.discard(tuple(prompt.ids_to_read))
+        self._forget_reader(prompt)
         running = [sequence for sequence in prompt.sequences if sequence.block_table]
         if not running:
             self._waiting.discard(prompt)
@@ -314,14 +317,15 @@ class Scheduler:
         """Whether rows that wait behind all others could be in the next step."""
         if self._lowest_priority > BEHIND_ALL:
             return False
-        is_feeding = self._prefilling.last_priority == BEHIND_ALL
+        is_feeding = BEHIND_ALL in (self._prefilling.last_priority, self._reading.last_priority)
         return is_feeding or any(row.prompt.priority == BEHIND_ALL for row in self._ready)
 
     def _stands_back(self, prompt: PromptState, match: Match) -> bool:
         """Return whether the prompt should wait because its prefix will soon be in the cache."""
         can_share = self._kv.has_cache and not prompt.is_apart
         if prompt.source is not None and self._shares_memories and not prompt.is_apart:
-            return tuple(prompt.source.ids) in self._read_next
+            reader = self._read_next.get(tuple(prompt.source.ids))
+            return reader is not None and reader.priority >= prompt.priority
         return can_share and self._prefilling.will_share(prompt, match.length)
 
     def _enter(self, prompt: PromptState, match: Match, *, at_all_costs: bool = False) -> bool:
@@ -337,7 +341,7 @@ class Scheduler:
         if prompt.is_pooled or (prompt.source is not None and not prompt.has_taken_memory):
             self._reading.add(prompt)
             if not (prompt.is_pooled or prompt.is_apart):
-                self._read_next.add(tuple(prompt.ids_to_read))
+                self._read_next[tuple(prompt.ids_to_read)] = prompt
         else:
             self._prefilling.add(prompt)
         return True
@@ -351,7 +355,8 @@ class Scheduler:
         if prompt.priority <= self._lowest_priority:
             return False
         unscored = [p for p in self._prefilling.prompts if not p.wants_scores]
-        fed = [sequence for other in unscored for sequence in other.sequences]
+        others = [*unscored, *self._reading.prompts]
+        fed = [sequence for other in others for sequence in other.sequences]
         between = rows_below(prompt.priority, [*self._ready, *fed])
         rows = between + rows_below(prompt.priority, self._in_flight.drawing)
         match = self._kv.find_prefix(prompt)
@@ -371,15 +376,24 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Take a row's blocks; its prompt waits, before all of its priority, to be fed again."""
         prompt = sequence.prompt
-        if sequence in self._ready:
+        is_unread = prompt in self._reading
+        if is_unread:
+            self._reading.remove(prompt)
+        elif sequence in self._ready:
             self._ready.remove(sequence)
         elif prompt in self._prefilling:
             self._prefilling.remove(prompt)
         self._kv.give_back(sequence)
-        self._read_next.discard(tuple(prompt.ids_to_read))
+        self._forget_reader(prompt)
         sequence.num_unfed, prompt.memory = 0, None
-        prompt.again = prompt.ids + [token.token_id for token in sequence.tokens]
+        if not is_unread:  # otherwise it begins anew
+            prompt.again = prompt.ids + [token.token_id for token in sequence.tokens]
         self._waiting.put_first(prompt)
+
+    def _forget_reader(self, prompt: PromptState) -> None:
+        """Let nobody wait for a prompt's memory any longer."""
+        if self._read_next.get(key := tuple(prompt.ids_to_read)) is prompt:
+            del self._read_next[key]
 
     def _grow(self, sequence: Sequence) -> bool:
         """Give a sequence a block for its newest token; False: it was preempted itself."""

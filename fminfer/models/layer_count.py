@@ -12,6 +12,7 @@ from fminfer.core.partition import split_layers
 from fminfer.models.known_sizes import folder_of, size_fields
 
 LAYER_NAMES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+DECODER_NAMES = ("num_decoder_layers", "decoder_layers")  # of models with an encoder, first
 HEAD_NAMES = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 
 
@@ -21,7 +22,8 @@ def check_split(config: EngineConfig, num_stages: int) -> None:
     Raises:
         UsageError: a rank without work, or layers without a rank.
     """
-    num_layers, num_heads = (_count(config, names) for names in (LAYER_NAMES, HEAD_NAMES))
+    num_layers = _count(config, DECODER_NAMES) or _count(config, LAYER_NAMES)
+    num_heads = _count(config, HEAD_NAMES)
     num_shards = config.tensor_parallel_size
     if num_heads is not None and num_shards > num_heads:
         raise UsageError(

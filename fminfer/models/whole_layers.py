@@ -21,7 +21,7 @@ from fminfer.compute.attention.kernel_attention import (
     step_arguments,
 )
 from fminfer.compute.attention.kv_cache import KvCache, StepAttention
-from fminfer.compute.layers.bodies import GATES, PLAIN
+from fminfer.compute.layers.layer_kernels import activations_of
 from fminfer.compute.linear.product_kernel import PackedProduct
 from fminfer.compute.registry import Registry
 from fminfer.compute.shards import SharedMemoryGroup, raise_failure
@@ -96,7 +96,7 @@ def describe_layer(parts: LayerOf, tensors: Tensors, dtype: torch.dtype) -> Laye
     activation = 0
     if isinstance(mlp, spec.Mlp):
         assert products["up"].outputs == mlp.up_size and products["down"].inputs == mlp.size
-        activation = (GATES if mlp.is_gated else PLAIN)[mlp.activation]
+        activation = activations_of(mlp)[mlp.activation]
     slopes = parts.attention.scoring.slopes
     if slopes is not None:
         assert slopes.shape == (attention.heads,) and slopes.dtype == torch.float32, "slopes"
@@ -143,7 +143,7 @@ def serves(how: spec.Layer) -> bool:
     """Tell whether the library computes such a layer, or all of it but experts."""
     attention, mlp = how.attention, how.mlp
     if isinstance(mlp, spec.Mlp):
-        has_activation = mlp.activation in (GATES if mlp.is_gated else PLAIN)
+        has_activation = mlp.activation in activations_of(mlp)
         if not has_activation or mlp.limit is not None:
             return False
     plain_order = not (any(how.after) or any(how.of_sum) or how.is_parallel or how.adds_normed)

@@ -178,8 +178,9 @@ def split_model(config: EngineConfig, checkpoint: Checkpoint, num_stages: int) -
     )
     if not num_cached:  # all of them are the encoder's
         return [replace(p, first=0, last=0, encoder=range(p.first, p.last)) for p in parts]
-    encoder = even_parts(num_all - num_cached, num_stages)
+    # From the end: the last stage has some of them, and with them the final norm.
+    encoder = reversed(even_parts(num_all - num_cached, num_stages))
     return [
-        replace(part, encoder=range(num_cached + own.start, num_cached + own.stop))
+        replace(part, encoder=range(num_all - own.stop, num_all - own.start))
         for part, own in zip(parts, encoder, strict=True)
     ]

@@ -176,7 +176,7 @@ def test_a_token_that_is_not_finite_costs_no_other(
 
 def test_what_the_kernel_serves() -> None:
     assert serves(Moe(4, 2, SILU)) and serves(Moe(4, 2, Mlp("relu", 8, is_gated=False)))
-    for other in ({"activation": "gelu"}, {"activation": "relu"}, {"has_bias": True}):
+    for other in ({"activation": "quick_gelu"}, {"activation": "relu"}, {"has_bias": True}):
         assert not serves(Moe(4, 2, replace(SILU, **other)))
 
 
@@ -186,7 +186,7 @@ def test_what_is_left_to_single_products() -> None:
     made = make(FLOATS)
     assert made.make(how, up, down) is None, "half a unit"
     assert made.make(how, up.half(), down.half()) is None
-    assert made.make(replace(how, expert=Mlp("gelu", 48)), up.float(), down.float()) is None
+    assert made.make(replace(how, expert=Mlp("quick_gelu", 48)), up.float(), down.float()) is None
     assert not made.why_plain, "nothing is wrong with any of them"
 
 

@@ -46,7 +46,7 @@ CALLS = {
     "phi": (1, 3, 3, 0, 3),
     "starcoder2": (1, 6, 3, 0, 3),
     "bloom": (2, 6, 0, 0, 3),
-    "mpt": (0, 0, 0, 0, 0),  # a LayerNorm without a bias, and gelu without tanh
+    "mpt": (0, 0, 0, 0, 3),  # a LayerNorm without a bias, and gelu without tanh
     "opt-bare": (0, 0, 0, 0, 0),  # a norm without a weight
     "stablelm-serial": (1, 6, 6, 3, 0),  # norms with a weight for each head
 }
@@ -65,9 +65,9 @@ class Counting(LayerKernels):
     def _counted(self, name: str) -> Any:
         own = getattr(super(), name)
 
-        def call(*given: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
             self.calls[name] += 1
-            return own(*given)
+            return own(*given, **named)
 
         return call
 

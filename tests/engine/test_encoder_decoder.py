@@ -13,8 +13,10 @@ import torch
 
 import fminfer
 from fminfer.core.errors import FminferError
+from fminfer.engine.engine_core import BEHIND_ALL
 from fminfer.engine.events import Failed, Finished
 from tests.conftest import more
+from tests.encoder_families import make_encoder
 from tests.sequence_models import TEXTS, save_sequence_model
 
 Requests = list[dict[str, Any]]
@@ -299,7 +301,7 @@ def test_ranks_have_layers_of_both(t5: Any) -> None:
     _, folder = t5
     with open_engine(folder, world_size=2) as engine:
         parts = [rank.part for rank in engine.pipeline.plan.ranks]
-    assert [part.numbers for part in parts] == [[0, 2, 3], [1, 4]], "the decoder's come first"
+    assert [part.numbers for part in parts] == [[0, 2], [1, 3, 4]], "the decoder's come first"
     with pytest.raises(FminferError, match="2 layers"):
         open_engine(folder, world_size=3)
 
@@ -314,6 +316,73 @@ def test_in_float16_what_overflows_stays_finite(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     rows: Requests = [{"prompt": prompt, "max_tokens": 3} for prompt in random_prompts(3)]
     assert all(isinstance(each, dict) for each in answer(str(tmp_path), rows, dtype="float16"))
+
+
+def finish_beside_others(engine: fminfer.Engine, first: list[int], second: list[int]) -> set[str]:
+    """Return which end beside 40 live rows: a batch's prompt, and a live one that comes later."""
+    rng = random.Random(0)
+    for number in range(40):
+        how = {"max_tokens": rng.randint(200, 300), "temperature": 0, "ignore_eos": True}
+        engine.add({"prompt": [3 + number, 5, 7]} | how)
+    for _ in range(15):
+        engine.step()
+    short = {"max_tokens": 2, "ignore_eos": True}
+    names = {engine.add({"prompt": first} | short, priority=BEHIND_ALL): "batch"}
+    for number in range(100):
+        if number == 3:
+            names[engine.add({"prompt": second} | short)] = "live"
+        for event in engine.step():
+            names.pop(event.request_id, "")
+    return set(names.values())
+
+
+@pytest.mark.parametrize("second", [[9, 9, 9], [8, 9]])
+def test_prompts_behind_all_are_read_in_their_turn(t5: Any, second: list[int]) -> None:
+    """They never were while two steps of live rows were in flight; nor was an equal live prompt."""
+    with open_engine(t5[1], chunk_size=32) as engine:
+        assert not finish_beside_others(engine, [9, 9, 9], second)
+
+
+def test_blocks_of_an_unread_prompt_go_to_a_live_one(t5: Any) -> None:
+    with open_engine(t5[1], chunk_size=32, block_size=16, budget=40 * 336) as engine:
+        free = engine.pipeline.core._scheduler._kv._pool.num_blocks - 40 * 20
+        left = finish_beside_others(engine, [9, 5] * (4 * free), [8] * 100)
+        assert "live" not in left
+
+
+def test_the_last_rank_has_the_encoders_final_norm(tmp_path: Path) -> None:
+    """With fewer layers than ranks the first rank had them, and the norm was left out."""
+    model = make_encoder("mbart")
+    config = model.config
+    config.encoder_layers, config.decoder_layers = 1, 2
+    model = type(model)(config).eval()
+    with torch.no_grad():
+        model.model.encoder.layer_norm.weight *= 3
+    model.save_pretrained(tmp_path)
+    rows: Requests = [{"prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0, "logprobs": 0}]
+    how: dict[str, Any] = {"skip_tokenizer_init": True}
+    rows[0]["return_token_ids"] = True
+    compare(answer(str(tmp_path), rows, **how, world_size=2), answer(str(tmp_path), rows, **how))
+
+
+def test_a_source_is_as_long_as_its_positions(tmp_path: Path) -> None:
+    """With echo one token more was read, for which BART has no position: that ended the run."""
+    save_sequence_model("bart", tmp_path)
+    rows: Requests = [{"prompt": [5] * n, "max_tokens": 2, "echo": True} for n in (128, 129)]
+    first, second = answer(str(tmp_path), rows)
+    assert isinstance(first, dict) and second == "context_length_exceeded"
+
+
+def test_an_empty_decoder_prompt_is_none_and_a_cut_text_keeps_its_end(t5: Any) -> None:
+    _, folder = t5
+    how: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "return_token_ids": True}
+    rows: Requests = [{"prompt": [5, 6], "decoder_prompt": each} | how for each in ("", [], None)]
+    ids = [result["choices"][0]["token_ids"] for result in answer(folder, rows)]
+    assert ids[0] == ids[1] == ids[2]
+    with open_engine(folder, max_model_len=9, on_too_long="truncate-right") as engine:
+        prepared = engine.prepare({"prompt": TEXTS[0], "max_tokens": 4})
+        whole = engine.tokenizer.encode(TEXTS[0]).ids
+    assert prepared.sources[0].ids == [*whole[:8], 1]
 
 
 def test_a_failed_request_is_told_once(t5: Any) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.layers.layer_kernels import RELU, TYPES, RowSizes
+from fminfer.compute.layers.layer_kernels import GELU, RELU, TYPES, RowSizes
 from fminfer.compute.linear import product_kernel
 from fminfer.compute.spec import Alibi, Norm, Rope
 from fminfer.compute.workspace import Workspace
@@ -76,6 +76,22 @@ def test_relu(dtype: torch.dtype) -> None:
     torch.testing.assert_close(out, x.relu(), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gelu(dtype: torch.dtype) -> None:
+    """It is that with erf, to 3e-7 in float32; far from 0 it is 0, or x."""
+    x = torch.cat([torch.linspace(-14, 14, 4001), torch.tensor([-1e30, 1e30, -0.0, float("nan")])])
+    x = x.to(dtype)[None]
+    rows, out = rows_of(x)
+    run = built_library().fminfer_gate
+    run.argtypes = [ctypes.POINTER(RowSizes), ctypes.c_void_p, ctypes.c_int64]
+    run(rows, None, GELU)
+    expected = nn.functional.gelu(x.double())
+    tolerance = 4e-7 if dtype == torch.float32 else 5e-3
+    torch.testing.assert_close(
+        out.double(), expected, rtol=tolerance, atol=tolerance, equal_nan=True
+    )
+
+
 # How many layers of a model are one call; of the others none.
 WHOLE = dict.fromkeys(
     (
@@ -85,7 +101,7 @@ WHOLE = dict.fromkeys(
         *("gpt_bigcode-heads", "gpt_bigcode", "gpt_neo", "stablelm", "cwm", "ministral"),
         *("ministral3", "internlm3", "seed_oss", "smollm3", "vaultgemma", "mistral3"),
         *("mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "dots1", "phimoe", "phimoe-long"),
-        "solar_open",
+        *("solar_open", "gpt_neox-serial", "gpt_neox_japanese", "biogpt", "xglm"),
     ),
     3,
 )

@@ -10,15 +10,12 @@ from typing import Protocol
 import torch
 
 from fminfer.compute.layers import plain
-from fminfer.compute.layers.layer_kernels import GELU_TANH, RELU, SILU, LayerKernels
+from fminfer.compute.layers.layer_kernels import GELU, GELU_TANH, SILU, LayerKernels
 from fminfer.compute.spec import Norm, Rope
 from fminfer.compute.trial import Candidate, Limits, Pair, Trial
 from fminfer.compute.weights import Function
 
 PART_ERRORS: Limits = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 0.016}
-TANH_GELUS = frozenset({"gelu_new", "gelu_fast", "gelu_pytorch_tanh"})
-GATES = {"silu": SILU, "swish": SILU} | dict.fromkeys(TANH_GELUS, GELU_TANH)
-PLAIN = {"relu": RELU} | dict.fromkeys(TANH_GELUS, GELU_TANH)  # of the C++ kernels, ungated
 
 
 class PartKernels(Protocol):
@@ -26,6 +23,10 @@ class PartKernels(Protocol):
 
     Each passes over memory once, computes in float32 and rounds once.
     """
+
+    @property
+    def activations(self) -> dict[str, int]:
+        """The numbers of those that `gate` and `gelu` compute."""
 
     def can_norm(
         self, how: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None
@@ -48,7 +49,7 @@ class PartKernels(Protocol):
 
     def gate(self, both: torch.Tensor, activation: int) -> torch.Tensor: ...
 
-    def gelu(self, x: torch.Tensor) -> torch.Tensor: ...
+    def gelu(self, x: torch.Tensor, activation: int) -> torch.Tensor: ...
 
 
 class NormBody:
@@ -118,15 +119,15 @@ class Parts:
         return RotateBody(how, self.kernels)
 
     def gate(self, activation: str) -> Function:
-        if self.kernels is None or activation not in GATES:
+        if self.kernels is None or activation not in self.kernels.activations:
             return lambda both: plain.gate(both, activation)
-        kernel, number = self.kernels.gate, GATES[activation]
+        kernel, number = self.kernels.gate, self.kernels.activations[activation]
         return lambda both: kernel(both, number)
 
     def activation(self, name: str) -> Function:
-        if self.kernels is None or name not in TANH_GELUS:
+        if self.kernels is None or name not in self.kernels.activations:
             return plain.ACTIVATIONS[name]
-        return self.kernels.gelu
+        return partial(self.kernels.gelu, activation=self.kernels.activations[name])
 
 
 def parts_trial(dtype: torch.dtype, device: torch.device) -> Trial[PartKernels]:
@@ -165,4 +166,6 @@ def part_pairs(kernels: PartKernels, dtype: torch.dtype, device: torch.device) -
     yield kernels.rotate(x, *table.repeat(1, 1, 2)), turned
     yield kernels.gate(row, SILU), plain.gate(row, "silu")
     yield kernels.gate(row, GELU_TANH), plain.gate(row, "gelu_new")
-    yield kernels.gelu(row), plain.ACTIVATIONS["gelu_new"](row)
+    yield kernels.gelu(row, GELU_TANH), plain.ACTIVATIONS["gelu_new"](row)
+    if "gelu" in kernels.activations:
+        yield kernels.gelu(row * 4, GELU), plain.ACTIVATIONS["gelu"](row * 4)

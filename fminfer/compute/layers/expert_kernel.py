@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
-from fminfer.compute.layers.bodies import GATES, PLAIN
 from fminfer.compute.layers.experts import Mix, Mixture
+from fminfer.compute.layers.layer_kernels import activations_of
 from fminfer.compute.linear.product_kernel import (
     TYPES,
     PackedCall,
@@ -108,7 +108,7 @@ def serves(how: Moe) -> bool:
     """Tell whether the kernel computes such experts: no bias, an activation that it has."""
     expert = how.expert
     is_plain = not expert.has_bias and expert.limit is None
-    return is_plain and expert.activation in (GATES if expert.is_gated else PLAIN)
+    return is_plain and expert.activation in activations_of(expert)
 
 
 def expert_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[Mixture, Mix]:
@@ -122,7 +122,7 @@ def expert_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[Mixt
 
     def make(asked: Mixture) -> Mix:
         expert = asked.how.expert
-        activation = (GATES if expert.is_gated else PLAIN)[expert.activation]
+        activation = activations_of(expert)[expert.activation]
         return kernel.pack(asked.up, asked.down, is_gated=expert.is_gated, activation=activation)
 
     return Candidate(make, partial(Mixture.trial, dtype=dtype), serves_all)

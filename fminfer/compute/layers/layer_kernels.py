@@ -9,10 +9,12 @@ import ctypes
 
 import torch
 
-from fminfer.compute.spec import Norm
+from fminfer.compute.spec import Mlp, Norm
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
-SILU, GELU_TANH, RELU = 0, 1, 2  # activations; the first two gate
+SILU, GELU_TANH, RELU, GELU = 0, 1, 2, 3
+TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+GATES = {"silu": SILU, "swish": SILU} | dict.fromkeys(TANH_GELUS, GELU_TANH)  # of all kernels
 
 
 class RowSizes(ctypes.Structure):
@@ -32,6 +34,7 @@ class LayerKernels:
 
     device = torch.device("cpu")
     types = frozenset(TYPES)
+    activations = GATES | {"gelu": GELU}
 
     def __init__(self, library: ctypes.CDLL) -> None:
         address, number = ctypes.c_void_p, ctypes.c_float
@@ -118,11 +121,16 @@ class LayerKernels:
         self._gate(rows, second.data_ptr(), activation)
         return out.view(*both.shape[:-1], -1)
 
-    def gelu(self, x: torch.Tensor) -> torch.Tensor:
-        """Return gelu (Hendrycks and Gimpel 2016) in its form with tanh, of (rows, width)."""
+    def gelu(self, x: torch.Tensor, activation: int) -> torch.Tensor:
+        """Return gelu (Hendrycks and Gimpel 2016) in one of its forms, of (rows, width)."""
         rows, out = _plan(x[None])
-        self._gate(rows, None, GELU_TANH)
+        self._gate(rows, None, activation)
         return out[0]
+
+
+def activations_of(mlp: Mlp) -> dict[str, int]:
+    """Return the numbers of those that the library computes in an MLP."""
+    return LayerKernels.activations | ({} if mlp.is_gated else {"relu": RELU})
 
 
 def _plan(x: torch.Tensor) -> tuple[RowSizes, torch.Tensor]:

@@ -10,7 +10,7 @@ import torch
 import triton
 
 from fminfer.compute.kernels.triton_kernels import gate_kernel, norm_kernel, rotate_kernel
-from fminfer.compute.layers.layer_kernels import GELU_TANH, SILU
+from fminfer.compute.layers.layer_kernels import GATES, SILU
 from fminfer.compute.spec import Norm
 
 COLUMNS = 1024  # of a gate's rows that one program computes
@@ -18,6 +18,8 @@ COLUMNS = 1024  # of a gate's rows that one program computes
 
 class TritonLayers:
     """The kernels as functions of tensors; `layer_kernels.LayerKernels` says what each gives."""
+
+    activations = GATES
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -94,8 +96,8 @@ class TritonLayers:
         first, second = both.view(-1, both.shape[-1]).chunk(2, -1)
         return self._gate(first, second, activation).view(*both.shape[:-1], -1)
 
-    def gelu(self, x: torch.Tensor) -> torch.Tensor:
-        return self._gate(x, None, GELU_TANH)
+    def gelu(self, x: torch.Tensor, activation: int) -> torch.Tensor:
+        return self._gate(x, None, activation)
 
     def _gate(
         self, first: torch.Tensor, second: torch.Tensor | None, activation: int
