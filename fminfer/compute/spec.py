@@ -214,7 +214,7 @@ class Reading:
 class Pooling:
     """How the hidden states of a prompt's tokens become one vector."""
 
-    how: str  # a name of `models.pooling.POOLINGS`: "mean", "cls", "last", …
+    how: str  # a mode of sentence-transformers: "mean", "cls", "max", …, or "last"
     readings: tuple[Reading, ...] = ()
     is_normalized: bool = False  # to length 1
     is_scored: bool = False  # the vector is the logits of classes

@@ -1,68 +1,10 @@
-"""Prompts that an encoder reads: those that wait for it, and the memories that it has left."""
+"""The memories that an encoder has left: for other prompts of the same ids."""
 
 from __future__ import annotations
 
-import math
-from bisect import insort
 from collections import OrderedDict
 
 from fminfer.engine.blocks import BlockPool
-from fminfer.engine.sequence import PromptState
-
-
-class EncodeLine:
-    """Prompts that are to be read by the encoder: higher priority first, then by admission."""
-
-    def __init__(self) -> None:
-        self._prompts: list[PromptState] = []
-        self._num_tokens = 0  # of all of them
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def __contains__(self, prompt: PromptState) -> bool:
-        return prompt in self._prompts
-
-    @property
-    def prompts(self) -> list[PromptState]:
-        return list(self._prompts)
-
-    @property
-    def last_priority(self) -> float:
-        """The lowest priority of all; inf: there is none."""
-        return self._prompts[-1].priority if self._prompts else math.inf
-
-    @property
-    def first_priority(self) -> float:
-        """The priority of the prompt that is read next; -inf: there is none."""
-        return self._prompts[0].priority if self._prompts else -math.inf
-
-    def add(self, prompt: PromptState) -> None:
-        """Queue an admitted prompt behind those of its priority."""
-        insort(self._prompts, prompt, key=lambda each: -each.priority)
-        self._num_tokens += len(prompt.ids_to_read)
-
-    def remove(self, prompt: PromptState) -> None:
-        self._prompts.remove(prompt)
-        self._num_tokens -= len(prompt.ids_to_read)
-
-    def num_tokens_before(self, priority: int) -> int:
-        """Count the tokens that are read before those of a new prompt of that priority."""
-        if not self._prompts or self._prompts[-1].priority >= priority:
-            return self._num_tokens
-        return sum(len(p.ids_to_read) for p in self._prompts if p.priority >= priority)
-
-    def take(self, most: int) -> list[PromptState]:
-        """Take the first prompts, of so many tokens together; the first one in any case."""
-        num, room = 0, most
-        for prompt in self._prompts:
-            room -= len(prompt.ids_to_read)
-            if num and room < 0:
-                break
-            num += 1
-        taken, self._prompts = self._prompts[:num], self._prompts[num:]
-        self._num_tokens -= sum(len(prompt.ids_to_read) for prompt in taken)
-        return taken
 
 
 class MemoryCache:

@@ -16,13 +16,13 @@ from collections import deque
 
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.engine_core import BEHIND_ALL
-from fminfer.engine.memories import EncodeLine, MemoryCache
+from fminfer.engine.memories import MemoryCache
 from fminfer.engine.packing import PackedRow, PlannedStep, pack, pack_whole
 from fminfer.engine.prefix import Match, PrefixCache
 from fminfer.engine.reservation import KvReservation, first_to_go, rows_below
 from fminfer.engine.sequence import Array, PromptState, Sequence
 from fminfer.engine.step_shape import StepShape, StepsInFlight
-from fminfer.engine.waiting import PrefillLine, WaitingLine
+from fminfer.engine.waiting import PrefillLine, ReadLine, WaitingLine
 
 MAX_LOOKS = 64  # waiting prompts that are looked at before a step
 MAX_UNFED = 32  # tokens of a row that drew some without an alternative
@@ -70,7 +70,7 @@ class Scheduler:
         self._kv.clear()
         self._waiting = WaitingLine()
         self._prefilling = PrefillLine()
-        self._reading = EncodeLine()
+        self._reading = ReadLine()
         self._read_next: dict[tuple[int, ...], PromptState] = {}  # memories are soon in the cache
         self._was_whole = False  # the newest step is the encoder's
         self._ready: deque[Sequence] = deque()  # sequences whose newest token can be fed
@@ -158,7 +158,7 @@ class Scheduler:
                 place += 1
                 continue
             num_before = self._prefilling.num_unfed_before(prompt.priority)
-            num_before += self._reading.num_tokens_before(prompt.priority)
+            num_before += self._reading.num_unfed_before(prompt.priority)
             if num_before >= self._shape.chunk_size:
                 break
             num_looks += 1

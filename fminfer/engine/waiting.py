@@ -142,8 +142,8 @@ class WaitingPrompts:
 MIN_GAIN = 16
 
 
-class PrefillLine:
-    """Sorted: higher priority first, then by admission."""
+class AdmittedLine:
+    """Admitted prompts that are to be fed: higher priority first, then by admission."""
 
     def __init__(self) -> None:
         self._prompts: deque[PromptState] = deque()
@@ -175,18 +175,42 @@ class PrefillLine:
         while place > 0 and self._prompts[place - 1].priority < prompt.priority:
             place -= 1
         self._prompts.insert(place, prompt)
-        self.num_unfed += prompt.num_unfed
+        self.num_unfed += self.size(prompt)
 
     def remove(self, prompt: PromptState) -> None:
         """Feed no more of a prompt."""
         self._prompts.remove(prompt)
-        self.num_unfed -= prompt.num_unfed
+        self.num_unfed -= self.size(prompt)
 
     def num_unfed_before(self, priority: int) -> int:
         """Count the tokens that are fed before those of a new prompt of that priority."""
         if not self._prompts or self._prompts[-1].priority >= priority:
             return self.num_unfed
-        return sum(other.num_unfed for other in self._prompts if other.priority >= priority)
+        return sum(self.size(each) for each in self._prompts if each.priority >= priority)
+
+    def size(self, prompt: PromptState) -> int:
+        """Return a prompt's tokens that are not yet in a step."""
+        return prompt.num_unfed
+
+
+class ReadLine(AdmittedLine):
+    """Prompts that the encoder reads, each of them whole."""
+
+    def size(self, prompt: PromptState) -> int:
+        return len(prompt.ids_to_read)
+
+    def take(self, most: int) -> list[PromptState]:
+        """Take the first prompts, of so many tokens together; the first one in any case."""
+        taken: list[PromptState] = []
+        while self._prompts and (not taken or self.size(self._prompts[0]) <= most):
+            taken.append(self._prompts.popleft())
+            most -= self.size(taken[-1])
+            self.num_unfed -= self.size(taken[-1])
+        return taken
+
+
+class PrefillLine(AdmittedLine):
+    """Prompts that are fed in chunks."""
 
     def will_share(self, prompt: PromptState, num_found: int) -> bool:
         """Return whether one of them will soon give a prompt MIN_GAIN more tokens of prefix.

@@ -8,6 +8,7 @@ from torch import nn
 
 from fminfer.compute.layers.plain import ACTIVATIONS, norm
 from fminfer.compute.spec import Encoder, Model, Pooling
+from fminfer.compute.step import ranges
 from fminfer.machine.device import send
 from fminfer.models.layer import LayerOf, normed_sum
 from fminfer.models.layer_bodies import Bodies
@@ -86,7 +87,7 @@ class EncoderOf:
         """
         how = self.how.pooling
         assert how is not None, "a model that pools"
-        x = POOLINGS[how.how](hidden.float(), lengths)
+        x = _pooled(how.how, hidden.float(), lengths)
         get = self._read_by.get
         for number, each in enumerate(how.readings):
             name = f"reading_{number}"
@@ -109,43 +110,16 @@ def kept_tokens(how: Pooling | None, lengths: np.ndarray) -> np.ndarray | None:
 READ_BY = {**ACTIVATIONS, "tanh": torch.tanh}
 
 
-def _mean(hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
-    sums, (counts,) = _sums(hidden, lengths), send([lengths], hidden.device)
-    return sums / counts[:, None]
-
-
-def _mean_by_root(hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
-    sums, (counts,) = _sums(hidden, lengths), send([lengths], hidden.device)
-    return sums / counts[:, None].sqrt()
-
-
-def _weighted_mean(hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
-    """Weigh each token by its place in its prompt, from 1 on (SGPT, Muennighoff 2022)."""
-    places = np.concatenate([np.arange(1, length + 1) for length in lengths.tolist()])
-    weights, totals = send([places, lengths * (lengths + 1) // 2], hidden.device)
-    return _sums(hidden * weights[:, None], lengths) / totals[:, None]
-
-
-def _sums(hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
-    (rows,) = send([np.repeat(np.arange(len(lengths)), lengths)], hidden.device)
-    return hidden.new_zeros(len(lengths), hidden.shape[1]).index_add_(0, rows, hidden)
-
-
-def _largest(hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
-    parts = torch.split(hidden, lengths.tolist())
-    return torch.stack([part.amax(0) for part in parts])
-
-
-def _as_kept(hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
-    return hidden
-
-
-# By the names of sentence-transformers' modes.
-POOLINGS = {
-    "mean": _mean,
-    "cls": _as_kept,
-    "last": _as_kept,
-    "max": _largest,
-    "mean_sqrt_len_tokens": _mean_by_root,
-    "weightedmean": _weighted_mean,
-}
+def _pooled(how: str, hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
+    """Return one vector a prompt, by the name of a mode of sentence-transformers."""
+    if how in ("cls", "last"):  # `kept_tokens` has chosen them
+        return hidden
+    (sizes,) = send([lengths], hidden.device)
+    if how == "weightedmean":  # each token by its place, from 1 on (SGPT, Muennighoff 2022)
+        (places,) = send([ranges(0 * lengths + 1, lengths)], hidden.device)
+        hidden = hidden * places[:, None]
+    kind = {"max": "max", "weightedmean": "sum"}.get(how, "mean")
+    x = torch.segment_reduce(hidden, kind, lengths=sizes, axis=0)
+    if how == "mean_sqrt_len_tokens":
+        return x * sizes[:, None].sqrt()
+    return x / (sizes * (sizes + 1) // 2)[:, None] if how == "weightedmean" else x
