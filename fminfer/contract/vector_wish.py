@@ -13,6 +13,7 @@ class VectorFacts:
     Args:
         size: numbers of a vector.
         is_scored: they are the logits of classes, which `labels` names.
+        is_score_logit: a pair's score is the logit itself, not the probability of it.
         is_normalized: their length is 1.
         prompts: by name, what is put before a text.
         default_prompt: the name of the one that is put there if a request does not say.
@@ -21,6 +22,7 @@ class VectorFacts:
 
     size: int
     is_scored: bool = False
+    is_score_logit: bool = False
     is_normalized: bool = False
     has_types: bool = False  # the second text of a pair has a token type of its own
     labels: tuple[str, ...] = ()

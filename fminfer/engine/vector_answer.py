@@ -67,9 +67,9 @@ def _classify(index: int, logits: Array, wish: VectorWish) -> dict[str, Any]:
 
 
 def _scores(vectors: Array, wish: VectorWish) -> Array:
-    """Return a score a pair: its class's probability, or the cosine of its two vectors."""
+    """Return a score a pair: its class's probability or logit, or the cosine of its vectors."""
     if wish.facts.is_scored:
-        return _probabilities(vectors)[:, 0]
+        return (vectors if wish.facts.is_score_logit else _probabilities(vectors))[:, 0]
     lengths = np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     vectors = (vectors / lengths).astype("f8")
     num_firsts = len(vectors) - len(wish.seconds)

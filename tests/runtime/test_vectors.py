@@ -208,6 +208,27 @@ def test_scores_of_pairs_are_transformers(scoring: Pair) -> None:
     assert refused.param == "text_1" and "as many" in str(refused)
 
 
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}},
+        {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"},
+        {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}},
+    ],
+)
+def test_a_score_is_what_its_config_says(told: dict[str, Any], tmp_path: Path) -> None:
+    own = save_bert(tmp_path, num_labels=1)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | told))
+    logits = logits_of(own, ["w1 w2"], ["w7"])
+    score = logits if "Identity" in str(told) else logits.sigmoid()
+    with fminfer.Engine(str(tmp_path), dtype="float32") as engine:
+        (found,) = result(engine, {"text_1": "w1 w2", "text_2": "w7"})["data"]
+        assert found["score"] == pytest.approx(score.item(), abs=1e-5)
+        (classes,) = result(engine, {"input": ["w1 w2"]})["data"]
+    assert 0 < classes["probs"][0] < 1
+
+
 def test_the_other_kind_of_model_is_named(embedding: Pair, scoring: Pair) -> None:
     assert "Ask /v1/embeddings" in str(refusal(embedding[0], {"prompt": "w1"}))
     error = scoring[0].prepare

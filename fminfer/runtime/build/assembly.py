@@ -194,6 +194,7 @@ def find_vectors(checkpoint: Checkpoint) -> VectorFacts | None:
     return VectorFacts(
         pooling.readings[-1].size if pooling.readings else checkpoint.model.hidden_size,
         pooling.is_scored,
+        _activation_of_scores(checkpoint).endswith(".Identity"),
         pooling.is_normalized,
         has_types=encoder.num_types > 1,
         labels=tuple(labels[number] for number in sorted(labels)) if pooling.is_scored else (),
@@ -201,6 +202,13 @@ def find_vectors(checkpoint: Checkpoint) -> VectorFacts | None:
         default_prompt=named if named in prompts else None,
         is_lowercased=sentence is not None and sentence.is_lowercased,
     )
+
+
+def _activation_of_scores(checkpoint: Checkpoint) -> str:
+    """Return what sentence-transformers' CrossEncoder is told to put a logit through, or ""."""
+    older = getattr(checkpoint.config, "sbert_ce_default_activation_function", None)
+    told = getattr(checkpoint.config, "sentence_transformers", None) or {}
+    return str(told.get("activation_fn") or older or "")
 
 
 def _find_defaults(
