@@ -468,7 +468,7 @@ _RERANKED = tuple(each for each in _COMPARED if each.name in ("query", "document
 _OF_RERANK = (
     *(replace(each, is_required=True) for each in _RERANKED),
     *_OF_VECTORS,
-    *_fields(integer(1), top_n="Tell only the best so many. Default: all."),
+    *_fields(integer(0), top_n="Tell only the best so many. 0, or default: all."),
     *_fields(_SWITCH, default=True, return_documents="false: leave the documents out."),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(slots=True, frozen=True)
@@ -14,6 +15,7 @@ class VectorFacts:
         size: numbers of a vector.
         is_scored: they are the logits of classes, which `labels` names.
         is_score_logit: a pair's score is the logit itself, not the probability of it.
+        odds: how probabilities of classes are made of logits; "identity": they are the logits.
         is_normalized: their length is 1.
         prompts: by name, what is put before a text.
         default_prompt: the name of the one that is put there if a request does not say.
@@ -23,6 +25,7 @@ class VectorFacts:
     size: int
     is_scored: bool = False
     is_score_logit: bool = False
+    odds: Literal["softmax", "sigmoid", "identity"] = "softmax"
     is_normalized: bool = False
     has_types: bool = False  # the second text of a pair has a token type of its own
     labels: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fminfer.contract.endpoints import OF_DRAWS, Endpoint
+from fminfer.contract.endpoints import OF_DRAWS, URLS, Endpoint
 from fminfer.contract.fields import show, wrong_type
 from fminfer.contract.prompts import check_choices, check_text, read_prompts
 from fminfer.contract.read_fields import read_fields
@@ -63,9 +63,10 @@ def check_model(endpoint: Endpoint, facts: VectorFacts | None) -> None:
             needs = "gives embeddings" if endpoint == "embeddings" else "scores texts"
             needed = f"{needs}, and this one generates text. Ask /v1/completions"
     elif endpoint in OF_DRAWS:
-        needed = "generates text, and this one gives vectors. Ask " + (
-            "/v1/classify, /v1/score or /v1/rerank" if facts.is_scored else "/v1/embeddings"
-        )
+        does, urls = "gives vectors", "/v1/embeddings"
+        if facts.is_scored:
+            does, urls = "scores texts", "/v1/classify, /v1/score or /v1/rerank"
+        needed = f"generates text, and this one {does}. Ask {urls}"
     elif endpoint == "embeddings" and facts.is_scored:
         needed = "gives embeddings, and this one scores. Ask /v1/score, /v1/rerank or /v1/classify"
     elif endpoint == "classify" and not facts.is_scored:
@@ -73,7 +74,8 @@ def check_model(endpoint: Endpoint, facts: VectorFacts | None) -> None:
     elif endpoint in ("score", "rerank") and facts.is_scored and facts.size > 1:
         needed = f"gives one score, and this one has {facts.size} classes. Ask /v1/classify"
     if needed is not None:
-        raise RequestError("unsupported_parameter", f"/v1/{endpoint} needs a model that {needed}")
+        url = next(url for url, of in URLS.items() if of == endpoint)
+        raise RequestError("unsupported_parameter", f"{url} needs a model that {needed}")
 
 
 def _read_texts(

@@ -214,10 +214,13 @@ def check_room(state: RequestState, scheduler: Scheduler, num_kv_tokens: int) ->
                 "prompt",
             )
         if prompt.num_to_feed > 0 and not scheduler.fits(prompt):
+            num_read = len(prompt.ids_to_read)
+            beside = f" beside {counted(num_read, 'token')} for its encoder" if num_read else ""
             raise RequestError(
                 "out_of_memory",
                 f"the prompt needs the KV cache of {counted(prompt.num_kv_tokens, 'token')} for "
-                f"each of its {counted(len(prompt.sequences), 'candidate')} at once; the budget is "
-                f"{num_kv_tokens} tokens. Raise --budget, or lower {lower}",
+                f"each of its {counted(len(prompt.sequences), 'candidate')} at once{beside}; the "
+                f"budget is {num_kv_tokens} tokens. Raise --budget, lower {lower}, or shorten the "
+                "prompt",
                 "max_tokens",
             )

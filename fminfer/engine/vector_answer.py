@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fminfer.contract.vector_wish import VectorWish
+from fminfer.contract.vector_wish import VectorFacts, VectorWish
 from fminfer.engine.sequence import AnswerKind, Array, RequestState
 
 
@@ -46,17 +46,21 @@ def _embeddings(vectors: Array, wish: VectorWish) -> list[dict[str, Any]]:
     ]
 
 
-def _probabilities(logits: Array) -> Array:
-    """Return those of classes; one logit is the log odds of its class."""
+def _sigmoid(logits: Array) -> Array:
+    return np.exp(-np.logaddexp(0, -logits.astype("f8")))
+
+
+def _probabilities(logits: Array, facts: VectorFacts) -> Array:
+    """Return those of one text's classes."""
     logits = logits.astype("f8")
-    if logits.shape[-1] == 1:
-        return 1 / (1 + np.exp(-logits))
-    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return powers / powers.sum(axis=-1, keepdims=True)
+    if facts.odds != "softmax":
+        return _sigmoid(logits) if facts.odds == "sigmoid" else logits
+    powers = np.exp(logits - logits.max())
+    return powers / powers.sum()
 
 
 def _classify(index: int, logits: Array, wish: VectorWish) -> dict[str, Any]:
-    probs, labels = _probabilities(logits), wish.facts.labels
+    probs, labels = _probabilities(logits, wish.facts), wish.facts.labels
     best = int(probs.argmax())
     return {
         "index": index,
@@ -69,9 +73,9 @@ def _classify(index: int, logits: Array, wish: VectorWish) -> dict[str, Any]:
 def _scores(vectors: Array, wish: VectorWish) -> Array:
     """Return a score a pair: its class's probability or logit, or the cosine of its vectors."""
     if wish.facts.is_scored:
-        return (vectors if wish.facts.is_score_logit else _probabilities(vectors))[:, 0]
-    lengths = np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-    vectors = (vectors / lengths).astype("f8")
+        return (vectors if wish.facts.is_score_logit else _sigmoid(vectors))[:, 0]
+    vectors = vectors.astype("f8")
+    vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     num_firsts = len(vectors) - len(wish.seconds)
     return (vectors[:num_firsts] * vectors[num_firsts:]).sum(axis=1)  # one, or as many
 
@@ -83,7 +87,7 @@ def _ranking(scores: list[float], wish: VectorWish) -> list[dict[str, Any]]:
         {"index": index}
         | ({"document": {"text": wish.seconds[index]}} if wish.returns_documents else {})
         | {"relevance_score": scores[index]}
-        for index in order[: wish.top_n]
+        for index in order[: wish.top_n or None]
     ]
 
 

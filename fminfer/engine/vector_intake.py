@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from fminfer.contract.endpoints import Endpoint, find_asked
@@ -64,6 +64,10 @@ class VectorIntake:
                 "this model's tokenizer has no fast form (tokenizer.json), which vectors need; "
                 "convert it by transformers' AutoTokenizer, or name another by --tokenizer"
             )
+        tokenizer.backend.no_truncation()  # its file may name some, which are the run's to choose
+        tokenizer.backend.no_padding()
+        if tokenizer.hf is not None and "token_type_ids" not in tokenizer.hf.model_input_names:
+            facts = replace(facts, has_types=False)
         self._tokenizer, self._facts = tokenizer, facts
         self._context_length, self._options = context_length, options
         self._check_ids, self._count = check_ids, count

@@ -36,12 +36,15 @@ def traces(output: Path) -> list[Path]:
     return [*finals, journal_path(output), *map(draft_path, [*finals, journal_path(output)])]
 
 
-def put_in_order(journal: Journal) -> Seals:
+def put_in_order(journal: Journal, *, has_older_vectors: bool = False) -> Seals:
     """Write all rows in the order of their lines; answers, errors and vectors apart.
 
     The journal may be removed once whoever asks for it has noted that the output is complete.
 
     The final names appear at once and whole, the answers' last: where they are, all is complete.
+
+    Args:
+        has_older_vectors: the file of vectors that is there, if any, is of an earlier run.
 
     Raises:
         OutputError: the disk is full or gone; the journal is left as it was.
@@ -64,6 +67,8 @@ def put_in_order(journal: Journal) -> Seals:
         else:  # also what an earlier run may have left
             draft_path(errors).unlink()
             errors.unlink(missing_ok=True)
+        if has_older_vectors and not vectors:
+            vectors_path(answers).unlink(missing_ok=True)
         for path in (*vectors, answers):
             os.replace(draft_path(path), path)
         sync_folder(answers.parent)

@@ -69,6 +69,12 @@ def seals_of(status: dict[str, Any]) -> Seals | None:
     return seals if all(isinstance(seal, dict | None) for seal in seals.values()) else None
 
 
+def has_vectors(output: Path) -> bool:
+    """Tell whether the file of vectors beside an output, if there is one, is the output's own."""
+    own = (read_status(output) or {}).get("fminfer")
+    return isinstance(own, dict) and own.get("has_vectors") is True
+
+
 def has_ended_before(output: Path, time_s: float) -> bool:
     """Tell whether the status of a complete output was written before a time, in time.time()."""
     path = status_path(output)
@@ -102,6 +108,7 @@ class StatusFile:
         self._path = status_path(output)
         self.input_changed_ns = 0  # of the input that is answered, by its disk's clock
         self.seals: Seals | None = None  # once the output is written
+        self.has_vectors = has_vectors(output)  # those of an earlier run, until it is written
         self.list_runs: Callable[[], list[dict[str, Any]]] = list  # those that answered it
         self._status: Status = "validating"
         self._errors: list[dict[str, Any]] = []
@@ -195,6 +202,7 @@ class StatusFile:
                 "limit": self._limit,
                 "input_changed_ns": self.input_changed_ns,
                 "written": self.seals,
+                "has_vectors": self.has_vectors,
                 "runs": self.list_runs(),
             },
         }

@@ -293,8 +293,11 @@ class JournaledInput:
         journal = self.journal
         if journal is None or not self._input.has_all(journal.num_rows, journal.last_number):
             return
-        self.status.move("finalizing")
-        self.status.seals = put_in_order(journal)
+        status = self.status
+        status.has_vectors = status.has_vectors or journal.vector_bytes > 0
+        status.move("finalizing")
+        status.seals = put_in_order(journal, has_older_vectors=status.has_vectors)
+        status.has_vectors = "vectors" in status.seals
         self.status.move("completed")
         self.is_finished = True
         self.journal = None

@@ -14,6 +14,8 @@ from fminfer.core.errors import CheckpointError
 
 MODULES = "modules.json"
 SETTINGS = "config_sentence_transformers.json"
+CONFIG = "config.json"
+TOKENIZER = "tokenizer_config.json"
 DENSE_WEIGHTS = ["*_Dense/model.safetensors", "*_Dense/pytorch_model.bin"]
 _MODES = {"cls_token": "cls", "max_tokens": "max", "mean_tokens": "mean", "lasttoken": "last"}
 _MODES |= {"weightedmean_tokens": "weightedmean", "mean_sqrt_len_tokens": "mean_sqrt_len_tokens"}
@@ -30,7 +32,7 @@ class SentenceFolder:
     is_lowercased: bool = False  # texts are, before the tokenizer reads them
     prompts: Mapping[str, str] = field(default_factory=dict)  # by name; texts begin with one
     default_prompt: str = ""  # the name of the one that is used if none is asked for
-    similarity: str = "cosine"
+    activation: str | None = None  # what a score is made by, as a name of torch
 
 
 def read_sentence_folder(folder: Path) -> SentenceFolder | None:
@@ -50,19 +52,19 @@ def read_sentence_folder(folder: Path) -> SentenceFolder | None:
     dense = [each for each, kind in zip(own, kinds, strict=True) if kind == "Dense"]
     pooling = None
     if "Pooling" in kinds:
-        readings = tuple(_reading_of(each / "config.json") for each in dense)
-        how = _mode_of(own[kinds.index("Pooling")] / "config.json")
+        readings = tuple(_reading_of(each / CONFIG) for each in dense)
+        how = _mode_of(own[kinds.index("Pooling")] / CONFIG)
         pooling = Pooling(how, readings, is_normalized="Normalize" in kinds)
     texts = next((_read(each) for each in sorted(folder.glob("sentence_*_config.json"))), {})
     settings = _read(folder / SETTINGS)
     return SentenceFolder(
         pooling,
         tuple(dense),
-        texts.get("max_seq_length"),
+        texts.get("max_seq_length") or _read(folder / TOKENIZER).get("model_max_length"),
         bool(texts.get("do_lower_case")),
         {name: text or "" for name, text in (settings.get("prompts") or {}).items()},
         settings.get("default_prompt_name") or "",
-        settings.get("similarity_fn_name") or "cosine",
+        settings.get("activation_fn"),
     )
 
 
@@ -91,21 +93,21 @@ def _refuse_others(file: Path, kinds: list[str]) -> None:
 
 
 def _mode_of(file: Path) -> str:
-    fields = _read(file)
+    fields = _read_module(file)
     start = "pooling_mode_"
     old = [name[len(start) :] for name, value in fields.items() if value and name.startswith(start)]
     modes = fields.get("pooling_mode") or old or ["mean"]
     found = [_MODES.get(each, each) for each in ([modes] if isinstance(modes, str) else modes)]
     if len(found) != 1 or found[0] not in _MODES.values():
         known = ", ".join(_MODES.values())
-        raise _not_run(file, f"the poolings {', '.join(found)}; one of {known} runs")
+        raise _not_run(file, f"not one pooling of {known}, but {', '.join(found)},")
     if not fields.get("include_prompt", True):
         raise _not_run(file, "include_prompt false, which leaves a prompt's tokens out of the mean")
     return found[0]
 
 
 def _reading_of(file: Path) -> Reading:
-    fields = _read(file)
+    fields = _read_module(file)
     activation = str(fields.get("activation_function", "Tanh")).rpartition(".")[2]
     names = {fields.get(f"module_{end}_name") for end in ("input", "output")}
     if activation not in _ACTIVATIONS:
@@ -115,6 +117,14 @@ def _reading_of(file: Path) -> Reading:
     if not isinstance(fields.get("out_features"), int):
         raise _not_run(file, "no out_features")
     return Reading(fields["out_features"], _ACTIVATIONS[activation], fields.get("bias", True))
+
+
+def _read_module(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        raise CheckpointError(
+            f"{MODULES} names {file.parent.name}, and {file} is missing; fetch the whole folder"
+        )
+    return _read(file)
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from fminfer.contract.endpoints import Endpoint
 from fminfer.contract.record import Record
+from fminfer.contract.vectors import check_model
 from fminfer.core.config import EngineConfig, make_config
 from fminfer.core.errors import UsageError
 from fminfer.core.option import show_options
@@ -186,22 +187,27 @@ class Engine:
             prompt_name: which of the model's own prompts stands before each text.
 
         Raises:
-            RequestError: what is wrong with a text.
+            RequestError: what is wrong with a text, or the model gives no embeddings.
+            TypeError: these are no texts.
             UsageError: an earlier run is not finished.
         """
-        asked = {"dimensions": dimensions, "prompt_name": prompt_name}
+        if isinstance(texts, str):
+            raise TypeError("embed takes a list of texts, and this is one text; give [text]")
+        check_model("embeddings", self.intake.limits.vectors)
+        asked = {"dimensions": dimensions, "prompt_name": prompt_name, "encoding_format": "float"}
         requests = ({"input": text, **asked} for text in texts)
         found: dict[int, Any] = {}
         for record in self.runs.run(requests, WINDOW):
             if record.error is not None:
                 raise record.error
             assert record.result is not None, "a record has a result or an error"
-            found[record.line.number] = record.result["data"][0]["embedding"]
+            entries = record.result["data"]
+            if len(entries) != 1:
+                raise TypeError("embed takes a text, or a list of ids, in each place")
+            found[record.line.number] = entries[0]["embedding"]
         size = self.intake.limits.vectors.size if self.intake.limits.vectors else 0
-        array = np.empty((len(found), dimensions or size), np.float32)
-        for number, vector in found.items():
-            array[number - 1] = vector
-        return array
+        vectors = [found[number] for number in sorted(found)]
+        return np.array(vectors or np.empty((0, dimensions or size)), np.float32)
 
     def cancel(self, request_id: int) -> None:
         """Forget a request, in any state. Any thread may call it."""

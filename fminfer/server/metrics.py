@@ -47,7 +47,9 @@ class RequestTimes:
         return cls(
             usage["prompt_tokens"],
             num_drawn,
-            tuple(choice.get("finish_reason", "stop") for choice in finished.choices),
+            tuple(choice["finish_reason"] for choice in finished.choices)
+            if finished.part == "choices"
+            else ("stop",),
             queue_s,
             queue_s + times["prefill_time"] if num_drawn else None,
             total_s,

@@ -23,14 +23,9 @@ def encode_texts(
     Args:
         seconds: the second text of each; none: they are no pairs.
     """
-    hf, backend = tokenizer.hf, tokenizer.backend
-    assert backend is not None, "a tokenizer of sentencepiece has no batches"
-    if hf is None:
-        given: list[Any] = [*zip(texts, seconds, strict=True)] if seconds else [*texts]
-        return list(backend.encode_batch(given, add_special_tokens=add_special_tokens))
-    pairs = [*seconds] if seconds else None
-    found = hf([*texts], pairs, add_special_tokens=add_special_tokens, return_attention_mask=False)
-    return list(found.encodings)
+    assert tokenizer.backend is not None, "a tokenizer of sentencepiece has no batches"
+    given: list[Any] = [*zip(texts, seconds, strict=True)] if seconds else [*texts]
+    return list(tokenizer.backend.encode_batch(given, add_special_tokens=add_special_tokens))
 
 
 def as_prompt(encoding: Any, *, has_types: bool) -> EncodedPrompt:

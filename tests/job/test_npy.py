@@ -100,6 +100,33 @@ def test_fewer_dimensions_and_more_lines_later(
     assert np.load(tmp_path / "o.npy").shape == (30, SIZE)
 
 
+def test_a_file_of_vectors_is_that_of_its_answers(
+    model: tuple[Path, Any, Any], tmp_path: Path
+) -> None:
+    """One that fminfer did not write is kept; one of an earlier run goes."""
+    source, output = write(tmp_path / "a.jsonl", {"input": "w1"}), tmp_path / "o.jsonl"
+    vectors = tmp_path / "o.npy"
+    vectors.write_text("precious")
+    told = run(model[0], source, output, status=2)
+    assert "o.npy exists, and nothing tells that fminfer wrote it" in told
+    plain = [
+        each for each in command(model[0], source, output) if each not in ("--embeddings", "npy")
+    ]
+    subprocess.run(plain, check=True, capture_output=True, timeout=120)
+    run(model[0], source, output, "--restart", status=2)
+    assert vectors.read_text() == "precious"
+    vectors.unlink()
+    run(model[0], source, output, "--restart")
+    assert np.load(vectors).shape == (1, SIZE)
+    write(source, {"input": 5})
+    run(model[0], source, output, "--restart", status=3)
+    assert not vectors.exists()
+    write(source, {"input": "w1"})
+    run(model[0], source, output, "--restart")
+    subprocess.run([*plain, "--restart"], check=True, capture_output=True, timeout=120)
+    assert output.exists() and not vectors.exists()
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [

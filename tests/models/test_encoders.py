@@ -270,10 +270,10 @@ def test_the_encoder_of_t5_gives_vectors(name: str, tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "BertForMaskedLM": "which fills gaps in texts",
+    "BertForMaskedLM": "which fills gaps in texts. Name 'BertModel'",
     "BertForTokenClassification": "whose head does not run",
     "RobertaForQuestionAnswering": "whose head does not run",
-    "BartForSequenceClassification": "whose head behind a decoder does not run",
+    "BartForSequenceClassification": "a head for classes behind a decoder, which does not run",
 }
 
 
@@ -290,7 +290,11 @@ def test_other_heads_are_refused_by_name(name: str, tmp_path: Path) -> None:
     [
         (sentence_files({"path": "2", "type": "x.LSTM"}), "the module LSTM"),
         (sentence_files(NORMALIZE, DENSE), "modules Transformer Pooling Normalize Dense in this"),
-        (sentence_files(pooling={"pooling_mode": ["cls", "mean"]}), "the poolings cls, mean"),
+        (sentence_files(pooling={"pooling_mode": ["cls", "mean"]}), "but cls, mean"),
+        (
+            {k: v for k, v in sentence_files(NORMALIZE).items() if "Pooling" not in k},
+            "names 1_Pooling, and .* is missing",
+        ),
         (sentence_files(pooling={"include_prompt": False}), "include_prompt false"),
         (sentence_files(DENSE) | {"2_Dense/config.json": {}}, "no out_features"),
         (
@@ -306,6 +310,26 @@ def test_modules_that_do_not_run_are_refused_by_name(
     save(make_encoder("bert"), tmp_path / "model", files)
     with pytest.raises(CheckpointError, match=says):
         read_sentence_folder(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "mpnet", "modernbert", "t5"])
+def test_tensors_of_heads_are_left_out_where_the_config_names_the_model(
+    name: str, tmp_path: Path
+) -> None:
+    own = ENCODERS.get(name, ("T5EncoderModel",))[0]
+    maker = "AutoModelForSeq2SeqLM" if name == "t5" else own.replace("Model", "ForMaskedLM")
+    model = make_encoder(name, maker)
+    folder = save(model, tmp_path / "model")
+    fields = json.loads((folder / "config.json").read_text()) | {"architectures": [own]}
+    (folder / "config.json").write_text(json.dumps(fields))
+    check(vectors(folder), oracle(model.encoder if name == "t5" else model.base_model, mean))
+
+
+def test_the_length_limit_of_a_folder_of_today(tmp_path: Path) -> None:
+    """sentence-transformers 6 writes it into the tokenizer's file alone."""
+    files = sentence_files() | {"tokenizer_config.json": {"model_max_length": 10}}
+    folder = save(make_encoder("bert"), tmp_path / "model", files)
+    assert open_checkpoint(str(folder)).context_length == 10
 
 
 def test_a_fingerprint_covers_how_vectors_are_made(tmp_path: Path) -> None:

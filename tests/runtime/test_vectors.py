@@ -15,7 +15,7 @@ import torch
 import fminfer
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
-from fminfer.core.errors import RequestError
+from fminfer.core.errors import CheckpointError, RequestError
 from tests.vector_models import WORDS, mean_vectors, save_bert
 
 TEXTS = ["w1 w2 w3", "w4", "", "W9 w10, unknown", " ".join(WORDS[:50])]
@@ -208,25 +208,90 @@ def test_scores_of_pairs_are_transformers(scoring: Pair) -> None:
     assert refused.param == "text_1" and "as many" in str(refused)
 
 
-@pytest.mark.parametrize(
-    "told",
-    [
-        {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}},
-        {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"},
-        {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}},
-    ],
-)
-def test_a_score_is_what_its_config_says(told: dict[str, Any], tmp_path: Path) -> None:
+NAMES = ["torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Sigmoid"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("place", ["today", "config", "older"])
+def test_a_score_is_what_its_config_says(name: str, place: str, tmp_path: Path) -> None:
     own = save_bert(tmp_path, num_labels=1)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | told))
+    if place == "today":
+        module = {"type": "sentence_transformers.base.modules.transformer.Transformer", "path": ""}
+        (tmp_path / "modules.json").write_text(json.dumps([module]))
+        settings = tmp_path / "config_sentence_transformers.json"
+        settings.write_text(json.dumps({"model_type": "CrossEncoder", "activation_fn": name}))
+    elif place == "config":
+        tell(tmp_path, sentence_transformers={"activation_fn": name})
+    else:
+        tell(tmp_path, sbert_ce_default_activation_function=name)
     logits = logits_of(own, ["w1 w2"], ["w7"])
-    score = logits if "Identity" in str(told) else logits.sigmoid()
+    score = logits if "Identity" in name else logits.sigmoid()
     with fminfer.Engine(str(tmp_path), dtype="float32") as engine:
         (found,) = result(engine, {"text_1": "w1 w2", "text_2": "w7"})["data"]
-        assert found["score"] == pytest.approx(score.item(), abs=1e-5)
-        (classes,) = result(engine, {"input": ["w1 w2"]})["data"]
-    assert 0 < classes["probs"][0] < 1
+    assert found["score"] == pytest.approx(score.item(), abs=1e-5)
+
+
+def test_another_activation_is_refused_by_name(tmp_path: Path) -> None:
+    save_bert(tmp_path, num_labels=1)
+    tell(tmp_path, sentence_transformers={"activation_fn": "torch.nn.modules.activation.Tanh"})
+    with pytest.raises(CheckpointError, match=r"scores by .*Tanh; Sigmoid and Identity run"):
+        fminfer.Engine(str(tmp_path), dtype="float32")
+
+
+@pytest.mark.parametrize("kind", ["regression", "multi_label_classification"])
+def test_classes_are_what_the_problem_says(kind: str, tmp_path: Path) -> None:
+    own = save_bert(tmp_path, num_labels=3)
+    tell(tmp_path, problem_type=kind)
+    logits = logits_of(own, ["w1 w2 w3"])[0]
+    with fminfer.Engine(str(tmp_path), dtype="float32") as engine:
+        (found,) = result(engine, {"input": "w1 w2 w3"})["data"]
+    expected = logits if kind == "regression" else logits.sigmoid()
+    assert found["probs"] == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def tell(folder: Path, **fields: object) -> None:
+    """Put fields into a folder's config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def test_token_types_are_those_that_the_tokenizer_gives(tmp_path: Path) -> None:
+    own = save_bert(tmp_path, num_labels=1)
+    file = tmp_path / "tokenizer_config.json"
+    fields = json.loads(file.read_text())
+    file.write_text(json.dumps(fields | {"model_input_names": ["input_ids", "attention_mask"]}))
+    given = own[1]("w1 w2", "w7", return_tensors="pt")
+    with torch.no_grad():
+        expected = own[0](input_ids=given["input_ids"]).logits.sigmoid().item()
+    with fminfer.Engine(str(tmp_path), dtype="float32") as engine:
+        (found,) = result(engine, {"text_1": "w1 w2", "text_2": "w7"})["data"]
+    assert found["score"] == pytest.approx(expected, abs=1e-5)
+    assert expected != pytest.approx(logits_of(own, ["w1 w2"], ["w7"]).sigmoid().item(), abs=1e-4)
+
+
+def test_what_embed_refuses(embedding: Pair, scoring: Pair) -> None:
+    with pytest.raises(TypeError, match=r"give \[text\]"):
+        embedding[0].embed("w1 w2")
+    with pytest.raises(TypeError, match="a text, or a list of ids, in each place"):
+        embedding[0].embed([["w1", "w2"]])
+    with pytest.raises(RequestError, match="Ask /v1/score"):
+        scoring[0].embed(["w1"])
+    assert embedding[0].embed([]).shape == (0, 32)
+
+
+def test_requests_are_read_ahead_by_their_size(embedding: Pair) -> None:
+    """64 lines of thousands of texts each were tokenized before the first was computed."""
+    read = []
+
+    def requests() -> Iterator[dict[str, Any]]:
+        for number in range(64):
+            read.append(number)
+            yield {"input": [f"w{number} w{text % 200}" for text in range(1500)]}
+
+    found = embedding[0].run(requests())
+    assert next(iter(found)).error is None
+    assert len(read) < 50
+    found.close()
 
 
 def test_the_other_kind_of_model_is_named(embedding: Pair, scoring: Pair) -> None:

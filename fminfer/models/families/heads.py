@@ -34,24 +34,33 @@ def with_head(architecture: Architecture, c: Any, pooling: Pooling | None) -> Ar
     name, model = (c.architectures or [""])[0], architecture.model
     if pooling is not None:
         names = {f"reading_{n}": f"reading_{n}.linear" for n in range(len(pooling.readings))}
-        left_out = "|".join(filter(None, (architecture.left_out, _HEADS)))
-        found = pooled(architecture, pooling, sources(AS_STORED, **names))
-        return replace(found, left_out=left_out)
+        return pooled(_without_heads(architecture), pooling, sources(AS_STORED, **names))
     if name.endswith("ForSequenceClassification"):
         if model.encoder is not None and architecture.scored is None:
-            raise _refused(name, "whose head behind a decoder does not run")
+            raise _refused(name, "a head for classes behind a decoder, which does not run")
         of_last = Pooling("last", (Reading(c.num_labels, has_bias=False),), is_scored=True)
         return pooled(architecture, *(architecture.scored or (of_last, sources(reading_0="score"))))
     if _REFUSED.search(name):
-        why = "which fills gaps in texts" if "MaskedLM" in name else "whose head does not run"
+        why = "whose head does not run"
+        if "MaskedLM" in name:
+            own = name.replace("ForMaskedLM", "Model")
+            why = f"which fills gaps in texts. Name {own!r} in its place to get vectors"
         raise _refused(name, why)
     if name.endswith("EncoderModel") and model.encoder is not None:
-        return pooled(architecture, Pooling("mean"))
+        return pooled(_without_heads(architecture), Pooling("mean"))
     # A model that is stored without a head writes text if its embedding is the head.
     is_tied = getattr(c, "tie_word_embeddings", True)
-    if name.endswith("Model") and "Head" not in name and not (model.encoder or is_tied):
-        return pooled(architecture, Pooling("last"))
-    return architecture
+    if not name.endswith("Model") or "Head" in name:
+        return architecture
+    if model.encoder is None and not is_tied:
+        return pooled(_without_heads(architecture), Pooling("last"))
+    return _without_heads(architecture) if model.is_pooled else architecture
+
+
+def _without_heads(architecture: Architecture) -> Architecture:
+    """Return an architecture whose checkpoint may hold tensors of heads, which are not read."""
+    left_out = "|".join(filter(None, (architecture.left_out, _HEADS)))
+    return replace(architecture, left_out=left_out)
 
 
 def pooled(

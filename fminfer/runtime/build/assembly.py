@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from fminfer.contract.field_table import COLUMNS, FIELDS
 from fminfer.contract.fields import INT64, integer
@@ -194,7 +195,8 @@ def find_vectors(checkpoint: Checkpoint) -> VectorFacts | None:
     return VectorFacts(
         pooling.readings[-1].size if pooling.readings else checkpoint.model.hidden_size,
         pooling.is_scored,
-        _activation_of_scores(checkpoint).endswith(".Identity"),
+        pooling.is_scored and _are_scores_logits(checkpoint),
+        _odds_of(checkpoint, len(labels)),
         pooling.is_normalized,
         has_types=encoder.num_types > 1,
         labels=tuple(labels[number] for number in sorted(labels)) if pooling.is_scored else (),
@@ -204,11 +206,33 @@ def find_vectors(checkpoint: Checkpoint) -> VectorFacts | None:
     )
 
 
-def _activation_of_scores(checkpoint: Checkpoint) -> str:
-    """Return what sentence-transformers' CrossEncoder is told to put a logit through, or ""."""
-    older = getattr(checkpoint.config, "sbert_ce_default_activation_function", None)
-    told = getattr(checkpoint.config, "sentence_transformers", None) or {}
-    return str(told.get("activation_fn") or older or "")
+def _are_scores_logits(checkpoint: Checkpoint) -> bool:
+    """Tell whether a pair's score is its logit, as sentence-transformers' CrossEncoder is told.
+
+    Raises:
+        CheckpointError: it is told something else.
+    """
+    config, sentence = checkpoint.config, checkpoint.sentence
+    told = (
+        (getattr(config, "sentence_transformers", None) or {}).get("activation_fn")
+        or getattr(config, "sbert_ce_default_activation_function", None)
+        or (sentence and sentence.activation)
+    )
+    name = str(told or "Sigmoid").rpartition(".")[2]
+    if name not in ("Sigmoid", "Identity"):
+        raise CheckpointError(
+            f"{checkpoint.name} makes scores by {told}; Sigmoid and Identity run. Name one of them "
+            "as activation_fn in its config"
+        )
+    return name == "Identity"
+
+
+def _odds_of(checkpoint: Checkpoint, num_labels: int) -> Literal["softmax", "sigmoid", "identity"]:
+    """Return how a text's classes get their probabilities: as in transformers' pipeline."""
+    kind = getattr(checkpoint.config, "problem_type", None)
+    if kind == "regression":
+        return "identity"
+    return "sigmoid" if kind == "multi_label_classification" or num_labels == 1 else "softmax"
 
 
 def _find_defaults(

@@ -23,6 +23,7 @@ from fminfer.runtime.result_cache import ResultCache
 LOOKAHEAD = 64  # lines to read between steps, and the default number of waiting prompts
 WINDOW = 1024  # prompts that a run over files reads ahead, to put them in order
 MAX_WINDOW_TOKENS = 500_000  # of all their ids, some 20 MB
+MAX_GROUP_BYTES = 1 << 17  # of lines that are tokenized together, before more are wanted or not
 MIN_WAITING = 32  # when fewer prompts wait, those that were read join them
 
 
@@ -92,6 +93,7 @@ class LineRunner:
         # While nothing is computed, nothing waits for the reading.
         is_computing = self._engine is None or self._engine.is_computing
         num_most = LOOKAHEAD if is_computing else max(LOOKAHEAD, self._read_ahead)
+        num_bytes = 0
         for _ in range(num_most):
             if not self.wants_more:
                 break
@@ -104,8 +106,10 @@ class LineRunner:
             if line is None:
                 break
             self._read.append(line)
-            if len(self._read) >= self._intake.group_size:
+            num_bytes += len(line.raw)
+            if len(self._read) >= self._intake.group_size or num_bytes >= MAX_GROUP_BYTES:
                 self._open_read()
+                num_bytes = 0
         self._open_read()
 
     @property
