@@ -166,9 +166,14 @@ class VectorIntake:
 
     def _finish(self, asked: _Asked) -> Prepared | RequestError:
         request = asked.request
+        prompts: list[EncodedPrompt] = []
         try:
-            prompts = [self._encode(prompt, asked.fit) for prompt in asked.prompts]
+            for prompt in asked.prompts:
+                prompts.append(self._encode(prompt, asked.fit))
         except RequestError as error:
+            if len(asked.prompts) > 1 and asked.fit.source == "input":
+                text = f"input[{len(prompts)}]: {error.message}"
+                return RequestError(error.code, text, error.param)
             return error
         kind, wish = cast(AnswerKind, request.endpoint), request.vectors
         return Prepared(request.params, prompts, kind=kind, is_pooled=True, vectors=wish)

@@ -279,19 +279,19 @@ def test_what_embed_refuses(embedding: Pair, scoring: Pair) -> None:
     assert embedding[0].embed([]).shape == (0, 32)
 
 
-def test_requests_are_read_ahead_by_their_size(embedding: Pair) -> None:
+def test_requests_are_read_ahead_by_their_size(tmp_path: Path) -> None:
     """64 lines of thousands of texts each were tokenized before the first was computed."""
+    save_bert(tmp_path)
     read = []
 
     def requests() -> Iterator[dict[str, Any]]:
         for number in range(64):
             read.append(number)
-            yield {"input": [f"w{number} w{text % 200}" for text in range(1500)]}
+            yield {"input": [f"w{number} w{text}" + " w7" * 20 for text in range(120)]}
 
-    found = embedding[0].run(requests())
-    assert next(iter(found)).error is None
-    assert len(read) < 50
-    found.close()
+    with fminfer.Engine(str(tmp_path), dtype="float32") as engine:
+        assert next(iter(engine.run(requests()))).error is None
+        assert len(read) < 40
 
 
 def test_the_other_kind_of_model_is_named(embedding: Pair, scoring: Pair) -> None:
@@ -311,3 +311,8 @@ def test_equal_lines_are_computed_once_and_a_wrong_one_costs_itself(embedding: P
     assert [record.error is None for record in found] == [True] * 50 + [False, True]
     assert len({json.dumps(r.to_dict()["result"]["data"]) for r in found[:50]}) == 1
     assert engine.stats.num_prompt_tokens - before == 8
+
+
+def test_a_text_that_is_too_long_is_named(embedding: Pair) -> None:
+    asked = {"input": ["w1", "w2", " ".join(["w3"] * 80)]}
+    assert str(refusal(embedding[0], asked)).startswith("input[2]: the prompt has 82 tokens; ")
