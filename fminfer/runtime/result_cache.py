@@ -182,7 +182,7 @@ def key_of(prepared: Prepared, terms: bytes) -> bytes:
     seed = params.seed if has_seed else None
     head = (prepared.kind, prepared.tool_parser, seed, *["one call"] * prepared.keeps_one_call)
     digest = hashlib.blake2b(terms, digest_size=32)
-    digest.update(_meaning_of_params(params))
+    digest.update(meaning_of([], params))
     others = prepared.sources, prepared.num_start, prepared.vectors
     if any(others):
         head += (repr(others[1:]), len(prepared.sources))
@@ -190,10 +190,6 @@ def key_of(prepared: Prepared, terms: bytes) -> bytes:
     for prompt in (*prepared.prompts, *prepared.sources):
         _add_prompt(digest, prompt)
     return digest.digest()
-
-
-def _meaning_of_params(params: SamplingParams) -> bytes:
-    return meaning_of([], params)
 
 
 def _add_prompt(digest: hashlib.blake2b, prompt: EncodedPrompt) -> None:
