@@ -109,7 +109,8 @@ class Transformer:
         self._exit = source.exit(self._entry)
         self.dtype = source.dtype  # of hidden states
         layers: list[LayerOf] = []
-        for number, each in zip(source.numbers, source.layers(), strict=True):
+        for each in source.layers():  # zip would hold the last ones while the next are read
+            number = source.numbers[len(layers)]
             layer = LayerOf(model.layers[number], each, bodies)
             layers.append(layer if join is None else join(layer, each))
             if layer.is_packed:
