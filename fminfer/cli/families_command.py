@@ -24,6 +24,10 @@ class Example:
         return self.billions * 2e9 / 2**30
 
 
+# Those that give vectors, or scores with a head for classes. All others write text; what decoders
+# give without their head, docs/encoders.md says.
+ENCODERS = ("bert", "camembert", "distilbert", "modernbert", "mpnet", "nomic_bert", "roberta")
+ENCODERS += ("xlm-roberta",)
 # Sizes are those of the models' pages, rounded.
 EXAMPLES: dict[str, Example] = {
     "apertus": Example("swiss-ai/Apertus-8B-2509", 8.05),
@@ -128,13 +132,17 @@ def families(is_json: bool) -> None:
     """
     if is_json:
         fields = {
-            name: {"example": each.hub_id, "billions": each.billions}
+            name: {"example": each.hub_id, "billions": each.billions, "gives": _gives(name)}
             for name, each in EXAMPLES.items()
         }
         click.echo(json.dumps(fields, indent=2))
         return
-    click.echo(f"{'family':<18} {'example':<48} {'GiB':>7}")
+    click.echo(f"{'family':<18} {'example':<48} {'GiB':>7}  gives")
     for name, each in EXAMPLES.items():
-        click.echo(f"{name:<18} {each.hub_id:<48} {each.gibibytes:7.1f}")
+        click.echo(f"{name:<18} {each.hub_id:<48} {each.gibibytes:7.1f}  {_gives(name)}")
     bits = f"16 or 32 bits, or in fewer by --quantize ({', '.join(get_args(Quantized))})"
     click.echo(f"All run in {bits}. Of GGUF files, docs/models.md says which run.", err=True)
+
+
+def _gives(name: str) -> str:
+    return "vectors, scores" if name in ENCODERS else "text"

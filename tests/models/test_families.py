@@ -28,6 +28,8 @@ def test_every_family_has_an_example_and_its_line() -> None:
     lines = told.stdout.splitlines()[1:]
     assert [line.split()[0] for line in lines] == list(EXAMPLES)
     assert "or in fewer by --quantize (int8, int8-32, " in told.stderr
+    encoders = {n for n, row in ROWS.items() if row.__module__.endswith(".encoders")}
+    assert {line.split()[0] for line in lines if line.endswith("  vectors, scores")} == encoders
     found = json.loads(CliRunner().invoke(main, ["families", "--json"]).output)
     assert {name: each["example"] for name, each in found.items()} == {
         name: each.hub_id for name, each in EXAMPLES.items()
