@@ -26,8 +26,10 @@ class Example:
 
 # Those that give vectors, or scores with a head for classes. All others write text; what decoders
 # give without their head, docs/encoders.md says.
-ENCODERS = ("bert", "camembert", "distilbert", "modernbert", "mpnet", "nomic_bert", "roberta")
-ENCODERS += ("xlm-roberta",)
+ENCODERS = (
+    *("bert", "camembert", "distilbert", "modernbert", "mpnet", "nomic_bert", "roberta"),
+    "xlm-roberta",
+)
 # Sizes are those of the models' pages, rounded.
 EXAMPLES: dict[str, Example] = {
     "apertus": Example("swiss-ai/Apertus-8B-2509", 8.05),
