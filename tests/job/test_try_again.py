@@ -219,7 +219,7 @@ def test_a_complete_output_has_nothing_of_killed_runs_beside_it(
     elif ending == "in its journal":
         killed = open_one(source, output)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
-            patch.setattr(journaled_input, "put_in_order", lambda *given: 1 / 0)
+            patch.setattr(journaled_input, "put_in_order", lambda *given, **named: 1 / 0)
             answer(killed, LASTING)
         assert killed.journal is not None
         killed.journal.close()
