@@ -36,6 +36,7 @@ from tests.models.test_elsewhere import Hub
 from tests.shard_threads import ShardedRanks, plan_ranks
 
 _DRAWN = torch.Generator().manual_seed(3)
+IDENTITY = "torch.nn.modules.linear.Identity"
 PROMPTS = [
     torch.randint(3, VOCAB, (length,), generator=_DRAWN).tolist() for length in (37, 5, 1, 70, 18)
 ]
@@ -189,7 +190,7 @@ def dense_folder(model: Any, folder: Path, **fields: Any) -> nn.Linear:
         "config_sentence_transformers.json": {
             "prompts": {"query": "query: ", "document": ""},
             "default_prompt_name": "query",
-            "similarity_fn_name": "dot",
+            "activation_fn": IDENTITY,
         },
     }
     save(model, folder, files)
@@ -212,7 +213,7 @@ def test_dense_layers_lie_in_folders_of_their_own(tmp_path: Path) -> None:
         check(vectors(tmp_path / "model", **options), expected)
     found = open_checkpoint(str(tmp_path / "model")).sentence
     assert found is not None
-    assert (found.max_length, found.is_lowercased, found.similarity) == (40, True, "dot")
+    assert (found.max_length, found.is_lowercased, found.activation) == (40, True, IDENTITY)
     assert found.prompts == {"query": "query: ", "document": ""} and found.default_prompt == "query"
     (tmp_path / "model/2_Dense/pytorch_model.bin").unlink()
     with pytest.raises(CheckpointError, match="2_Dense holds no"):
@@ -260,7 +261,7 @@ def test_the_encoder_of_t5_gives_vectors(name: str, tmp_path: Path) -> None:
         model.eval(),
         tmp_path / "alone",
         bias=False,
-        activation_function="torch.nn.modules.linear.Identity",
+        activation_function=IDENTITY,
     )
     expected = read_by(dense, oracle(model, mean), lambda x: x)
     check(vectors(tmp_path / "alone"), expected)
