@@ -271,7 +271,7 @@ class RingPipeline(QueuedPipeline):
         self._explain, self._on_stop, self._release = explain, on_stop, release
         assert part.rank == 0 and part.num_stages * part.num_shards > 1, "a ring has several ranks"
         self._computer = _Computer(stage, part)
-        self._failure = ""
+        self._failure: BaseException | None = None  # the first one
         self._marks: queue.SimpleQueue[Mark] = queue.SimpleQueue()
         self._sender: _Sender | None = None  # None: this stage is the last, too
         self._followers = _Followers(part, form, self._hear_follower)
@@ -284,7 +284,7 @@ class RingPipeline(QueuedPipeline):
         """Raise an error in whoever waits for a result; nothing more comes."""
         if isinstance(error, PipelineError):
             error = PipelineError(self._explain(str(error)))
-        self._failure = self._failure or str(error) or type(error).__name__
+        self._failure = self._failure or error
         self.is_broken = True
         self._release()
         for each in filter(None, (self._sender, *self._followers.senders)):
@@ -295,11 +295,12 @@ class RingPipeline(QueuedPipeline):
         """Send a step in.
 
         Raises:
-            PipelineError: a rank has failed; no result would come.
+            PipelineError, or what else made this rank fail: no result would come.
             UsageError: the pipeline was closed.
         """
         if self.is_broken:
-            raise PipelineError(self._failure)
+            assert self._failure is not None, "it is broken by a failure"
+            raise self._failure
         super().submit(step)
 
     def close(self) -> None:
