@@ -16,8 +16,9 @@ URLS: dict[str, Endpoint] = {
     "/v1/rerank": "rerank",
     "/v1/classify": "classify",
 }
-# The same, as other servers call them.
-OTHER_URLS: dict[str, Endpoint] = {
+URL_OF = {endpoint: url for url, endpoint in URLS.items()}
+# The same, and as other servers call them.
+ALL_URLS: dict[str, Endpoint] = URLS | {
     "/score": "score",
     "/rerank": "rerank",
     "/v2/rerank": "rerank",
@@ -47,4 +48,4 @@ def tell_endpoint(fields: Mapping[str, Any]) -> Endpoint:
 
 def endpoint_of(url: object) -> Endpoint | None:
     """Return the endpoint of a Batch line's url; None: there is none."""
-    return {**URLS, **OTHER_URLS}.get(url) if isinstance(url, str) else None
+    return ALL_URLS.get(url) if isinstance(url, str) else None

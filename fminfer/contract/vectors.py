@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fminfer.contract.endpoints import OF_DRAWS, URLS, Endpoint
+from fminfer.contract.endpoints import OF_DRAWS, URL_OF, Endpoint
 from fminfer.contract.fields import show, wrong_type
 from fminfer.contract.prompts import check_choices, check_text, read_prompts
 from fminfer.contract.read_fields import read_fields
@@ -57,25 +57,30 @@ def check_model(endpoint: Endpoint, facts: VectorFacts | None) -> None:
     Raises:
         RequestError: says what to ask instead.
     """
-    needed = None
+    needed = _what_is_needed(endpoint, facts)
+    if needed:
+        url = URL_OF[endpoint]
+        raise RequestError("unsupported_parameter", f"{url} needs a model that {needed}")
+
+
+def _what_is_needed(endpoint: Endpoint, facts: VectorFacts | None) -> str:
+    """Say what a model must do for an endpoint, and what to ask this one; "": it does so."""
     if facts is None:
-        if endpoint not in OF_DRAWS:
-            needs = "gives embeddings" if endpoint == "embeddings" else "scores texts"
-            needed = f"{needs}, and this one generates text. Ask /v1/completions"
-    elif endpoint in OF_DRAWS:
+        needs = "gives embeddings" if endpoint == "embeddings" else "scores texts"
+        is_drawn = endpoint in OF_DRAWS
+        return "" if is_drawn else f"{needs}, and this one generates text. Ask /v1/completions"
+    if endpoint in OF_DRAWS:
         does, urls = "gives vectors", "/v1/embeddings"
         if facts.is_scored:
             does, urls = "scores texts", "/v1/classify, /v1/score or /v1/rerank"
-        needed = f"generates text, and this one {does}. Ask {urls}"
-    elif endpoint == "embeddings" and facts.is_scored:
-        needed = "gives embeddings, and this one scores. Ask /v1/score, /v1/rerank or /v1/classify"
-    elif endpoint == "classify" and not facts.is_scored:
-        needed = "has classes, and this one gives embeddings. Ask /v1/embeddings"
-    elif endpoint in ("score", "rerank") and facts.is_scored and facts.size > 1:
-        needed = f"gives one score, and this one has {facts.size} classes. Ask /v1/classify"
-    if needed is not None:
-        url = next(url for url, of in URLS.items() if of == endpoint)
-        raise RequestError("unsupported_parameter", f"{url} needs a model that {needed}")
+        return f"generates text, and this one {does}. Ask {urls}"
+    if endpoint == "embeddings" and facts.is_scored:
+        return "gives embeddings, and this one scores. Ask /v1/score, /v1/rerank or /v1/classify"
+    if endpoint == "classify" and not facts.is_scored:
+        return "has classes, and this one gives embeddings. Ask /v1/embeddings"
+    if endpoint in ("score", "rerank") and facts.is_scored and facts.size > 1:
+        return f"gives one score, and this one has {facts.size} classes. Ask /v1/classify"
+    return ""
 
 
 def _read_texts(

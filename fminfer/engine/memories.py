@@ -44,8 +44,10 @@ class MemoryCache:
 
     def evict(self, num_free: int) -> None:
         """Forget memories until the pool has so many free blocks, or none is left to forget."""
+        if self._pool.num_free >= num_free:
+            return
         for key in [*self._blocks]:
-            if self._pool.num_free >= num_free:
-                return
             if not self._pool.is_held(self._blocks[key][0]):
                 self._pool.drop(self._blocks.pop(key))
+                if self._pool.num_free >= num_free:
+                    return

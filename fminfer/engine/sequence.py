@@ -50,8 +50,12 @@ class Prepared:
     # that one's first tokens no request has given.
     sources: list[EncodedPrompt] = field(default_factory=list)
     num_start: int = 0
-    is_pooled: bool = False  # each prompt becomes a vector, and nothing is drawn
-    vectors: VectorWish | None = None  # what is made of these
+    vectors: VectorWish | None = None  # what is made of prompts' vectors; None: it draws
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether each prompt becomes a vector, and nothing is drawn."""
+        return self.vectors is not None
 
 
 @dataclass(slots=True, eq=False)  # one of two equal requests is not the other

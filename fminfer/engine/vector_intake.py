@@ -176,7 +176,7 @@ class VectorIntake:
                 return RequestError(error.code, text, error.param)
             return error
         kind, wish = cast(AnswerKind, request.endpoint), request.vectors
-        return Prepared(request.params, prompts, kind=kind, is_pooled=True, vectors=wish)
+        return Prepared(request.params, prompts, kind=kind, vectors=wish)
 
     def _encode(self, prompt: _Text | list[int], fit: PromptFit) -> EncodedPrompt:
         """Return a prompt's ids, as its request and then the run cuts them."""

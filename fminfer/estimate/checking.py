@@ -118,9 +118,9 @@ class Check:
             ),
             PretendPipeline(self._config.block_size),
             AnswerForm(self._tokenizer, self._config.token_format),
-            sizes=self._plan.sizes,
+            sizes=plan.sizes,
             num_blocks=self._num_blocks,
-            num_stages=self._plan.machine.num_stages,
+            num_stages=plan.machine.num_stages,
             has_memories=self._checkpoint.model.encoder is not None,
             most_read=plan.most_read(plan.room_bytes - plan.own.takes.total(plan.num_kv_tokens)),
         )

@@ -80,7 +80,8 @@ def reopen(
     """
     with told(output):
         check_unchanged(output, seals)
-        put_journal(output, fingerprint, _read_rows(source, output, limit, counter))
+        vectors = VectorReader(output) if "vectors" in (seals or {}) else None
+        put_journal(output, fingerprint, _read_rows(source, output, vectors, limit, counter))
 
 
 def put_journal(output: Path, fingerprint: Fingerprint, rows: Iterable[Row]) -> None:
@@ -104,10 +105,13 @@ def check_unchanged(output: Path, seals: Seals | None, *, has_changed_input: boo
 
 
 def _read_rows(
-    source: Path, output: Path, limit: int | None, counter: LineCounter | None
+    source: Path,
+    output: Path,
+    vectors: VectorReader | None,
+    limit: int | None,
+    counter: LineCounter | None,
 ) -> Iterator[Row]:
     answers, errors = records_of(output), records_of(errors_path(output))
-    vectors = VectorReader(output)
     answer, error = next(answers, None), next(errors, None)
     for line in read_lines(source, 0, limit=limit):
         envelope, crc = open_envelope(line), zlib.crc32(line.raw)
@@ -117,7 +121,8 @@ def _read_rows(
             error = next(errors, None)
         elif answer is not None and _is_answer_to(answer, line, envelope):
             key = b"" if counter is None else make_key(envelope, repeat or 0)
-            tokens, vector = _tokens(output, answer), vectors.of(line.number)
+            vector = b"" if vectors is None else vectors.of(line.number)
+            tokens = _tokens(output, answer)
             yield Row(line.number, False, tokens, crc, answer, key=key, vector=vector)
             answer = next(answers, None)
         else:

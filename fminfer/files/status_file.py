@@ -13,11 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from fminfer.core.errors import StoppedError
+from fminfer.core.errors import StoppedError, UsageError
 from fminfer.files.disk import explain, replacing
 from fminfer.files.file_names import beside
 from fminfer.files.ordered_output import Seals, errors_path
 from fminfer.files.row_counts import Counts
+from fminfer.files.vector_file import vectors_path
 
 Status = Literal[
     "validating", "in_progress", "finalizing", "completed", "failed", "cancelled", "expired"
@@ -73,6 +74,15 @@ def has_vectors(output: Path) -> bool:
     """Tell whether the file of vectors beside an output, if there is one, is the output's own."""
     own = (read_status(output) or {}).get("fminfer")
     return isinstance(own, dict) and own.get("has_vectors") is True
+
+
+def refuse_other_vectors(output: Path) -> None:
+    """Refuse to put vectors in the place of a file that fminfer did not write, by a UsageError."""
+    if (path := vectors_path(output)).exists() and not has_vectors(output):
+        raise UsageError(
+            f"{path} exists, and nothing tells that fminfer wrote it. Move it away, or give "
+            "another --output"
+        )
 
 
 def has_ended_before(output: Path, time_s: float) -> bool:

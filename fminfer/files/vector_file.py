@@ -60,16 +60,13 @@ class VectorWriter:
 
 
 class VectorReader:
-    """The vectors of a complete output; without a file of them, it has none."""
+    """The vectors of a complete output, from the file that was written with it."""
 
     def __init__(self, output: Path) -> None:
         import numpy as np
 
-        path = vectors_path(output)
-        self._rows = np.load(path, mmap_mode="r") if path.exists() else None
+        self._rows = np.load(vectors_path(output), mmap_mode="r")
 
     def of(self, number: int) -> bytes:
-        """Return the vector of a line; b"": there is none."""
-        if self._rows is None or number > len(self._rows):
-            return b""
+        """Return the vector of a line that was answered."""
         return bytes(self._rows[number - 1].tobytes())

@@ -26,8 +26,7 @@ from fminfer.files.journal_head import Fingerprint
 from fminfer.files.output_paths import STDOUT, Plan
 from fminfer.files.run_facts import RunFacts
 from fminfer.files.run_terms import CountLines
-from fminfer.files.status_file import has_vectors
-from fminfer.files.vector_file import vectors_path
+from fminfer.files.status_file import refuse_other_vectors
 from fminfer.job.file_job import run_job
 from fminfer.job.named_files import open_files
 from fminfer.job.report_at_end import name_settings, reporting, write_at_end
@@ -254,11 +253,7 @@ def _check_npy(plan: Plan, checkpoint: Checkpoint) -> None:
     if STDOUT in plan.outputs:
         raise UsageError("--embeddings npy writes a file beside the output; give --output FILE")
     for output in plan.outputs:
-        if (path := vectors_path(output)).exists() and not has_vectors(output):
-            raise UsageError(
-                f"{path} exists, and nothing tells that fminfer wrote it. Move it away, or give "
-                "another --output"
-            )
+        refuse_other_vectors(output)
 
 
 def _open(

@@ -29,7 +29,7 @@ from fminfer.files.reopening import reopen
 from fminfer.files.row_counts import Counts, RowCounts
 from fminfer.files.run_facts import RunHistory, runs_in
 from fminfer.files.run_terms import RunTerms
-from fminfer.files.status_file import StatusFile, read_status
+from fminfer.files.status_file import StatusFile, read_status, refuse_other_vectors
 
 MANY_ROWS = 100_000  # of a journal that is not read again if it has just been made
 
@@ -294,7 +294,9 @@ class JournaledInput:
         if journal is None or not self._input.has_all(journal.num_rows, journal.last_number):
             return
         status = self.status
-        status.has_vectors = status.has_vectors or journal.vector_bytes > 0
+        if journal.vector_bytes:
+            refuse_other_vectors(self.output)  # it may have come while the run answered
+            status.has_vectors = True
         status.move("finalizing")
         status.seals = put_in_order(journal, has_older_vectors=status.has_vectors)
         status.has_vectors = "vectors" in status.seals

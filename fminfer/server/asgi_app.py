@@ -35,7 +35,8 @@ from fminfer.server.settings import ServerSettings
 from fminfer.server.vector_routes import vector_routes
 
 _LINE = (
-    "fminfer answers POST /v1/completions and /v1/chat/completions. "
+    "fminfer answers POST /v1/completions and /v1/chat/completions, or /v1/embeddings or /v1/score "
+    "if its model gives vectors. "
     "/docs has the API, and / a page to try it in a browser.\n"
 )
 _TYPES = {

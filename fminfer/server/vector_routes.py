@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fminfer.contract.endpoints import OF_DRAWS, OTHER_URLS, URLS, Endpoint
+from fminfer.contract.endpoints import ALL_URLS, OF_DRAWS, Endpoint
 from fminfer.contract.field_table import FIELDS
 from fminfer.contract.fields import TEXT, Schema, allow_null, list_of, object_of, whole
 from fminfer.server.answer_schemas import COUNT, NUMBER, extend
@@ -55,7 +55,7 @@ _OF: dict[Endpoint, _Asked] = {
 def vector_routes(service: Service) -> APIRouter:
     """Return the routes; each is refused with what to ask instead if the model is another kind."""
     router = APIRouter(tags=["Vectors and scores"])
-    for path, endpoint in {**URLS, **OTHER_URLS}.items():
+    for path, endpoint in ALL_URLS.items():
         if endpoint not in OF_DRAWS:
             _add_route(router, service, path, endpoint)
     return router

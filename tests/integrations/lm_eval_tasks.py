@@ -41,6 +41,19 @@ def task(name: str, output_type: str, docs: list[dict[str, Any]], **fields: Any)
     }
 
 
+def choice_task(texts: list[str]) -> Task:
+    """Return one whose choices are STEPS."""
+    return task(
+        "choice",
+        "multiple_choice",
+        [{"text": text} for text in texts],
+        doc_to_choice=STEPS,
+        doc_to_target=3,
+        target_delimiter="",
+        metric_list=[{"metric": "acc"}, {"metric": "acc_norm"}],
+    )
+
+
 def generation_task(name: str, texts: list[str], **gen_kwargs: Any) -> Task:
     return task(
         name,

@@ -28,6 +28,7 @@ from tests.integrations.lm_eval_tasks import (
     Task,
     check_loglikelihoods,
     check_metrics,
+    choice_task,
     evaluate,
     generation_task,
     responses,
@@ -44,15 +45,7 @@ def tasks() -> list[Task]:
     texts = ["north", QUESTIONS[0] + " north east\n", LONG + QUESTIONS[1], "\n\n é 東 \n"]
     perplexities = ["word_perplexity", "byte_perplexity", "bits_per_byte"]
     return [
-        task(
-            "choice",
-            "multiple_choice",
-            [{"text": text} for text in contexts],
-            doc_to_choice=STEPS,
-            doc_to_target=3,
-            target_delimiter="",
-            metric_list=[{"metric": "acc"}, {"metric": "acc_norm"}],
-        ),
+        choice_task(contexts),
         task(
             "perplexity",
             "loglikelihood_rolling",

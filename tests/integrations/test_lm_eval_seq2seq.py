@@ -13,6 +13,7 @@ from tests.integrations.lm_eval_tasks import (
     Task,
     check_loglikelihoods,
     check_metrics,
+    choice_task,
     evaluate,
     generation_task,
     responses,
@@ -27,15 +28,7 @@ LONG = " ".join(TEXTS * 3)
 def tasks() -> list[Task]:
     contexts = [*TEXTS, "Answer: ", "", LONG]
     return [
-        task(
-            "choice",
-            "multiple_choice",
-            [{"text": text} for text in contexts],
-            doc_to_choice=STEPS,
-            doc_to_target=3,
-            target_delimiter="",
-            metric_list=[{"metric": "acc"}, {"metric": "acc_norm"}],
-        ),
+        choice_task(contexts),
         task(
             "perplexity",
             "loglikelihood_rolling",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -115,9 +116,12 @@ def test_a_file_of_vectors_is_that_of_its_answers(
     subprocess.run(plain, check=True, capture_output=True, timeout=120)
     run(model[0], source, output, "--restart", status=2)
     assert vectors.read_text() == "precious"
+    write(source, {"input": "w1"}, {"input": "w2"})  # and the answer that is kept has none
+    subprocess.run(plain, check=True, capture_output=True, timeout=120)
+    assert len(output.read_text().splitlines()) == 2 and vectors.read_text() == "precious"
     vectors.unlink()
     run(model[0], source, output, "--restart")
-    assert np.load(vectors).shape == (1, SIZE)
+    assert np.load(vectors).shape == (2, SIZE)
     write(source, {"input": 5})
     run(model[0], source, output, "--restart", status=3)
     assert not vectors.exists()
@@ -125,6 +129,37 @@ def test_a_file_of_vectors_is_that_of_its_answers(
     run(model[0], source, output, "--restart")
     subprocess.run([*plain, "--restart"], check=True, capture_output=True, timeout=120)
     assert output.exists() and not vectors.exists()
+
+
+def test_a_file_that_comes_while_a_run_answers_is_kept(
+    model: tuple[Path, Any, Any], tmp_path: Path
+) -> None:
+    """The rows are kept too, and the same command goes on once it is moved away."""
+    pipe, output, vectors = tmp_path / "a.jsonl", tmp_path / "o.jsonl", tmp_path / "o.npy"
+    journal, status = tmp_path / "o.jsonl.journal", tmp_path / "o.status.json"
+    os.mkfifo(pipe)
+
+    def answer(*, has_file: bool) -> tuple[int, str]:
+        asked = command(model[0], pipe, output)
+        process = subprocess.Popen(asked, stderr=subprocess.PIPE, text=True)
+        with pipe.open("w") as lines:
+            lines.write('{"input": "w1"}\n')
+            lines.flush()
+            while not journal.exists():  # from then on it answers, and has looked for others
+                assert process.poll() is None
+                time.sleep(0.05)
+            if has_file:
+                vectors.write_text("precious")
+        told = process.communicate(timeout=60)[1]
+        return process.returncode, told
+
+    code, told = answer(has_file=True)
+    assert code == 2 and "o.npy exists, and nothing tells" in told
+    assert vectors.read_text() == "precious" and journal.exists() and status.exists()
+    vectors.unlink()
+    code, told = answer(has_file=False)
+    assert code == 0 and "1 kept from earlier runs" in told, told
+    assert np.load(vectors).shape == (1, SIZE)
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def test_all_of_a_prompt_is_in_the_key(name: str) -> None:
 
 def test_all_of_a_request_is_in_the_key() -> None:
     """`repeat` and `meaning` only tell requests apart whose draws nobody repeats."""
-    seen = {"params", "prompts", "is_pooled", *OTHER_PREPARED}
+    seen = {"params", "prompts", *OTHER_PREPARED}
     assert {each.name for each in fields(Prepared)} == {*seen, "repeat", "meaning"}
     for name, value in OTHER_PREPARED.items():
         assert key(prepared(**{name: value})) != key(prepared())

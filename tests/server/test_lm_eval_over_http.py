@@ -16,7 +16,7 @@ from fminfer.models.checkpoint import DEMO_MODEL
 from tests.integrations.lm_eval_tasks import (
     QUESTIONS,
     ROOMS,
-    STEPS,
+    choice_task,
     evaluate,
     generation_task,
     responses,
@@ -33,15 +33,7 @@ GREEDY = {"until": ["\n", " west"], "max_gen_toks": 12, "temperature": 0}
 
 def scored_tasks() -> list[dict[str, Any]]:
     return [
-        task(
-            "choice",
-            "multiple_choice",
-            [{"text": text} for text in [*QUESTIONS, "", "Answer: "]],
-            doc_to_choice=STEPS,
-            doc_to_target=3,
-            target_delimiter="",
-            metric_list=[{"metric": "acc"}, {"metric": "acc_norm"}],
-        ),
+        choice_task([*QUESTIONS, "", "Answer: "]),
         task(
             "perplexity",
             "loglikelihood_rolling",

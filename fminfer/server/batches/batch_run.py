@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fminfer.contract.endpoints import EMBEDDINGS, URLS
+from fminfer.contract.endpoints import EMBEDDINGS, URL_OF
 from fminfer.contract.envelope import Envelope
 from fminfer.contract.fields import is_integral
 from fminfer.core.errors import FminferError, RequestError, StoppedError, UsageError, printable
@@ -54,7 +54,7 @@ def make_check(endpoint: str, model: ServedModel) -> Callable[[Envelope], None]:
                 'the line is no request of a batch; write {"custom_id": "…", "method": "POST", '
                 f'"url": "{endpoint}", "body": {{…}}}}',
             )
-        url = next(url for url, of in URLS.items() if of == envelope.endpoint)
+        url = URL_OF[envelope.endpoint or "completions"]
         if url != endpoint:
             raise RequestError(
                 "unsupported_parameter",
