@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -96,6 +96,7 @@ class Weight:
     spec: TensorSpec
     format: Format
     tensors: Tensors
+    is_lent: bool = False  # for one pass through its layer: packing it would not pay
 
     @property
     def shape(self) -> Shape:
@@ -142,7 +143,7 @@ class Weight:
     def expert(self, number: int) -> Weight:
         """Return that of one of its experts."""
         spec = TensorSpec(self.shape[1:], self.spec.use)
-        return Weight(spec, self.format, tuple(tensor[number] for tensor in self.tensors))
+        return replace(self, spec=spec, tensors=tuple(tensor[number] for tensor in self.tensors))
 
 
 def dense(tensor: torch.Tensor, use: Use) -> Weight:

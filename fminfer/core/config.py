@@ -39,6 +39,7 @@ GenerationDefaults = Literal["openai", "model"]
 EmbeddingsForm = Literal["json", "npy"]
 KnownParser = Literal["hermes", "llama3_json"]
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "none"]
+Offload = Literal["off", "auto", "cpu", "disk"]
 ConstraintKind = Literal["json", "regex", "choice", "grammar"]
 
 
@@ -66,6 +67,8 @@ class StepSizes:
 
 
 ON_CPU, ON_GPU = StepSizes(512, 256), StepSizes(4096, 1024)
+# Where layers are streamed, each time they are brought should serve as many tokens as memory allows.
+STREAMED = {"cpu": StepSizes(4096, 1024), "cuda": StepSizes(8192, 4096)}
 BLOCK_SIZE = 32
 
 _model = partial(option, group="Model", commands=OF_ENGINE)
@@ -210,6 +213,14 @@ class ComputeOptions(Options):
 class MemoryOptions(Options):
     """How much is held in memory, and computed at once."""
 
+    offload: Offload = _speed(
+        "For weights that do not fit the device's memory: layers are brought one after another for "
+        "each pass, which computes thousands of tokens. cpu: a GPU's layers wait in the host's "
+        "memory. disk: all layers are read from the model's files in each pass. auto: only layers "
+        "that do not fit, from the host's memory if they fit there.",
+        default="off",
+        must_agree=True,
+    )
     budget: int | None = _speed(
         "Size of the KV cache in tokens (prompts and new tokens of all rows that run at once), "
         f"rounded up to blocks of {BLOCK_SIZE}.  [default: what fits in half of the free RAM, or "

@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 from fminfer.compute.layers.plain import ACTIVATIONS, norm
-from fminfer.compute.spec import Encoder, Model, Pooling
+from fminfer.compute.spec import Encoder, Layer, Model, Pooling
 from fminfer.compute.step import ranges
 from fminfer.machine.device import send
-from fminfer.models.layer import LayerOf, normed_sum
+from fminfer.models.layer import normed_sum
 from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_step import LayerStep
+from fminfer.models.layer_stream import Layers
 from fminfer.models.tensor_specs import Weights, plain_of
 
 
@@ -20,7 +21,8 @@ class EncoderOf:
     """The encoder's layers of one stage.
 
     Args:
-        layers: of the stage.
+        hows: of the stage's layers.
+        layers: these.
         entry, exit: the weights before the first layer, and after the last one; another stage has
             them: {} and None. After the last one a model may have none.
     """
@@ -28,14 +30,15 @@ class EncoderOf:
     def __init__(
         self,
         model: Model,
-        layers: list[LayerOf],
+        hows: list[Layer],
+        layers: Layers,
         entry: Weights,
         exit: Weights | None,
         bodies: Bodies,
     ) -> None:
         assert model.encoder is not None, "a model with an encoder"
         self.how: Encoder = model.encoder
-        self.layers = layers
+        self.own, self.layers = hows, layers
         self.is_last = exit is not None
         self._tables = {n: plain_of(entry, f"encoder.{n}.weight") for n in ("positions", "types")}
         embed_norm = self.how.embed_norm if entry else None

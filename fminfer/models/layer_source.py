@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from fminfer.models.families.tensor_names import AS_STORED
 from fminfer.models.formats import Holding
 from fminfer.models.origins import ModelOrigins, Origin, Origins, Piece, drawn_origins
 from fminfer.models.sharding import ModelShare, outputs_dim
+from fminfer.models.stored.direct_reads import Lent, Span, merge
 from fminfer.models.stored.read_ahead import Waiting, reading_ahead
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.tensor_specs import Weights
@@ -31,14 +33,25 @@ MOST_BETWEEN = 64  # rows of other ranks that are read with those around them
 class Maker(Protocol):
     """Makes the tensors of weights."""
 
+    @property
+    def device(self) -> torch.device: ...
+
     def format_of(self, origin: Origin) -> Format:
         """Return the format in which a weight is held."""
 
-    def make(self, name: str, origin: Origin, attention: Attention | None) -> Tensors:
-        """Return its tensors. The name has the number of its layer, if it is of one."""
+    def make(
+        self, name: str, origin: Origin, attention: Attention | None, *, is_lent: bool = False
+    ) -> Weight:
+        """Return a weight. The name has the number of its layer, if it is of one."""
 
     def waiting(self, origin: Origin, attention: Attention | None) -> Iterator[Waiting]:
         """Give the parts of files that it is made of, which were not read yet."""
+
+    def spans(self, origin: Origin, attention: Attention | None) -> Iterator[Span]:
+        """Give the same as places in files."""
+
+    def lend(self, lent: Lent) -> AbstractContextManager[None]:
+        """Take what is read meanwhile from a buffer."""
 
     def leave(self, origin: Origin) -> None:
         """Leave memory of the files that it is made of to others."""
@@ -50,7 +63,8 @@ class LayerSource:
     Args:
         origins: of the whole model.
         dtype: of the arithmetic.
-        on_progress: called with (bytes made, bytes in all) after each weight.
+        on_progress: called with (bytes made, bytes in all) after each weight that stays.
+        streamed: the layers that do not stay, by number.
     """
 
     def __init__(
@@ -61,9 +75,13 @@ class LayerSource:
         maker: Maker,
         dtype: torch.dtype,
         on_progress: OnProgress,
+        streamed: Collection[int] = (),
     ) -> None:
         self.dtype, self._origins, self._maker, self._part = dtype, origins, maker, part
+        self.device = maker.device
         self._on_progress, self.numbers = on_progress, part.numbers
+        self.streamed = [number for number in part.numbers if number in streamed]
+        self.resident = [number for number in part.numbers if number not in streamed]
         self.is_first, self.is_last = part.is_first, part.is_last
         self._attention = [layer.attention for layer in checkpoint.model.layers]
         self._is_tied = bool(checkpoint.config.tie_word_embeddings)
@@ -73,23 +91,44 @@ class LayerSource:
         groups += [origins.entry] if part.is_first else [self._of_embed] * has_embed
         each = (origin for group in groups for origin in group.values())
         # What all weights take; one that has two names counts once.
-        self.num_bytes = sum(maker.format_of(one).num_bytes(one.held.shape) for one in each)
+        self.num_bytes = sum(map(self._size, each))
         self._done, self._total = 0, self.num_bytes
+        for number in self.streamed:
+            self._total -= sum(map(self._size, origins.layers[number].values()))
 
-    def layer(self, number: int) -> Weights:
-        """Return the weights of a layer, by its number in the model."""
+    def layer(self, number: int, lent: Lent | None = None) -> Weights:
+        """Return the weights of a layer, by its number in the model.
+
+        Args:
+            lent: has what is stored of it. The weights may lie there; None: it is read.
+        """
         where, origins = f"layer {number} ", self._origins.layers[number]
-        return self._make(origins, where, self._attention[number])
+        attention = self._attention[number]
+        if lent is None:
+            return self._make(origins, where, attention)
+        with self._maker.lend(lent):
+            return {
+                name: self._maker.make(where + name, origin, attention, is_lent=True)
+                for name, origin in origins.items()
+            }
+
+    def spans(self, number: int) -> list[Span]:
+        """Return where in files a layer is stored."""
+        attention, origins = self._attention[number], self._origins.layers[number].values()
+        return merge(span for each in origins for span in self._maker.spans(each, attention))
+
+    def _size(self, origin: Origin) -> int:
+        return self._maker.format_of(origin).num_bytes(origin.held.shape)
 
     def layers(self) -> Iterator[Weights]:
-        """Give those of each layer of the stage; the next ones' are read meanwhile, then exit's."""
-        own = [(self._origins.layers[n], self._attention[n]) for n in self.numbers]
+        """Give those of each layer that stays; the next ones' are read meanwhile, then exit's."""
+        own = [(self._origins.layers[n], self._attention[n]) for n in self.resident]
         groups = [*own, *[(self._origins.exit, None)] * self._part.is_last]
         waiting = [
             [w for one in g.values() for w in self._maker.waiting(one, a)] for g, a in groups
         ]
         with reading_ahead(waiting) as next_group:
-            for number in self.numbers:
+            for number in self.resident:
                 yield self.layer(number)
                 next_group()
 
@@ -145,8 +184,7 @@ class LayerSource:
     ) -> Weights:
         found: Weights = {}
         for name, origin in origins.items():
-            tensors = self._maker.make(where + name, origin, attention)
-            found[name] = Weight(origin.held, self._maker.format_of(origin), tensors)
+            found[name] = self._maker.make(where + name, origin, attention)
             self._done += found[name].num_bytes
             self._on_progress(min(self._done, self._total), self._total)
         return found
@@ -161,6 +199,8 @@ def open_weights(
     seed: int,
     share: ModelShare | None = None,
     on_progress: OnProgress = lambda done, total: None,
+    streamed: Collection[int] = (),
+    keeps_parts: bool = False,
 ) -> LayerSource:
     """Return where one stage's weights come from; none is read yet.
 
@@ -168,7 +208,9 @@ def open_weights(
         holding: says in which format each is held.
         seed: for random weights. They do not depend on how the model is split.
         share: what this rank holds of each tensor; None: all.
-        on_progress: called with (bytes read, bytes in all) after each weight.
+        on_progress: called with (bytes read, bytes in all) after each weight that stays.
+        streamed: the layers that do not stay, by number; of a model in files.
+        keeps_parts: products take weights that lie in several parts.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, of another shape, or a file is broken.
@@ -176,8 +218,9 @@ def open_weights(
     if checkpoint.folder is not None:
         files = open_files(checkpoint, checkpoint.folder)
         origins = find_stored(checkpoint, files).cut(share)
-        reader = Reader(files, device, holding)
-        return LayerSource(checkpoint, part, origins, reader, holding.dtype, on_progress)
+        reader = Reader(files, device, holding, keeps_parts)
+        given = checkpoint, part, origins, reader, holding.dtype, on_progress
+        return LayerSource(*given, streamed)
     is_tied = checkpoint.config.tie_word_embeddings
     origins = drawn_origins(checkpoint.model, is_tied=is_tied).cut(share)
     spread = float(getattr(checkpoint.config, "initializer_range", 0.02))
@@ -194,13 +237,38 @@ class Reader:
     files: TensorFiles
     device: torch.device
     holding: Holding
+    keeps_parts: bool = False
 
     def format_of(self, origin: Origin) -> Format:
         held = self.holding.of(origin.spec, stored_parts(origin, self.files.types))
         return held if origin.cut is None else origin.cut.format(held)
 
-    def make(self, name: str, origin: Origin, attention: Attention | None) -> Tensors:
-        held, in_place, layout = self.format_of(origin), self._in_place(origin), origin.layout
+    def make(
+        self, name: str, origin: Origin, attention: Attention | None, *, is_lent: bool = False
+    ) -> Weight:
+        held = self.format_of(origin)
+        if is_lent and self._stays_in_parts(origin, held):
+            parts = tuple((held, piece.last - piece.first) for piece in origin.pieces)
+            tensors = tuple(self.files.read(*piece.stored) for piece in origin.pieces)
+            return Weight(origin.held, Joined(parts), tensors, is_lent)
+        return Weight(origin.held, held, self._tensors(origin, held, attention), is_lent)
+
+    def lend(self, lent: Lent) -> AbstractContextManager[None]:
+        return self.files.lend(lent)
+
+    def _stays_in_parts(self, origin: Origin, held: Format) -> bool:
+        """Tell whether a product's weight is several matrices, which are held as they lie."""
+        is_as_stored = origin.layout == AS_STORED and origin.cut is None
+        stored = stored_parts(origin, self.files.types)
+        return (
+            (self.keeps_parts and is_as_stored and isinstance(held, Dense))
+            and (origin.spec.use == "product" and len(origin.spec.shape) == 2)
+            and all(form == held for form, _ in stored)
+            and all(p.format is None and self.files.is_in_place(*p.stored) for p in origin.pieces)
+        )
+
+    def _tensors(self, origin: Origin, held: Format, attention: Attention | None) -> Tensors:
+        in_place, layout = self._in_place(origin), origin.layout
         if origin.cut is not None and origin.cut.is_zero:
             return tuple(t.zero_() for t in held.empty(origin.held.shape, self.device))
         if in_place is None:
@@ -223,18 +291,22 @@ class Reader:
         stays = (  # as it is stored, where it lies
             (name is not None and is_here and origin.layout == AS_STORED) and held == stored[0][0]
         )
+        for span in self.spans(origin, attention):
+            yield self.files.waiting(span, is_used_there=stays)
+
+    def spans(self, origin: Origin, attention: Attention | None) -> Iterator[Span]:
         order = _order(origin, attention)
         for piece in origin.pieces:
             is_stacked = piece.item is None and outputs_dim(origin.spec) > 0
             is_other = piece.is_turned or origin.layout.is_transposed or origin.layout.is_row
             if (place := _place_of(piece, origin, order)) is None:
                 continue
-            spans: list[tuple[int, int] | None] = [None]
+            of_rows: list[tuple[int, int] | None] = [None]
             if place[1] is not None and not (is_stacked or is_other):
-                spans = [*_spans_of(place[1])]
+                of_rows = [*_spans_of(place[1])]
             for name in piece.stored:
-                for span in spans:
-                    yield from self.files.waiting(name, is_used_there=stays, rows=span)
+                for rows in of_rows:
+                    yield from self.files.spans(name, rows)
 
     def leave(self, origin: Origin) -> None:
         for piece in origin.pieces:
@@ -384,9 +456,14 @@ class Drawer:
     def format_of(self, origin: Origin) -> Format:
         return self.holding.of(origin.spec, ())  # of one format, however it is cut
 
-    def make(self, name: str, origin: Origin, attention: Attention | None) -> Tensors:
-        """Draw one. Norms multiply by 1, biases are 0, the rest is normal."""
+    def make(
+        self, name: str, origin: Origin, attention: Attention | None, *, is_lent: bool = False
+    ) -> Weight:
         held = self.format_of(origin)
+        return Weight(origin.held, held, self._drawn(name, origin, held), is_lent)
+
+    def _drawn(self, name: str, origin: Origin, held: Format) -> Tensors:
+        """Draw one. Norms multiply by 1, biases are 0, the rest is normal."""
         floats = held if isinstance(held, Dense) else Dense(self.holding.dtype)
         if origin.spec.use in ("bias", "norm_bias", "choice", "norm"):
             value = self.of_norms if origin.spec.use == "norm" else 0.0
@@ -403,6 +480,12 @@ class Drawer:
 
     def waiting(self, origin: Origin, attention: Attention | None) -> Iterator[Waiting]:
         return iter(())
+
+    def spans(self, origin: Origin, attention: Attention | None) -> Iterator[Span]:
+        return iter(())
+
+    def lend(self, lent: Lent) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def leave(self, origin: Origin) -> None:
         """Nothing: there is no file."""

@@ -151,9 +151,9 @@ class Stage:
             kernel=kernel,
         )
         self._whole: WholeRows | None = None
-        if network.encoder is not None and network.encoder.layers:
+        if network.encoder is not None and network.encoder.own:
             self._whole = WholeRows(
-                network.encoder.layers[0].how.attention,
+                network.encoder.own[0].attention,
                 block_size=block_size,
                 dtype=network.dtype,
                 device=device,

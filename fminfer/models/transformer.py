@@ -15,13 +15,15 @@ from fminfer.compute.layers import plain
 from fminfer.compute.linear.products import multiply_plain
 from fminfer.compute.registry import Registry
 from fminfer.compute.shards import ShardGroup
-from fminfer.compute.spec import Model
+from fminfer.compute.spec import Layer, Model
 from fminfer.compute.weights import Function, Weight, dense
 from fminfer.models.encoder import EncoderOf
 from fminfer.models.layer import LayerOf, normed_sum
 from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_source import LayerSource
 from fminfer.models.layer_step import LayerStep
+from fminfer.models.layer_stream import SLOTS, Layers, LayerStream, StreamedLayers
+from fminfer.models.stored.direct_reads import Lent
 from fminfer.models.tensor_specs import Weights, plain_of
 
 # Of a weight, what plain torch widens to float32 at once: a cache holds it while it is multiplied.
@@ -83,6 +85,16 @@ def _multiply_widened(
 Join = Callable[[LayerOf, Weights], LayerOf]
 
 
+def _try_layers(stream: LayerStream, model: Model, *, keeps_all: bool) -> None:
+    """Make a streamed layer of each kind, or all that are to stay, so that what fails does so now."""
+    seen: set[Layer] = set()
+    for number in stream.numbers:
+        if keeps_all or model.layers[number] not in seen:
+            seen.add(model.layers[number])
+            with stream.layer(number, number):
+                pass
+
+
 class Transformer:
     """A model, or the layers of one stage.
 
@@ -92,6 +104,11 @@ class Transformer:
         join: replaces a layer by one compiled call, where it can; None: layers stay as they are.
         shards: the ranks that share the stage; None: this one has it whole.
         tokens: whose rows of embedding and head it has; None: all.
+        keeps_all: layers that are streamed to a GPU stay in the host's memory; otherwise they are
+            read anew for each pass.
+
+    Raises:
+        MachineError: a streamed layer cannot be read.
     """
 
     def __init__(
@@ -103,27 +120,47 @@ class Transformer:
         join: Join | None = None,
         shards: ShardGroup | None = None,
         tokens: range | None = None,
+        keeps_all: bool = False,
     ) -> None:
         self.shards, self._tokens = shards, tokens or range(model.vocab_size)
         self.model, self._entry = model, source.entry()
         self._exit = source.exit(self._entry)
         self.dtype = source.dtype  # of hidden states
-        layers: list[LayerOf] = []
+        kept: dict[int, LayerOf] = {}
         for each in source.layers():  # zip would hold the last ones while the next are read
-            number = source.numbers[len(layers)]
+            number = source.resident[len(kept)]
             layer = LayerOf(model.layers[number], each, bodies)
-            layers.append(layer if join is None else join(layer, each))
+            kept[number] = layer if join is None else join(layer, each)
             if layer.is_packed:
                 source.leave_products(number)
             del each, layer  # before the next layer's are read
-        num_cached = sum(number < model.num_cached for number in source.numbers)
-        self.layers, others = layers[:num_cached], layers[num_cached:]
-        self.own = [layer.how for layer in self.layers]
+
+        def make(number: int, lent: Lent) -> LayerOf:
+            weights = source.layer(number, lent)
+            layer = LayerOf(model.layers[number], weights, bodies)
+            return layer if join is None else join(layer, weights)
+
+        self.stream: LayerStream | None = None
+        if source.streamed:
+            spans = {number: source.spans(number) for number in source.streamed}
+            num_slots = len(spans) if keeps_all else SLOTS
+            self.stream = LayerStream(make, spans, num_slots, source.device)
+            _try_layers(self.stream, model, keeps_all=keeps_all)
+
+        def in_order(numbers: list[int]) -> Layers:
+            if self.stream is None:
+                return [kept[number] for number in numbers]
+            return StreamedLayers(numbers, kept, self.stream)
+
+        cached = [number for number in source.numbers if number < model.num_cached]
+        self.layers, others = in_order(cached), source.numbers[len(cached) :]
+        self.own = [model.layers[number] for number in cached]
         self.is_first = source.is_first
         self.encoder: EncoderOf | None = None
         if model.encoder is not None:
             exit = self._exit if source.is_last else None
-            self.encoder = EncoderOf(model, others, self._entry, exit, bodies)
+            hows = [model.layers[number] for number in others]
+            self.encoder = EncoderOf(model, hows, in_order(others), self._entry, exit, bodies)
         if self._entry and model.has_sinusoids:
             table = plain.sinusoids(model.num_positions, model.hidden_size)
             table = table.to(self._entry["embed.weight"].device, self.dtype)

@@ -14,10 +14,11 @@ from fminfer.core.partition import Part
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.decode_graphs import can_capture, graph_sizes, input_bytes
 from fminfer.models.families.tensor_names import AS_STORED, Architecture, source_of
+from fminfer.models.layer_stream import SLOTS
 from fminfer.models.sharding import ModelShare
 from fminfer.models.stage import MAX_LOGITS
-from fminfer.models.tensor_specs import TensorSpecs, part_specs
-from fminfer.plan.run_plan import ExpectedBytes, RunPlan
+from fminfer.models.tensor_specs import TensorSpecs, layer_specs, part_specs
+from fminfer.plan.run_plan import ExpectedBytes, RunPlan, Streamed
 
 # Measured on CPUs with models of 125 to 560 million parameters; see docs/performance.md.
 RUN_BYTES = 30 << 20  # a run's process takes more than a check's: threads, journal, rows
@@ -35,18 +36,23 @@ EXPERT_COPIES = 6  # for each expert of a token: four in the dtype, and a sum in
 GRAPH_LAYER_BYTES = 1 << 18  # what the driver keeps of a layer in a CUDA graph: not measured
 
 
-def expect_bytes(plan: RunPlan, part: Part, share: ModelShare | None = None) -> ExpectedBytes:
+def expect_bytes(
+    plan: RunPlan, part: Part, share: ModelShare | None = None, streamed: Streamed | None = None
+) -> ExpectedBytes:
     """Return what the process of one part takes.
 
     Args:
         plan: of which device, dtypes, formats and packing are decided.
         share: what the process has of each layer; None: all.
+        streamed: the layers that come and go.
     """
     checkpoint, on_cpu = plan.checkpoint, plan.device.type == "cpu"
     model, cuts = (checkpoint.model, {}) if share is None else (share.model, share.cuts())
     specs = part_specs(model, part)
     if checkpoint.config.tie_word_embeddings and part.is_first:
         specs.pop("head.weight", None)  # the embedding is the head
+    come_and_go = () if streamed is None else tuple(f"{number}." for number in streamed.numbers)
+    specs = {name: spec for name, spec in specs.items() if not name.startswith(come_and_go)}
     formats = {name: plan.held[name] for name in specs}
     formats |= {name: cuts[name].format(formats[name]) for name in specs.keys() & cuts.keys()}
     sizes = {name: formats[name].num_bytes(spec.shape) for name, spec in specs.items()}
@@ -82,17 +88,42 @@ def expect_bytes(plan: RunPlan, part: Part, share: ModelShare | None = None) -> 
         num_products = sum(spec.shape[0] for spec in packed.values() if len(spec.shape) == 3)
         weights += num_products * EXPERT_HOLE_BYTES.get(kind.name, 0)
     libraries = plan.machine.own + RUN_BYTES if on_cpu else GPU_CONTEXT + GPU_RESERVE
+    slots, host = (0, 0) if streamed is None else _slot_bytes(plan, share, streamed)
     cache_shape = model.layers[0].attention.cache_shape
     return ExpectedBytes(
         libraries=libraries + _table_bytes(checkpoint, part),
-        weights=weights,
-        held_weights=held,
+        weights=weights + slots,
+        held_weights=held + slots,
         mapped=mapped,
         reads_files=bool(mapped and not packed.keys() - {head}),
         work=_step_bytes(plan, part, model),
         work_token=_token_numbers(part, model) * plan.dtype.itemsize,
         kv_token=(part.last - part.first) * math.prod(cache_shape) * plan.kv_dtype.itemsize,
+        host=host,
     )
+
+
+def layer_bytes(plan: RunPlan, share: ModelShare | None, number: int) -> tuple[int, int]:
+    """Return what a layer of a rank takes as it is stored, and as it is held."""
+    model, cuts = (plan.checkpoint.model, {}) if share is None else (share.model, share.cuts())
+    sizes = [0, 0]
+    for name, spec in layer_specs(model.layers[number], model.hidden_size).items():
+        whole = f"{number}.{name}"
+        for place, each in enumerate((plan.stored.get(whole, Dense(plan.dtype)), plan.held[whole])):
+            form = cuts[whole].format(each) if whole in cuts else each
+            sizes[place] += form.num_bytes(spec.shape)
+    return sizes[0], sizes[1]
+
+
+def _slot_bytes(plan: RunPlan, share: ModelShare | None, streamed: Streamed) -> tuple[int, int]:
+    """Return what layers that come and go take on the device, and in a GPU's host."""
+    both = [layer_bytes(plan, share, number) for number in streamed.numbers]
+    stored, held = (max(sizes) for sizes in zip(*both, strict=True))
+    read = streamed.num_bytes if streamed.place == "cpu" else SLOTS * stored
+    if plan.device.type == "cuda":
+        return SLOTS * held, read
+    is_used_there = isinstance(plan.formats["product"], Dense) and stored == held and not share
+    return read + (0 if is_used_there else 2 * held), 0  # otherwise it is made, and packed
 
 
 def _table_bytes(checkpoint: Checkpoint, part: Part) -> int:

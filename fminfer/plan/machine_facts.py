@@ -19,7 +19,7 @@ from fminfer.compute.weights import Dense
 from fminfer.core.config import ComputeOptions
 from fminfer.core.errors import UsageError
 from fminfer.machine.device import free_bytes, is_fast_in_bfloat16
-from fminfer.machine.host_memory import free_swap_bytes
+from fminfer.machine.host_memory import free_host_bytes, free_swap_bytes
 
 PACKED_BY_TORCH = (torch.float32, torch.bfloat16)  # by MKL and by oneDNN, where these are there
 
@@ -33,6 +33,7 @@ class Machine:
     has_library: bool = False  # the CPU's kernels are built, or can be
     packed_by_torch: frozenset[torch.dtype] = frozenset()  # where the kernels pack nothing
     free: int | None = None  # bytes of this process's device; None: nobody has looked
+    host_free: int | None = None  # bytes of the host's memory, beside a GPU; None: as `free`
     swap: int = 0  # free bytes of it
     own: int = 0  # bytes of the host's memory that this process has
     device_bytes: int | None = None  # of each process's device on another, planned machine
@@ -65,7 +66,7 @@ def find_machine(
     device = choose_device(config, machine := replace(known, num_gpus=num_gpus), known.rank)
     is_fast = is_fast_in_bfloat16(device)
     if known.device_bytes is None and (is_computing or device.type == "cpu"):
-        machine = replace(machine, free=free_bytes(device))
+        machine = replace(machine, free=free_bytes(device), host_free=free_host_bytes())
     machine = replace(machine, is_fast_in_bfloat16=is_fast)
     if device.type != "cpu":
         return machine

@@ -25,6 +25,7 @@ from fminfer.plan.expected_bytes import expect_bytes
 from fminfer.plan.machine_facts import Machine, choose_device, find_machine
 from fminfer.plan.run_plan import RankPlan, RunPlan
 from fminfer.plan.shortage import count_kv_tokens, explain_slowness, find_shortage
+from fminfer.plan.streaming import plan_streams
 
 
 def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) -> RunPlan:
@@ -73,7 +74,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
         for stage in split_model(config, checkpoint, machine.num_stages)
         for part, share in zip(replace(stage, num_shards=len(shares)).shards, shares, strict=True)
     ]
-    plan = replace(plan, ranks=tuple(ranks))
+    plan = plan_streams(replace(plan, ranks=tuple(ranks)))
     if machine.free is None and machine.device_bytes is None:
         return plan
     shortage = find_shortage(plan)

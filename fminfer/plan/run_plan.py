@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from fminfer.compute.weights import Format, Use
-from fminfer.core.config import EngineConfig, StepSizes
+from fminfer.core.config import STREAMED, EngineConfig, StepSizes
 from fminfer.core.option import options_of
 from fminfer.core.partition import Part
 from fminfer.core.version import __version__
@@ -34,10 +34,20 @@ class ExpectedBytes:
     work: int  # a step's work
     work_token: int  # of that, each token's beside logits
     kv_token: int  # a token's keys and values
+    host: int = 0  # of a GPU's rank, in the host's memory: layers that wait there
 
     def total(self, num_kv_tokens: int) -> int:
         """Return the peak, if so many tokens of KV cache are used."""
         return self.libraries + self.weights + self.work + num_kv_tokens * self.kv_token
+
+
+@dataclass(slots=True, frozen=True)
+class Streamed:
+    """The layers of a rank that are brought for each pass (--offload)."""
+
+    place: Literal["cpu", "disk"]  # where they come from
+    numbers: tuple[int, ...]
+    num_bytes: int  # of all of them, as they are stored
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,6 +59,7 @@ class RankPlan:
     part: Part  # its stage, and its shard of that
     share: ModelShare | None  # what it has of each layer; None: all
     takes: ExpectedBytes
+    streamed: Streamed | None = None  # None: all layers stay in memory
 
 
 @dataclass(slots=True, frozen=True)
@@ -74,6 +85,7 @@ class RunPlan:
     num_kv_tokens: int = 0  # size of each pipeline's KV cache; 0: not one block fits
     shortage: str = ""  # what does not fit, and what to do
     why_reread: str = ""  # weights do not fit, and are read from the disk at each step
+    chunk_size: int = 0  # most tokens of a step, if layers are streamed; 0: as options say
 
     @property
     def held_in(self) -> str:
@@ -88,7 +100,15 @@ class RunPlan:
     @property
     def sizes(self) -> StepSizes:
         """How much is computed at once."""
+        if self.chunk_size:
+            rows = self.config.max_rows or STREAMED[self.device.type].max_rows
+            return StepSizes(self.chunk_size, rows)
         return self.config.step_sizes(self.device.type, self.machine.num_stages)
+
+    @property
+    def streams(self) -> bool:
+        """Whether any rank's layers are streamed."""
+        return any(rank.streamed for rank in self.ranks)
 
     @property
     def room_bytes(self) -> int:

@@ -49,8 +49,9 @@ struct Rows {
 struct Packed {
     const void* weight;
     int64_t outputs;
-    int64_t type;   // 0 float32, 1 bfloat16, or a Kind of forms.h
-    int64_t block;  // inputs of a block, of a Kind
+    int64_t type;     // 0 float32, 1 bfloat16, or a Kind of forms.h
+    int64_t block;    // inputs of a block, of a Kind
+    int64_t is_lent;  // floats as they are stored, (outputs, inputs): each panel is packed in use
 };
 
 // Must agree with product_kernel.ProductCall.

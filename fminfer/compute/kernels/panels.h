@@ -173,7 +173,7 @@ void add_piece(const Piece& piece, const typename Way::Number* x, int64_t num, i
 // What one thread works in.
 struct Space {
     std::vector<float> sums, scales;
-    std::vector<uint32_t> widened;
+    std::vector<uint32_t> widened, panel;
 };
 thread_local Space space;
 
@@ -209,10 +209,20 @@ void multiply_panel(const typename Way::Number* x, int64_t num, int64_t inputs,
     }
 }
 
-// 16 outputs' next 16 units, and whatever is left of either.
+// LANES outputs' next units; the copies of whole squares have a size that compilers know.
 inline void pack_square(const uint32_t* weight, int64_t step, int64_t outputs, int64_t units,
                         uint32_t* panel) {
     UVec square[LANES] = {};
+    if (outputs == LANES && units >= LANES) {
+        UNROLLED for (int o = 0; o < LANES; o++) {
+            __builtin_prefetch(weight + o * step + 8 * LANES);
+            std::memcpy(square + o, weight + o * step, sizeof *square);
+        }
+        transpose(square);
+        UNROLLED for (int u = 0; u < LANES; u++)
+            std::memcpy(panel + u * PANEL, square + u, sizeof *square);
+        return;
+    }
     for (int64_t o = 0; o < outputs; o++)
         std::memcpy(square + o, weight + o * step, std::min<int64_t>(units, LANES) * 4);
     transpose(square);

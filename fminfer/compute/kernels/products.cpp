@@ -50,11 +50,16 @@ void multiply(const Product& a, const Packed& part, int64_t start, const Way& wa
         space.sums.resize(num * PANEL);
         for (int64_t p = panels * t / tasks; p < end; p++) {
             const uint32_t* const next = weight + (p + 1 < end ? p + 1 : behind) * size;
+            const uint32_t* panel = weight + p * size;
+            if (part.is_lent) {
+                space.panel.resize(size);
+                pack_panel(panel, part.outputs - p * PANEL, size / PANEL, space.panel.data());
+                panel = space.panel.data();
+            }
             const auto use = [&](int64_t r, const float* sums) {
                 finish(a, row + r, start + p * PANEL, start + part.outputs, sums);
             };
-            multiply_any<false>(way, x, row, num, a.inputs, weight + p * size, next,
-                                space.sums.data(), use);
+            multiply_any<false>(way, x, row, num, a.inputs, panel, next, space.sums.data(), use);
         }
     });
 }

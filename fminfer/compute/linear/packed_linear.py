@@ -94,10 +94,10 @@ def library_products(dtype: torch.dtype, *, is_fast: bool) -> list[Candidate[Lin
     """
 
     def by_mkl(asked: Linear) -> bool:
-        return asked.can_pack and mkl_takes(asked.weight.format, dtype)
+        return asked.pays_to_pack and mkl_takes(asked.weight.format, dtype)
 
     def by_onednn(asked: Linear) -> bool:
-        return asked.can_pack and onednn_takes(asked.weight.format, dtype, is_fast=is_fast)
+        return asked.pays_to_pack and onednn_takes(asked.weight.format, dtype, is_fast=is_fast)
 
     trial = functools.partial(Linear.trial, dtype=dtype)
     return [Candidate(pack_by_mkl, trial, by_mkl), Candidate(pack_by_onednn, trial, by_onednn)]

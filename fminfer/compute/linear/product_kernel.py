@@ -28,7 +28,7 @@ class PackedCall(ctypes.Structure):
 
     _fields_ = (
         ("weight", ctypes.c_void_p),
-        *[(name, ctypes.c_int64) for name in ("outputs", "type", "block")],
+        *[(name, ctypes.c_int64) for name in ("outputs", "type", "block", "is_lent")],
     )
 
 
@@ -50,6 +50,7 @@ class PackedPart:
     packed: torch.Tensor  # (outputs, to whole panels, inputs); of blocks (panels, bytes)
     outputs: int
     inputs: int
+    is_lent: bool = False  # it is as stored; the kernel packs each panel when it multiplies
 
     @property
     def call(self) -> PackedCall:
@@ -58,7 +59,7 @@ class PackedPart:
         if isinstance(self.held, Blocks):
             block = self.held.block or self.inputs
             return PackedCall(address, self.outputs, self.held.kind, block)
-        return PackedCall(address, self.outputs, TYPES[self.packed.dtype], 0)
+        return PackedCall(address, self.outputs, TYPES[self.packed.dtype], 0, self.is_lent)
 
 
 @dataclass(slots=True, frozen=True)
@@ -152,7 +153,12 @@ class ProductKernel:
         assert self.can_pack(weight), "a weight to pack"
         outputs, inputs = weight.shape
         own = zip(parts_of(weight), weight.tensors, strict=True)
-        parts = tuple(self.pack_part(held, t[None], 1, inputs) for (held, _), t in own)
+        parts = tuple(
+            PackedPart(held, t.contiguous(), len(t), inputs, is_lent=True)
+            if weight.is_lent and isinstance(held, Dense)
+            else self.pack_part(held, t[None], 1, inputs)
+            for (held, _), t in own
+        )
         biases = None
         if bias is not None:
             assert bias.shape == (outputs,), "a bias"

@@ -26,9 +26,10 @@ class Linear:
     bias: torch.Tensor | None  # (outputs,)
 
     @property
-    def can_pack(self) -> bool:
-        """Whether there is anything to pack, where packed products are made."""
-        return self.weight.device.type == "cpu" and math.prod(self.weight.shape) > 0
+    def pays_to_pack(self) -> bool:
+        """Whether there is anything to pack, where packed products are made, and for long."""
+        is_here = self.weight.device.type == "cpu" and math.prod(self.weight.shape) > 0
+        return is_here and not self.weight.is_lent
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -40,7 +41,7 @@ class Linear:
         """Return how a product of rows of a dtype is tried; each shape and format is once."""
         outputs, inputs = shape = self.weight.shape
         pairs = partial(product_pairs, asked=self, dtype=dtype)
-        key = shape, self.weight.format
+        key = shape, self.weight.format, self.weight.is_lent
         return Trial(f"products of {outputs} × {inputs}", pairs, MAX_ERROR[dtype], key)
 
 

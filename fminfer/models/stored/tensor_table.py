@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +15,7 @@ import torch
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import broken
 from fminfer.machine.host_memory import read_mapped
+from fminfer.models.stored.direct_reads import Lent, Span
 from fminfer.models.stored.gguf_types import BLOCKS
 from fminfer.models.stored.metaseq import join_parts
 from fminfer.models.stored.read_ahead import Waiting
@@ -54,6 +55,7 @@ class TensorFiles:
             raise no_weights_error(folder)
         files = [read_weight_file(path) for path in found.files]
         self._maps: dict[Path, mmap.mmap] = {}
+        self._lent: Lent | None = None
         if found.form == "metaseq":
             self._tensors = join_parts(files)
         else:
@@ -63,6 +65,15 @@ class TensorFiles:
             self._tensors |= {start + name: tensor for name, tensor in own.items()}
         self.types = {name: tensor.dtype for name, tensor in self._tensors.items()}
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    @contextmanager
+    def lend(self, lent: Lent) -> Iterator[None]:
+        """Take the bytes that are in a buffer from there meanwhile, and those alone."""
+        self._lent = lent
+        try:
+            yield
+        finally:
+            self._lent = None
 
     def read(self, name: str) -> torch.Tensor:
         """Return the values of a tensor, a view of its mapped file if it is in place there.
@@ -98,39 +109,51 @@ class TensorFiles:
         parts = self._tensors[name].parts
         return len(parts) == 1 and _is_aligned(parts[0])
 
-    def waiting(
-        self, name: str, *, is_used_there: bool, rows: tuple[int, int] | None = None
-    ) -> Iterator[Waiting]:
-        """Give the parts of a tensor, which were not read yet.
+    def spans(self, name: str, rows: tuple[int, int] | None = None) -> Iterator[Span]:
+        """Give the bytes of a tensor's parts.
 
         Args:
-            is_used_there: it is used where it lies, so that its pages may be this process's. What
-                is copied is only read into the system's memory.
-            rows: (first, end) rows to read, of a tensor that is one part; None: all.
+            rows: (first, end) of those that are needed, of a tensor that is one part; None: all.
         """
         parts = self._tensors[name].parts
         for part in parts:
             some = part if rows is None or len(parts) > 1 else part.rows(*rows)
-            first, last = some.span
-            fetch = partial(_have_read, part.file, first, last)
-            if is_used_there and first < last:
-                address = torch.frombuffer(self._map(part.file), dtype=torch.uint8).data_ptr()
-                fetch = partial(read_mapped, address + first, last - first)
-            yield Waiting(last - first, fetch)
+            yield Span(part.file, *some.span)
+
+    def waiting(self, span: Span, *, is_used_there: bool) -> Waiting:
+        """Return some bytes of a tensor, which were not read yet.
+
+        Args:
+            is_used_there: it is used where it lies, so that its pages may be this process's. What
+                is copied is only read into the system's memory.
+        """
+        size = span.last - span.first
+        fetch = partial(_have_read, span)
+        if is_used_there and size:
+            address = torch.frombuffer(self._map(span.file), dtype=torch.uint8).data_ptr()
+            fetch = partial(read_mapped, address + span.first, size)
+        return Waiting(size, fetch)
 
     def _view(self, tensor: StoredTensor) -> torch.Tensor:
         dtype = DTYPES[tensor.dtype]
         first, last = tensor.span
         if first == last:
             return torch.empty(tensor.shape, dtype=dtype)
-        mapped = self._map(tensor.file)
-        if last > len(mapped):
-            raise broken(tensor.file, "it was cut off meanwhile")
-        stored = torch.frombuffer(mapped, dtype=torch.uint8, count=last - first, offset=first)
+        stored = self._bytes(tensor.file, first, last)
         if not _is_aligned(tensor):  # of old files: the processor may not read it where it lies
             stored = stored.clone()
             self._drop(tensor)
         return stored.view(dtype).as_strided(tensor.shape, tensor.strides)
+
+    def _bytes(self, file: Path, first: int, last: int) -> torch.Tensor:
+        if self._lent is not None:
+            found = self._lent.find(file, first, last)
+            assert found is not None, f"bytes {first} to {last} of {file} were read"
+            return found
+        mapped = self._map(file)
+        if last > len(mapped):
+            raise broken(file, "it was cut off meanwhile")
+        return torch.frombuffer(mapped, dtype=torch.uint8, count=last - first, offset=first)
 
     def _copy(self, tensor: StoredTensor, target: torch.Tensor) -> None:
         rows = tensor.shape[0]
@@ -151,6 +174,8 @@ class TensorFiles:
         return self._maps[path]
 
     def _drop(self, tensor: StoredTensor) -> None:
+        if self._lent is not None:
+            return
         first, last = tensor.span
         first = -(-first // PAGE) * PAGE  # whole pages of its own
         last = last // PAGE * PAGE
@@ -158,11 +183,12 @@ class TensorFiles:
             self._map(tensor.file).madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
-def _have_read(path: Path, first: int, last: int) -> None:
+def _have_read(span: Span) -> None:
     """Have the system read a part of a file; it goes on by itself."""
     if hasattr(os, "posix_fadvise"):
-        with suppress(OSError), path.open("rb") as file:  # whoever needs it says what is wrong
-            os.posix_fadvise(file.fileno(), first, last - first, os.POSIX_FADV_WILLNEED)
+        with suppress(OSError), span.file.open("rb") as file:  # who needs it says what is wrong
+            size = span.last - span.first
+            os.posix_fadvise(file.fileno(), span.first, size, os.POSIX_FADV_WILLNEED)
 
 
 def _is_aligned(tensor: StoredTensor) -> bool:

@@ -50,6 +50,11 @@ def plan_run(
         UsageError: an option that cannot be, or weights or a --budget for which there is no room.
     """
     place = _place_of(config, group, spread)
+    if config.offload != "off" and checkpoint.folder is None:
+        raise UsageError(
+            "--offload brings layers from a model's files, and random weights have none. Use "
+            "--model-name, or leave --offload out"
+        )
     plan = make_plan(config, checkpoint, find_machine(config, place))
     shortage = plan.shortage
     if group is not None:  # none reads its weights before all have looked

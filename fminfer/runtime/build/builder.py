@@ -124,6 +124,8 @@ def load_part(
         seed=config.seed,
         share=share,
         on_progress=on_progress,
+        streamed=() if plan.own.streamed is None else plan.own.streamed.numbers,
+        keeps_parts=plan.packed_by == "kernels",
     )
     model = checkpoint.model if share is None else share.model
     hows = [layer.attention for layer in model.layers]
@@ -141,6 +143,7 @@ def load_part(
         join=join,
         shards=shards,
         tokens=None if share is None else share.tokens[part.shard],
+        keeps_all=plan.own.streamed is not None and plan.own.streamed.place == "cpu",
     )
     return LoadedPart(
         plan=plan,
@@ -192,6 +195,7 @@ def make_stage(loaded: LoadedPart) -> Stage:
     else:  # CUDA graphs do not capture sums yet
         device = loaded.device
         graphs = find_graphs(plan.config.kernels, network, kernels.attention, most, device)
+        graphs = None if network.stream else graphs  # they replay work with weights that stay
     return Stage(
         network,
         kv_dtype=plan.kv_dtype,

@@ -1,0 +1,199 @@
+"""Layers that do not stay in memory: each is brought for every pass, while others compute.
+
+What is stored of a layer lies in a slot. With two slots, one layer computes and the next is read
+from the disk. With one for each, all stay in the host's memory, and come to a GPU.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from fminfer.core.errors import MachineError
+from fminfer.models.layer import LayerOf
+from fminfer.models.stored.direct_reads import (
+    DirectReads,
+    Lent,
+    Place,
+    Reading,
+    Span,
+    finish,
+    place_all,
+)
+
+SLOTS = 2  # layers whose bytes are in memory: one that computes, one that is read
+MakeLayer = Callable[[int, Lent], LayerOf]
+
+
+class Layers(Protocol):
+    """Layers of a stage, in their order."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[LayerOf]: ...
+
+
+@dataclass(slots=True)
+class Slot:
+    """Memory for what is stored of one layer."""
+
+    buffer: torch.Tensor  # bytes
+    number: int | None = None  # of the layer that is here, or comes
+    reading: Reading = ()
+    places: Sequence[Place] = ()
+    is_used: bool = False  # its layer computes
+
+
+class LayerStream:
+    """Brings layers, the next one while one computes.
+
+    Args:
+        make: makes a layer of what is stored of it.
+        spans: of the files that each layer needs, by its number.
+        num_slots: fewer than there are layers: they are read anew in every pass.
+        device: that computes.
+    """
+
+    def __init__(
+        self,
+        make: MakeLayer,
+        spans: Mapping[int, Sequence[Span]],
+        num_slots: int,
+        device: torch.device,
+    ) -> None:
+        self._make, self.reads = make, DirectReads()
+        self._places = {number: place_all(own) for number, own in spans.items()}
+        largest = max(map(buffer_bytes, self._places.values()))
+        num_slots = min(num_slots, len(spans))
+        self._slots = [Slot(_new_buffer(largest, device)) for _ in range(num_slots)]
+        self._gpu = GpuCopies(device) if device.type == "cuda" else None
+        self.waited_s = 0.0  # for layers, while nothing computed
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of the layers that are brought."""
+        return [*self._places]
+
+    @contextmanager
+    def layer(self, number: int, following: int) -> Iterator[LayerOf]:
+        """Give a layer to compute with; the one that follows is read meanwhile.
+
+        Raises:
+            MachineError: a file cannot be read, ends too early, or was changed.
+        """
+        slot = self._find(number) or self._bring(number)
+        started_s = time.monotonic()
+        finish(slot.reading)
+        self.waited_s += time.monotonic() - started_s
+        slot.is_used = True
+        try:
+            if self._find(following) is None and not all(s.is_used for s in self._slots):
+                self._bring(following)
+            lent = Lent(slot.places, slot.buffer)
+            if self._gpu is None:
+                yield self._make(number, lent)
+                return
+            started_s = time.monotonic()
+            made = self._gpu.copy(partial(self._make, number, lent))
+            self.waited_s += time.monotonic() - started_s
+        finally:
+            slot.is_used = False
+        yield made
+        self._gpu.keep(made)
+
+    def close(self) -> None:
+        """Stop reading."""
+        self.reads.close()
+
+    def _find(self, number: int) -> Slot | None:
+        return next((slot for slot in self._slots if slot.number == number), None)
+
+    def _bring(self, number: int) -> Slot:
+        """Begin to read a layer into a slot: one that is empty, or that nobody uses."""
+        free = [slot for slot in self._slots if not slot.is_used]
+        slot = next((slot for slot in free if slot.number is None), free[0])
+        with suppress(MachineError):  # of a layer that nobody asks for
+            finish(slot.reading)
+        slot.number, slot.places = number, self._places[number]
+        slot.reading = self.reads.start(slot.places, slot.buffer)
+        return slot
+
+
+class GpuCopies:
+    """Copies layers to a GPU while it computes others; two are there at once.
+
+    A layer's memory is used again only when the GPU is done with it: copies have a stream of their
+    own, which does not wait for the work of others.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._kept: deque[tuple[LayerOf, torch.cuda.Event]] = deque()
+
+    def copy(self, make: Callable[[], LayerOf]) -> LayerOf:
+        """Make a layer, and return once all of it is on the GPU."""
+        while len(self._kept) >= SLOTS:
+            self._kept.popleft()[1].synchronize()
+        with torch.cuda.stream(self._stream):
+            made = make()
+        self._stream.synchronize()
+        return made
+
+    def keep(self, layer: LayerOf) -> None:
+        """Keep a layer whose work was given to the GPU until that is done."""
+        done: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        self._kept.append((layer, done))
+
+
+class StreamedLayers:
+    """Layers of a stage in their order, of which some are brought for each pass.
+
+    Args:
+        numbers: of them all.
+        kept: those that stay in memory.
+    """
+
+    def __init__(
+        self, numbers: Sequence[int], kept: Mapping[int, LayerOf], stream: LayerStream
+    ) -> None:
+        self._numbers, self._kept, self._stream = numbers, kept, stream
+        brought = [number for number in numbers if number not in kept]
+        self._following = dict(zip(brought, brought[1:] + brought[:1], strict=True))
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __iter__(self) -> Iterator[LayerOf]:
+        for number in self._numbers:
+            if number in self._kept:
+                yield self._kept[number]
+                continue
+            with self._stream.layer(number, self._following[number]) as layer:
+                yield layer
+            del layer  # before the next one is made
+
+
+def buffer_bytes(places: Sequence[Place]) -> int:
+    """Return what a layer's spans take in a slot."""
+    return places[-1].start + places[-1].num_bytes if places else 1
+
+
+def _new_buffer(size: int, device: torch.device) -> torch.Tensor:
+    """Return bytes that begin with a whole page; for a GPU, from where it can copy them."""
+    if device.type == "cuda":
+        pinned = torch.empty(size + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=True)
+        skipped = -pinned.data_ptr() % mmap.PAGESIZE
+        return pinned[skipped : skipped + size]
+    memory = mmap.mmap(-1, size)
+    with suppress(OSError, AttributeError):  # without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,0 +1,219 @@
+"""Reads parts of files again and again, past the system's cache, in several threads.
+
+Weights that do not fit the memory would drive everything else out of that cache, and would not be
+found there in the next pass anyway.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fminfer.core.errors import MachineError
+
+UNIT = mmap.PAGESIZE  # disks give whole sectors, and memory takes whole pages
+PIECE = 8 << 20  # bytes of one read: a disk's queue has NUM_THREADS of them
+NUM_THREADS = 4
+NEAR = 1 << 16  # bytes between two spans that are read with them
+
+
+@dataclass(slots=True, frozen=True)
+class Span:
+    """Some bytes of a file."""
+
+    file: Path
+    first: int
+    last: int
+
+
+@dataclass(slots=True, frozen=True)
+class Place:
+    """Where a span lies in a buffer; reading begins and ends at whole units around it."""
+
+    span: Span
+    start: int  # in the buffer, of the unit in which the span begins
+
+    @property
+    def read_from(self) -> int:
+        """The byte of the file at `start`."""
+        return self.span.first // UNIT * UNIT
+
+    @property
+    def num_bytes(self) -> int:
+        """What is read, if the file does not end before."""
+        return -(-self.span.last // UNIT) * UNIT - self.read_from
+
+
+@dataclass(slots=True, frozen=True)
+class Lent:
+    """Spans of files, as they lie in a buffer that others will have."""
+
+    places: Sequence[Place]
+    buffer: torch.Tensor
+
+    def find(self, file: Path, first: int, last: int) -> torch.Tensor | None:
+        """Return some bytes of a file; None: they are not here."""
+        for place in self.places:
+            span = place.span
+            if span.file == file and span.first <= first and last <= span.last:
+                start = place.start + first - place.read_from
+                return self.buffer[start : start + last - first]
+        return None
+
+
+def merge(spans: Iterable[Span]) -> list[Span]:
+    """Return spans that cover the same bytes, those that are near to each other as one."""
+    found: list[Span] = []
+    for span in sorted(spans, key=lambda each: (each.file, each.first)):
+        last = found[-1] if found else None
+        if last and last.file == span.file and span.first <= last.last + NEAR:
+            found[-1] = Span(span.file, last.first, max(last.last, span.last))
+        elif span.last > span.first:
+            found.append(span)
+    return found
+
+
+def place_all(spans: Iterable[Span]) -> list[Place]:
+    """Return where spans go in a buffer, one after another."""
+    places: list[Place] = []
+    for span in spans:
+        end = places[-1].start + places[-1].num_bytes if places else 0
+        places.append(Place(span, end))
+    return places
+
+
+class OpenFile:
+    """A file that is read directly, as it was when it was opened.
+
+    Raises:
+        MachineError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        direct = getattr(os, "O_DIRECT", 0)
+        try:
+            try:
+                self._fd = os.open(path, os.O_RDONLY | direct)
+            except OSError:  # of some file systems, such as those in memory
+                self._fd = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise MachineError(f"{path} cannot be read: {error.strerror}") from error
+        self._was = self._facts()
+
+    def read(self, start: int, target: memoryview, least: int) -> None:
+        """Read bytes from `start` on, until the target is full, or the file ends behind `least`.
+
+        Raises:
+            MachineError: it cannot be read, ends too early, or was changed.
+        """
+        done = 0
+        while done < least:
+            try:
+                num = os.preadv(self._fd, [target[done:]], start + done)
+            except OSError as error:
+                raise self._trouble(f"cannot be read ({error.strerror})") from error
+            if num == 0:
+                raise self._trouble(f"ends at byte {start + done}; it was cut off")
+            done += num
+        if self._facts() != self._was:
+            raise self._trouble("was changed")
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _facts(self) -> tuple[int, int]:
+        found = os.fstat(self._fd)
+        return found.st_size, found.st_mtime_ns
+
+    def _trouble(self, what: str) -> MachineError:
+        return MachineError(
+            f"{self._path} {what} while its weights were read in each step (--offload). Finished "
+            "rows are kept; mend the file or disk, and run the same command to go on"
+        )
+
+
+Reading = Sequence["Future[None]"]  # of the pieces of spans that are being read
+
+
+def finish(reading: Reading) -> None:
+    """Wait until all pieces are there.
+
+    Raises:
+        MachineError: a file cannot be read, ends too early, or was changed.
+    """
+    wait(reading)
+    for piece in reading:
+        piece.result()
+
+
+class DirectReads:
+    """Reads spans of files into buffers, and keeps count.
+
+    Files stay open, so that one that another takes the place of is read on.
+    """
+
+    def __init__(self, num_threads: int = NUM_THREADS) -> None:
+        self._files: dict[Path, OpenFile] = {}
+        self._threads = ThreadPoolExecutor(num_threads, "fminfer layers")
+        self._lock = threading.Lock()
+        self.num_bytes, self.busy_s = 0, 0.0  # read so far, and while at least one read went on
+        self._num_going, self._since_s = 0, 0.0
+
+    def start(self, places: Sequence[Place], buffer: torch.Tensor) -> Reading:
+        """Begin to read spans to their places.
+
+        Args:
+            buffer: bytes, from a whole unit on.
+        """
+        whole = memoryview(buffer.numpy())
+        futures = []
+        for place in places:
+            file = self._open(place.span.file)
+            for done in range(0, place.num_bytes, PIECE):
+                first, size = place.read_from + done, min(PIECE, place.num_bytes - done)
+                target = whole[place.start + done : place.start + done + size]
+                least = min(size, place.span.last - first)
+                futures.append(self._threads.submit(self._read, file, first, target, least))
+        return futures
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._threads.shutdown(cancel_futures=True)
+        for file in self._files.values():
+            with suppress(OSError):
+                file.close()
+
+    def _open(self, path: Path) -> OpenFile:
+        if path not in self._files:
+            self._files[path] = OpenFile(path)
+        return self._files[path]
+
+    def _read(self, file: OpenFile, first: int, target: memoryview, least: int) -> None:
+        self._count(1, 0)
+        try:
+            file.read(first, target, least)
+        finally:
+            self._count(-1, len(target))
+
+    def _count(self, begun: int, num_bytes: int) -> None:
+        now_s = time.monotonic()
+        with self._lock:
+            if self._num_going:
+                self.busy_s += now_s - self._since_s
+            self._num_going, self._since_s = self._num_going + begun, now_s
+            self.num_bytes += num_bytes
+
+    @property
+    def bytes_per_s(self) -> float:
+        """How fast files were read while they were; 0: nothing was."""
+        return self.num_bytes / self.busy_s if self.busy_s else 0.0

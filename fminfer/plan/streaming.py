@@ -1,0 +1,101 @@
+"""Which layers do not stay in memory, and how many tokens a pass computes while they come and go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fminfer.core.config import ON_CPU, STREAMED
+from fminfer.core.errors import UsageError
+from fminfer.plan.expected_bytes import expect_bytes, layer_bytes
+from fminfer.plan.run_plan import ExpectedBytes, RankPlan, RunPlan, Streamed
+
+# Shares of a rank's room that are left to the KV cache. With less than the first one, layers are
+# streamed under `auto`; then more of them are, so that a pass computes many tokens.
+LEAST_CACHE, STREAMED_CACHE = 0.1, 0.3
+WORK_SHARE = 0.15  # of the room, for what a step computes
+HOST_SHARE = 0.7  # of the host's free memory, for layers that wait there
+
+
+def plan_streams(plan: RunPlan) -> RunPlan:
+    """Choose the layers of each rank that are streamed, if options ask for it.
+
+    Raises:
+        UsageError: --offload cpu, and the CPU computes; or the host has no room for the layers.
+    """
+    offload, on_cpu = plan.config.offload, plan.device.type == "cpu"
+    if offload == "off":
+        return plan
+    if offload == "cpu" and on_cpu:
+        raise UsageError(
+            "--offload cpu keeps a GPU's layers in the host's memory, and here the CPU computes "
+            "with weights that are there. Use --offload disk, or auto"
+        )
+    streamed = replace(plan, chunk_size=_first_size(plan))
+    counts = [_count(streamed, rank) for rank in plan.ranks]
+    if not any(counts):
+        return plan
+    sizes = [_bytes_of(plan, rank, count) for rank, count in zip(plan.ranks, counts, strict=True)]
+    host = plan.machine.host_free
+    fits_host = not on_cpu and (host is None or sum(sizes) <= HOST_SHARE * host)
+    if offload == "cpu" and not fits_host:
+        raise UsageError(
+            f"--offload cpu would keep {sum(sizes) / 2**30:.1f} GiB of layers in the host's memory, "
+            f"of which {(host or 0) / 2**30:.1f} GiB are free. Use --offload disk"
+        )
+    place = "cpu" if fits_host and offload != "disk" else "disk"
+    ranks = []
+    for rank, count, size in zip(plan.ranks, counts, sizes, strict=True):
+        own = Streamed(place, _spread(rank.part.numbers, count), size) if count else None
+        takes = expect_bytes(streamed, rank.part, rank.share, own)
+        ranks.append(replace(rank, takes=takes, streamed=own))
+    return replace(streamed, ranks=tuple(ranks))
+
+
+def _first_size(plan: RunPlan) -> int:
+    """Return how many tokens a step has at most: as many as there is room for."""
+    if plan.config.chunk_size is not None:
+        return plan.config.chunk_size
+    each = max(rank.takes.work_token for rank in plan.ranks)
+    size = STREAMED[plan.device.type].chunk_size
+    while size > ON_CPU.chunk_size and size * each > WORK_SHARE * _room(plan):
+        size //= 2
+    return size
+
+
+def _room(plan: RunPlan) -> float:
+    """Return the memory of one rank."""
+    sharers = len(plan.ranks) * plan.machine.num_pipelines if plan.shares_memory else 1
+    return plan.room_bytes / sharers
+
+
+def _count(plan: RunPlan, rank: RankPlan) -> int:
+    """Return how many of a rank's layers are streamed."""
+    num = len(rank.part.numbers)
+    if plan.config.offload != "auto":
+        return num
+    room = _room(plan)
+    whole = expect_bytes(plan, rank.part, rank.share)
+    if _fits(whole, room * (1 - LEAST_CACHE)):
+        return 0
+    for count in range(1, num):
+        own = Streamed("disk", _spread(rank.part.numbers, count), 0)
+        takes = expect_bytes(plan, rank.part, rank.share, own)
+        if _fits(takes, room * (1 - STREAMED_CACHE)):
+            return count
+    return num
+
+
+def _fits(takes: ExpectedBytes, room: float) -> bool:
+    return takes.libraries + takes.weights + takes.work <= room
+
+
+def _spread(numbers: list[int], count: int) -> tuple[int, ...]:
+    """Return some layers, as far from each other as can be: one is read while others compute."""
+    num = len(numbers)
+    chosen = (i for i in range(num) if (i + 1) * count // num > i * count // num)
+    return tuple(numbers[i] for i in chosen)
+
+
+def _bytes_of(plan: RunPlan, rank: RankPlan, count: int) -> int:
+    numbers = _spread(rank.part.numbers, count)
+    return sum(layer_bytes(plan, rank.share, number)[0] for number in numbers)
