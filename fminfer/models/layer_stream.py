@@ -135,7 +135,7 @@ class GpuCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._kept: deque[tuple[LayerOf, torch.cuda.Event]] = deque()
 
     def copy(self, make: Callable[[], LayerOf]) -> LayerOf:

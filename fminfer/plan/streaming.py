@@ -1,11 +1,13 @@
-"""Which layers do not stay in memory, and how many tokens a pass computes while they come and go."""
+"""Which layers do not stay in memory, and how many tokens a pass computes meanwhile."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from fminfer.core.config import ON_CPU, STREAMED
 from fminfer.core.errors import UsageError
+from fminfer.core.quantities import show_bytes
 from fminfer.plan.expected_bytes import expect_bytes, layer_bytes
 from fminfer.plan.run_plan import ExpectedBytes, RankPlan, RunPlan, Streamed
 
@@ -39,10 +41,10 @@ def plan_streams(plan: RunPlan) -> RunPlan:
     fits_host = not on_cpu and (host is None or sum(sizes) <= HOST_SHARE * host)
     if offload == "cpu" and not fits_host:
         raise UsageError(
-            f"--offload cpu would keep {sum(sizes) / 2**30:.1f} GiB of layers in the host's memory, "
-            f"of which {(host or 0) / 2**30:.1f} GiB are free. Use --offload disk"
+            f"--offload cpu would keep {show_bytes(sum(sizes))} of layers in the host's memory, of "
+            f"which {show_bytes(host or 0)} are free. Use --offload disk"
         )
-    place = "cpu" if fits_host and offload != "disk" else "disk"
+    place: Literal["cpu", "disk"] = "cpu" if fits_host and offload != "disk" else "disk"
     ranks = []
     for rank, count, size in zip(plan.ranks, counts, sizes, strict=True):
         own = Streamed(place, _spread(rank.part.numbers, count), size) if count else None

@@ -175,7 +175,7 @@ class DirectReads:
         Args:
             buffer: bytes, from a whole unit on.
         """
-        whole = memoryview(buffer.numpy())
+        whole = memoryview(buffer.numpy().data)
         futures = []
         for place in places:
             file = self._open(place.span.file)
