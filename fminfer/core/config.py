@@ -67,7 +67,7 @@ class StepSizes:
 
 
 ON_CPU, ON_GPU = StepSizes(512, 256), StepSizes(4096, 1024)
-# Where layers are streamed, each time they are brought should serve as many tokens as memory allows.
+# Where layers are streamed, each time that they come serves as many tokens as memory allows.
 STREAMED = {"cpu": StepSizes(4096, 1024), "cuda": StepSizes(8192, 4096)}
 BLOCK_SIZE = 32
 

@@ -86,7 +86,7 @@ Join = Callable[[LayerOf, Weights], LayerOf]
 
 
 def _try_layers(stream: LayerStream, model: Model, *, keeps_all: bool) -> None:
-    """Make a streamed layer of each kind, or all that are to stay, so that what fails does so now."""
+    """Make a layer of each kind, or all that are to stay, so that what fails does so now."""
     seen: set[Layer] = set()
     for number in stream.numbers:
         if keeps_all or model.layers[number] not in seen:
