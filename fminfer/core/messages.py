@@ -54,3 +54,10 @@ class StageSpan:
     sent_bytes: int = 0
     max_tokens: int = 0  # that the stage computes at once since memory ran out; 0: it has not
     earlier_s: float = 0.0  # what earlier steps took beyond their own spans, on a GPU
+    # Of layers that were brought for the step (--offload): how long the stage waited for them, the
+    # bytes that were read meanwhile, and how long reads went on.
+    waited_s: float = 0.0
+    read_bytes: int = 0
+    read_s: float = 0.0
+    # Of each, one behind the other: when it was asked for, when it was there, when it was done.
+    brought: tuple[float, ...] = ()

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from fminfer.core.messages import StageSpan
 
+MUCH_READ = 1 << 26  # bytes: of fewer a speed says little
+
 
 @dataclass(slots=True)
 class StageStats:
@@ -18,6 +20,12 @@ class StageStats:
     last_s: float = 0.0  # end of its last step
     sent_bytes: int = 0
     max_tokens: int = 0  # most tokens at once since memory ran out; 0: it has not run out
+    # Of layers that are brought for each pass (--offload):
+    num_passes: int = 0
+    waited_s: float = 0.0  # the part of busy_s in which nothing computed
+    read_bytes: int = 0
+    read_s: float = 0.0  # while reads went on
+    slowest_read: float = 0.0  # bytes a second, of a whole pass; 0: nothing was read
 
     def add(self, span: StageSpan) -> None:
         """Count one step."""
@@ -26,6 +34,13 @@ class StageStats:
         self.busy_s += span.end_s - span.start_s + span.earlier_s
         self.sent_bytes += span.sent_bytes
         self.max_tokens = span.max_tokens
+        self.num_passes += bool(span.brought)
+        self.waited_s += span.waited_s
+        self.read_bytes += span.read_bytes
+        self.read_s += span.read_s
+        if span.read_bytes >= MUCH_READ:
+            rate = span.read_bytes / span.read_s
+            self.slowest_read = min(self.slowest_read or rate, rate)
 
 
 @dataclass(slots=True)

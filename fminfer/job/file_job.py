@@ -65,7 +65,9 @@ def run_job(
     run_facts.begin()
     other_work = OtherWork(facts.num_threads, affine_cores) if facts.is_alone else None
     is_slowed = other_work.is_notable if other_work is not None else lambda: False
-    time_left = TimeLeft(engine.device.type, facts.num_stages)
+    time_left = TimeLeft(
+        "streamed" if engine.facts.streaming else engine.device.type, facts.num_stages
+    )
     bar = ProgressBar(inputs.num_rows, time_left, is_quiet=is_quiet, is_slowed=is_slowed)
     trace_file = None
     if trace is not None:
@@ -193,6 +195,9 @@ def _show(
     bar.update(summary.num_rows + summary.num_errors, summary.num_errors, engine)
 
 
+LAYERS = 1000  # added to the number of a rank: the line of its layers that come and go
+
+
 class TraceFile:
     """Writes a trace.
 
@@ -207,6 +212,7 @@ class TraceFile:
         self._file.write(b"[\n")
         self._start_s: float | None = None
         self._num_stages = 0
+        self._tids: set[int] = set()
 
     def add(self, step: StepTrace) -> None:
         """Write what each stage did for one step; its first rank stands for it."""
@@ -214,23 +220,37 @@ class TraceFile:
         if self._start_s is None:
             self._start_s = step.spans[0].start_s
         for stage, span in enumerate(step.spans):
-            self._write(
-                {
-                    "name": step.phase,  # Perfetto colours by name
-                    "cat": step.phase,
-                    "ph": "X",
-                    "pid": 0,
-                    "tid": stage * self._num_shards,
-                    "ts": round((span.start_s - self._start_s) * 1e6, 1),
-                    "dur": round((span.end_s - span.start_s) * 1e6, 1),
-                    "args": {
-                        "step": step.step_id,
-                        "prompt_tokens": step.num_prompt_tokens,
-                        "decode_rows": step.num_decode_rows,
-                        "sent_bytes": span.sent_bytes,
-                    },
-                }
-            )
+            rank = stage * self._num_shards
+            args: dict[str, object] = {
+                "step": step.step_id,
+                "prompt_tokens": step.num_prompt_tokens,
+                "decode_rows": step.num_decode_rows,
+                "sent_bytes": span.sent_bytes,
+            }
+            self._add_span(rank, step.phase, (span.start_s, span.end_s), args)
+            if span.brought:
+                args |= {"read_bytes": span.read_bytes, "read_s": span.read_s}
+                self._name(rank + LAYERS, f"rank {rank}: layers that come and go")
+            for asked_s, came_s, done_s in zip(*[iter(span.brought)] * 3, strict=True):
+                self._add_span(rank + LAYERS, "wait", (asked_s, came_s), {})
+                self._add_span(rank + LAYERS, "compute", (came_s, done_s), {})
+
+    def _add_span(
+        self, tid: int, name: str, times: tuple[float, float], args: dict[str, object]
+    ) -> None:
+        assert self._start_s is not None, "a step"
+        self._write(
+            {
+                "name": name,  # Perfetto colours by name
+                "cat": name,
+                "ph": "X",
+                "pid": 0,
+                "tid": tid,
+                "ts": round((times[0] - self._start_s) * 1e6, 1),
+                "dur": round((times[1] - times[0]) * 1e6, 1),
+                "args": args,
+            }
+        )
 
     def close(self) -> None:
         """End the file."""
@@ -240,10 +260,14 @@ class TraceFile:
     def _name_ranks(self, num_stages: int) -> None:
         while self._num_stages < num_stages:
             rank = self._num_stages * self._num_shards
-            name = {"name": f"rank {rank}"}
-            event = {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": name}
-            self._write(event)
+            self._name(rank, f"rank {rank}")
             self._num_stages += 1
+
+    def _name(self, tid: int, name: str) -> None:
+        if tid not in self._tids:
+            event = {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": name}}
+            self._write(event)
+            self._tids.add(tid)
 
     def _write(self, event: dict[str, object]) -> None:
         self._file.write(orjson.dumps(event) + b",\n")

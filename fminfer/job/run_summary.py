@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.core.errors import RETRYABLE
-from fminfer.core.quantities import counted, show_dtypes, show_seconds
+from fminfer.core.quantities import counted, show_bytes, show_dtypes, show_seconds
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.output_paths import STDOUT
 from fminfer.files.vector_file import vectors_path
@@ -182,6 +182,7 @@ class JobSummary:
             f"speed     {speed}{self._shared_text()}; {self._busy_text()}",
             f"time      ready after {self.start_to_ready_s:.1f} s, then {took}",
         ]
+        lines += self._stream_lines()
         if self.engine["num_copied_requests"]:
             copied = counted(self.engine["num_copied_requests"], "request")
             text = f"copied    {copied} had the answer of an equal one, which was computed once"
@@ -199,8 +200,38 @@ class JobSummary:
             lines.insert(1, self._prefix_line())
         return lines
 
+    def _stream_lines(self) -> list[str]:
+        """Say what bringing layers took, of each stage whose layers do not all stay (--offload)."""
+        lines = []
+        for number, stage in enumerate(self.engine["stages"]):
+            if not stage["num_passes"]:
+                continue
+            share = stage["waited_s"] / max(stage["busy_s"], 1e-9)
+            of = f" of stage {number}" * (len(self.engine["stages"]) > 1)
+            read = f"{show_bytes(stage['read_bytes'])} read"
+            if stage["read_s"]:
+                read += f" at {show_bytes(int(stage['read_bytes'] / stage['read_s']))}/s"
+            bound = "bringing layers" if share > 0.5 else "computing"
+            passes = counted(stage["num_passes"], "pass", "passes")
+            lines.append(
+                f"offload   {passes}{of}, {read}; it waited for layers {share:.0%} of the time: "
+                f"{bound} set the pace"
+            )
+        return lines
+
+    def _slowed_lines(self) -> list[str]:
+        """Say where a disk was much slower than usual while layers were read."""
+        return [
+            f"warning   the disk of stage {number} was slow at times: one pass read at "
+            f"{show_bytes(int(stage['slowest_read']))}/s, all together at "
+            f"{show_bytes(int(stage['read_bytes'] / stage['read_s']))}/s"
+            for number, stage in enumerate(self.engine["stages"])
+            if stage["read_s"] and stage["slowest_read"] < stage["read_bytes"] / stage["read_s"] / 2
+            if stage["slowest_read"]
+        ]
+
     def _warning_lines(self) -> list[str]:
-        lines = [
+        lines = self._slowed_lines() + [
             f"warning   memory ran out on rank {rank}: it computes {stage['max_tokens']} tokens at "
             "once now; a smaller --chunk-size or --budget would avoid that"
             for rank, stage in enumerate(self.engine["stages"])

@@ -8,8 +8,9 @@ from collections import deque
 from fminfer.engine.stats import EngineStats, Observed
 
 # A step takes as long as so many of its tokens: its weights are read, its kernels started.
-# The CPU's figure is that of llamas of 12 × 768. The GPU's is assumed.
-STEP_TOKENS = {"cpu": 40.0, "cuda": 300.0}
+# The CPU's figure is that of llamas of 12 × 768. The others are assumed. "streamed": layers come
+# from the disk, or from a GPU's host.
+STEP_TOKENS = {"cpu": 40.0, "cuda": 300.0, "streamed": 500.0}
 MINUTE_S, MARK_EVERY_S = 60.0, 1.0
 
 
@@ -17,12 +18,12 @@ class TimeLeft:
     """Learns the rate of the last minute, and tells how long what is left takes.
 
     Args:
-        device_type: cpu or cuda.
+        kind: of the device, cpu or cuda; or "streamed".
         num_stages: of all pipelines; a row draws once while each of them makes a step.
     """
 
-    def __init__(self, device_type: str = "cpu", num_stages: int = 1) -> None:
-        self._step_tokens, self._num_stages = STEP_TOKENS[device_type], num_stages
+    def __init__(self, kind: str = "cpu", num_stages: int = 1) -> None:
+        self._step_tokens, self._num_stages = STEP_TOKENS[kind], num_stages
         self._is_warm = False
         self._elapsed_s = self._num_units = 0.0
         self._most_fed = 1.0

@@ -6,7 +6,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -112,10 +112,12 @@ class LayerSource:
                 for name, origin in origins.items()
             }
 
-    def spans(self, number: int) -> list[Span]:
-        """Return where in files a layer is stored."""
+    def spans(self, number: int) -> tuple[list[Span], list[Span]]:
+        """Return where in files a layer's tensors are, and the parts of them that are needed."""
         attention, origins = self._attention[number], self._origins.layers[number].values()
-        return merge(span for each in origins for span in self._maker.spans(each, attention))
+        needed = merge(span for each in origins for span in self._maker.spans(each, attention))
+        uncut = (replace(each, cut=None) for each in origins)
+        return merge(span for each in uncut for span in self._maker.spans(each, attention)), needed
 
     def _size(self, origin: Origin) -> int:
         return self._maker.format_of(origin).num_bytes(origin.held.shape)

@@ -11,20 +11,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 import torch
 
 from fminfer.core.errors import MachineError
+from fminfer.core.messages import StageSpan
 from fminfer.models.layer import LayerOf
 from fminfer.models.stored.direct_reads import (
     DirectReads,
     Lent,
-    Place,
     Reading,
     Span,
+    end_of,
     finish,
     place_all,
 )
@@ -48,7 +49,6 @@ class Slot:
     buffer: torch.Tensor  # bytes
     number: int | None = None  # of the layer that is here, or comes
     reading: Reading = ()
-    places: Sequence[Place] = ()
     is_used: bool = False  # its layer computes
 
 
@@ -57,7 +57,7 @@ class LayerStream:
 
     Args:
         make: makes a layer of what is stored of it.
-        spans: of the files that each layer needs, by its number.
+        spans: where in files each layer's tensors are, and what of them it needs, by its number.
         num_slots: fewer than there are layers: they are read anew in every pass.
         device: that computes.
     """
@@ -65,17 +65,19 @@ class LayerStream:
     def __init__(
         self,
         make: MakeLayer,
-        spans: Mapping[int, Sequence[Span]],
+        spans: Mapping[int, tuple[Sequence[Span], Sequence[Span]]],
         num_slots: int,
         device: torch.device,
     ) -> None:
         self._make, self.reads = make, DirectReads()
-        self._places = {number: place_all(own) for number, own in spans.items()}
-        largest = max(map(buffer_bytes, self._places.values()))
+        self._places = {number: place_all(wholes) for number, (wholes, _) in spans.items()}
+        self._needed = {number: needed for number, (_, needed) in spans.items()}
+        largest = max(map(end_of, self._places.values()))
         num_slots = min(num_slots, len(spans))
         self._slots = [Slot(_new_buffer(largest, device)) for _ in range(num_slots)]
         self._gpu = GpuCopies(device) if device.type == "cuda" else None
-        self.waited_s = 0.0  # for layers, while nothing computed
+        self._brought: list[float] = []  # as in `StageSpan.brought`
+        self._told = (0, 0.0)  # bytes and seconds of reading
 
     @property
     def numbers(self) -> list[int]:
@@ -89,25 +91,42 @@ class LayerStream:
         Raises:
             MachineError: a file cannot be read, ends too early, or was changed.
         """
+        asked_s = time.time()
         slot = self._find(number) or self._bring(number)
-        started_s = time.monotonic()
         finish(slot.reading)
-        self.waited_s += time.monotonic() - started_s
         slot.is_used = True
         try:
             if self._find(following) is None and not all(s.is_used for s in self._slots):
                 self._bring(following)
-            lent = Lent(slot.places, slot.buffer)
+            lent = Lent(self._places[number], slot.buffer)
             if self._gpu is None:
+                came_s = time.time()
                 yield self._make(number, lent)
+                self._brought += (asked_s, came_s, time.time())
                 return
-            started_s = time.monotonic()
             made = self._gpu.copy(partial(self._make, number, lent))
-            self.waited_s += time.monotonic() - started_s
         finally:
             slot.is_used = False
+        came_s = time.time()
         yield made
         self._gpu.keep(made)
+        self._brought += (asked_s, came_s, time.time())
+
+    def reset(self) -> None:
+        """Forget what was brought so far, while the model loaded."""
+        self._brought, self._told = [], (self.reads.num_bytes, self.reads.busy_s)
+
+    def told(self, span: StageSpan) -> StageSpan:
+        """Return when a stage worked with what was brought since the last one."""
+        brought, self._brought = self._brought, []
+        before, self._told = self._told, (self.reads.num_bytes, self.reads.busy_s)
+        return replace(
+            span,
+            waited_s=sum(brought[1::3]) - sum(brought[::3]),
+            read_bytes=self._told[0] - before[0],
+            read_s=self._told[1] - before[1],
+            brought=tuple(brought),
+        )
 
     def close(self) -> None:
         """Stop reading."""
@@ -122,8 +141,8 @@ class LayerStream:
         slot = next((slot for slot in free if slot.number is None), free[0])
         with suppress(MachineError):  # of a layer that nobody asks for
             finish(slot.reading)
-        slot.number, slot.places = number, self._places[number]
-        slot.reading = self.reads.start(slot.places, slot.buffer)
+        lent = Lent(self._places[number], slot.buffer)
+        slot.number, slot.reading = number, self.reads.start(lent, self._needed[number])
         return slot
 
 
@@ -182,18 +201,16 @@ class StreamedLayers:
             del layer  # before the next one is made
 
 
-def buffer_bytes(places: Sequence[Place]) -> int:
-    """Return what a layer's spans take in a slot."""
-    return places[-1].start + places[-1].num_bytes if places else 1
-
-
 def _new_buffer(size: int, device: torch.device) -> torch.Tensor:
-    """Return bytes that begin with a whole page; for a GPU, from where it can copy them."""
+    """Return bytes that begin with a whole page; for a GPU, from where it can copy them.
+
+    On a CPU, pages into which nothing is read take no memory: they are other ranks' parts.
+    """
     if device.type == "cuda":
         pinned = torch.empty(size + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=True)
         skipped = -pinned.data_ptr() % mmap.PAGESIZE
         return pinned[skipped : skipped + size]
-    memory = mmap.mmap(-1, size)
+    memory = mmap.mmap(-1, max(1, size))
     with suppress(OSError, AttributeError):  # without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)

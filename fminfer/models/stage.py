@@ -45,6 +45,7 @@ from fminfer.machine.threads import ThreadCount
 from fminfer.models.decode_graphs import GraphsOf
 from fminfer.models.encoder import kept_tokens
 from fminfer.models.layer_step import LayerStep
+from fminfer.models.layer_stream import LayerStream
 from fminfer.models.transformer import Transformer
 
 Use = Callable[[torch.Tensor, slice], Draws]  # of (rows, vocab) logits, and which rows they are
@@ -56,10 +57,13 @@ class StepClock:
 
     A GPU works on when the call that gave it work returns. A step that nobody waits for, such as a
     prompt's chunk of which nothing is drawn, has its time told with the next one that is done.
+
+    Args:
+        stream: of layers that are brought, which adds what that took.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+    def __init__(self, device: torch.device, stream: LayerStream | None = None) -> None:
+        self._on_gpu, self._stream = device.type == "cuda", stream
         self._untold: list[Pair] = []
         self._start_s = 0.0
 
@@ -76,6 +80,10 @@ class StepClock:
         Args:
             is_awaited: a GPU has done its work, for somebody has read what it gave.
         """
+        span = self._span(is_awaited, sent_bytes, max_tokens)
+        return span if self._stream is None else self._stream.told(span)
+
+    def _span(self, is_awaited: bool, sent_bytes: int, max_tokens: int) -> StageSpan:
         end_s = time.time()
         if not self._on_gpu:
             return StageSpan(self._start_s, end_s, sent_bytes, max_tokens)
@@ -140,7 +148,7 @@ class Stage:
         self._tokens = tokens or TokenSpan(network.model.vocab_size)
         self._ranker = self._tokens.ranker(ranker)
         self._drawer = self._tokens.drawer(drawer, ranker)
-        self.clock = StepClock(device)
+        self.clock = StepClock(device, network.stream)
         self._set_limits()
         self.cache = KvCache(
             [how.attention for how in network.own],

@@ -93,6 +93,7 @@ def _try_layers(stream: LayerStream, model: Model, *, keeps_all: bool) -> None:
             seen.add(model.layers[number])
             with stream.layer(number, number):
                 pass
+    stream.reset()
 
 
 class Transformer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import astuple, fields
+from dataclasses import fields
 from typing import get_args
 
 import numpy as np
@@ -67,18 +67,29 @@ def decode_result(data: bytes, spans: list[StageSpan]) -> StepResult:
     return StepResult(step_id, results, spans)
 
 
+NUMBERS = [each.name for each in fields(StageSpan)][:-1]  # and times of any number of layers
+
+
 def encode_spans(spans: list[StageSpan]) -> bytes:
     """Return spans as columns."""
-    return np.array([astuple(span) for span in spans], np.float64).tobytes()
+    numbers = [float(getattr(span, name)) for span in spans for name in NUMBERS]
+    sizes = [float(len(span.brought)) for span in spans]
+    times = [time_s for span in spans for time_s in span.brought]
+    return np.array([float(len(spans)), *sizes, *numbers, *times], np.float64).tobytes()
 
 
 def decode_spans(data: bytes) -> list[StageSpan]:
     """Return the spans of `encode_spans`."""
-    rows = np.frombuffer(data, np.float64).reshape(-1, 5).tolist()
-    return [
-        StageSpan(start_s, end_s, int(sent_bytes), int(max_tokens), earlier_s)
-        for start_s, end_s, sent_bytes, max_tokens, earlier_s in rows
-    ]
+    num, *rest = np.frombuffer(data, np.float64).tolist()
+    whole = [type(each.default) is int for each in fields(StageSpan)][:-1]
+    sizes, place, spans = [*map(int, rest[: int(num)])], int(num), []
+    end = place + len(NUMBERS) * len(sizes)
+    for size in sizes:
+        row = rest[place : place + len(NUMBERS)]
+        values = [int(v) if is_whole else v for v, is_whole in zip(row, whole, strict=True)]
+        spans.append(StageSpan(*values, brought=tuple(rest[end : end + size])))
+        place, end = place + len(NUMBERS), end + size
+    return spans
 
 
 def _join(head: list[int], columns: Iterable[np.ndarray]) -> bytes:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from fminfer.core.config import ON_CPU, STREAMED
 from fminfer.core.errors import UsageError
-from fminfer.core.quantities import show_bytes
+from fminfer.core.quantities import counted, show_bytes
 from fminfer.plan.expected_bytes import expect_bytes, layer_bytes
 from fminfer.plan.run_plan import ExpectedBytes, RankPlan, RunPlan, Streamed
 
@@ -101,3 +101,23 @@ def _spread(numbers: list[int], count: int) -> tuple[int, ...]:
 def _bytes_of(plan: RunPlan, rank: RankPlan, count: int) -> int:
     numbers = _spread(rank.part.numbers, count)
     return sum(layer_bytes(plan, rank.share, number)[0] for number in numbers)
+
+
+def describe_streaming(plan: RunPlan, disk_speed: float = 0.0) -> str:
+    """Say which layers of this rank come and go, and what a pass is; "": all stay.
+
+    Args:
+        disk_speed: bytes a second, as it was measured; 0: it was not.
+    """
+    own = plan.own.streamed
+    if own is None:
+        return ""
+    num_layers = len(plan.own.part.numbers)
+    layers = f"{len(own.numbers)} of {counted(num_layers, 'layer')}, {show_bytes(own.num_bytes)},"
+    how = "wait in the host's memory, and are copied to the GPU in each pass"
+    if own.place == "disk":
+        how = "are read from the disk in each pass"
+        if disk_speed:
+            how += f": {own.num_bytes / disk_speed:,.1f} s at {show_bytes(int(disk_speed))}/s"
+    rows = min(plan.sizes.max_rows, plan.num_kv_tokens)
+    return f"{layers} {how}. A pass computes up to {rows:,} rows, or {plan.chunk_size:,} tokens"

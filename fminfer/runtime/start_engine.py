@@ -38,6 +38,8 @@ def start_engine(run: ProcessContext, checkpoint: Checkpoint, compute: Compute) 
         click.echo("There is no GPU here: --cuda-id means nothing, the CPU computes.", err=True)
     if not is_quiet and (why := why_no_cache()):
         click.echo(f"Nothing is kept from run to run, which makes each slower: {why}.", err=True)
+    if (told := engine.facts.streaming) and not is_quiet:
+        click.echo(f"Offload: {told}.", err=True)
     if why := engine.facts.why_plain if is_quiet else engine.facts.why_slower:
         click.echo(f"The run is slower than it could be: {why}.", err=True)
     return engine

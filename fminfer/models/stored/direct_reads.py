@@ -34,23 +34,22 @@ class Span:
     first: int
     last: int
 
+    @property
+    def whole(self) -> range:
+        """The same with the units around it, which is what is read."""
+        return range(self.first // UNIT * UNIT, -(-self.last // UNIT) * UNIT)
+
 
 @dataclass(slots=True, frozen=True)
 class Place:
-    """Where a span lies in a buffer; reading begins and ends at whole units around it."""
+    """Where a span lies in a buffer."""
 
     span: Span
     start: int  # in the buffer, of the unit in which the span begins
 
-    @property
-    def read_from(self) -> int:
-        """The byte of the file at `start`."""
-        return self.span.first // UNIT * UNIT
-
-    @property
-    def num_bytes(self) -> int:
-        """What is read, if the file does not end before."""
-        return -(-self.span.last // UNIT) * UNIT - self.read_from
+    def at(self, byte: int) -> int:
+        """Return where a byte of the file lies in the buffer."""
+        return self.start + byte - self.span.whole.start
 
 
 @dataclass(slots=True, frozen=True)
@@ -60,14 +59,20 @@ class Lent:
     places: Sequence[Place]
     buffer: torch.Tensor
 
-    def find(self, file: Path, first: int, last: int) -> torch.Tensor | None:
-        """Return some bytes of a file; None: they are not here."""
-        for place in self.places:
-            span = place.span
-            if span.file == file and span.first <= first and last <= span.last:
-                start = place.start + first - place.read_from
-                return self.buffer[start : start + last - first]
-        return None
+    def find(self, span: Span) -> torch.Tensor:
+        """Return some bytes of a file, which have a place."""
+        at = self.place_of(span).at
+        return self.buffer[at(span.first) : at(span.last)]
+
+    def place_of(self, span: Span) -> Place:
+        """Return the place in which a span lies."""
+        return next(
+            place
+            for place in self.places
+            if place.span.file == span.file
+            and place.span.first <= span.first
+            and span.last <= place.span.last
+        )
 
 
 def merge(spans: Iterable[Span]) -> list[Span]:
@@ -86,9 +91,13 @@ def place_all(spans: Iterable[Span]) -> list[Place]:
     """Return where spans go in a buffer, one after another."""
     places: list[Place] = []
     for span in spans:
-        end = places[-1].start + places[-1].num_bytes if places else 0
-        places.append(Place(span, end))
+        places.append(Place(span, end_of(places)))
     return places
+
+
+def end_of(places: Sequence[Place]) -> int:
+    """Return how many bytes a buffer for spans has."""
+    return places[-1].start + len(places[-1].span.whole) if places else 0
 
 
 class OpenFile:
@@ -169,20 +178,19 @@ class DirectReads:
         self.num_bytes, self.busy_s = 0, 0.0  # read so far, and while at least one read went on
         self._num_going, self._since_s = 0, 0.0
 
-    def start(self, places: Sequence[Place], buffer: torch.Tensor) -> Reading:
+    def start(self, lent: Lent, spans: Sequence[Span]) -> Reading:
         """Begin to read spans to their places.
 
         Args:
-            buffer: bytes, from a whole unit on.
+            lent: has a place around each span, and a buffer that begins with a whole unit.
         """
-        whole = memoryview(buffer.numpy().data)
+        whole = memoryview(lent.buffer.numpy().data)
         futures = []
-        for place in places:
-            file = self._open(place.span.file)
-            for done in range(0, place.num_bytes, PIECE):
-                first, size = place.read_from + done, min(PIECE, place.num_bytes - done)
-                target = whole[place.start + done : place.start + done + size]
-                least = min(size, place.span.last - first)
+        for span in spans:
+            file, at = self._open(span.file), lent.place_of(span).at
+            for first in range(span.whole.start, span.whole.stop, PIECE):
+                last = min(first + PIECE, span.whole.stop)
+                target, least = whole[at(first) : at(last)], min(last, span.last) - first
                 futures.append(self._threads.submit(self._read, file, first, target, least))
         return futures
 

@@ -147,9 +147,7 @@ class TensorFiles:
 
     def _bytes(self, file: Path, first: int, last: int) -> torch.Tensor:
         if self._lent is not None:
-            found = self._lent.find(file, first, last)
-            assert found is not None, f"bytes {first} to {last} of {file} were read"
-            return found
+            return self._lent.find(Span(file, first, last))
         mapped = self._map(file)
         if last > len(mapped):
             raise broken(file, "it was cut off meanwhile")

@@ -29,6 +29,7 @@ from fminfer.pipeline.local import LocalPipeline, QueuedPipeline
 from fminfer.pipeline.ring import RingPipeline, serve
 from fminfer.pipeline.watch import Fault
 from fminfer.plan.run_plan import name_of
+from fminfer.plan.streaming import describe_streaming
 from fminfer.runtime.build.agreement import END_S
 from fminfer.runtime.build.assembly import build_loop, find_ends
 from fminfer.runtime.build.builder import LoadedPart, build
@@ -94,6 +95,7 @@ class OnePipeline:
             why_slower=plan.why_reread or why.slower,
             num_stages=loaded.part.num_stages,
             num_ranks=len(plan.ranks),
+            streaming=_tell_streaming(loaded),
         )
         eos_ids = find_ends(checkpoint, tokenizer)
         self.core = build_loop(
@@ -147,6 +149,12 @@ class OnePipeline:
             group.abandon()
         else:
             group.leave()
+
+
+def _tell_streaming(loaded: LoadedPart) -> str:
+    """Say what a pass is, if layers of this rank come and go."""
+    stream = loaded.network.stream
+    return describe_streaming(loaded.plan, 0.0 if stream is None else stream.reads.bytes_per_s)
 
 
 def _most_read(loaded: LoadedPart) -> int:
