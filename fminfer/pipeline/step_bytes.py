@@ -87,7 +87,8 @@ def decode_spans(data: bytes) -> list[StageSpan]:
     for size in sizes:
         row = rest[place : place + len(NUMBERS)]
         values = [int(v) if is_whole else v for v, is_whole in zip(row, whole, strict=True)]
-        spans.append(StageSpan(*values, brought=tuple(rest[end : end + size])))
+        numbers = dict(zip(NUMBERS, values, strict=True))
+        spans.append(StageSpan(**numbers, brought=tuple(rest[end : end + size])))
         place, end = place + len(NUMBERS), end + size
     return spans
 

@@ -106,9 +106,13 @@ class RunPlan:
         return self.config.step_sizes(self.device.type, self.machine.num_stages)
 
     @property
-    def streams(self) -> bool:
-        """Whether any rank's layers are streamed."""
-        return any(rank.streamed for rank in self.ranks)
+    def micro_batches(self) -> int:
+        """Return the steps in flight: one more than there are stages, so that none waits.
+
+        Where layers are streamed each step brings them anew, so that few large ones are better.
+        """
+        streams = any(rank.streamed for rank in self.ranks)
+        return self.config.micro_batches or self.machine.num_stages + (not streams)
 
     @property
     def room_bytes(self) -> int:

@@ -1,0 +1,284 @@
+"""Layers that are brought for each pass: the same answers, and no wrong ones of a failing disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fminfer
+from fminfer.core.errors import MachineError, UsageError
+from fminfer.models import layer_stream
+from fminfer.models.stored import direct_reads
+from fminfer.models.stored.direct_reads import (
+    DirectReads,
+    Lent,
+    Span,
+    end_of,
+    finish,
+    merge,
+    place_all,
+)
+from fminfer.plan import streaming
+from tests.conftest import FIELDS, make_model, save_byte_tokenizer, some_families
+from tests.encoder_families import make_encoder, save
+from tests.gguf_building import SAMPLES
+from tests.models.test_stages import check_same
+from tests.sequence_models import save_sequence_model
+from tests.shard_threads import cut_engine
+
+SMALL = {"dtype": "float32", "block_size": 16, "budget": 1024, "chunk_size": 24}
+NUM_LAYERS = 3  # more than slots
+assert NUM_LAYERS > layer_stream.SLOTS
+
+
+@pytest.fixture
+def num_brought(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """Count the layers that are brought."""
+    counts = {"layers": 0}
+    bring = layer_stream.LayerStream._bring
+
+    def counted(stream: layer_stream.LayerStream, number: int) -> layer_stream.Slot:
+        counts["layers"] += 1
+        return bring(stream, number)
+
+    monkeypatch.setattr(layer_stream.LayerStream, "_bring", counted)
+    yield counts
+
+
+def answers(engine: fminfer.Engine) -> list[dict[str, Any]]:
+    """Answer rows whose prompts are cut in chunks, scored, and drawn from."""
+    requests: list[dict[str, Any]] = [
+        {"prompt": [*range(3, 40)], "temperature": 0, "logprobs": 2},
+        {"prompt": [*range(3, 12)], "temperature": 0, "logprobs": 2, "echo": True},
+        {"prompt": [9, 4, 7], "temperature": 0.9, "top_p": 0.9, "seed": 4, "logprobs": 1},
+    ]
+    more = {"max_tokens": 5, "ignore_eos": True}
+    records = sorted(engine.run(r | more for r in requests), key=lambda record: record.line.number)
+    engine.close()
+    assert not [record.error for record in records if record.error]
+    return [record.to_dict()["result"] for record in records]
+
+
+def check_streamed(folder: Path | str, *, make: Any = fminfer.Engine, **options: Any) -> None:
+    """See that layers from the disk give what the whole model gives, draws too."""
+    options = SMALL | options
+    whole = answers(fminfer.Engine(str(folder), **options))
+    check_same(answers(make(str(folder), offload="disk", **options)), whole)
+
+
+def save_model(name: str, folder: Path) -> Path:
+    make_model(name).save_pretrained(folder)
+    save_byte_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", sorted(FIELDS))
+def test_streamed_answers_equal_those_of_the_whole_model(
+    name: str, tmp_path: Path, num_brought: dict[str, int]
+) -> None:
+    check_streamed(save_model(name, tmp_path))
+    assert num_brought["layers"] >= 6 * NUM_LAYERS  # in each pass anew
+
+
+@pytest.mark.parametrize("name", some_families())
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"kernels": "off"}, id="plain"),
+        pytest.param({"dtype": "bfloat16"}, id="bfloat16"),
+        pytest.param({"quantize": "int8"}, id="int8"),
+        pytest.param({"quantize": "int4"}, id="int4"),
+    ],
+)
+def test_streamed_answers_in_other_types(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    check_streamed(save_model(name, tmp_path), **options)
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom", "mixtral"])
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=["shards", "stages"])
+def test_ranks_stream_their_parts(name: str, sizes: tuple[int, int], tmp_path: Path) -> None:
+    def make(folder: str, **options: Any) -> fminfer.Engine:
+        return cut_engine(folder, *sizes, **options)
+
+    check_streamed(save_model(name, tmp_path), make=make)
+
+
+@pytest.mark.parametrize("name", ["kforms-q4_k_m", "gpt_oss-mxfp4_moe", "llama"])
+def test_gguf_files_stream(name: str) -> None:
+    check_streamed(SAMPLES / f"{name}.gguf")
+
+
+def test_an_encoder_and_a_decoder_share_their_slots(tmp_path: Path) -> None:
+    save_sequence_model("t5", tmp_path)
+    requests = [{"prompt": f"translate {n}", "max_tokens": 5, "logprobs": 1} for n in range(6)]
+    found = []
+    for offload in ("off", "disk"):
+        with fminfer.Engine(str(tmp_path), dtype="float32", offload=offload) as engine:
+            found.append([record.to_dict()["result"]["choices"] for record in engine.run(requests)])
+    assert found[0] == found[1]
+
+
+def test_vectors_of_streamed_layers(tmp_path: Path) -> None:
+    folder = save(make_encoder("bert"), tmp_path)
+    found = []
+    for offload in ("off", "disk"):
+        options: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True}
+        with fminfer.Engine(str(folder), offload=offload, **options) as engine:
+            records = engine.run([{"input": [5, 6, 7, 8]}, {"input": [9, 4]}])
+            found.append([record.to_dict()["result"]["data"] for record in records])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_some_layers_stay(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_brought: dict[str, int]
+) -> None:
+    monkeypatch.setattr(streaming, "_count", lambda plan, rank: count)
+    check_streamed(save_model("llama", tmp_path))
+    is_read_again = count > layer_stream.SLOTS
+    assert (num_brought["layers"] > 2 * count) == is_read_again
+
+
+def test_it_computes_thousands_of_tokens_at_once(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    rows = [{"prompt": [n % 200 + 3, n // 200], "max_tokens": 2, "seed": n} for n in range(600)]
+    with fminfer.Engine(str(tmp_path), dtype="float32", offload="disk") as engine:
+        assert not [record.error for record in engine.run(rows, 600) if record.error]
+        assert engine.stats.max_rows_running > 256  # as many as a CPU's step has otherwise
+        assert engine.stats.num_steps <= 4
+
+
+def test_random_weights_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="random weights have none"):
+        fminfer.Engine(random_init="llama-160m", offload="disk", skip_tokenizer_init=True)
+
+
+def test_a_cpu_has_no_other_memory_for_layers() -> None:
+    with pytest.raises(UsageError, match="Use --offload disk, or auto"):
+        fminfer.Engine(offload="cpu", device="cpu")
+
+
+def test_auto_keeps_what_fits() -> None:
+    with fminfer.Engine(offload="auto", device="cpu") as engine:
+        assert engine.facts.streaming == ""
+
+
+# What goes wrong with files.
+
+
+def write_at(file: Path, place: int, data: bytes) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(place)
+        stream.write(data)
+
+
+def cut_off(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def change(file: Path) -> None:
+    write_at(file, file.stat().st_size - 4096, bytes(64))
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"), [(cut_off, "was changed|was cut off"), (change, "was changed")]
+)
+def test_a_file_that_changes_ends_the_run(
+    damage: Any, told: str, tmp_path: Path, num_brought: dict[str, int]
+) -> None:
+    """It is no row's error, and no answer comes of weights that were changed."""
+    save_model("llama", tmp_path)
+    request = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "logprobs": 1}
+    engine = fminfer.Engine(str(tmp_path), **SMALL, offload="disk")
+    first = next(iter(engine.run([request])))
+    damage(tmp_path / "model.safetensors")
+    with pytest.raises(MachineError, match=told):
+        list(engine.run([request | {"prompt": [8, 9, 10]}]))
+    assert first.error is None
+    engine.close()
+
+
+def test_a_disk_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model("llama", tmp_path)
+    engine = fminfer.Engine(str(tmp_path), **SMALL, offload="disk")
+
+    def fail(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(direct_reads.os, "preadv", fail)
+    with pytest.raises(MachineError, match=r"model\.safetensors cannot be read \(Input/output"):
+        list(engine.run([{"prompt": [5, 6, 7], "max_tokens": 9}]))
+    engine.close()
+
+
+def test_a_file_that_another_replaces_is_read_on(tmp_path: Path) -> None:
+    """Its bytes stay those that the answers so far came from."""
+    save_model("llama", tmp_path)
+    request = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "logprobs": 1}
+    with fminfer.Engine(str(tmp_path), **SMALL, offload="disk", prefix_cache=False) as engine:
+        first = next(iter(engine.run([request]))).to_dict()["result"]["choices"]
+        other = tmp_path / "other.safetensors"
+        other.write_bytes(bytes(1000))
+        os.replace(other, tmp_path / "model.safetensors")
+        assert next(iter(engine.run([request]))).to_dict()["result"]["choices"] == first
+
+
+# The reader by itself.
+
+
+def read_all(spans: list[Span], wholes: list[Span] | None = None) -> Lent:
+    lent = Lent(place_all(merge(wholes or spans)), torch.empty(0, dtype=torch.uint8))
+    size = end_of(lent.places)
+    lent = Lent(lent.places, layer_stream._new_buffer(size, torch.device("cpu")))
+    reads = DirectReads()
+    finish(reads.start(lent, merge(spans)))
+    reads.close()
+    return lent
+
+
+@pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 100_000, (8 << 20) + 5])
+def test_spans_are_read_wherever_they_lie(size: int, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    data = torch.randint(256, (size,), dtype=torch.uint8)
+    file.write_bytes(data.numpy().tobytes())
+    for first, last in ((0, size), (size // 3, size), (size // 3, size // 2 + 1)):
+        span = Span(file, first, last)
+        assert torch.equal(read_all([span]).find(span), data[first:last])
+
+
+def test_parts_of_a_tensor_lie_where_they_would_in_it(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    data = torch.randint(256, (1 << 20,), dtype=torch.uint8)
+    file.write_bytes(data.numpy().tobytes())
+    whole = Span(file, 100, 1 << 20)
+    parts = [Span(file, 5000, 9000), Span(file, 500_000, 600_000)]
+    found = read_all(parts, [whole]).find(whole)
+    for part in parts:
+        own = slice(part.first - 100, part.last - 100)
+        assert torch.equal(found[own], data[part.first : part.last])
+    assert not found[200_000:300_000].any()  # it was not read
+
+
+def test_it_reads_where_a_file_system_cannot_directly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"weights" * 1000)
+    opened, is_direct = os.open, getattr(os, "O_DIRECT", 0)
+
+    def refuse(path: Any, flags: int, *more: Any) -> int:
+        if flags & is_direct:
+            raise OSError(errno.EINVAL, "no direct reads here")
+        return opened(path, flags, *more)
+
+    monkeypatch.setattr(direct_reads.os, "open", refuse)
+    span = Span(file, 7, 14)
+    assert bytes(read_all([span]).find(span).tolist()) == b"weights"
