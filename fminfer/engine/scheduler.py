@@ -101,6 +101,11 @@ class Scheduler:
         return self._kv.usage
 
     @property
+    def max_kv_tokens(self) -> int:
+        """Tokens of the KV cache whose blocks were ever in use."""
+        return self._kv.max_kv_tokens
+
+    @property
     def is_idle(self) -> bool:
         return not (len(self._waiting) or self.num_running or self.num_reading)
 
