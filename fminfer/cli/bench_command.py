@@ -18,7 +18,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import OutputError, UsageError
 from fminfer.core.option import take
 from fminfer.job.progress import TimeBar
-from fminfer.job.report.bench_picture import Curve, draw_bench
+from fminfer.job.report.bench_picture import draw_bench
 from fminfer.machine.start_up import importing, prepare_torch
 from fminfer.machine.stopper import Stopper
 from fminfer.pipeline.ranks import RankConfig
@@ -101,8 +101,7 @@ def _time(
     click.echo(result.to_text())
     click.echo(json.dumps(result.to_dict()))
     if asked.plot is not None:
-        curves = [Curve(name, points) for name, points in result.curves.items()]
-        picture = draw_bench(result.title, result.y_name, curves, result.ranks)
+        picture = draw_bench(result.title, result.y_name, result.curves, result.ranks)
         try:
             asked.plot.write_text(picture)
         except OSError as error:

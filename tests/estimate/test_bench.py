@@ -175,6 +175,7 @@ def test_batches_larger_than_one_without_memory_are_not_tried() -> None:
 def test_each_pipeline_has_a_batch_of_its_own() -> None:
     """One of two pipelines was given all rows of a small batch: up to four that waited."""
     with closing(fminfer.Engine(dtype="float32", data_group_size=2, max_rows=8)) as engine:
+        assert [each.rank for each in engine.memory] == [0, 1], "known before the first request"
         for size in (1, 2, 8):
             before = [each.stats.num_generated_tokens for each in engine._core._pipelines]  # type: ignore[attr-defined]
             time_all(engine, [size], Spread(num_pipelines=2))

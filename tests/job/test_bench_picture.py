@@ -7,7 +7,7 @@ import xml.etree.ElementTree as Xml
 import pytest
 
 from fminfer.core.rank_memory import MemoryPeak, RankMemory
-from fminfer.job.report.bench_picture import Curve, draw_bench, find_log_ticks
+from fminfer.job.report.bench_picture import draw_bench, find_log_ticks
 
 GIB = 1 << 30
 SVG = "{http://www.w3.org/2000/svg}"
@@ -29,12 +29,12 @@ def test_ticks_of_a_logarithmic_axis(least: float, most: float, ticks: list[floa
 
 
 def test_a_picture_has_a_point_for_each_size_and_a_bar_for_each_rank() -> None:
-    curve = Curve("msecs a token", [(1, 40.0), (8, 20.0), (64, None), (128, None)])
+    curves = {"msecs a token": [(1, 40.0), (8, 20.0), (64, None), (128, None)]}
     ranks = [
         RankMemory(rank, True, 44 * GIB, MemoryPeak(3 * GIB, 30 * GIB, (40 + rank) * GIB))
         for rank in range(3)
     ]
-    root = Xml.fromstring(draw_bench("M <1>", "msecs a token", [curve], ranks))
+    root = Xml.fromstring(draw_bench("M <1>", "msecs a token", curves, ranks))
     texts = [each.text for each in root.iter(f"{SVG}text")]
     assert texts[0] == "M <1>" and texts.count("oom") == 2
     assert {"40", "20", "1", "8", "64", "128", "rank 2"} <= {*texts}
@@ -47,12 +47,12 @@ def test_a_picture_has_a_point_for_each_size_and_a_bar_for_each_rank() -> None:
 
 
 def test_a_picture_where_nothing_fits() -> None:
-    told = draw_bench("M", "msecs a token", [Curve("msecs a token", [(1, None)])], [])
+    told = draw_bench("M", "msecs a token", {"msecs a token": [(1, None)]}, [])
     assert Xml.fromstring(told) is not None and told.count(">oom<") == 1
 
 
 def test_curves_of_several_lengths_have_their_names() -> None:
-    curves = [Curve(f"rows/s of {each}", [(1, 9.0 * each), (4, None)]) for each in (16, 64)]
+    curves = {f"rows/s of {each}": [(1, 9.0 * each), (4, None)] for each in (16, 64)}
     told = draw_bench("M", "rows a second", curves, [])
-    assert all(f">{curve.name}<" in told for curve in curves)
+    assert all(f">{name}<" in told for name in curves)
     assert told.count(">oom<") == 2

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 
 from fminfer.core.rank_memory import RankMemory
 from fminfer.job.report.charts import find_ticks, show_number
@@ -18,17 +17,11 @@ TOLD = 340  # to the right of the bars, for the numbers
 MOST_TICKS = 9
 
 
-@dataclass(slots=True, frozen=True)
-class Curve:
-    """Figures by batch size."""
-
-    name: str
-    points: Sequence[tuple[int, float | None]]  # a batch size, and its figure; None: it is oom
+# Of each name, batch sizes and their figures; None: it is oom.
+Curves = Mapping[str, Sequence[tuple[int, float | None]]]
 
 
-def draw_bench(
-    title: str, y_name: str, curves: Sequence[Curve], ranks: Sequence[RankMemory]
-) -> str:
+def draw_bench(title: str, y_name: str, curves: Curves, ranks: Sequence[RankMemory]) -> str:
     """Return the picture. Figures stand on a logarithmic axis, batch sizes at equal distances.
 
     Args:
@@ -61,12 +54,12 @@ def find_log_ticks(least: float, most: float) -> list[float]:
     return ticks
 
 
-def _draw_curves(y_name: str, curves: Sequence[Curve]) -> Iterator[str]:
+def _draw_curves(y_name: str, curves: Curves) -> Iterator[str]:
     """Draw the figures by batch size; what is out of memory stands where the slowest ones are."""
     yield _write(LEFT, TOP - 24, f"{y_name}, by batch size")
-    found = [value for curve in curves for _, value in curve.points if value]
+    found = [value for points in curves.values() for _, value in points if value]
     ticks = find_log_ticks(min(found, default=1), max(found, default=1))
-    sizes = sorted({size for curve in curves for size, _ in curve.points})
+    sizes = sorted({size for points in curves.values() for size, _ in points})
     columns = {size: LEFT + PLOT * (i + 0.5) / len(sizes) for i, size in enumerate(sizes)}
 
     def height(value: float) -> float:
@@ -78,20 +71,20 @@ def _draw_curves(y_name: str, curves: Sequence[Curve]) -> Iterator[str]:
         yield _write(LEFT - 8, height(tick) + 4, show_number(tick), 'text-anchor="end"')
     for size, x in columns.items():
         yield _write(x, TOP + HEIGHT + 20, f"{size:,}", 'text-anchor="middle"')
-    for number, curve in enumerate(curves):
+    for number, (name, points) in enumerate(curves.items()):
         colour = COLOURS[number % len(COLOURS)]
         if len(curves) > 1:
             x = LEFT + PLOT - 110 * (len(curves) - number)
             yield f'<circle cx="{x}" cy="{TOP - 28}" r="5" fill="{colour}"/>'
-            yield _write(x + 10, TOP - 24, curve.name)
-        places = [(columns[size], height(value), value) for size, value in curve.points if value]
+            yield _write(x + 10, TOP - 24, name)
+        places = [(columns[size], height(value), value) for size, value in points if value]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in places)
         yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
         for x, y, value in places:
             yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>'
             if len(curves) == 1:
                 yield _write(x + 7, y - 7, f"{value:.3g}")
-        for size in (size for size, value in curve.points if not value):
+        for size in (size for size, value in points if not value):
             fill = f'text-anchor="middle" fill="{OOM if len(curves) == 1 else colour}"'
             y = TOP + 16 if len(curves) == 1 else TOP + HEIGHT - 8 - 16 * (len(curves) - 1 - number)
             yield _write(columns[size], y, "oom", fill)

@@ -346,7 +346,7 @@ class Team:
         """Process reports of the pipelines; yield their events."""
         for pipeline, report in self._reports(timeout_s):
             if isinstance(report, Ready):
-                pipeline.ready = report
+                pipeline.ready, pipeline.memory = report, report.memory
             elif isinstance(report, Told):
                 pipeline.state = report.state
                 if report.stats is not None:

@@ -102,7 +102,7 @@ class TeamMember:
         """Answer until no more is asked."""
         computing, core = self._computing, self._core
         threading.Thread(target=self._listen, name="listener", daemon=True).start()
-        send(self._connection, Ready(computing.facts))
+        send(self._connection, Ready(computing.facts, computing.memory))
         while not self._has_ended:
             core.wait()
             if self._failure is not None:

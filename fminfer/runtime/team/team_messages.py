@@ -61,6 +61,7 @@ class Ready:
     """The pipeline can answer."""
 
     facts: Facts
+    memory: list[RankMemory] = field(default_factory=list)  # of its ranks
 
 
 @dataclass(slots=True, frozen=True)
