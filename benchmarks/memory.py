@@ -22,6 +22,7 @@ import click
 from fminfer.compute.step import Step, StepResult, TokenLogprobs
 from fminfer.core.config import EngineConfig, StepSizes
 from fminfer.core.messages import StageSpan
+from fminfer.core.rank_memory import RankMemory
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.engine_core import Facts
 from fminfer.engine.start import Starter
@@ -70,7 +71,7 @@ class StubComputing:
         tokenizer: Tokenizer,
         on_progress: object,
     ) -> None:
-        self.gpu_memory: dict[str, int] = {}
+        self.memory: list[RankMemory] = []
         types = ["float32"] * 3
         self.facts = Facts("cpu", *types, 1, True, 256, 64, 0, 1, False, "", "")
         self.core = build_loop(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import sys
 import time
@@ -13,15 +12,15 @@ from typing import Any
 
 import click
 
+from fminfer.cli.bench_command import bench
 from fminfer.cli.check_command import check
 from fminfer.cli.config_file import ConfiguredCommand, tell_notices
 from fminfer.cli.ending import EXIT_SOME_ERRORS, EXIT_STOPPED, EXIT_USAGE, Ending, tell
 from fminfer.cli.families_command import families
 from fminfer.cli.foreign_names import say_of_command, say_of_option
 from fminfer.cli.options.flags import flags_of
-from fminfer.cli.options.option_table import BenchOptions
 from fminfer.cli.options.value_types import PathOrUrl
-from fminfer.cli.process_start import elapsed_s, importing_engine, start_children, start_kernels
+from fminfer.cli.process_start import elapsed_s, importing_engine, start_children
 from fminfer.cli.quantize_command import quantize
 from fminfer.cli.report_command import report
 from fminfer.cli.serve_command import serve, service
@@ -36,11 +35,9 @@ from fminfer.core.option import take
 from fminfer.core.version import __version__
 from fminfer.files.cache_place import KeptAnswers
 from fminfer.files.storage import Location, RemoteFolders, default_work_dir
-from fminfer.job.progress import TimeBar
 from fminfer.job.run_paths import JobOptions, JobPaths, refuse_other_models
 from fminfer.job.synthetic import NUM_BATCHES, Hyperparameters, Synthetic
 from fminfer.machine.processor import cap_libraries
-from fminfer.machine.start_up import importing, prepare_torch
 from fminfer.machine.stopper import ProcessOptions, Stopper, check_times
 from fminfer.pipeline.ranks import RankConfig
 from fminfer.runtime.launch.role import Role, find_role
@@ -96,7 +93,7 @@ def main() -> None:
 
 
 for command in (
-    *(serve, check, split, merge, submit, status, report, families, quantize, service),
+    *(serve, check, split, merge, submit, status, report, families, quantize, bench, service),
     serve_part,
 ):
     main.add_command(command)
@@ -194,61 +191,6 @@ def _make_up(
     synthetic = Synthetic(flags, config.max_steps or NUM_BATCHES)
     max_rows = config.max_rows or synthetic.num_rows
     return replace(job, synthetic=synthetic), replace(config, max_steps=None, max_rows=max_rows)
-
-
-@main.command(cls=ConfiguredCommand, settings_of="run", params=flags_of("bench"))
-def bench(**options: Any) -> None:
-    """Time the generation of short rows at several batch sizes.
-
-    \b
-    fminfer bench --random-init bloom-560m
-    fminfer bench --model-name /models/bloom-7b1 --dtype bfloat16 --batch-sizes 1,8
-    fminfer bench --model-name /models/bloom-7b1 --calibrate
-
-    It measures as the BLOOM inference scripts do: greedy generation of 100 tokens from inputs of a
-    few tokens, each batch size once, after a short row to warm up. Of a model that gives vectors it
-    tells rows a second, at several lengths. It runs one process, and prints a line of JSON last.
-    """
-    tell_notices(is_quiet=False)
-    asked, config = take(BenchOptions, options), take(EngineConfig, options)
-    prepare_torch()
-    start_kernels(config)
-    if asked.calibrate:
-        return _calibrate(config)
-    with importing():
-        from fminfer.estimate.bench import BatchFigures, run_bench, show_table
-
-    rows = []
-    for figures in run_bench(config, asked.batch_sizes, asked.new_tokens, elapsed_s):
-        click.echo(figures.to_text() + "\n" * isinstance(figures, BatchFigures))
-        rows.append(figures)
-    for line in show_table(rows):
-        click.echo(line)
-    click.echo(json.dumps({"batches": [each.to_dict() for each in rows]}))
-
-
-def _calibrate(config: EngineConfig) -> None:
-    with importing():
-        from fminfer.estimate.calibration import calibrate
-        from fminfer.estimate.cost_model import COSTS
-
-    click.echo(
-        "Loading the model, then timing its steps: some 30 s, longer if it is slow.", err=True
-    )
-    bar = TimeBar("calibrate")
-    try:
-        found = calibrate(config, bar.update)
-    finally:
-        bar.close()
-    for cost, seconds in zip(COSTS, found.costs.seconds, strict=True):
-        click.echo(f"{seconds * 1000:12.5f} ms  {cost}")
-    error, runs = found.costs.error, found.costs.whole_runs
-    click.echo(
-        f"{len(found.samples):,} steps, half of them predicted to {error:.0%} or better; "
-        f"{len(runs)} whole runs took {min(runs):.2f} to {max(runs):.2f} times what was predicted"
-    )
-    click.echo("fminfer check now estimates the time of this model's runs on this machine.")
-    click.echo(json.dumps({"path": str(found.path), "median_error": error, "whole_runs": runs}))
 
 
 def _run(job: JobPaths, config: EngineConfig, role: Role, stopper: Stopper, ending: Ending) -> int:

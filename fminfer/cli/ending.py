@@ -65,11 +65,11 @@ class Ending:
 
     def at_once(self, kind: str) -> None:
         """End for an error of this kind, which is told already."""
-        self._leave(status_of_kind(kind))
+        self._end(status_of_kind(kind))
 
     def stop(self, reason: StoppedError) -> None:
         """End for a signal, which is told already."""
-        self._leave(status_of(reason))
+        self._end(status_of(reason))
 
     def fail(self, error: BaseException, reason: StoppedError | None) -> NoReturn:
         """Say what is wrong and end.
@@ -83,15 +83,19 @@ class Ending:
             status = status_of(error)
         else:
             status = tell(error, is_verbose=self.is_verbose)
+        self.leave(status)
+
+    def leave(self, status: int) -> NoReturn:
+        """End with this status, once what was printed is written."""
         try:
             sys.stdout.flush()
         except OSError:  # told before; Python is not to try again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not self.is_alone:
-            self._leave(status)
+            self._end(status)
         sys.exit(status)
 
-    def _leave(self, status: int) -> NoReturn:
+    def _end(self, status: int) -> NoReturn:
         if self.children is not None:
             self.children.kill()
         abandon_build()

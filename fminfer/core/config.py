@@ -74,7 +74,7 @@ BLOCK_SIZE = 32
 _model = partial(option, group="Model", commands=OF_ENGINE)
 _weights = partial(_model, commands=OF_WEIGHTS)
 _speed = partial(option, group="Speed and memory", commands=OF_ENGINE)
-_rank = partial(option, group="Ranks", commands=("run", "serve", "check"))
+_rank = partial(option, group="Ranks", commands=OF_ENGINE)
 _request = partial(option, group="Requests", commands=("run", "serve", "check"))
 _recorded = partial(_request, alters="requests", is_always_recorded=True)
 
@@ -192,7 +192,7 @@ class ComputeOptions(Options):
     cuda_ids: tuple[int, ...] = _rank(
         "The GPUs of this machine's ranks, in their order: 0,1,2.  [default: all]",
         flags=("--cuda-id",),
-        commands=("run", "serve"),
+        commands=("run", "serve", "bench"),
     )
 
     @property

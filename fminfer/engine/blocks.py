@@ -18,6 +18,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size  # tokens a block
+        self.max_used = 0  # blocks that were ever in use at once, which are the first ones
         self.clear()
 
     def clear(self) -> None:
@@ -57,6 +58,7 @@ class BlockPool:
         blocks = [self._free.pop() for _ in range(count)]
         for block in blocks:
             self._num_holders[block] = 1
+        self.max_used = max(self.max_used, self.num_blocks - len(self._free))
         return blocks
 
     def share(self, blocks: list[int]) -> None:

@@ -312,6 +312,7 @@ class EngineLoop:
             self._in_flight.append(planned)
             running = self._scheduler.num_running
             self.stats.max_rows_running = max(self.stats.max_rows_running, running)
+            self.stats.max_kv_tokens = self._scheduler.max_kv_tokens
 
     def _postprocess(self, planned: PlannedStep, result: StepResult) -> None:
         """Give each token of a step to its sequence, and end those that are done."""

@@ -88,6 +88,11 @@ class KvReservation:
         """The part of the pool that sequences hold, from 0 to 1."""
         return self._pool.usage
 
+    @property
+    def max_kv_tokens(self) -> int:
+        """Tokens of the blocks that were ever in use."""
+        return self._pool.max_used * self._pool.block_size
+
     def fits(self, prompt: PromptState) -> bool:
         """Return whether the pool could hold the prompt if it were alone."""
         return self._num_blocks(prompt, prompt.num_kv_tokens) <= self._pool.num_blocks

@@ -24,7 +24,7 @@ from fminfer.engine.sequence import Array, PromptState, Sequence
 from fminfer.engine.step_shape import StepShape, StepsInFlight
 from fminfer.engine.waiting import PrefillLine, ReadLine, WaitingLine
 
-MAX_LOOKS = 64  # waiting prompts that are looked at before a step
+MAX_LOOKS = 64  # waiting prompts that are passed over before a step
 MAX_UNFED = 32  # tokens of a row that drew some without an alternative
 MAX_LEFT_OUT = 8  # steps in a row that leave out the rows behind all others
 
@@ -101,6 +101,11 @@ class Scheduler:
         return self._kv.usage
 
     @property
+    def max_kv_tokens(self) -> int:
+        """Tokens of the KV cache whose blocks were ever in use."""
+        return self._kv.max_kv_tokens
+
+    @property
     def is_idle(self) -> bool:
         return not (len(self._waiting) or self.num_running or self.num_reading)
 
@@ -161,10 +166,9 @@ class Scheduler:
             num_before += self._reading.num_unfed_before(prompt.priority)
             if num_before >= self._shape.chunk_size:
                 break
-            num_looks += 1
             match = self._kv.find_prefix(prompt)
             if self._stands_back(prompt, match):
-                place += 1
+                place, num_looks = place + 1, num_looks + 1
                 continue
             # Rows that this preempts are of lower priority: they join the line behind `place`.
             if not (self._enter(prompt, match) or self._preempt_for(prompt)):

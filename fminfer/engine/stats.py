@@ -84,6 +84,7 @@ class EngineStats:
     num_begun: int = 0  # requests that no longer wait: admitted, or ended without
     max_rows_running: int = 0
     num_kv_tokens: int = 0  # the size of the KV cache
+    max_kv_tokens: int = 0  # of it, those whose blocks were ever in use
     stages: list[StageStats] = field(default_factory=list)  # one a stage
     read: ReadWork = field(default_factory=ReadWork)
 

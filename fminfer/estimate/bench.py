@@ -7,179 +7,251 @@ of a few. A model that gives vectors is timed by rows a second, at several lengt
 from __future__ import annotations
 
 import random
-import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
-import torch
-
-from fminfer.core.config import EngineConfig
-from fminfer.core.errors import FminferError, UsageError
-from fminfer.core.quantities import show_dtypes
+from fminfer.core.errors import FminferError, OutOfMemoryError
+from fminfer.core.quantities import counted, show_dtypes
+from fminfer.core.rank_memory import RankMemory, memory_table
+from fminfer.models.checkpoint import Checkpoint
+from fminfer.runtime.computing import Compute
 from fminfer.runtime.engine_api import Engine
+from fminfer.runtime.launch.processes import ProcessContext
+from fminfer.runtime.process_roles import Opening, lead_or_join
+from fminfer.runtime.start_engine import start_engine
 
+TOO_SMALL = "the KV cache is too small; raise --budget, or take smaller batches"
 LENGTHS = (16, 64, 256, 512)  # of rows that become vectors
 
 
 @dataclass(slots=True, frozen=True)
-class BatchFigures:
-    """What one batch size took."""
+class Figures:
+    """What one batch size took: on each pipeline, all at once."""
 
-    batch_size: int
-    num_tokens: int  # generated
-    generate_s: float  # tokenizing included
+    batch_size: int  # of a pipeline
+    length: int  # tokens of a row that becomes a vector; 0: rows of generated tokens
+    num_rows: int  # of all pipelines
+    num_tokens: int  # generated, or read
+    seconds: float  # tokenizing included
     ready_s: float  # from the process's start until the model could be used
-    host_bytes: int  # the most memory that the process has had so far
-    gpu_bytes: int
     dtype: str  # of the arithmetic
     weight_dtype: str  # the format of most weights
 
     @property
     def ms_per_token(self) -> float:
-        return self.generate_s / self.num_tokens * 1000
+        return self.seconds / self.num_tokens * 1000
+
+    @property
+    def rows_per_s(self) -> float:
+        return self.num_rows / self.seconds
+
+    @property
+    def value(self) -> float:
+        """What tables and pictures show: milliseconds a token, or of vectors rows a second."""
+        return self.rows_per_s if self.length else self.ms_per_token
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"ms_per_token": self.ms_per_token}
+        return asdict(self) | {"ms_per_token": self.ms_per_token, "rows_per_s": self.rows_per_s}
 
     def to_text(self) -> str:
-        """Return the four figures in the scripts' own words."""
+        """Return the four figures in the scripts' own words, or a line about vectors."""
+        if self.length:
+            return (
+                f"{self.num_rows:>6,} rows of {self.length:>5,} tokens: {self.rows_per_s:>10,.1f} "
+                f"rows/s, {self.rows_per_s * self.length:>11,.0f} tokens/s"
+            )
         return (
             "*** Performance stats:\n"
             f"Arithmetic and weights: {show_dtypes(self.dtype, self.weight_dtype)}\n"
             f"Throughput per token including tokenize: {self.ms_per_token:.2f} msecs\n"
             f"Start to ready to generate: {self.ready_s:.3f} secs\n"
             f"Tokenize and generate {self.num_tokens} (bs={self.batch_size}) tokens: "
-            f"{self.generate_s:.3f} secs\n"
-            f"Start to finish: {self.ready_s + self.generate_s:.3f} secs\n"
-            f"Memory of the process: CPU {self.host_bytes / 2**30:.2f} GiB, "
-            f"GPU {self.gpu_bytes / 2**30:.2f} GiB"
+            f"{self.seconds:.3f} secs\n"
+            f"Start to finish: {self.ready_s + self.seconds:.3f} secs\n"
         )
 
 
 @dataclass(slots=True, frozen=True)
-class VectorFigures:
-    """What a batch of prompts took that became vectors."""
+class NoRoom:
+    """A batch size that does not fit."""
 
     batch_size: int
-    length: int  # tokens of a row
-    rows_per_s: float
-    ready_s: float  # from the process's start until the model could be used
-    host_bytes: int
-    gpu_bytes: int
-    dtype: str
-    weight_dtype: str
+    length: int
+    needed_kv_tokens: int  # in each pipeline
+    num_kv_tokens: int  # that there are
+    why: str
+
+    value = None
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"is_oom": True}
 
     def to_text(self) -> str:
+        if self.length:
+            return f"{self.batch_size:>6,} rows of {self.length:>5,} tokens: oom; {self.why}"
         return (
-            f"{self.batch_size:>6,} rows of {self.length:>5,} tokens: {self.rows_per_s:>10,.1f} "
-            f"rows/s, {self.rows_per_s * self.length:>11,.0f} tokens/s"
+            f"*** oom (bs={self.batch_size}): {self.why}\n"
+            f"It takes a KV cache of {self.needed_kv_tokens:,} tokens; there are "
+            f"{self.num_kv_tokens:,}\n"
         )
 
 
-def show_table(rows: Sequence[BatchFigures | VectorFigures]) -> list[str]:
-    """Return the figures as a table for people."""
-    sizes = dict.fromkeys(row.batch_size for row in rows)
-    lines = ["batch size        " + "".join(f"{size:>9}" for size in sizes)]
-    tokens = [f"{row.ms_per_token:>9.2f}" for row in rows if isinstance(row, BatchFigures)]
-    if tokens:
-        lines.append("msecs a token     " + "".join(tokens))
-    vectors = [row for row in rows if isinstance(row, VectorFigures)]
-    for length in dict.fromkeys(row.length for row in vectors):
-        cells = (f"{row.rows_per_s:>9,.1f}" for row in vectors if row.length == length)
-        lines.append(f"{f'rows/s of {length:,}':<18}" + "".join(cells))
-    return lines
+Row = Figures | NoRoom
 
 
-def run_bench(
-    config: EngineConfig,
-    batch_sizes: Sequence[int],
-    new_tokens: int,
-    elapsed_s: Callable[[], float],
-) -> Iterator[BatchFigures | VectorFigures]:
-    """Load the model once and time one batch of each size, after a short one to warm up.
+@dataclass(slots=True, frozen=True)
+class BenchResult:
+    """All that was timed, and the memory that it took."""
+
+    title: str
+    rows: list[Row]
+    ranks: list[RankMemory]
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether a batch size fitted."""
+        return any(isinstance(row, Figures) for row in self.rows)
+
+    @property
+    def y_name(self) -> str:
+        """What the values of rows are."""
+        return "rows a second" if self.rows[0].length else "msecs a token"
+
+    @property
+    def curves(self) -> dict[str, list[tuple[int, float | None]]]:
+        """Batch sizes with their values, by the name of what was timed; None: it is oom."""
+        found: dict[str, list[tuple[int, float | None]]] = {}
+        for row in self.rows:
+            name = f"rows/s of {row.length:,}" if row.length else "msecs a token"
+            found.setdefault(name, []).append((row.batch_size, row.value))
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "batches": [row.to_dict() for row in self.rows],
+            "ranks": [asdict(each) for each in self.ranks],
+        }
+
+    def to_text(self) -> str:
+        """Return tables for people."""
+        sizes = sorted({row.batch_size for row in self.rows})
+        lines = ["batch size        " + "".join(f"{size:>9}" for size in sizes)]
+        for name, points in self.curves.items():
+            cells = {size: "oom" if value is None else f"{value:,.2f}" for size, value in points}
+            lines.append(f"{name:<18}" + "".join(f"{cells[size]:>9}" for size in sizes))
+        return "\n".join([*lines, "", *memory_table(self.ranks)])
+
+
+@dataclass(slots=True, frozen=True)
+class BenchContext(ProcessContext):
+    """A bench in one of its processes."""
+
+    batch_sizes: Sequence[int]
+    new_tokens: int
+
+
+def bench_process(run: BenchContext, tell: Callable[[str], None]) -> BenchResult | None:
+    """Load the model once and time each batch size, or do another rank's part; that returns None.
 
     Args:
-        elapsed_s: seconds since the process started.
+        tell: told of each batch size once it is done.
 
     Raises:
-        UsageError: a batch cannot run at once.
         FminferError: the model cannot be loaded, or a row fails.
     """
-    if min(batch_sizes, default=0) < 1 or new_tokens < 1:
-        raise UsageError("batch sizes and --new-tokens must be 1 or more")
-    if config.max_rows is not None and max(batch_sizes) > config.max_rows:
-        raise UsageError(
-            f"a batch of {max(batch_sizes)} does not run at once: --max-rows is {config.max_rows}"
+
+    def lead(run: BenchContext, checkpoint: Checkpoint, compute: Compute) -> BenchResult:
+        engine = start_engine(run, checkpoint, compute)
+        rows: list[Row] = []
+        try:
+            for row in _Bench(engine, run).time_all():
+                tell(row.to_text())
+                rows.append(row)
+        finally:
+            engine.close()
+        return BenchResult(_title_of(engine), rows, engine.memory)
+
+    return lead_or_join(run, Opening(run.config), lead)
+
+
+def _title_of(engine: Engine) -> str:
+    facts = engine.facts
+    types, ranks = show_dtypes(facts.dtype, facts.weight_dtype), counted(facts.num_ranks, "rank")
+    return f"{engine.model_name}: {types} on {facts.device}, {ranks}"
+
+
+class _Bench:
+    """Times the batch sizes with one engine."""
+
+    def __init__(self, engine: Engine, run: BenchContext) -> None:
+        self._engine, self._run = engine, run
+        self._ready_s = run.elapsed_s()
+        self._gives_vectors = engine.intake.limits.vectors is not None
+        self._kv_tokens = engine.facts.num_kv_blocks * engine.config.block_size
+        self._num_pipelines = run.role.spread.num_pipelines
+        self._ids = random.Random(0)
+
+    def time_all(self) -> Iterator[Row]:
+        """Time every batch, the smaller ones first, after a short one to warm up.
+
+        Larger batches than one that ran out of memory would do so, too, and may find no ranks.
+        """
+        lengths = [0]
+        if self._gives_vectors:
+            lengths = [each for each in LENGTHS if each <= self._engine.context_length]
+        sizes = sorted(set(self._run.batch_sizes))
+        pairs = sorted(product(lengths, sizes), key=lambda each: (each[0] or 1) * each[1])
+        if self._needed_kv_tokens(1, 4) <= self._kv_tokens:
+            self._answer(1, 8 * self._gives_vectors, 4)
+        failed = ""
+        for length, size in pairs:
+            needed = self._needed_kv_tokens(size, self._run.new_tokens)
+            why = TOO_SMALL if needed > self._kv_tokens else failed
+            if not why:
+                try:
+                    yield self._time(size, length)
+                    continue
+                except OutOfMemoryError as error:
+                    why = str(error)
+                    failed = "a smaller batch ran out of memory"
+            yield NoRoom(size, length, needed, self._kv_tokens, why)
+
+    def _needed_kv_tokens(self, batch_size: int, new_tokens: int) -> int:
+        """Return the KV cache in which so many rows run at once; vectors need none to count."""
+        if self._gives_vectors:
+            return 0
+        prompt = self._engine.tokenizer.encode("Row 000:", with_offsets=False)
+        block = self._engine.config.block_size
+        return batch_size * -(-(len(prompt.ids) + new_tokens - 1) // block) * block
+
+    def _time(self, batch_size: int, length: int) -> Figures:
+        seconds = self._answer(batch_size, length, self._run.new_tokens)
+        facts, num_rows = self._engine.facts, batch_size * self._num_pipelines
+        return Figures(
+            batch_size=batch_size,
+            length=length,
+            num_rows=num_rows,
+            num_tokens=num_rows * (length or self._run.new_tokens),
+            seconds=seconds,
+            ready_s=self._ready_s,
+            dtype=facts.dtype,
+            weight_dtype=facts.weight_dtype,
         )
-    engine = Engine(replace(config, max_rows=config.max_rows or max(batch_sizes)))
-    try:
-        ready_s = elapsed_s()
-        if engine.intake.limits.vectors is not None:
-            yield from _time_vectors(engine, batch_sizes, ready_s)
-            return
-        _check_room(engine, max(batch_sizes), new_tokens)
-        _generate(engine, 1, 4)
-        for batch_size in batch_sizes:
-            generate_s = _generate(engine, batch_size, new_tokens)
-            num_tokens = batch_size * new_tokens
-            own = *_memory(engine.device), engine.facts.dtype, engine.facts.weight_dtype
-            yield BatchFigures(batch_size, num_tokens, generate_s, ready_s, *own)
-    finally:
-        engine.close()
 
-
-def _time_vectors(
-    engine: Engine, batch_sizes: Sequence[int], ready_s: float
-) -> Iterator[VectorFigures]:
-    """Read batches of random ids of each length."""
-    ids = random.Random(0)
-
-    def read(batch_size: int, length: int) -> float:
-        size = engine.vocab_size
-        asked = [{"input": [ids.randrange(size) for _ in range(length)]} for _ in range(batch_size)]
+    def _answer(self, batch_size: int, length: int, new_tokens: int) -> float:
+        """Answer a batch of different rows on each pipeline; return the seconds."""
+        numbers = range(batch_size * self._num_pipelines)
+        if self._gives_vectors:
+            size = self._engine.vocab_size
+            rows = [{"input": [self._ids.randrange(size) for _ in range(length)]} for _ in numbers]
+        else:
+            row: dict[str, Any] = {"max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+            rows = [row | {"prompt": f"Row {number:03}:"} for number in numbers]
         started = time.perf_counter()
-        for record in engine.run(asked, batch_size):
+        for record in self._engine.run(rows, read_ahead=len(rows)):
             if record.error is not None:
                 raise FminferError(f"a batch of {batch_size} failed: {record.error.message}")
         return time.perf_counter() - started
-
-    read(2, 8)
-    for length in (each for each in LENGTHS if each <= engine.context_length):
-        for batch_size in batch_sizes:
-            per_s = batch_size / read(batch_size, length)
-            own = *_memory(engine.device), engine.facts.dtype, engine.facts.weight_dtype
-            yield VectorFigures(batch_size, length, per_s, ready_s, *own)
-
-
-def _check_room(engine: Engine, batch_size: int, new_tokens: int) -> None:
-    """Refuse a batch whose rows could not all run at once."""
-    prompt = engine.tokenizer.encode("Row 000:", with_offsets=False)
-    size = engine.config.block_size
-    each = -(-(len(prompt.ids) + new_tokens - 1) // size) * size
-    if batch_size * each > engine.stats.num_kv_tokens:
-        raise UsageError(
-            f"a batch of {batch_size} takes a KV cache of {batch_size * each} tokens; there are "
-            f"{engine.stats.num_kv_tokens}; raise --budget, or take smaller batches"
-        )
-
-
-def _generate(engine: Engine, batch_size: int, new_tokens: int) -> float:
-    """Answer a batch of different short prompts; return the seconds."""
-    row = {"max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
-    rows = [row | {"prompt": f"Row {number:03}:"} for number in range(batch_size)]
-    started = time.perf_counter()
-    for record in engine.run(rows):
-        if record.error is not None:
-            raise FminferError(f"a batch of {batch_size} failed: {record.error.message}")
-    return time.perf_counter() - started
-
-
-def _memory(device: torch.device) -> tuple[int, int]:
-    """Return the most memory that this process has had, in bytes: the host's, the GPU's."""
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return host, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

@@ -121,6 +121,7 @@ class Check:
             sizes=plan.sizes,
             num_blocks=self._num_blocks,
             num_stages=plan.machine.num_stages,
+            micro_batches=plan.micro_batches,
             has_memories=self._checkpoint.model.encoder is not None,
             most_read=plan.most_read(plan.room_bytes - plan.own.takes.total(plan.num_kv_tokens)),
         )

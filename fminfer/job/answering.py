@@ -330,9 +330,9 @@ def _answer_rows(
                 trace=job.trace,
                 run_facts=facts,
             )
-        summary.gpu_memory = engine.gpu_memory
     finally:
         engine.close()
+    summary.ranks = engine.memory  # with the last words of all
     return summary
 
 

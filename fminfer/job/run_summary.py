@@ -8,6 +8,7 @@ from typing import Any
 
 from fminfer.core.errors import RETRYABLE
 from fminfer.core.quantities import counted, show_bytes, show_dtypes, show_seconds
+from fminfer.core.rank_memory import RankMemory, show_memory
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.output_paths import STDOUT
 from fminfer.files.vector_file import vectors_path
@@ -50,7 +51,7 @@ class JobSummary:
     other_work_s: float = 0.0  # time that all threads together waited for other work
     other_work_share: float = 0.0  # the same as a share of the time of the run's cores
     is_beside_other_work: bool = False  # other work slowed the run
-    gpu_memory: dict[str, int] = field(default_factory=dict)  # rank 0's forecast and peak, bytes
+    ranks: list[RankMemory] = field(default_factory=list)  # the most memory of each
     engine: dict[str, Any] = field(default_factory=dict)
     warnings: dict[str, int] = field(default_factory=dict)
     result_cache: str = ""  # folder of answers that several runs share; "": none
@@ -182,6 +183,8 @@ class JobSummary:
             f"speed     {speed}{self._shared_text()}; {self._busy_text()}",
             f"time      ready after {self.start_to_ready_s:.1f} s, then {took}",
         ]
+        if self.ranks:
+            lines.append(f"memory    {show_memory(self.ranks)}")
         lines += self._stream_lines()
         if self.engine["num_copied_requests"]:
             copied = counted(self.engine["num_copied_requests"], "request")

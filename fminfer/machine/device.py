@@ -10,11 +10,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from fminfer.machine.host_memory import free_host_bytes
+from fminfer.core.rank_memory import MemoryPeak
+from fminfer.machine.host_memory import free_host_bytes, peak_host_bytes
 from fminfer.machine.processor import VARIABLE, chosen_name, has_unit, hides_unit
 from fminfer.machine.threads import BINDS_THREADS
 
 LEAST_SHARE = 1 << 15  # numbers: as many threads fill an array as it has of them
+CPU = torch.device("cpu")
 BFLOAT16_UNITS = ("avx512_bf16", "amx_bf16")
 
 
@@ -117,9 +119,15 @@ def free_bytes(device: torch.device) -> int:
     return free_host_bytes()
 
 
-def peak_bytes(device: torch.device) -> int:
-    """Return the most memory that torch has taken of a GPU so far; 0 for a CPU."""
-    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+def measure_peak(device: torch.device = CPU) -> MemoryPeak:
+    """Return the most memory that this process has had so far, of the host and of its device."""
+    if device.type != "cuda":
+        return MemoryPeak(peak_host_bytes())
+    return MemoryPeak(
+        peak_host_bytes(),
+        gpu_bytes=torch.cuda.max_memory_allocated(device),
+        gpu_reserved_bytes=torch.cuda.max_memory_reserved(device),
+    )
 
 
 def memory_name(device: torch.device, host: str) -> str:

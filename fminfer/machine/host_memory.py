@@ -47,10 +47,23 @@ def free_swap_bytes() -> int:
     return _read_meminfo("SwapFree") or 0
 
 
+def peak_host_bytes() -> int:
+    """Return the most memory that this process has had, mapped files included.
+
+    The system's older count, `ru_maxrss`, begins with what the process that started this one had.
+    """
+    peak = _read_bytes("proc/self/status", "VmHWM")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if peak is None else peak
+
+
 def _read_meminfo(name: str) -> int | None:
+    return _read_bytes("proc/meminfo", name)
+
+
+def _read_bytes(file: str, name: str) -> int | None:
     """Return bytes that Linux tells of; None: it does not."""
     with suppress(OSError):
-        for line in (control_groups.SYSTEM / "proc/meminfo").read_text().splitlines():
+        for line in (control_groups.SYSTEM / file).read_text().splitlines():
             if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
     return None
@@ -124,6 +137,8 @@ def touching_memory(num_bytes: int) -> Iterator[None]:
             yield
     finally:
         memory.close()
+        with suppress(OSError):  # it is not to count in the peak; 5 begins that anew
+            Path("/proc/self/clear_refs").write_text("5")
 
 
 @contextmanager

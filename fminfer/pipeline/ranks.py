@@ -36,7 +36,7 @@ LOCAL_SIZES = {
 }
 
 
-_option = partial(option, group="Ranks", commands=("run", "serve"))
+_option = partial(option, group="Ranks", commands=("run", "serve", "bench"))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from fminfer.compute.step import Results, Step
-from fminfer.core.errors import PipelineError
+from fminfer.core.errors import FminferError, PipelineError
 from fminfer.core.messages import StageSpan
 from fminfer.core.partition import Part
 from fminfer.machine.device import use_device
@@ -199,7 +199,7 @@ def serve(
     """Do a rank's part of every step until rank 0 says stop; for all ranks but that one.
 
     Args:
-        on_stop: called when it does, before the other ranks hear it.
+        on_stop: called when it does, before a later stage hears it.
         release: called when a connection breaks; it ends this process's waits in sums.
 
     Raises:
@@ -238,11 +238,11 @@ def serve(
                 raise
         if message.kind == "stop":
             on_stop()
+            followers.join()  # rank 0 is to hear it last
         if part.is_leader or message.kind == "stop":
             sender.put(message)
         if message.kind == "stop":
             receiver.join()
-            followers.join()
             sender.join()
             return
 
@@ -253,7 +253,7 @@ class RingPipeline(QueuedPipeline):
     Args:
         stage, part: of rank 0.
         form: of the hidden states.
-        explain: told of a broken connection; returns what is known to have caused it.
+        explain: told of a broken connection; returns the error that is known to have caused it.
         on_stop: called when all steps are done, before the other ranks hear that it is over.
         release: called when a rank has failed; it ends this process's waits in sums.
     """
@@ -263,7 +263,7 @@ class RingPipeline(QueuedPipeline):
         stage: StageWork,
         part: Part,
         form: HiddenForm,
-        explain: Callable[[str], str],
+        explain: Callable[[str], FminferError],
         on_stop: Callable[[], None] = lambda: None,
         release: Callable[[], None] = lambda: None,
     ) -> None:
@@ -283,7 +283,7 @@ class RingPipeline(QueuedPipeline):
     def fail(self, error: BaseException) -> None:
         """Raise an error in whoever waits for a result; nothing more comes."""
         if isinstance(error, PipelineError):
-            error = PipelineError(self._explain(str(error)))
+            error = self._explain(str(error))
         self._failure = self._failure or error
         self.is_broken = True
         self._release()

@@ -1,6 +1,7 @@
 """Notices ranks that die, fail or fall silent, and tells every other one within seconds.
 
-Each rank sets a beat in the store; rank 0 watches all, all watch rank 0 and one key for faults.
+Each rank sets a beat in the store, with the most memory that it has had. Rank 0 watches all, all
+watch rank 0 and one key for faults.
 Silence is counted in this process's own turns, so a run that was suspended as a whole can go on.
 """
 
@@ -10,12 +11,15 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, astuple, dataclass
 
 from typing_extensions import Self
 
 from fminfer.core.errors import FminferError, PipelineError, error_of
+from fminfer.core.rank_memory import MemoryPeak
+from fminfer.machine.device import measure_peak
 from fminfer.pipeline.store import Store
 
 TURN_S = 0.5
@@ -77,15 +81,17 @@ class Watch:
         self._timeout_s = timeout_s
         self._parent = parent
         self.on_fault, self._look = on_fault, look
+        self.measure: Callable[[], MemoryPeak] = measure_peak  # of this rank's device, once known
         self._stop = threading.Event()
         self._told = threading.Lock()  # held for good once a fault was handed on
         self._lock = threading.Lock()  # of the store's connection
         self._turns_since_answer = 0
         self._silent_turns = [0] * world_size
         self._beats = [b""] * world_size
+        self._watched = range(1, world_size) if rank == 0 else range(1)
         self._num_beats = 0
         self.all_joined = threading.Event()
-        self._store.set(f"beat/{rank}", "0")  # before anyone may look for it
+        self._set_beat()  # before anyone may look for it
         for work, name in ((self._beat, "beat"), (self._guard, "guard")):
             threading.Thread(target=work, name=name, daemon=True).start()
 
@@ -110,6 +116,26 @@ class Watch:
         """Watch no longer; the run is over."""
         self._stop.set()
 
+    def end(self) -> None:
+        """Stop, and beat a last time: the store then has this rank's last words."""
+        self.stop()
+        with suppress(FminferError), self._lock:
+            self._set_beat()
+
+    def hear_last(self) -> None:
+        """Take note of the last words of ranks that have ended; on rank 0."""
+        with suppress(FminferError), self._lock:
+            self._beats[1:] = self._read_beats()
+
+    def find_peaks(self) -> dict[int, MemoryPeak]:
+        """Return the memory of other ranks, as each last said it; on rank 0, in any thread."""
+        said = {rank: [*map(int, self._beats[rank].split())] for rank in self._watched}
+        return {
+            rank: MemoryPeak(each[1], gpu_bytes=each[2], gpu_reserved_bytes=each[3])
+            for rank, each in said.items()
+            if each
+        }
+
     def leave(self) -> None:
         """Stop, and hang up."""
         self.stop()
@@ -131,17 +157,14 @@ class Watch:
         return Fault.from_json(known)
 
     def _turn(self) -> Fault | None:
-        self._num_beats += 1
-        self._store.set(f"beat/{self._rank}", str(self._num_beats))
+        self._set_beat()
         if self._store.check([FAULT]):
             return Fault.from_json(self._store.get(FAULT))
         if why := self._look():
             return self._publish(Fault(why))
         if not self.all_joined.is_set():
             return None
-        watched = range(1, self._world_size) if self._rank == 0 else [0]
-        beats = self._store.multi_get([f"beat/{rank}" for rank in watched])
-        for rank, beat in zip(watched, beats, strict=True):
+        for rank, beat in zip(self._watched, self._read_beats(), strict=True):
             is_silent = beat == self._beats[rank]
             self._silent_turns[rank] = self._silent_turns[rank] + 1 if is_silent else 0
             self._beats[rank] = beat
@@ -149,6 +172,15 @@ class Watch:
                 text = f"rank {rank} has not answered for {self._timeout_s:g} s (--rank-timeout)"
                 return self._publish(Fault(text))
         return None
+
+    def _set_beat(self) -> None:
+        """Say that this rank lives, and how much memory it has had."""
+        words = self._num_beats, *astuple(self.measure())
+        self._store.set(f"beat/{self._rank}", " ".join(map(str, words)))
+        self._num_beats += 1
+
+    def _read_beats(self) -> Sequence[bytes]:
+        return self._store.multi_get([f"beat/{rank}" for rank in self._watched])
 
     def _guard(self) -> None:
         """Notice a store that does not even answer, and a parent that is gone."""

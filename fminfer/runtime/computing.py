@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from fminfer.core.config import EngineConfig
+from fminfer.core.rank_memory import RankMemory
 from fminfer.engine.engine_core import EngineCore, Facts
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.layer_count import check_split
@@ -37,7 +38,7 @@ class Computing(Protocol):
     def facts(self) -> Facts: ...
 
     @property
-    def gpu_memory(self) -> dict[str, int]: ...
+    def memory(self) -> list[RankMemory]: ...
 
     def follow(self, on_work: OnWork | None = None, on_step: OnStep | None = None) -> None:
         """Call functions as work is computed.

@@ -18,6 +18,7 @@ from fminfer.contract.vectors import check_model
 from fminfer.core.config import EngineConfig, make_config
 from fminfer.core.errors import UsageError
 from fminfer.core.option import show_options
+from fminfer.core.rank_memory import RankMemory
 from fminfer.engine.engine_core import Facts
 from fminfer.engine.events import Event
 from fminfer.engine.sequence import Prepared
@@ -308,9 +309,12 @@ class Engine:
         raise UsageError("several pipelines compute for this engine")
 
     @property
-    def gpu_memory(self) -> dict[str, int]:
-        """Bytes of this process's GPU: the forecast, and the peak so far; {} on a CPU."""
-        return self._computing.gpu_memory
+    def memory(self) -> list[RankMemory]:
+        """The most memory of each rank so far, beside its forecast. Any thread may ask.
+
+        Of other ranks it is what they last said, half a second ago, or as a closed engine ended.
+        """
+        return self._computing.memory
 
     @property
     def warnings(self) -> dict[str, int]:

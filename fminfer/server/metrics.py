@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -147,7 +146,7 @@ class _EngineMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield what the engine has counted, and how it stands."""
-        stats, state, gpu = self._engine.stats, self._engine.state, self._engine.gpu_memory
+        stats, state = self._engine.stats, self._engine.state
         # Those that were fed or found in the cache: it never falls, as a counter must not.
         num_prompt_tokens = stats.num_prompt_tokens + stats.num_cached_tokens
         cache = self._engine.runs.cache
@@ -157,13 +156,10 @@ class _EngineMetrics:
             "vllm:num_requests_waiting": state.num_waiting,
             "vllm:kv_cache_usage_perc": state.kv_usage,
             "fminfer:kv_cache_tokens": stats.num_kv_tokens,
-            "fminfer:peak_memory_bytes": _peak_bytes(),
-            "fminfer:gpu_peak_memory_bytes": gpu.get("peak_bytes"),
-            "fminfer:gpu_foreseen_memory_bytes": gpu.get("foreseen_bytes"),
         }.items():
-            if value is not None:
-                yield self._add_value(GaugeMetricFamily(name, GAUGES[name], labels=LABELS), value)
+            yield self._add_value(GaugeMetricFamily(name, GAUGES[name], labels=LABELS), value)
         yield self._weights()
+        yield from self._memory()
         for name, value in {
             "vllm:prompt_tokens": num_prompt_tokens,
             "vllm:generation_tokens": stats.num_generated_tokens,
@@ -184,6 +180,22 @@ class _EngineMetrics:
         family.add_metric([self._model_name, facts.weight_dtype, facts.dtype], facts.weight_bytes)
         return family
 
+    def _memory(self) -> Iterator[GaugeMetricFamily]:
+        """Yield the peaks of all ranks, and the forecast of the memory that it is of."""
+        families: dict[str, GaugeMetricFamily] = {}
+        for each in self._engine.memory:
+            found = {"fminfer:peak_memory_bytes": each.peak.host_bytes}
+            if each.is_on_gpu:
+                found["fminfer:gpu_peak_memory_bytes"] = each.peak.gpu_reserved_bytes
+                found["fminfer:gpu_peak_tensor_bytes"] = each.peak.gpu_bytes
+            where = "gpu_" * each.is_on_gpu
+            found[f"fminfer:{where}foreseen_memory_bytes"] = each.foreseen_bytes
+            for name, value in found.items():
+                new = GaugeMetricFamily(name, GAUGES[name], labels=[*LABELS, "rank"])
+                family = families.setdefault(name, new)
+                family.add_metric([self._model_name, str(each.rank)], value)
+        yield from families.values()
+
     def _add_value(self, family: Family, value: float) -> Family:
         family.add_metric([self._model_name], value)
         return family
@@ -192,10 +204,6 @@ class _EngineMetrics:
 def _steps(first: int, last: int) -> tuple[float, ...]:
     """Return 1, 2 and 5 times each power of ten from 10^first to 10^last."""
     return tuple(float(f"{m}e{power}") for power in range(first, last + 1) for m in (1, 2, 5))
-
-
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 LABELS = ["model_name"]
@@ -207,10 +215,12 @@ GAUGES = {
     "vllm:num_requests_waiting": "Prompts that have not begun.",
     "vllm:kv_cache_usage_perc": "Part of the KV cache that running sequences hold, from 0 to 1.",
     "fminfer:kv_cache_tokens": "Tokens that the KV cache can hold.",
-    "fminfer:peak_memory_bytes": "Most memory that this process has had.",
+    "fminfer:peak_memory_bytes": "Most memory of a rank's process so far.",
+    "fminfer:foreseen_memory_bytes": "Memory that was forecast for a rank's process, on a CPU.",
     "fminfer:weight_bytes": "Weights in memory. format: of most of them; dtype: of the arithmetic.",
-    "fminfer:gpu_peak_memory_bytes": "Most memory of this process's GPU so far.",
-    "fminfer:gpu_foreseen_memory_bytes": "Memory of this process's GPU that was forecast.",
+    "fminfer:gpu_peak_memory_bytes": "Most memory that a rank has taken of its GPU so far.",
+    "fminfer:gpu_peak_tensor_bytes": "Most of it that tensors had.",
+    "fminfer:gpu_foreseen_memory_bytes": "Memory of its GPU that was forecast for a rank.",
 }
 COUNTERS = {
     "vllm:prompt_tokens": "Prompt tokens that were computed, or found in the prefix cache.",

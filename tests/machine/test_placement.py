@@ -325,14 +325,3 @@ def test_gloo_and_nccl_meet_on_one_interface(monkeypatch: pytest.MonkeyPatch) ->
     _choose_interface(mine, [{"host": "a", "store": "10.0.0.1", "own": "10.0.0.1"}, mine])
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
     assert os.environ["NCCL_SOCKET_IFNAME"] == "=ib0"
-
-
-def test_a_gpus_peak_is_told_beside_what_was_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing(fminfer.Engine(budget=1024, kernels="off")) as engine:
-        assert engine.gpu_memory == {}
-        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 12345)
-        engine.pipeline._device = torch.device("cuda")
-        told = engine.gpu_memory
-        kv = 1024 * engine.facts.kv_bytes_per_token
-        assert told["peak_bytes"] == 12345
-        assert told["foreseen_bytes"] > engine.facts.weight_bytes + kv

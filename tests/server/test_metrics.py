@@ -13,6 +13,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 import fminfer
+from fminfer.core.rank_memory import MemoryPeak, RankMemory
 from fminfer.engine.events import Finished
 from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.server.batches.batch_metrics import BatchMetrics
@@ -56,7 +57,10 @@ class Still:
     state = EngineState(num_waiting=7, num_running=5, kv_usage=0.25)
     runs = SimpleNamespace(cache=None)
     facts = SimpleNamespace(weight_bytes=4096, weight_dtype="Q4_K", dtype="bfloat16")
-    gpu_memory = {"peak_bytes": 2**31, "foreseen_bytes": 2**32}  # noqa: RUF012
+    memory = [  # noqa: RUF012
+        *(RankMemory(r, True, 2**32, MemoryPeak(2**28 + r, 2**30, 2**31)) for r in range(2)),
+        RankMemory(2, False, 2**29, MemoryPeak(2**28)),
+    ]
 
 
 def test_values_after_known_work(engine: fminfer.Engine) -> None:
@@ -92,7 +96,9 @@ def test_values_after_known_work(engine: fminfer.Engine) -> None:
     assert after["vllm:e2e_request_latency_seconds_count"] == 2
     assert after["vllm:num_requests_waiting"] == after["vllm:kv_cache_usage_perc"] == 0
     assert after["fminfer:kv_cache_tokens"] == engine.stats.num_kv_tokens > 0
-    assert 2**24 < after["fminfer:peak_memory_bytes"] < 2**36
+    (memory,) = engine.memory
+    assert 2**24 < after["fminfer:peak_memory_bytes{rank=0}"] <= memory.peak.host_bytes < 2**36
+    assert after["fminfer:foreseen_memory_bytes{rank=0}"] == memory.foreseen_bytes > 2**24
     (weights,) = (value for name, value in after.items() if "fminfer:weight_bytes" in name)
     assert weights == engine.facts.weight_bytes > 0
     assert not [name for name in after if "gpu" in name], "this engine is on a CPU"
@@ -164,8 +170,13 @@ def test_two_servers_in_one_process_count_for_themselves() -> None:
 
 def test_state_of_an_engine_on_a_gpu() -> None:
     found = read(Metrics(Still(), "demo"))
-    assert found["fminfer:gpu_peak_memory_bytes"] == 2**31
-    assert found["fminfer:gpu_foreseen_memory_bytes"] == 2**32
+    for rank in range(2):
+        assert found[f"fminfer:peak_memory_bytes{{rank={rank}}}"] == 2**28 + rank
+        assert found[f"fminfer:gpu_peak_memory_bytes{{rank={rank}}}"] == 2**31
+        assert found[f"fminfer:gpu_peak_tensor_bytes{{rank={rank}}}"] == 2**30
+        assert found[f"fminfer:gpu_foreseen_memory_bytes{{rank={rank}}}"] == 2**32
+    on_cpu = [name for name in found if name.startswith("fminfer:foreseen")]
+    assert on_cpu == ["fminfer:foreseen_memory_bytes{rank=2}"]
     assert found["vllm:num_preemptions_total"] == 3
     assert found["vllm:kv_cache_usage_perc"] == 0.25
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from fminfer.cluster.resources import SubmitOptions
 from fminfer.core.config import (
@@ -16,7 +17,8 @@ from fminfer.core.config import (
     RankOptions,
     RequestOptions,
 )
-from fminfer.core.option import Bytes, Command, Folder, Option, Options, option, options_of
+from fminfer.core.errors import UsageError
+from fminfer.core.option import Bytes, Command, Count, Folder, Option, Options, option, options_of
 from fminfer.files.cache_place import KeptAnswers
 from fminfer.job.run_paths import JobOptions
 from fminfer.job.synthetic import Hyperparameters
@@ -52,12 +54,28 @@ class BenchOptions(Options):
     """What `fminfer bench` times."""
 
     batch_sizes: tuple[int, ...] = _bench(
-        "Sequences that run at once, one batch size after another.", default=(1, 8, 16, 32, 64, 128)
+        "Sequences that each pipeline runs at once, smaller batches first.",
+        default=(1, 8, 16, 32, 64, 128),
     )
-    new_tokens: int = _bench("Tokens to generate for each sequence.", default=100)
+    new_tokens: Count = _bench("Tokens to generate for each sequence.", default=100)
+    plot: Path | None = _bench(
+        "Draw the times and each rank's memory as a picture, an SVG file.", metavar="FILE.svg"
+    )
     calibrate: bool = _bench(
         "Instead, time steps of many shapes, and keep the times for the forecasts of fminfer check."
     )
+
+    def check(self) -> None:
+        """Refuse batches of nothing, and a picture that could not be written in the end."""
+        if min(self.batch_sizes, default=0) < 1:
+            raise UsageError(
+                f"--batch-sizes is {','.join(map(str, self.batch_sizes)) or 'empty'}; each must be "
+                "1 or more"
+            )
+        if self.plot is not None and self.plot.suffix != ".svg":
+            raise UsageError(f"--plot is {self.plot}; the picture's name must end with .svg")
+        if self.plot is not None and not self.plot.parent.is_dir():
+            raise UsageError(f"--plot is {self.plot}, and there is no folder {self.plot.parent}")
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,7 @@ def build_loop(
     num_stages: int,
     has_memories: bool = False,
     most_read: int = sys.maxsize,
+    micro_batches: int = 0,
 ) -> EngineLoop:
     """Put a loop together.
 
@@ -89,8 +90,9 @@ def build_loop(
         most_read: tokens that an encoder reads at once, at most.
         num_blocks: the size of the KV cache.
         num_stages: of the pipeline.
+        micro_batches: steps in flight; 0: as options say, or one more than there are stages.
     """
-    micro_batches = config.micro_batches or num_stages + 1
+    micro_batches = micro_batches or config.micro_batches or num_stages + 1
     pool = BlockPool(num_blocks, config.block_size)
     scheduler = Scheduler(
         pool,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -13,7 +14,7 @@ from fminfer.compute.sampling.sampler import Drawer, Ranker
 from fminfer.compute.sampling.sharded import TokenShard
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part
-from fminfer.machine.device import free_bytes, use_device, why_slow
+from fminfer.machine.device import free_bytes, measure_peak, use_device, why_slow
 from fminfer.machine.out_of_memory import is_out_of_memory
 from fminfer.machine.threads import ThreadCount
 from fminfer.models.checkpoint import Checkpoint
@@ -229,7 +230,10 @@ def build(
         on_loaded: called when the weights are in memory, before the KV cache is, with a digest of
             each of their files if others must have the same.
     """
-    loaded = load_part(plan_run(config, checkpoint, group, spread), group, on_progress)
+    plan = plan_run(config, checkpoint, group, spread)
+    if group is not None:
+        group.watch.measure = partial(measure_peak, plan.device)
+    loaded = load_part(plan, group, on_progress)
     on_loaded(loaded.file_digests)
     num_tokens = count_blocks(loaded.plan, group) * config.block_size
     loaded = replace(loaded, plan=replace(loaded.plan, num_kv_tokens=num_tokens))

@@ -11,14 +11,15 @@ import torch
 
 from fminfer.compute.step import StepTrace
 from fminfer.core.config import EngineConfig
-from fminfer.core.errors import PipelineError
+from fminfer.core.errors import FminferError, OutOfMemoryError, PipelineError
+from fminfer.core.rank_memory import RankMemory
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.engine_core import Facts
 from fminfer.engine.start import Starter
 from fminfer.machine.device import (
     end_openmp_threads,
     free_bytes,
-    peak_bytes,
+    measure_peak,
     use_device,
 )
 from fminfer.models.checkpoint import Checkpoint
@@ -71,13 +72,10 @@ class OnePipeline:
             config, checkpoint, group, spread, on_progress=on_progress, on_loaded=on_loaded
         )
         self.plan = plan = loaded.plan
-        takes, weight_bytes = plan.own.takes, loaded.network.weight_bytes
-        self._foreseen_bytes = weight_bytes + takes.work + plan.num_kv_tokens * takes.kv_token
         num_threads, num_blocks = torch.get_num_threads(), plan.num_kv_tokens // config.block_size
         end_openmp_threads()  # steps are another thread's work
-        self._group = group
+        self._group, self._watch = group, None if group is None else group.watch
         self.stages = _build_pipeline(stage, loaded, group)
-        self._device = loaded.device
         self.graphs = stage.graphs
         self._facts = Facts(
             str(loaded.device),
@@ -88,8 +86,8 @@ class OnePipeline:
             is_alone=group is None,
             max_rows=plan.sizes.max_rows,
             num_kv_blocks=num_blocks,
-            weight_bytes=weight_bytes,
-            kv_bytes_per_token=takes.kv_token,
+            weight_bytes=loaded.network.weight_bytes,
+            kv_bytes_per_token=plan.own.takes.kv_token,
             has_kernel=stage.has_kernel,
             why_plain=why.plain,
             why_slower=plan.why_reread or why.slower,
@@ -106,6 +104,7 @@ class OnePipeline:
             sizes=plan.sizes,
             num_blocks=num_blocks,
             num_stages=loaded.part.num_stages,
+            micro_batches=plan.micro_batches,
             has_memories=checkpoint.model.encoder is not None,
             most_read=_most_read(loaded),
         )
@@ -120,11 +119,19 @@ class OnePipeline:
         return replace(self._facts, why_plain=why, why_slower=why)
 
     @property
-    def gpu_memory(self) -> dict[str, int]:
-        """Bytes of this process's GPU: the forecast, and the peak so far; {} on a CPU."""
-        if self._device.type != "cuda":
-            return {}
-        return {"foreseen_bytes": self._foreseen_bytes, "peak_bytes": peak_bytes(self._device)}
+    def memory(self) -> list[RankMemory]:
+        """The peak of each rank so far, as it last said it, beside its forecast."""
+        plan = self.plan
+        peaks = {0: measure_peak(plan.device)}
+        if self._watch is not None:
+            peaks |= self._watch.find_peaks()
+        used = plan.used_kv_tokens(self.core.stats.max_kv_tokens)
+        is_on_gpu = plan.device.type == "cuda"
+        return [
+            RankMemory(each.rank, is_on_gpu, each.takes.total(used), peaks[each.rank])
+            for each in plan.ranks
+            if each.rank in peaks
+        ]
 
     def follow(self, on_work: OnWork | None = None, on_step: OnStep | None = None) -> None:
         """Call functions after each step, as `Computing.follow` says."""
@@ -148,6 +155,7 @@ class OnePipeline:
         if self.stages.is_broken:
             group.abandon()
         else:
+            group.watch.hear_last()
             group.leave()
 
 
@@ -179,7 +187,7 @@ def serve_rank(
         checkpoint = checkpoint.with_weights()
         loaded, stage, _ = build(config, checkpoint, group, spread)
         release = _release_of(loaded)
-        serve(stage, loaded.part, loaded.form, group.watch.stop, release)
+        serve(stage, loaded.part, loaded.form, group.watch.end, release)
     except Exception as error:
         group.fail(error)
     group.leave()
@@ -189,20 +197,26 @@ def _build_pipeline(stage: Stage, loaded: LoadedPart, group: Group | None) -> Qu
     if group is None:
         return LocalPipeline(stage.run, partial(use_device, loaded.device))
 
-    def explain(text: str) -> str:
-        return group.explain(group.watch.report(Fault(text))).text
+    def explain(text: str) -> FminferError:
+        return _error_of(group.explain(group.watch.report(Fault(text))))
 
     stop, release = group.watch.stop, _release_of(loaded)
     ring = RingPipeline(stage, loaded.part, loaded.form, explain, stop, release)
 
     def fail(fault: Fault) -> None:
         group.fault = fault
-        ring.fail(PipelineError(fault.text))
+        ring.fail(_error_of(fault))
         time.sleep(END_S)
         group.die(fault)  # whoever was to hear of it waits for something else, such as stdin
 
     group.watch.on_fault = fail
     return ring
+
+
+def _error_of(fault: Fault) -> FminferError:
+    """Return what a rank's end is to rank 0; a lack of memory is one there, too."""
+    kind = OutOfMemoryError if fault.kind == OutOfMemoryError.__name__ else PipelineError
+    return kind(fault.text)
 
 
 def _release_of(loaded: LoadedPart) -> Callable[[], None]:

@@ -35,6 +35,7 @@ class LineRunner:
         form: of the records.
         engine: the same as `core`, if the run has the engine for itself.
         read_ahead: prompts that are read before there is room for them, to be put in order.
+        has_long_steps: as many are read between steps as are wanted.
         joins_equal: compute equal requests once.
         is_only_run: keep no prefixes for another run of the engine.
         cache: has answers of other runs; several runners may share it.
@@ -49,6 +50,7 @@ class LineRunner:
         *,
         engine: EngineCore | None = None,
         read_ahead: int = LOOKAHEAD,
+        has_long_steps: bool = False,
         joins_equal: bool = True,
         is_only_run: bool = False,
         cache: ResultCache | None = None,
@@ -57,7 +59,7 @@ class LineRunner:
         self._core, self._engine = core, engine
         self._intake = intake
         self._form = form
-        self._read_ahead = read_ahead
+        self._read_ahead, self._has_long_steps = read_ahead, has_long_steps
         self._equal = EqualRequests() if joins_equal else None
         self._is_only_run = is_only_run
         self._cache = cache
@@ -92,7 +94,8 @@ class LineRunner:
         """Add lines as long as more are wanted; None: none is there at the moment."""
         # While nothing is computed, nothing waits for the reading.
         is_computing = self._engine is None or self._engine.is_computing
-        num_most = LOOKAHEAD if is_computing else max(LOOKAHEAD, self._read_ahead)
+        is_brief = is_computing and not self._has_long_steps
+        num_most = LOOKAHEAD if is_brief else max(LOOKAHEAD, self._read_ahead)
         num_bytes = 0
         for _ in range(num_most):
             if not self.wants_more:

@@ -69,6 +69,7 @@ class Runs:
             ),
             engine=self._core,
             read_ahead=read_ahead,
+            has_long_steps=self._config.offload != "off",
             joins_equal=self._config.prefix_cache,
             is_only_run=is_only_run,
             cache=self.cache,

@@ -16,6 +16,7 @@ from multiprocessing.connection import wait
 
 from fminfer.core.errors import FminferError, PipelineError, UsageError, error_of
 from fminfer.core.quantities import counted
+from fminfer.core.rank_memory import RankMemory
 from fminfer.engine.events import Delta, Event
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineState, EngineStats
@@ -85,6 +86,7 @@ class Team:
             self.close()
             raise
         all_facts = [p.ready.facts for p in self._pipelines if p.ready is not None]
+        self._num_ranks = all_facts[0].num_ranks  # of a pipeline
         self.facts = replace(
             all_facts[0],
             is_alone=False,
@@ -100,9 +102,13 @@ class Team:
         return self
 
     @property
-    def gpu_memory(self) -> dict[str, int]:
-        """Nothing: each pipeline has GPUs of its own."""
-        return {}
+    def memory(self) -> list[RankMemory]:
+        """The peaks of all ranks, as their pipelines last told them, counted over all of these."""
+        return [
+            replace(each, rank=pipeline.number * self._num_ranks + each.rank)
+            for pipeline in self._pipelines
+            for each in pipeline.memory
+        ]
 
     def follow(self, on_work: OnWork | None = None, on_step: OnStep | None = None) -> None:
         """Call a function now and then with the numbers of tokens that were fed and drawn."""
@@ -332,17 +338,19 @@ class Team:
             if not free:
                 return
             pipeline = min(free, key=lambda pipeline: pipeline.cost)
-            for _ in range(min(ASKED_AT_ONCE, len(self._waiting))):
+            share = -(-len(self._waiting) // len(free))  # the last ones are shared evenly
+            for _ in range(min(ASKED_AT_ONCE, share)):
                 pipeline.ask(self._waiting.popleft())
 
     def _listen(self, timeout_s: float | None) -> Iterator[Event]:
         """Process reports of the pipelines; yield their events."""
         for pipeline, report in self._reports(timeout_s):
             if isinstance(report, Ready):
-                pipeline.ready = report
+                pipeline.ready, pipeline.memory = report, report.memory
             elif isinstance(report, Told):
                 pipeline.state = report.state
                 if report.stats is not None:
+                    pipeline.memory = report.memory
                     self._take_stats(pipeline, report.stats)
                 for event in report.events:
                     yield from self._take_event(pipeline, event)

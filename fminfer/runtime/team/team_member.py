@@ -102,7 +102,7 @@ class TeamMember:
         """Answer until no more is asked."""
         computing, core = self._computing, self._core
         threading.Thread(target=self._listen, name="listener", daemon=True).start()
-        send(self._connection, Ready(computing.facts))
+        send(self._connection, Ready(computing.facts, computing.memory))
         while not self._has_ended:
             core.wait()
             if self._failure is not None:
@@ -111,6 +111,7 @@ class TeamMember:
                 getattr(core, self._orders.popleft())()
             self._tell(core.step() if core.has_work else [])
         computing.close()
+        send(self._connection, Told([], core.state, core.stats, computing.memory))
 
     def _tell(self, events: list[Event]) -> None:
         """Send events, and now and then counts."""
@@ -123,7 +124,8 @@ class TeamMember:
         stands = core.stats.num_begun, core.has_begun
         is_due = now_s - self._told_s > STATS_EVERY_S or not core.has_work
         if events or is_due or stands != self._told:
-            send(self._connection, Told(events, core.state, core.stats if is_due else None))
+            stats, memory = (core.stats, self._computing.memory) if is_due else (None, [])
+            send(self._connection, Told(events, core.state, stats, memory))
             self._told = stands
             self._told_s = now_s if is_due else self._told_s
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from fminfer.contract.request import SamplingParams
 from fminfer.contract.vector_wish import VectorFacts, VectorWish
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
+from fminfer.core.rank_memory import MemoryPeak, RankMemory
 from fminfer.engine.engine_core import Facts
 from fminfer.engine.events import Delta, Event, Failed, Finished
 from fminfer.engine.sequence import Prepared
@@ -60,6 +61,7 @@ class Ready:
     """The pipeline can answer."""
 
     facts: Facts
+    memory: list[RankMemory] = field(default_factory=list)  # of its ranks
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,6 +71,7 @@ class Told:
     events: list[Event]
     state: EngineState
     stats: EngineStats | None  # now and then, and when nothing is left to do
+    memory: list[RankMemory] = field(default_factory=list)  # of its ranks, with the stats
 
 
 @dataclass(slots=True, frozen=True)
@@ -86,7 +89,7 @@ _CLASSES = {
     for each in (
         *(Ask, Cancel, Loaded, Ready, Told, Broken, Prepared, SamplingParams, EncodedPrompt),
         *(VectorWish, VectorFacts, Constraint, Delta, Finished, Failed, Facts, EngineState),
-        *(EngineStats, StageStats, ReadWork),
+        *(EngineStats, StageStats, ReadWork, RankMemory, MemoryPeak),
     )
 }
 

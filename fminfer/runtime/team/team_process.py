@@ -9,13 +9,22 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from fminfer.core.config import EngineConfig
+from fminfer.core.rank_memory import RankMemory
 from fminfer.engine.engine_core import BEHIND_ALL
 from fminfer.engine.events import Delta
 from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.pipeline.ranks import RankFacts
 from fminfer.runtime.launch.processes import Process, Processes
 from fminfer.runtime.launch.role import ChildOptions, Role, RunLink, Spread, Task
-from fminfer.runtime.team.team_messages import Ask, Broken, Loaded, Ready, send
+from fminfer.runtime.team.team_messages import (
+    Ask,
+    Broken,
+    Loaded,
+    Ready,
+    Told,
+    receive,
+    send,
+)
 
 
 @dataclass(slots=True)
@@ -96,6 +105,7 @@ class TeamPipeline:
         self.loaded: Loaded | None = None
         self.ready: Ready | None = None
         self.stats = EngineStats()
+        self.memory: list[RankMemory] = []  # of its ranks, which it counts from 0
         self.asked: dict[int, SentRequest] = {}  # that it has, and has not answered
         self.state = EngineState()  # as it last said it
         self.num_sent = self.num_sent_behind = 0  # requests so far, and those behind all others
@@ -134,14 +144,14 @@ class TeamPipeline:
         self.connection.close()
 
     def end(self, wait_s: float) -> None:
-        """Wait until it has ended, at most until the timeout; then end a process of ours."""
-        if self._process is not None:
-            self._process.end(wait_s)
-            return
+        """Hear its last words, at most until the timeout; then end a process of ours."""
         until_s = time.monotonic() + wait_s
         with contextlib.suppress(OSError, EOFError):
             while self.connection.poll(max(0.0, until_s - time.monotonic())):
-                self.connection.recv_bytes()
+                if isinstance(said := receive(self.connection), Told) and said.memory:
+                    self.memory = said.memory
+        if self._process is not None:
+            self._process.end(max(0.0, until_s - time.monotonic()))
 
 
 def start_pipelines(

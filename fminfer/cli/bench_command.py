@@ -1,0 +1,139 @@
+"""`fminfer bench`: what a token takes, at several batch sizes, and each rank's memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from typing import Any
+
+import click
+
+from fminfer.cli.config_file import ConfiguredCommand, tell_notices
+from fminfer.cli.ending import EXIT_FAILED, Ending
+from fminfer.cli.options.flags import flags_of
+from fminfer.cli.options.option_table import BenchOptions
+from fminfer.cli.process_start import elapsed_s, importing_engine, start_children, start_kernels
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import OutputError, UsageError
+from fminfer.core.option import take
+from fminfer.job.progress import TimeBar
+from fminfer.job.report.bench_picture import draw_bench
+from fminfer.machine.start_up import importing, prepare_torch
+from fminfer.machine.stopper import Stopper
+from fminfer.pipeline.ranks import RankConfig
+from fminfer.runtime.launch.role import Role, find_role
+
+
+@click.command(cls=ConfiguredCommand, settings_of="run", params=flags_of("bench"))
+def bench(**options: Any) -> None:
+    """Time the generation of short rows at several batch sizes.
+
+    \b
+    fminfer bench --random-init bloom-560m
+    fminfer bench --model-name /models/bloom-7b1 --dtype bfloat16 --batch-sizes 1,8
+    fminfer bench --model-name /models/bloom --tp 8 --plot bloom.svg
+    fminfer bench --model-name /models/bloom-7b1 --calibrate
+
+    It measures as the BLOOM inference scripts do: greedy generation of 100 tokens from inputs of a
+    few tokens, each batch size once, after a short row to warm up. Of a model that gives vectors it
+    tells rows a second, at several lengths. It starts ranks as fminfer run does. Several pipelines
+    (--data-group-size) have a batch each.
+
+    A batch that does not fit is told as oom, and the others are timed. At the end stands each
+    rank's peak of memory beside the forecast of fminfer check, and a line of JSON last.
+
+    \b
+    Exit status: 0 a batch size was timed; 1 none fits, or it failed; 2 wrong usage;
+    130 interrupted; 143 terminated.
+    """
+    ending = Ending()
+    stopper = Stopper(0.0, end=ending.stop)
+    try:
+        asked, ranks = take(BenchOptions, options), take(RankConfig, {**options})
+        config, role = take(EngineConfig, options), find_role(ranks, os.environ)
+        if role.is_first:
+            tell_notices(is_quiet=False)
+        if asked.calibrate:
+            return _calibrate(config, role)
+        is_timed = _time(_with_rows(config, asked), role, asked, stopper, ending)
+    except (Exception, KeyboardInterrupt) as error:
+        ending.fail(error, stopper.reason)
+    ending.leave(0 if is_timed else EXIT_FAILED)  # ranks may have run out of memory
+
+
+def _with_rows(config: EngineConfig, asked: BenchOptions) -> EngineConfig:
+    """Let the largest batch run at once.
+
+    Raises:
+        UsageError: an option does not.
+    """
+    most = max(asked.batch_sizes)
+    if config.max_rows is not None and most > config.max_rows:
+        raise UsageError(
+            f"a batch of {most} does not run at once: --max-rows is {config.max_rows}. Raise it, "
+            "or take smaller batches"
+        )
+    return replace(config, max_rows=config.max_rows or most)
+
+
+def _time(
+    config: EngineConfig, role: Role, asked: BenchOptions, stopper: Stopper, ending: Ending
+) -> bool:
+    """Do this process's part of a bench; return whether it did, or a batch size was timed."""
+    children = start_children(config, role, stopper, ending)
+    with importing_engine(config, role):
+        from fminfer.estimate.bench import BenchContext, bench_process
+
+    run = BenchContext(
+        *(config, role, children, stopper, ending.at_once, elapsed_s),
+        is_quiet=False,
+        is_verbose=ending.is_verbose,
+        batch_sizes=asked.batch_sizes,
+        new_tokens=asked.new_tokens,
+    )
+    try:
+        result = bench_process(run, click.echo)
+    finally:
+        children.end()
+    if result is None:
+        return True
+    click.echo(result.to_text())
+    click.echo(json.dumps(result.to_dict()))
+    if asked.plot is not None:
+        picture = draw_bench(result.title, result.y_name, result.curves, result.ranks)
+        try:
+            asked.plot.write_text(picture)
+        except OSError as error:
+            raise OutputError(f"--plot {asked.plot} cannot be written: {error}") from error
+    return result.is_timed
+
+
+def _calibrate(config: EngineConfig, role: Role) -> None:
+    if role.kind != "alone":
+        raise UsageError(
+            "--calibrate times the steps of one process; leave out --world-size and the like"
+        )
+    prepare_torch()
+    start_kernels(config)
+    with importing():
+        from fminfer.estimate.calibration import calibrate
+        from fminfer.estimate.cost_model import COSTS
+
+    click.echo(
+        "Loading the model, then timing its steps: some 30 s, longer if it is slow.", err=True
+    )
+    bar = TimeBar("calibrate")
+    try:
+        found = calibrate(config, bar.update)
+    finally:
+        bar.close()
+    for cost, seconds in zip(COSTS, found.costs.seconds, strict=True):
+        click.echo(f"{seconds * 1000:12.5f} ms  {cost}")
+    error, runs = found.costs.error, found.costs.whole_runs
+    click.echo(
+        f"{len(found.samples):,} steps, half of them predicted to {error:.0%} or better; "
+        f"{len(runs)} whole runs took {min(runs):.2f} to {max(runs):.2f} times what was predicted"
+    )
+    click.echo("fminfer check now estimates the time of this model's runs on this machine.")
+    click.echo(json.dumps({"path": str(found.path), "median_error": error, "whole_runs": runs}))
