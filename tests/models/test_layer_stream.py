@@ -58,8 +58,10 @@ def answers(engine: fminfer.Engine) -> list[dict[str, Any]]:
         {"prompt": [*range(3, 12)], "temperature": 0, "logprobs": 2, "echo": True},
         {"prompt": [9, 4, 7], "temperature": 0.9, "top_p": 0.9, "seed": 4, "logprobs": 1},
     ]
-    more = {"max_tokens": 5, "ignore_eos": True}
-    records = sorted(engine.run(r | more for r in requests), key=lambda record: record.line.number)
+    for each in requests:
+        ids = [number % engine.vocab_size for number in each["prompt"]]
+        each |= {"prompt": ids, "max_tokens": 5, "ignore_eos": True}
+    records = sorted(engine.run(requests), key=lambda record: record.line.number)
     engine.close()
     assert not [record.error for record in records if record.error]
     return [record.to_dict()["result"] for record in records]
@@ -153,7 +155,7 @@ def test_it_computes_thousands_of_tokens_at_once(tmp_path: Path) -> None:
     with fminfer.Engine(str(tmp_path), dtype="float32", offload="disk") as engine:
         assert not [record.error for record in engine.run(rows, 600) if record.error]
         assert engine.stats.max_rows_running > 256  # as many as a CPU's step has otherwise
-        assert engine.stats.num_steps <= 4
+        assert engine.stats.num_steps <= 3
 
 
 def test_random_weights_cannot_be_read(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ import fminfer
 from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.spec import Attention, Layer, Mlp, Model, Moe, Norm, Relative
 from fminfer.compute.step import Rows
-from fminfer.compute.weights import Dense, Format, Tensors
+from fminfer.compute.weights import Dense, Format, Weight
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part
@@ -31,6 +32,7 @@ from fminfer.models.layer_step import LayerStep
 from fminfer.models.origins import Origin, drawn_origins
 from fminfer.models.quantized_folder import write_quantized
 from fminfer.models.sharding import InputBlocks, ModelShare, TensorCut, share_model
+from fminfer.models.stored.direct_reads import Lent, Span
 from fminfer.models.stored.read_ahead import Waiting
 from fminfer.models.tensor_specs import model_specs, part_specs, whole_model
 from fminfer.models.transformer import Transformer
@@ -257,10 +259,14 @@ def test_random_specs_are_cut_or_refused(data: st.DataObject) -> None:
 class Numbers:
     """Draws each whole tensor by its name, biases too, and cuts it by the numbers of a cut."""
 
+    device = torch.device("cpu")
+
     def format_of(self, origin: Origin) -> Format:
         return Dense(torch.float32)
 
-    def make(self, name: str, origin: Origin, attention: Attention | None) -> Tensors:
+    def make(
+        self, name: str, origin: Origin, attention: Attention | None, *, is_lent: bool = False
+    ) -> Weight:
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         x = torch.randn(origin.spec.shape, generator=generator) * 0.3
         cut = origin.cut
@@ -269,10 +275,17 @@ class Numbers:
             x = torch.cat([x.narrow(dim, part.start, len(part)) for part in cut.rows], dim)
         if cut is not None and cut.columns is not None:
             x = x[..., cut.columns.start : cut.columns.stop]
-        return (torch.zeros_like(x) if cut is not None and cut.is_zero else x.contiguous(),)
+        found = torch.zeros_like(x) if cut is not None and cut.is_zero else x.contiguous()
+        return Weight(origin.held, Dense(torch.float32), (found,), is_lent)
 
     def waiting(self, origin: Origin, attention: Attention | None) -> Iterator[Waiting]:
         return iter(())
+
+    def spans(self, origin: Origin, attention: Attention | None) -> Iterator[Span]:
+        return iter(())
+
+    def lend(self, lent: Lent) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def leave(self, origin: Origin) -> None:
         """Nothing: there is no file."""

@@ -41,7 +41,7 @@ class Span:
 
 
 @dataclass(slots=True, frozen=True)
-class Place:
+class SpanPlace:
     """Where a span lies in a buffer."""
 
     span: Span
@@ -56,7 +56,7 @@ class Place:
 class Lent:
     """Spans of files, as they lie in a buffer that others will have."""
 
-    places: Sequence[Place]
+    places: Sequence[SpanPlace]
     buffer: torch.Tensor
 
     def find(self, span: Span) -> torch.Tensor:
@@ -64,7 +64,7 @@ class Lent:
         at = self.place_of(span).at
         return self.buffer[at(span.first) : at(span.last)]
 
-    def place_of(self, span: Span) -> Place:
+    def place_of(self, span: Span) -> SpanPlace:
         """Return the place in which a span lies."""
         return next(
             place
@@ -87,15 +87,15 @@ def merge(spans: Iterable[Span]) -> list[Span]:
     return found
 
 
-def place_all(spans: Iterable[Span]) -> list[Place]:
+def place_all(spans: Iterable[Span]) -> list[SpanPlace]:
     """Return where spans go in a buffer, one after another."""
-    places: list[Place] = []
+    places: list[SpanPlace] = []
     for span in spans:
-        places.append(Place(span, end_of(places)))
+        places.append(SpanPlace(span, end_of(places)))
     return places
 
 
-def end_of(places: Sequence[Place]) -> int:
+def end_of(places: Sequence[SpanPlace]) -> int:
     """Return how many bytes a buffer for spans has."""
     return places[-1].start + len(places[-1].span.whole) if places else 0
 
