@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.gpu import check_encoders
+from benchmarks.gpu import check_encoders, check_streams
 from benchmarks.gpu.cases import Case, Figure, Figures, Setting, Skipped, expect
 from benchmarks.gpu.family_answers import (
     NAME,
@@ -49,6 +49,7 @@ def cases(setting: Setting) -> Iterator[Case]:
             if dtype == "float32" or name not in FURTHER:
                 yield Case(f"{name} {dtype}", partial(check_family, setting, name, dtype))
     yield from check_encoders.cases(setting)
+    yield from check_streams.cases(setting)
 
 
 def check_family(setting: Setting, name: str, dtype: str) -> Figures:

@@ -156,11 +156,18 @@ def _remedy(plan: RunPlan) -> str:
     has_floats = plan.held_in in ("float32", "bfloat16", "float16")
     smaller += "--quantize int8 or int4; " * (has_floats and plan.device.type == "cpu")
     budget = "a smaller --budget; " * (_taken_budget(plan) is not None)
+    smaller += _offload(plan)
     where = "a machine" if plan.device.type == "cpu" else "a GPU"
     return (
         f"Use {smaller}{budget}{where} with more memory; or spread its layers over machines with "
         "--world-size (fminfer check --world-size N --device-memory 80G foresees that)"
     )
+
+
+def _offload(plan: RunPlan) -> str:
+    """Name the option by which layers need not stay, if it is not set."""
+    is_off = plan.config.offload == "off"
+    return "--offload auto, which brings layers anew for each pass; " * is_off
 
 
 def _device_remedy(plan: RunPlan) -> str:
@@ -182,6 +189,8 @@ def _device_remedy(plan: RunPlan) -> str:
         num_ranks = num_stages * plan.machine.num_shards * num_pipelines
         groups = f" with --data-group-size {num_pipelines}" * (num_pipelines > 1)
         ways.append(f"spread it over more: --world-size {num_ranks} or above{groups}")
+    if plan.config.offload == "off":
+        ways.append("use --offload auto, which brings layers anew for each pass")
     is_planned = plan.machine.device_bytes is not None
     ways.append("plan with more memory for each" if is_planned else "use GPUs with more memory")
     text = "; or ".join(ways)
@@ -195,7 +204,8 @@ def explain_slowness(plan: RunPlan) -> str:
         return ""
     return (
         f"its weights, {show_bytes(takes.weights)}, are more than the {show_bytes(free)} of "
-        "memory that are free, and are read from the disk again at each step"
+        "memory that are free, and are read from the disk again at each step; --offload disk does "
+        "so ahead, for thousands of tokens at once"
     )
 
 

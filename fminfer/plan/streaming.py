@@ -119,5 +119,22 @@ def describe_streaming(plan: RunPlan, disk_speed: float = 0.0) -> str:
         how = "are read from the disk in each pass"
         if disk_speed:
             how += f": {own.num_bytes / disk_speed:,.1f} s at {show_bytes(int(disk_speed))}/s"
-    rows = min(plan.sizes.max_rows, plan.num_kv_tokens)
-    return f"{layers} {how}. A pass computes up to {rows:,} rows, or {plan.chunk_size:,} tokens"
+    rows = min(plan.sizes.max_rows, max(1, plan.num_kv_tokens // plan.config.block_size))
+    told = f"{layers} {how}. A pass computes up to {rows:,} rows, or {plan.chunk_size:,} tokens"
+    return told + _tell_conversion(plan, own)
+
+
+def _tell_conversion(plan: RunPlan, own: Streamed) -> str:
+    """Say what is made of products anew in each pass, if they are not held as they are stored."""
+    of_layer = f"{own.numbers[0]}."
+    pairs = [
+        (plan.stored[name].name, held.name)
+        for name, held in plan.held.items()
+        if name.startswith(of_layer) and held.name != plan.stored.get(name, held).name
+        if plan.formats["product"] == held or plan.config.quantized_to
+    ]
+    if not pairs:
+        return ""
+    stored, held = pairs[0]
+    advice = ". fminfer quantize writes them so once" * bool(plan.config.quantized_to)
+    return f". Weights are stored in {stored}, and made {held} in each pass{advice}"
