@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 from typing import Literal
 
@@ -79,12 +80,13 @@ def _count(plan: RunPlan, rank: RankPlan) -> int:
     whole = expect_bytes(plan, rank.part, rank.share)
     if _fits(whole, room * (1 - LEAST_CACHE)):
         return 0
-    for count in range(1, num):
+
+    def fits(count: int) -> bool:
         own = Streamed("disk", _spread(rank.part.numbers, count), 0)
         takes = expect_bytes(plan, rank.part, rank.share, own)
-        if _fits(takes, room * (1 - STREAMED_CACHE)):
-            return count
-    return num
+        return _fits(takes, room * (1 - STREAMED_CACHE))
+
+    return 1 + bisect_left(range(1, num), True, key=fits)
 
 
 def _fits(takes: ExpectedBytes, room: float) -> bool:
