@@ -142,7 +142,8 @@ class Check:
         """
         plan, device_bytes = self._plan, self._plan.machine.device_bytes
         is_this, roofs = asked.is_this(device_bytes), None
-        if asked.is_plan or (plan.streams and (is_this or asked.known is not None)):
+        streams = any(rank.streamed for rank in plan.ranks)
+        if asked.is_plan or (streams and (is_this or asked.known is not None)):
             roofs = asked.roofs_of(measure_roofs(plan) if is_this else asked.known, device_bytes)
         if not asked.is_plan or roofs is None:
             return replace(report, passes=tell_passes(plan, roofs))
@@ -236,7 +237,7 @@ class Check:
             return None, "steps are timed on the machine that runs them"
         if machine.num_stages * machine.num_shards * machine.num_pipelines > 1:
             return None, "that of several processes cannot be yet"
-        if plan.streams:
+        if any(rank.streamed for rank in plan.ranks):
             return None, "calibration times no steps with --offload"
         kernels, device = self._config.kernels, plan.device
         has_kernel = find_library(kernels, device) is not None

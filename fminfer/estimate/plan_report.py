@@ -11,7 +11,8 @@ from fminfer.estimate.run_plans import PlannedRun
 from fminfer.plan.roofs import Roofs
 
 MOST_ROWS = 12  # that are shown, unless all are asked for
-HEAD = "groups stages tp weights offload rank KV-tokens load run ms/token bound".split()
+HEAD = ["groups", "stages", "tp", "weights", "offload", "a rank", "KV tokens"]
+HEAD += ["load", "run", "ms/token", "bound by"]
 
 
 @dataclass(slots=True, frozen=True)

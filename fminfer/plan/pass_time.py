@@ -163,6 +163,8 @@ def predict_run(
 def predict_load(plan: RunPlan, roofs: Roofs) -> float:
     """Predict the seconds until a run is ready: weights are read from each node's disk."""
     specs = model_specs(plan.checkpoint.model)
+    if plan.checkpoint.config.tie_word_embeddings:
+        specs.pop("head.weight", None)  # the embedding is the head
     stored = (plan.stored.get(n, Dense(plan.dtype)).num_bytes(s.shape) for n, s in specs.items())
     streamed = [rank.streamed for rank in plan.ranks if rank.streamed]
     size = sum(stored) - sum(each.num_bytes for each in streamed if each.place == "disk")
