@@ -43,7 +43,8 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
     A table shows the memory that each rank takes, and how much KV cache fits beside the weights.
     --device-memory plans for another machine. Memory and micro-batches are upper bounds, as if
     every row generated all of its max_tokens. Time is an estimate. It is told once `fminfer bench
-    --calibrate` has timed the same model with the same options on this machine.
+    --calibrate` has timed the same model with the same options on this machine. --plan compares the
+    ways to spread the run over devices, here or elsewhere, with the time predicted for each.
 
     \b
     Exit status: 0 every line is right; 1 the model does not run or does not fit; 2 wrong usage;
