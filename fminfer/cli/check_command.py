@@ -23,6 +23,7 @@ from fminfer.files.input_folders import describe_empty, describe_left_out, find_
 from fminfer.files.storage import Location, RemoteFolders, default_work_dir
 from fminfer.job.run_paths import JobOptions, refuse_other_models
 from fminfer.machine.library_imports import import_transformers
+from fminfer.plan.roofs import PlanOptions
 
 
 @click.command(cls=ConfiguredCommand, settings_of="run", params=flags_of("check"))
@@ -34,6 +35,7 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
     fminfer check requests.jsonl
     fminfer check shards/ --model-name /models/llama --dtype bfloat16 --json > report.json
     fminfer check requests.jsonl --model-name /models/opt-175b --world-size 8 --device-memory 80G
+    fminfer check requests.jsonl --random-init bloom-176b --plan --device-kind h200 --num-devices 8
 
     It checks lines as `fminfer run` does, with the same messages. It counts their tokens, and shows
     the first prompt as the model will see it. It reads no weights.
@@ -41,13 +43,15 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
     A table shows the memory that each rank takes, and how much KV cache fits beside the weights.
     --device-memory plans for another machine. Memory and micro-batches are upper bounds, as if
     every row generated all of its max_tokens. Time is an estimate. It is told once `fminfer bench
-    --calibrate` has timed the same model with the same options on this machine.
+    --calibrate` has timed the same model with the same options on this machine. --plan compares the
+    ways to spread the run over devices, here or elsewhere, with the time predicted for each.
 
     \b
     Exit status: 0 every line is right; 1 the model does not run or does not fit; 2 wrong usage;
     3 some lines are wrong.
     """
-    asked, sizes = take(CheckOptions, options), take(GroupSizes, {**options})
+    asked, planned = take(CheckOptions, options), take(PlanOptions, options)
+    sizes, known = take(GroupSizes, {**options}), planned.known
     paths = (*take(JobOptions, options).infer_data, *paths)
     config = take(EngineConfig, options)
     tell_notices(is_quiet=asked.is_json)
@@ -69,20 +73,22 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
         num_stages=sizes.num_stages,
         num_shards=sizes.tensor_parallel_size,
         num_pipelines=sizes.data_group_size,
-        device_bytes=asked.device_bytes,
+        device_bytes=asked.device_bytes or (known.device_bytes if known else None),
+        host_free=planned.host_bytes or (known.host_bytes if known else None),
     )
     with tempfile.TemporaryFile() as spool:
         most = None if asked.is_all or asked.is_json else MAX_TOLD
         errors = _Errors(inputs, spool, most, asked.is_json)
-        report = Check(config, machine, has_weights=not asked.no_weights).run(
-            inputs, errors.add, is_quiet=asked.is_json
-        )
+        has_weights, is_plan = not asked.no_weights, planned.is_plan
+        found = Check(config, machine, has_weights=has_weights, fits_all=is_plan)
+        report = found.run(inputs, errors.add, is_quiet=asked.is_json)
+        report = found.compare(planned, report)
         if asked.is_json:
             _print_json(report.to_dict(), spool)
         else:
             errors.tell_rest()
-            click.echo(report.to_text())
-    if report.plan.shortage:
+            click.echo(report.to_text(is_all=asked.is_all))
+    if not report.fits:
         sys.exit(EXIT_FAILED)
     sys.exit(EXIT_SOME_ERRORS if report.counts.num_wrong else 0)
 

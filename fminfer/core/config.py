@@ -59,6 +59,7 @@ class StepSizes:
 
     chunk_size: int  # most tokens of one step
     max_rows: int  # most sequences that run at once
+    micro_batches: int = 0  # steps in flight; 0: one more than there are stages
 
     @property
     def max_decode_rows(self) -> int:

@@ -54,6 +54,7 @@ FILE = PlaceHint("the path of a file")  # fingerprints have a digest of its cont
 TextFile = Annotated[str, FILE]
 Seconds = Annotated[float, "duration", Least(0)]
 Bytes = Annotated[int, "size", Least(1)]
+Rate = Annotated[float, "rate", Least(1)]  # a second: of bytes, or of operations
 Folder = Annotated[Path, "folder"]
 PipeName = Annotated[str, "pipe"]  # of a schedule, as the old tool calls it
 WholeTexts = Annotated[tuple[str, ...], "whole"]  # a variable holds one text, with its commas

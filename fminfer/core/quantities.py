@@ -27,3 +27,8 @@ def show_seconds(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{second:02}" if hours else f"{minutes}:{second:02}"
+
+
+def show_short(seconds: float) -> str:
+    """Write 1.25 as 1.2 s, and 3725.0 as 1:02:05."""
+    return show_seconds(seconds) if seconds >= 60 else f"{seconds:.1f} s"

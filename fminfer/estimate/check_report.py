@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from fminfer.core.quantities import counted, show_bytes, show_dtypes, show_seconds
+from fminfer.core.quantities import counted, show_bytes, show_dtypes, show_short
 from fminfer.estimate.line_checks import LineCounts
+from fminfer.estimate.plan_report import PlanReport
 from fminfer.plan.run_plan import RunPlan, name_of
 
 MAX_SHOWN = 1000  # characters of the first prompt
@@ -45,6 +46,15 @@ class CheckReport:
     warnings: dict[str, int]
     first: FirstPrompt | None
     work: Work
+    passes: list[str] = field(default_factory=list)  # of streamed layers
+    plans: PlanReport | None = None  # other ways to run the lines
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run fits its memory, or any of the other plans does."""
+        if self.plans is not None:
+            return bool(self.plans.fitting)
+        return not self.plan.shortage
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the errors of single lines."""
@@ -79,10 +89,12 @@ class CheckReport:
             "first_prompt": None if self.first is None else asdict(self.first),
             "memory": memory,
             "work": asdict(self.work),
+            "passes": self.passes,
+            "plans": None if self.plans is None else self.plans.to_dict(),
         }
 
-    def to_text(self) -> str:
-        """Return the report for people."""
+    def to_text(self, *, is_all: bool = False) -> str:
+        """Return the report for people; of other plans the best ones, if not all are asked for."""
         counts, plan = self.counts, self.plan
         codes = ", ".join(f"{count} {code}" for code, count in counts.errors_by_code.items())
         wrong = f", {counts.num_wrong:,} wrong ({codes})" if codes else ""
@@ -96,13 +108,16 @@ class CheckReport:
             f"generated = {counts.reserved_tokens:,} reserved; longest row "
             f"{counts.longest_row:,} of {plan.checkpoint.context_length:,}",
             *self._prefix_lines(),
-            *self._step_lines(),
-            *self._memory_lines(),
-            *self._time_lines(),
+            *(self._own_lines() if self.plans is None else [self.plans.to_text(is_all=is_all)]),
             *self._first_lines(),
         ]
         lines += [f"warning   {text} ({counted(n, 'row')})" for text, n in self.warnings.items()]
         return "\n".join(lines)
+
+    def _own_lines(self) -> list[str]:
+        """Return what was planned by options alone."""
+        passes = [f"{'passes' * (n == 0):<10}{text}" for n, text in enumerate(self.passes)]
+        return [*self._step_lines(), *self._memory_lines(), *passes, *self._time_lines()]
 
     def _prefix_lines(self) -> list[str]:
         counts = self.counts
@@ -189,11 +204,7 @@ class CheckReport:
 
 def _show_estimate(seconds: float, found: tuple[float, float] | None) -> str:
     """Write an estimate with the error that was measured of such ones."""
-    text = f"about {_show_short(seconds)}"
+    text = f"about {show_short(seconds)}"
     if found is not None:
-        text += f" ({_show_short(found[0])} to {_show_short(found[1])}, by calibration's own runs)"
+        text += f" ({show_short(found[0])} to {show_short(found[1])}, by calibration's own runs)"
     return text
-
-
-def _show_short(seconds: float) -> str:
-    return show_seconds(seconds) if seconds >= 60 else f"{seconds:.1f} s"

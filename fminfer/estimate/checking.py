@@ -14,8 +14,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fminfer.compute.registry import find_library
+from fminfer.contract.line import Line
 from fminfer.contract.record import Record
-from fminfer.core.config import EngineConfig
+from fminfer.core.config import EngineConfig, StepSizes
+from fminfer.core.errors import UsageError
 from fminfer.core.option import options_of
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.loop import EngineLoop
@@ -23,15 +25,21 @@ from fminfer.engine.start import Starter
 from fminfer.estimate.check_report import CheckReport, FirstPrompt, Work
 from fminfer.estimate.cost_model import CostModel
 from fminfer.estimate.cost_store import find_costs_path, load_costs
-from fminfer.estimate.line_checks import LineChecker
-from fminfer.estimate.simulation import PretendPipeline, simulate
+from fminfer.estimate.line_checks import SAMPLE_TOKENS, LineChecker
+from fminfer.estimate.measured_roofs import measure_roofs
+from fminfer.estimate.plan_report import PlanReport
+from fminfer.estimate.run_plans import FileWork, plan_runs
+from fminfer.estimate.simulation import PretendPipeline, Simulation, simulate
 from fminfer.files.line_reader import count_rows, read_lines
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.known_sizes import folder_of
 from fminfer.models.weight_headers import check_tensors
 from fminfer.plan.machine_facts import Machine, find_machine
 from fminfer.plan.opening import open_model
+from fminfer.plan.pass_time import tell_passes
 from fminfer.plan.planning import make_plan
+from fminfer.plan.roofs import PlanOptions
+from fminfer.plan.run_plan import RunPlan
 from fminfer.runtime.build.assembly import build_loop, load_tokenizer, make_intake
 from fminfer.runtime.lines.line_intake import LineIntake
 from fminfer.runtime.lines.runner import LOOKAHEAD, WINDOW
@@ -57,12 +65,20 @@ class Check:
     Args:
         machine: over how many processes it will be spread, and whether devices are planned.
         has_weights: otherwise a folder needs no weights.
+        fits_all: judge no line by this plan's memory, because other plans are to be compared.
 
     Raises:
         FminferError: the model does not run, or not so.
     """
 
-    def __init__(self, config: EngineConfig, machine: Machine, *, has_weights: bool = True) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        machine: Machine,
+        *,
+        has_weights: bool = True,
+        fits_all: bool = False,
+    ) -> None:
         self._config = config
         self._checkpoint: Checkpoint = open_model(config, has_weights=False)
         if folder_of(config.model) is not None:  # else the hub still has them
@@ -72,9 +88,13 @@ class Check:
         machine = find_machine(config, replace(machine, local_size=size))
         self._plan = plan = make_plan(config, self._checkpoint, machine)
         # Without room no line is judged by it: the plan says what is wrong.
-        self._num_blocks = (plan.num_kv_tokens or plan.most_kv_tokens) // config.block_size
+        num_tokens = plan.most_kv_tokens if fits_all else plan.num_kv_tokens
+        self._num_blocks = (num_tokens or plan.most_kv_tokens) // config.block_size
         self._intake = make_intake(config, self._checkpoint, self._tokenizer, self._num_blocks)
         self._limits = self._intake.limits
+        # From here on: what was found of the lines, for their steps.
+        self._sample: list[Line] = []
+        self._is_whole, self._scale, self._read_ahead = True, 1.0, WINDOW
 
     def run(
         self, inputs: Sequence[Path], on_wrong: Callable[[Record], None], *, is_quiet: bool
@@ -100,14 +120,53 @@ class Check:
             lines, "check", total, unit=" lines", disable=is_quiet or None, leave=False
         ):
             checker.add(line)
+        counts, self._sample = checker.counts, checker.sample
+        self._is_whole = len(checker.sample) == counts.num_right
+        self._read_ahead = LOOKAHEAD if total is None else WINDOW
+        if not self._is_whole and checker.num_sample_tokens:
+            self._scale = counts.tokens_to_compute / checker.num_sample_tokens
         return CheckReport(
             self._plan,
             [*map(str, inputs)],
             checker.counts,
             intake.warnings.to_dict(),
             self._show_first(checker, inputs),
-            self._predict(checker, LOOKAHEAD if total is None else WINDOW),
+            self._predict(),
         )
+
+    def compare(self, asked: PlanOptions, report: CheckReport) -> CheckReport:
+        """Add other plans to a report, or what a pass of this one takes, as is asked for.
+
+        Raises:
+            UsageError: flags do not say what the devices can do, or the model has an encoder.
+        """
+        plan, device_bytes = self._plan, self._plan.machine.device_bytes
+        is_this, roofs = asked.is_this(device_bytes), None
+        streams = any(rank.streamed for rank in plan.ranks)
+        if asked.is_plan or (streams and (is_this or asked.known is not None)):
+            roofs = asked.roofs_of(measure_roofs(plan) if is_this else asked.known, device_bytes)
+        if not asked.is_plan or roofs is None:
+            return replace(report, passes=tell_passes(plan, roofs))
+        if self._checkpoint.model.encoder is not None:
+            raise UsageError(
+                "--plan predicts decoders, and this model has an encoder; leave it out"
+            )
+        counts, block_size = report.counts, self._config.block_size
+        num_tokens = min(counts.reserved_tokens, 2 * SAMPLE_TOKENS + counts.longest_row)
+        work = FileWork(
+            self._simulate,
+            lambda plan: self._find_costs(plan)[0],
+            scale=self._scale,
+            num_tokens=counts.tokens_to_draw or counts.tokens_to_compute,
+            longest_row=counts.longest_row,
+            most_blocks=num_tokens // block_size + 2 * counts.num_sequences,
+        )
+        runs = plan_runs(self._config, plan.machine, self._plan_other, work, roofs)
+        kind = "this machine's device" if is_this else asked.device_kind or "devices"
+        return replace(report, plans=PlanReport(kind, runs, roofs))
+
+    def _plan_other(self, config: EngineConfig, machine: Machine) -> RunPlan:
+        return make_plan(config, self._checkpoint, machine)
 
     def _build_loop(self) -> EngineLoop:
         plan = self._plan
@@ -121,7 +180,6 @@ class Check:
             sizes=plan.sizes,
             num_blocks=self._num_blocks,
             num_stages=plan.machine.num_stages,
-            micro_batches=plan.micro_batches,
             has_memories=self._checkpoint.model.encoder is not None,
             most_read=plan.most_read(plan.room_bytes - plan.own.takes.total(plan.num_kv_tokens)),
         )
@@ -133,25 +191,27 @@ class Check:
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
         return FirstPrompt(str(inputs[line.source]), line.number, text, len(ids))
 
-    def _predict(self, checker: LineChecker, read_ahead: int) -> Work:
-        counts = checker.counts
-        is_whole = len(checker.sample) == counts.num_right
-        found = simulate(
-            iter(checker.sample),
+    def _simulate(
+        self, num_pipelines: int, sizes: StepSizes, num_blocks: int, num_stages: int
+    ) -> Simulation:
+        """Return the steps of one of so many pipelines, which share the lines."""
+        return simulate(
+            iter(self._sample[::num_pipelines]),
             self._tokenizer,
             self._limits,
-            sizes=self._plan.sizes,
-            num_blocks=self._num_blocks,
-            num_stages=self._plan.machine.num_stages,
-            read_ahead=read_ahead,
-            is_only_run=is_whole,  # a part says nothing of the file's end
+            sizes=sizes,
+            num_blocks=num_blocks,
+            num_stages=num_stages,
+            read_ahead=self._read_ahead,
+            is_only_run=self._is_whole,  # a part says nothing of the file's end
             has_memories=self._checkpoint.model.encoder is not None,
         )
-        scale = 1.0
-        if not is_whole and checker.num_sample_tokens:
-            scale = counts.tokens_to_compute / checker.num_sample_tokens
+
+    def _predict(self) -> Work:
+        plan, scale = self._plan, self._scale
+        found = self._simulate(1, plan.sizes, self._num_blocks, plan.machine.num_stages)
         steps = found.scaled(scale)
-        costs, why_not = self._find_costs()
+        costs, why_not = self._find_costs(plan)
         step_s = 0.0 if costs is None else costs.predict_s(steps.costs)
         num_blocks = found.num_blocks_used
         if self._config.prefix_cache:  # it keeps blocks of rows that ended until others need them
@@ -165,23 +225,25 @@ class Check:
             if costs is None
             else (min(costs.whole_runs) * step_s, max(costs.whole_runs) * step_s),
             why_not=why_not,
-            sample_lines=0 if is_whole else len(checker.sample),
+            sample_lines=0 if self._is_whole else len(self._sample),
         )
 
-    def _find_costs(self) -> tuple[CostModel | None, str]:
-        """Return what steps cost here, or why that is not known."""
-        machine = self._plan.machine
+    def _find_costs(self, plan: RunPlan) -> tuple[CostModel | None, str]:
+        """Return what a plan's steps cost here, or why that is not known."""
+        machine = plan.machine
         if self._checkpoint.model.encoder is not None:
             return None, "that of models with an encoder cannot be yet"
         if machine.device_bytes is not None:
             return None, "steps are timed on the machine that runs them"
         if machine.num_stages * machine.num_shards * machine.num_pipelines > 1:
             return None, "that of several processes cannot be yet"
-        kernels, device = self._config.kernels, self._plan.device
+        if any(rank.streamed for rank in plan.ranks):
+            return None, "calibration times no steps with --offload"
+        kernels, device = self._config.kernels, plan.device
         has_kernel = find_library(kernels, device) is not None
         if device.type != "cpu":  # as a run will find it, but that a GPU refuses the kernel
             has_kernel = kernels != "off"
-        path = find_costs_path(self._plan, has_kernel=has_kernel)
+        path = find_costs_path(plan, has_kernel=has_kernel)
         costs = None if path is None else load_costs(path)
         return costs, "" if costs is not None else _how_to_calibrate(self._config)
 

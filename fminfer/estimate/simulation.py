@@ -44,6 +44,11 @@ class StepCounts:
         """Count one step."""
         return cls(1, shape.num_rows, [*shape.counts])
 
+    @property
+    def num_tokens(self) -> float:
+        """The tokens that are computed."""
+        return self.num_rows + self.costs[1] + self.costs[2]
+
     def add(self, other: StepCounts, times: float = 1.0) -> None:
         """Add other steps, so many times."""
         self.num_steps += other.num_steps * times
@@ -73,7 +78,8 @@ class PretendPipeline:
         self._block_size, self._tables = block_size, BlockTables()
         self._steps: deque[Step] = deque()
         self.num_in_flight = 0
-        self.fed = StepCounts()  # the steps up to the last one that feeds several tokens of a row
+        # The steps up to the last one that feeds several tokens of a row, apart by their tokens.
+        self.kinds: dict[int, StepCounts] = {}
         self.rest = StepCounts()  # those after it, in which rows end and none comes
         self.num_blocks_used = 0  # the KV blocks that were ever written, which are the first ones
 
@@ -82,10 +88,14 @@ class PretendPipeline:
         self._steps.append(step)
         self.num_in_flight += 1
         shape = StepWork.of(step)
-        self.rest.add(StepCounts.of(shape))
+        counts = StepCounts.of(shape)
         if shape.num_prompt_tokens:
-            self.fed.add(self.rest)
+            for part in (self.rest, counts):  # rows of one token since the last prompt, and this
+                kind = int(part.num_tokens / max(1, part.num_steps)).bit_length()
+                self.kinds.setdefault(kind, StepCounts()).add(part)
             self.rest = StepCounts()
+        else:
+            self.rest.add(counts)
         if step.is_whole:
             return
         rows = [self._tables.take(step)]
@@ -146,7 +156,7 @@ class _LongestRows(Starter):
 class Simulation:
     """What the engine did."""
 
-    fed: StepCounts  # the steps up to the last one that feeds several tokens of a row
+    kinds: list[StepCounts]  # the steps up to the last one that feeds several tokens of a row
     rest: StepCounts  # those after it
     num_blocks_used: int
     stats: EngineStats
@@ -158,11 +168,19 @@ class Simulation:
         the rest draws is drawn in steps of as many rows as ever ran here.
         """
         steps = StepCounts()
-        steps.add(self.fed, scale)
-        steps.add(self.rest)
-        if self.rest.num_rows:
-            steps.add(self.rest.in_steps_of(self.stats.max_rows_running), scale - 1)
+        for part in self.parts(scale):
+            steps.add(part)
         return steps
+
+    def parts(self, scale: float) -> list[StepCounts]:
+        """Return the same steps, apart by about how many tokens they have."""
+        parts = [(each, scale) for each in self.kinds] + [(self.rest, 1.0)]
+        if self.rest.num_rows:
+            parts.append((self.rest.in_steps_of(self.stats.max_rows_running), scale - 1))
+        found = [StepCounts() for _ in parts]
+        for total, (each, times) in zip(found, parts, strict=True):
+            total.add(each, times)
+        return [each for each in found if each.num_steps]
 
 
 def simulate(
@@ -203,9 +221,11 @@ def simulate(
         RecordForm("", 0),
         engine=loop,
         read_ahead=read_ahead,
+        has_long_steps=sizes.micro_batches > 0,
         joins_equal=config.prefix_cache,
         is_only_run=is_only_run,
     )
     for record in runner.run(lines):
         assert record.error is None, record.error
-    return Simulation(pipeline.fed, pipeline.rest, pipeline.num_blocks_used, loop.stats)
+    kinds = [*pipeline.kinds.values()]
+    return Simulation(kinds, pipeline.rest, pipeline.num_blocks_used, loop.stats)

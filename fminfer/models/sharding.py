@@ -90,9 +90,12 @@ class ModelShare:
     @property
     def model(self) -> Model:
         """The spec of what this rank holds: all sizes follow from it."""
-        own = zip(self.whole.layers, self.layers, strict=True)
-        layers = tuple(_cut_layer(layer, share) for layer, share in own)
+        layers = tuple(map(self.layer, range(len(self.layers))))
         return replace(self.whole, layers=layers, vocab_size=len(self.tokens[self.shard]))
+
+    def layer(self, number: int) -> Layer:
+        """Return the spec of what this rank holds of a layer."""
+        return _cut_layer(self.whole.layers[number], self.layers[number])
 
     def entry_cuts(self) -> Cuts:
         """Return the cuts of tensors before the first layer."""

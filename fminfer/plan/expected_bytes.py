@@ -105,12 +105,14 @@ def expect_bytes(
 
 def layer_bytes(plan: RunPlan, share: ModelShare | None, number: int) -> tuple[int, int]:
     """Return what a layer of a rank takes as it is stored, and as it is held."""
-    model, cuts = (plan.checkpoint.model, {}) if share is None else (share.model, share.cuts())
+    model = plan.checkpoint.model
+    layer = model.layers[number] if share is None else share.layer(number)
+    cuts = {} if share is None else share.layer_cuts(number)
     sizes = [0, 0]
-    for name, spec in layer_specs(model.layers[number], model.hidden_size).items():
+    for name, spec in layer_specs(layer, model.hidden_size).items():
         whole = f"{number}.{name}"
         for place, each in enumerate((plan.stored.get(whole, Dense(plan.dtype)), plan.held[whole])):
-            form = cuts[whole].format(each) if whole in cuts else each
+            form = cuts[name].format(each) if name in cuts else each
             sizes[place] += form.num_bytes(spec.shape)
     return sizes[0], sizes[1]
 

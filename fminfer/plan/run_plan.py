@@ -100,19 +100,10 @@ class RunPlan:
     @property
     def sizes(self) -> StepSizes:
         """How much is computed at once."""
-        if self.chunk_size:
+        if self.chunk_size:  # each step brings layers anew: few large ones are better
             rows = self.config.max_rows or STREAMED[self.device.type].max_rows
-            return StepSizes(self.chunk_size, rows)
+            return StepSizes(self.chunk_size, rows, self.machine.num_stages)
         return self.config.step_sizes(self.device.type, self.machine.num_stages)
-
-    @property
-    def micro_batches(self) -> int:
-        """Return the steps in flight: one more than there are stages, so that none waits.
-
-        Where layers are streamed each step brings them anew, so that few large ones are better.
-        """
-        streams = any(rank.streamed for rank in self.ranks)
-        return self.config.micro_batches or self.machine.num_stages + (not streams)
 
     @property
     def room_bytes(self) -> int:

@@ -11,6 +11,7 @@ from fminfer.plan.expected_bytes import GPU_CONTEXT, GPU_RESERVE
 from fminfer.plan.run_plan import RankPlan, RunPlan, name_of
 
 CPU_SHARE = 0.5  # share of the memory that is free after loading; others use it as well
+STREAMED_SHARE = 0.7  # the same where layers are streamed: the system needs little for files
 
 
 @dataclass(slots=True, frozen=True)
@@ -60,13 +61,19 @@ def fit_kv_tokens(plan: RunPlan, rooms: Sequence[RankRoom]) -> int:
     def fit(room: RankRoom) -> int:
         sharers = [each for each in rooms if each.memory == room.memory]
         each, work = sum(one.kv_token for one in sharers), sum(one.work for one in sharers)
-        return auto_budget(each, room.most, room.free, work, room.device)
+        share = STREAMED_SHARE if plan.chunk_size else CPU_SHARE
+        return auto_budget(each, room.most, room.free, work, room.device, share)
 
     return _whole_blocks(plan, min(map(fit, rooms)))
 
 
 def auto_budget(
-    kv_bytes_per_token: int, most_useful: int, free: int, work: int, device_type: str
+    kv_bytes_per_token: int,
+    most_useful: int,
+    free: int,
+    work: int,
+    device_type: str,
+    share: float = CPU_SHARE,
 ) -> int:
     """Return the tokens of KV cache that a device has room for, at least 1.
 
@@ -74,8 +81,9 @@ def auto_budget(
         kv_bytes_per_token, work: of all that share the memory; `work` is that of steps.
         most_useful: more tokens are of no use.
         free: bytes, once the weights are loaded.
+        share: of them, on a CPU.
     """
-    room = int(free * CPU_SHARE) if device_type == "cpu" else free - work - GPU_RESERVE
+    room = int(free * share) if device_type == "cpu" else free - work - GPU_RESERVE
     return max(1, min(most_useful, room // max(1, kv_bytes_per_token)))  # encoders cache nothing
 
 

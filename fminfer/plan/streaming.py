@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 from typing import Literal
 
@@ -79,12 +80,13 @@ def _count(plan: RunPlan, rank: RankPlan) -> int:
     whole = expect_bytes(plan, rank.part, rank.share)
     if _fits(whole, room * (1 - LEAST_CACHE)):
         return 0
-    for count in range(1, num):
+
+    def fits(count: int) -> bool:
         own = Streamed("disk", _spread(rank.part.numbers, count), 0)
         takes = expect_bytes(plan, rank.part, rank.share, own)
-        if _fits(takes, room * (1 - STREAMED_CACHE)):
-            return count
-    return num
+        return _fits(takes, room * (1 - STREAMED_CACHE))
+
+    return 1 + bisect_left(range(1, num), True, key=fits)
 
 
 def _fits(takes: ExpectedBytes, room: float) -> bool:
@@ -103,16 +105,16 @@ def _bytes_of(plan: RunPlan, rank: RankPlan, count: int) -> int:
     return sum(layer_bytes(plan, rank.share, number)[0] for number in numbers)
 
 
-def describe_streaming(plan: RunPlan, disk_speed: float = 0.0) -> str:
-    """Say which layers of this rank come and go, and what a pass is; "": all stay.
+def describe_streaming(plan: RunPlan, rank: RankPlan, disk_speed: float = 0.0) -> str:
+    """Say which layers of a rank come and go, and what a pass is; "": all stay.
 
     Args:
         disk_speed: bytes a second, as it was measured; 0: it was not.
     """
-    own = plan.own.streamed
+    own = rank.streamed
     if own is None:
         return ""
-    num_layers = len(plan.own.part.numbers)
+    num_layers = len(rank.part.numbers)
     layers = f"{len(own.numbers)} of {counted(num_layers, 'layer')}, {show_bytes(own.num_bytes)},"
     how = "wait in the host's memory, and are copied to the GPU in each pass"
     if own.place == "disk":

@@ -24,6 +24,7 @@ from fminfer.job.run_paths import JobOptions
 from fminfer.job.synthetic import Hyperparameters
 from fminfer.machine.stopper import ProcessOptions
 from fminfer.pipeline.ranks import RankConfig
+from fminfer.plan.roofs import PlanOptions
 from fminfer.server.settings import ServerSettings
 
 MAX_TOLD = 20  # wrong lines that `fminfer check` prints, unless all are asked for
@@ -90,8 +91,16 @@ class QuantizeOptions(Options):
 
 # In this order the help shows the options of a group.
 TABLES: tuple[type[Options], ...] = (
-    *(SubmitOptions, JobOptions, CheckOptions, BenchOptions, KeptAnswers, ServerSettings),
-    *(ProcessOptions, RequestOptions, QuantizeOptions, ModelOptions, GroupSizes, RankOptions),
+    *(SubmitOptions, JobOptions, CheckOptions, PlanOptions, BenchOptions, KeptAnswers),
+    *(
+        ServerSettings,
+        ProcessOptions,
+        RequestOptions,
+        QuantizeOptions,
+        ModelOptions,
+        GroupSizes,
+        RankOptions,
+    ),
     *(RankConfig, ComputeOptions, MemoryOptions, Hyperparameters),
 )
 

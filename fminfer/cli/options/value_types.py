@@ -49,6 +49,13 @@ def _read_size(text: str) -> int:
     return size
 
 
+def _read_rate(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GT])(?:B?/s)?", text, re.IGNORECASE)
+    if found is None or not float(found[1]):
+        raise ValueError(f"{text!r} is no rate; give 10⁹ or 10¹² a second, as in 300G or 1.5T")
+    return float(found[1]) * (1e9 if found[2].upper() == "G" else 1e12)
+
+
 def _write_size(size: int) -> str:
     power = max(n for n in range(5) if size % 1024**n == 0)
     return f"{size // 1024**power}{['', *'KMGT'][power]}"
@@ -58,6 +65,7 @@ NUMBERS = Read("N,N,…", _read_numbers, lambda value: ",".join(map(str, value))
 DURATION = Read("H:MM:SS", parse_duration, "{:g} s".format, float)
 PIPE = Read("pipe_…", _read_pipe, str, bytes)
 BYTE_SIZE = Read("SIZE", _read_size, _write_size, int)
+RATE = Read("RATE", _read_rate, "{:g}".format, float)
 
 
 class DTypeName(click.Choice):  # type: ignore[type-arg]
@@ -99,6 +107,6 @@ TYPES: Mapping[Any, click.ParamType[Any]] = {  # of Python's types, and of annot
     **{Path: PATH, tuple[Path, ...]: PATH, tuple[int, ...]: NUMBERS, tuple[str, ...]: Words()},
     **{Path | str: LOCATION, tuple[Path | str, ...]: LOCATION},
     **{kind: DTypeName(get_args(kind), case_sensitive=False) for kind in (DType, ModelDType)},
-    **{"duration": DURATION, "size": BYTE_SIZE, "whole": WholeText(), "pipe": PIPE},
+    **{"duration": DURATION, "size": BYTE_SIZE, "rate": RATE, "whole": WholeText(), "pipe": PIPE},
     "folder": click.Path(file_okay=False, path_type=Path),
 }

@@ -81,7 +81,6 @@ def build_loop(
     num_stages: int,
     has_memories: bool = False,
     most_read: int = sys.maxsize,
-    micro_batches: int = 0,
 ) -> EngineLoop:
     """Put a loop together.
 
@@ -90,9 +89,8 @@ def build_loop(
         most_read: tokens that an encoder reads at once, at most.
         num_blocks: the size of the KV cache.
         num_stages: of the pipeline.
-        micro_batches: steps in flight; 0: as options say, or one more than there are stages.
     """
-    micro_batches = micro_batches or config.micro_batches or num_stages + 1
+    micro_batches = config.micro_batches or sizes.micro_batches or num_stages + 1
     pool = BlockPool(num_blocks, config.block_size)
     scheduler = Scheduler(
         pool,

@@ -104,7 +104,6 @@ class OnePipeline:
             sizes=plan.sizes,
             num_blocks=num_blocks,
             num_stages=loaded.part.num_stages,
-            micro_batches=plan.micro_batches,
             has_memories=checkpoint.model.encoder is not None,
             most_read=_most_read(loaded),
         )
@@ -161,8 +160,8 @@ class OnePipeline:
 
 def _tell_streaming(loaded: LoadedPart) -> str:
     """Say what a pass is, if layers of this rank come and go."""
-    stream = loaded.network.stream
-    return describe_streaming(loaded.plan, 0.0 if stream is None else stream.reads.bytes_per_s)
+    stream, plan = loaded.network.stream, loaded.plan
+    return describe_streaming(plan, plan.own, 0.0 if stream is None else stream.reads.bytes_per_s)
 
 
 def _most_read(loaded: LoadedPart) -> int:

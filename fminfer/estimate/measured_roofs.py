@@ -1,0 +1,81 @@
+"""Measures in about a second what this machine can do: memory, products, copies, its disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from fminfer.models.stored.direct_reads import (
+    UNIT,
+    DirectReads,
+    Lent,
+    Span,
+    end_of,
+    finish,
+    place_all,
+)
+from fminfer.models.stored.weight_folder import find_weights
+from fminfer.plan.roofs import KINDS, Roofs
+from fminfer.plan.run_plan import RunPlan
+
+SIZE = 1 << 28  # bytes that are read: more than processors' caches
+WIDTH = 2048  # of the product
+
+
+def measure_roofs(plan: RunPlan) -> Roofs:
+    """Measure this machine's roofs, in the plan's dtype and on its device.
+
+    Ranks on a CPU send through memory. Of other nodes, and of a disk without the model's files,
+    nothing is known: they are as assumed of any node.
+    """
+    device = plan.device
+    memory = torch.zeros(SIZE // 4, device=device)
+    factor = torch.ones(WIDTH, WIDTH, dtype=plan.dtype, device=device)
+    memory_rate = SIZE / _best_of(memory.max, device)
+    host_rate = memory_rate
+    if device.type == "cuda":
+        there = torch.zeros(SIZE // 4, pin_memory=True)
+        host_rate = SIZE / _best_of(lambda: memory.copy_(there, non_blocking=True), device)
+    return Roofs(
+        device_bytes=plan.room_bytes,
+        memory_rate=memory_rate,
+        arithmetic_rate=2 * WIDTH**3 / _best_of(lambda: factor @ factor, device),
+        link_rate=host_rate,
+        host_rate=host_rate,
+        host_bytes=plan.machine.host_free or plan.room_bytes,
+        disk_rate=_measure_disk(plan) or KINDS["h200"].disk_rate,
+        num_devices=max(1, plan.machine.num_gpus),
+    )
+
+
+def _best_of(work: Callable[[], object], device: torch.device, count: int = 3) -> float:
+    """Return the shortest time of some calls, the first one left out."""
+    seconds = []
+    for _ in range(count + 1):
+        started_s = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - started_s)
+    return max(1e-9, min(seconds[1:]))
+
+
+def _measure_disk(plan: RunPlan) -> float:
+    """Return how fast the model's largest file is read past the system's cache; 0: none is here."""
+    folder = plan.checkpoint.folder
+    files = [] if folder is None or plan.checkpoint.unfetched else find_weights(folder).files
+    files = [file for file in files if file.is_file()]
+    if not files:
+        return 0.0
+    largest = max(files, key=lambda file: file.stat().st_size)
+    places = place_all([Span(largest, 0, min(SIZE, largest.stat().st_size))])
+    reads = DirectReads()
+    try:
+        buffer = torch.empty(end_of(places) + UNIT, dtype=torch.uint8)
+        lent = Lent(places, buffer[-buffer.data_ptr() % UNIT :])
+        finish(reads.start(lent, [place.span for place in places]))
+    finally:
+        reads.close()
+    return reads.bytes_per_s

@@ -1,0 +1,195 @@
+"""Predicts the time of steps from a run's plan and its machine's roofs: a pure function.
+
+A step takes as long as the slowest of what goes on at once: a device reads weights and keys, it
+multiplies, layers come from elsewhere, and the host launches kernels. Sums over ranks, sending, and
+the host's own work come on top. Nothing is measured here, and nothing was for several GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fminfer.compute.spec import Layer, Moe
+from fminfer.compute.weights import Dense
+from fminfer.models.decode_graphs import can_capture
+from fminfer.models.tensor_specs import exit_specs, layer_specs, model_specs
+from fminfer.plan.expected_bytes import layer_bytes
+from fminfer.plan.roofs import Roofs
+from fminfer.plan.run_plan import RankPlan, RunPlan
+from fminfer.plan.streaming import describe_streaming
+
+# What kernels reach of published figures, what the host adds, and what a layer's launches take
+# without a CUDA graph: from an H200's steps of an 8B and a 1B (docs/performance.md, On a GPU).
+MEMORY_SHARE, ARITHMETIC_SHARE, LINK_SHARE = 0.7, 0.65, 0.8
+HOST_STEP_S, HOST_ROW_S, LAUNCH_S = 1e-3, 40e-6, 0.7e-3
+SUM_S = 30e-6  # until ranks begin to add up, or one to receive: not measured
+START_S = 10.0  # of a process: imports, tokenizer, kernels' trials
+
+
+@dataclass(slots=True, frozen=True)
+class StepLoad:
+    """What a step computes: one step, or the average of many."""
+
+    num_tokens: float
+    num_rows: float  # of one token
+    num_keys_read: float  # those of a row once for all its tokens
+    num_keys_seen: float  # by each token
+    num_logits: float
+
+
+@dataclass(slots=True, frozen=True)
+class RankWork:
+    """What one rank does in a pass: bytes that it reads, and operations."""
+
+    num_layers: int
+    weight_bytes: float  # of every pass
+    expert_bytes: float  # of all experts; a pass reads those that its tokens choose
+    expert_share: float  # which a token chooses
+    head_bytes: float  # if there are logits
+    kv_token: int
+    token_operations: float
+    key_operations: float
+    logit_operations: float
+    streamed_bytes: int
+    place: str  # where streamed layers come from
+
+
+def measure_rank(plan: RunPlan, rank: RankPlan) -> RankWork:
+    """Count what a rank does in a pass."""
+    model, share, streamed = plan.checkpoint.model, rank.share, rank.streamed
+    sums = [0.0] * 5  # bytes, experts', those that a token chooses, operations of tokens and keys
+    for number in rank.part.numbers:
+        layer = model.layers[number] if share is None else share.layer(number)
+        found = _measure_layer(plan, layer, layer_bytes(plan, share, number)[1])
+        sums = [a + b for a, b in zip(sums, found, strict=True)]
+    head = exit_specs(model).get("head.weight")
+    size = head.size / plan.machine.num_shards if head and rank.part.is_last else 0.0
+    return RankWork(
+        num_layers=rank.part.num_layers,
+        weight_bytes=sums[0],
+        expert_bytes=sums[1],
+        expert_share=sums[2] / max(1.0, sums[1]),
+        head_bytes=size * plan.formats["head"].num_bytes((1, 1024)) / 1024,
+        kv_token=rank.takes.kv_token,
+        token_operations=sums[3],
+        key_operations=sums[4],
+        logit_operations=2 * size,
+        streamed_bytes=0 if streamed is None else streamed.num_bytes,
+        place="" if streamed is None else streamed.place,
+    )
+
+
+def _measure_layer(plan: RunPlan, layer: Layer, size: int) -> tuple[float, ...]:
+    """Return a layer's bytes, its experts', those that a token chooses, and its operations."""
+    specs = layer_specs(layer, plan.checkpoint.model.hidden_size)
+    experts = sum(spec.size for name, spec in specs.items() if name.startswith("experts."))
+    numbers = sum(spec.size for spec in specs.values())
+    share = layer.mlp.top_k / layer.mlp.num_experts if isinstance(layer.mlp, Moe) else 1.0
+    if plan.device.type == "cuda" and not isinstance(plan.formats["product"], Dense):
+        size += 2 * numbers * plan.dtype.itemsize  # floats are made at each use, then read
+    of_experts = size * experts / numbers
+    per_key = 4.0 * layer.attention.heads * layer.attention.head_dim
+    per_token = 2.0 * (numbers - experts * (1 - share))
+    return size - of_experts, of_experts, of_experts * share, per_token, per_key
+
+
+def time_step(plan: RunPlan, work: RankWork, load: StepLoad, roofs: Roofs) -> dict[str, float]:
+    """Return the seconds of what bounds a rank in a step; the first four go on at once."""
+    on_gpu, num = plan.device.type == "cuda", _node_ranks(plan, roofs)
+    sharers = 1 if on_gpu else num  # of memory and cores
+    read = 1 - (1 - work.expert_share) ** load.num_tokens
+    num_bytes = work.weight_bytes + work.expert_bytes * read + load.num_keys_read * work.kv_token
+    num_bytes += work.head_bytes * (load.num_logits > 0)
+    operations = load.num_tokens * work.token_operations + load.num_keys_seen * work.key_operations
+    operations += load.num_logits * work.logit_operations
+    may_capture = plan.config.kernels != "off" and plan.machine.num_shards == 1 and not work.place
+    has_graph = may_capture and load.num_tokens <= load.num_rows
+    has_graph = has_graph and can_capture(plan.checkpoint.model.layers)
+    rate = roofs.disk_rate / num if work.place == "disk" else roofs.host_rate * LINK_SHARE
+    return {
+        "memory": num_bytes * sharers / (roofs.memory_rate * MEMORY_SHARE),
+        "arithmetic": operations * sharers / (roofs.arithmetic_rate * ARITHMETIC_SHARE),
+        "host memory" if work.place == "cpu" else "disk": work.streamed_bytes / rate,
+        "launches": work.num_layers * LAUNCH_S * (on_gpu and not has_graph),
+        "other ranks": _between_ranks(plan, load, roofs),
+        "host": HOST_STEP_S + HOST_ROW_S * load.num_rows,
+    }
+
+
+def _node_ranks(plan: RunPlan, roofs: Roofs) -> int:
+    """Return how many ranks a node has, of all pipelines."""
+    return min(roofs.num_devices, len(plan.ranks) * plan.machine.num_pipelines)
+
+
+def _between_ranks(plan: RunPlan, load: StepLoad, roofs: Roofs) -> float:
+    """Return how long ranks of a stage add up in a step, twice a layer, and how long it sends."""
+    stages, shards = plan.machine.num_stages, plan.machine.num_shards
+    size = load.num_tokens * plan.checkpoint.model.hidden_size * plan.dtype.itemsize / LINK_SHARE
+    num_sums = 2 * len(plan.checkpoint.model.layers) / stages * (shards > 1)
+    seconds = num_sums * (SUM_S + 2 * (shards - 1) / shards * size / roofs.link_rate)
+    is_near = len(plan.ranks) <= roofs.num_devices
+    rate = roofs.link_rate if is_near else roofs.network_rate
+    return seconds + (SUM_S + size / rate) * (stages > 1)
+
+
+def predict_run(
+    plan: RunPlan, loads: Sequence[tuple[StepLoad, float]], num_rows: float, roofs: Roofs
+) -> tuple[float, str]:
+    """Predict the seconds of one pipeline's steps, and say what takes the most of them.
+
+    Stages compute different steps at once. With fewer rows than stages, some of them wait.
+
+    Args:
+        loads: steps, and how often there are such ones.
+        num_rows: that run at once.
+    """
+    works = {measure_rank(plan, rank) for rank in plan.ranks if rank.part.shard == 0}
+    num_stages, bounds = plan.machine.num_stages, Counter[str]()
+    for load, count in loads:
+        slowest = 0.0, ""
+        for work in works:
+            seconds = time_step(plan, work, load, roofs)
+            *at_once, between, host = seconds.values()
+            step = max(host, max(at_once) + between + host * (num_stages == 1))
+            slowest = max(slowest, (step, max(seconds, key=seconds.__getitem__)))
+        bounds[slowest[1]] += slowest[0] * count  # type: ignore[assignment]  # of floats
+    waits = num_stages / min(num_stages, max(1.0, num_rows))
+    return sum(bounds.values()) * waits, max(bounds, key=bounds.__getitem__, default="")
+
+
+def predict_load(plan: RunPlan, roofs: Roofs) -> float:
+    """Predict the seconds until a run is ready: weights are read from each node's disk."""
+    specs = model_specs(plan.checkpoint.model)
+    if plan.checkpoint.config.tie_word_embeddings:
+        specs.pop("head.weight", None)  # the embedding is the head
+    stored = (plan.stored.get(n, Dense(plan.dtype)).num_bytes(s.shape) for n, s in specs.items())
+    streamed = [rank.streamed for rank in plan.ranks if rank.streamed]
+    size = sum(stored) - sum(each.num_bytes for each in streamed if each.place == "disk")
+    on_node = size * min(1.0, roofs.num_devices / len(plan.ranks))  # the rest is elsewhere
+    pipelines = max(1, _node_ranks(plan, roofs) // len(plan.ranks))
+    copies = 1 if on_node < roofs.host_bytes else pipelines  # the system's cache has it for others
+    to_device = size / len(plan.ranks) / (roofs.host_rate * LINK_SHARE)
+    return START_S + max(on_node * copies / roofs.disk_rate, to_device)
+
+
+def tell_passes(plan: RunPlan, roofs: Roofs | None) -> list[str]:
+    """Tell what a full pass does where layers are streamed: tokens, seconds, what bounds it.
+
+    Args:
+        roofs: None: of the machine nothing is known, and no time is told.
+    """
+    streamed = [(r.streamed.num_bytes, r.rank) for r in plan.ranks if r.streamed]
+    if not streamed:
+        return ["all layers stay in memory"] * (plan.config.offload != "off")
+    rank, size = plan.ranks[max(streamed)[1]], plan.sizes.chunk_size
+    of_rank = f"rank {rank.rank}: " * (len(plan.ranks) > 1)
+    told = [of_rank + describe_streaming(plan, rank)]
+    if roofs is not None:
+        load = StepLoad(size, size, 0, 0, plan.sizes.max_rows)
+        seconds, bound = predict_run(plan, [(load, 1.0)], math.inf, roofs)
+        rate = f"{size / seconds:,.0f} tokens/s at most"
+        told.append(f"predicted: {seconds:.3g} s a full pass, {rate}; bound by {bound}")
+    return told

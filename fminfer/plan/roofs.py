@@ -1,0 +1,118 @@
+"""What a machine can do at most: memory, bandwidths and arithmetic, as flags or a kind say.
+
+Bandwidths and rates of kinds are NVIDIA's data sheets': dense products in bfloat16, NVLink and PCIe
+one way. Memory is what drivers leave of it. Those of the node around the devices are assumptions: a
+host with 128 GiB, one NVMe disk on PCIe 4, a network of 200 Gbit/s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, get_args
+
+from fminfer.core.errors import UsageError
+from fminfer.core.option import Bytes, Count, Options, Rate, option, options_of
+
+DeviceKind = Literal["this", "a100-40gb", "a100-80gb", "h100-80gb", "h200", "l4", "l40s"]
+_check = partial(option, group="Check", commands=("check",))
+
+
+@dataclass(slots=True, frozen=True)
+class Roofs:
+    """What devices and their node can do. Rates are per second, bandwidths in bytes."""
+
+    device_bytes: int
+    memory_rate: float  # of a device
+    arithmetic_rate: float  # multiplying and adding are two operations
+    link_rate: float  # from a device to another one of its node
+    host_rate: float  # from the host's memory to a device
+    host_bytes: int = 128 << 30
+    disk_rate: float = 7e9  # of a node
+    network_rate: float = 25e9  # from a node to another one
+    num_devices: int = 1  # of a node
+    num_nodes: int = 1
+
+
+def _published(gib: int, memory: float, arithmetic: float, link: float, host: float) -> Roofs:
+    """Return a kind's roofs: memory in GiB, products in TFLOP/s, the others in GB/s."""
+    return Roofs(gib << 30, memory * 1e9, arithmetic * 1e12, link * 1e9, host * 1e9)
+
+
+KINDS: dict[str, Roofs] = {
+    "a100-40gb": _published(39, 1555, 312, 300, 32),
+    "a100-80gb": _published(79, 2039, 312, 300, 32),
+    "h100-80gb": _published(79, 3350, 989, 450, 64),
+    "h200": _published(139, 4800, 989, 450, 64),
+    "l4": _published(22, 300, 121, 32, 32),
+    "l40s": _published(44, 864, 362, 32, 32),
+}
+
+
+@dataclass(frozen=True)
+class PlanOptions(Options):
+    """For which devices `fminfer check` plans, and what they can do."""
+
+    is_plan: bool = _check(
+        "List the ways to spread the run over the devices, with 16, 8 and 4 bits, and with layers "
+        "that are streamed where they do not fit. Predict the time of each. Flags that are given, "
+        "such as --tp, --quantize and --offload, are kept."
+    )
+    device_kind: DeviceKind | None = _check(
+        "Devices to plan for, with their published memory and bandwidths; other flags replace "
+        "single ones. this: those of this machine, measured for a second.  [default: this, if no "
+        "--device-memory is given]"
+    )
+    num_devices: Count | None = _check("Devices of a node.  [default: 1, or this machine's GPUs]")
+    num_nodes: Count = _check("Nodes. Tensor parallelism stays in one.", default=1)
+    memory_rate: Rate | None = _check(
+        "Bytes a second of a device's memory: 2039G.", flags=("--memory-bandwidth",)
+    )
+    arithmetic_rate: Rate | None = _check(
+        "Operations a second of a device's products in 16 bits: 312T."
+    )
+    link_rate: Rate | None = _check(
+        "Bytes a second from a device to another one of its node: 300G.",
+        flags=("--link-bandwidth",),
+    )
+    host_bytes: Bytes | None = _check(
+        "Memory of a node's host, for layers that wait there.  [default: 128G]",
+        flags=("--host-memory",),
+    )
+    host_rate: Rate | None = _check(
+        "Bytes a second from the host's memory to a device: 32G.", flags=("--host-bandwidth",)
+    )
+    disk_rate: Rate | None = _check(
+        "Bytes a second that a node reads of the model's files.  [default: 7G]",
+        flags=("--disk-bandwidth",),
+    )
+
+    @property
+    def known(self) -> Roofs | None:
+        """What is published of the kind of devices."""
+        return KINDS.get(self.device_kind or "")
+
+    def is_this(self, device_bytes: int | None) -> bool:
+        """Tell whether this machine's devices are meant, given --device-memory."""
+        none_told = device_bytes is None and self.memory_rate is None
+        return self.device_kind == "this" or (self.device_kind is None and none_told)
+
+    def roofs_of(self, known: Roofs | None, device_bytes: int | None) -> Roofs:
+        """Return what is known of devices, with what flags tell in its place.
+
+        Raises:
+            UsageError: nothing is known, and flags say too little.
+        """
+        names = ("memory_rate", "arithmetic_rate", "link_rate", "host_rate")
+        others = ("host_bytes", "disk_rate", "num_devices", "num_nodes")
+        told = {n: v for n in (*names, *others) if (v := getattr(self, n))}
+        told |= {} if device_bytes is None else {"device_bytes": device_bytes}
+        if known is not None:
+            return replace(known, **told)
+        missing = [options_of(PlanOptions)[name].told for name in names if name not in told]
+        if missing or device_bytes is None:
+            raise UsageError(
+                "what the devices can do is not known: give --device-kind (one of "
+                f"{', '.join(get_args(DeviceKind))}), or --device-memory, {', '.join(missing)}"
+            )
+        return Roofs(**told)

@@ -1,0 +1,180 @@
+"""`fminfer check --plan`: the ways to spread a run over devices, and their predicted times."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from fminfer.cli.app import main
+from fminfer.core.config import EngineConfig, GroupSizes
+from fminfer.estimate.cost_model import COSTS, CostModel
+from fminfer.estimate.cost_store import find_costs_path, keep_costs
+from fminfer.estimate.run_plans import find_spreads
+from fminfer.plan.opening import open_model
+from fminfer.plan.planning import plan_ahead
+from fminfer.plan.roofs import KINDS, Roofs
+
+NODE = ["--device-kind", "a100-80gb", "--num-devices", "8"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep costs away from this user's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """Have eight different prompts of 20 tokens, each to be continued by 30."""
+    rng, path = random.Random(3), tmp_path / "a.jsonl"
+    lines = [{"prompt": rng.choices(range(300), k=20), "max_tokens": 30} for _ in range(8)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def check(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["check", *map(str, arguments)])
+
+
+def plans_of(*arguments: object) -> dict[str, Any]:
+    found = check("--json", "--plan", *arguments)
+    assert found.exit_code in (0, 1), found.output
+    plans: dict[str, Any] = json.loads(found.stdout)["plans"]
+    return plans
+
+
+def roofs_of(num_devices: int, num_nodes: int = 1) -> Roofs:
+    return Roofs(80 << 30, 1e12, 1e14, 1e11, 1e10, num_devices=num_devices, num_nodes=num_nodes)
+
+
+def test_spreads_use_all_devices_and_keep_shards_on_a_node() -> None:
+    found = [*find_spreads(roofs_of(8, 2), GroupSizes())]
+    assert len(found) == len(set(found)) == 14
+    assert all(d * s * t == 16 and t <= 8 for d, s, t in found)
+    assert {*find_spreads(roofs_of(6), GroupSizes())} >= {(1, 2, 3), (3, 2, 1), (6, 1, 1)}
+    # Three nodes of two: a pipeline of four ranks would lie on one node and a half of the next.
+    assert {s * t for _, s, t in find_spreads(roofs_of(2, 3), GroupSizes())} == {1, 2, 6}
+    kept = [*find_spreads(roofs_of(8), GroupSizes(tensor_parallel_size=2))]
+    assert {t for _, _, t in kept} == {2} and len(kept) == 3
+
+
+def test_a_large_model_on_eight_gpus(rows: Path) -> None:
+    """A row for each spread and number of bits, the fastest first; no GPU is needed."""
+    plans = plans_of(rows, "--random-init", "opt-175b", *NODE)
+    fitting = [run for run in plans["runs"] if not run["why_not"]]
+    others = [run for run in plans["runs"] if run["why_not"]]
+    assert plans["runs"] == fitting + others and plans["is_predicted"]
+    together = [run["load_s"] + run["run_s"] for run in fitting]
+    assert together == sorted(together)
+    assert {run["why_not"] for run in others} == {"more memory is needed"}
+    assert all("--offload" not in run["flags"] for run in others), "layers come and go instead"
+    by_flags = {run["flags"]: run for run in fitting}
+    streamed = by_flags["--data-group-size 8 --offload auto"]
+    assert streamed["streamed"][0]["place"] == "disk" and streamed["bound"] == "disk"
+    assert "--tp 8 --offload auto" not in by_flags, "no layer needs it"
+    half, whole = (by_flags[f] for f in ("--tp 8 --quantize int8", "--tp 8"))
+    assert half["rank_bytes"] < 0.6 * whole["rank_bytes"]
+    for run in fitting:
+        assert run["ms_token"] == pytest.approx(1e3 * run["run_s"] / (8 * 30))
+        assert run["rank_bytes"] < KINDS["a100-80gb"].device_bytes
+
+
+def test_the_table_says_that_it_is_predicted(rows: Path) -> None:
+    found = check(rows, "--random-init", "opt-175b", "--plan", *NODE)
+    assert found.exit_code == 0, found.output
+    assert (
+        "PREDICTED for 8 × a100-80gb: 79.00 GiB, 312 TFLOP/s, memory 2,039.0 GB/s" in found.output
+    )
+    assert "\nfastest   --" in found.output and "more that fit; --all shows" in found.output
+    assert re.search(r"not +\d+ ways: more memory is needed", found.output)
+    assert "KV cache  " not in found.output, "no single plan is told"
+    every = check(rows, "--random-init", "opt-175b", "--plan", "--all", *NODE)
+    assert "  --data-group-size 8: more memory is needed" in every.output
+
+
+def test_flags_that_are_given_are_kept(rows: Path) -> None:
+    plans = plans_of(
+        *(rows, "--random-init", "opt-175b", *NODE, "--tp", "4", "--quantize", "int4"),
+        *("--offload", "disk", "--disk-bandwidth", "14G"),
+    )
+    assert plans["roofs"]["disk_rate"] == 14e9
+    assert len(plans["runs"]) == 2
+    for run in plans["runs"]:
+        assert "--tp 4 --quantize int4 --offload disk" in run["flags"]
+        assert sum(len(each["numbers"]) for each in run["streamed"]) == 96
+
+
+def test_nothing_fits(rows: Path) -> None:
+    flags = ("--device-memory", "3G", "--no-weights")
+    found = check(rows, "--random-init", "opt-30b", "--plan", *NODE[:2], *flags)
+    assert found.exit_code == 1 and "fastest" not in found.output
+
+
+def test_a_cache_too_small_for_a_line_is_no_plan(tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "max_tokens": 1000}) + "\n")
+    plans = plans_of(path, "--random-init", "opt-1.3b", *NODE, "--budget", "512")
+    assert {run["why_not"].split(" for")[0] for run in plans["runs"]} == {
+        "the KV cache is too small"
+    }
+
+
+def test_devices_without_a_kind_are_told_by_flags(rows: Path) -> None:
+    flags = ["--random-init", "opt-1.3b", "--device-memory", "24G"]
+    found = check(rows, "--plan", *flags, "--memory-bandwidth", "1T")
+    assert found.exit_code == 2
+    assert "--arithmetic-rate, --link-bandwidth, --host-bandwidth" in found.output
+    found = check(rows, "--plan", *flags, "--memory-bandwidth", "fast")
+    assert found.exit_code == 2 and "'fast' is no rate" in found.output
+    rates = ["--memory-bandwidth", "1T", "--arithmetic-rate", "100T"]
+    rates += ["--link-bandwidth", "50G", "--host-bandwidth", "25G", "--host-memory", "64G"]
+    slow, fast = (plans_of(rows, *flags, *rates, "--disk-bandwidth", d) for d in ("1G", "2.5G"))
+    assert slow["roofs"]["host_bytes"] == 64 << 30 and slow["roofs"]["memory_rate"] == 1e12
+    loads = [plans["runs"][0]["load_s"] - 10 for plans in (slow, fast)]
+    assert loads[0] == pytest.approx(2.5 * loads[1])
+
+
+def test_this_machine_is_measured_and_its_calibration_is_used(rows: Path) -> None:
+    """With costs of the very model, the roofs do not count."""
+    flags = {"dtype": "float32", "kernels": "off"}
+    words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+    plans = plans_of(rows, *words, "--num-devices", "2")
+    assert plans["roofs"]["memory_rate"] > 1e8 and plans["roofs"]["disk_rate"] > 1e6
+    assert {run["flags"] for run in plans["runs"]} >= {"--tp 2", "--data-group-size 2"}
+    assert all(run["run_s"] > 0 for run in plans["runs"] if not run["why_not"])
+    config = EngineConfig(dtype="float32", kernels="off")
+    path = find_costs_path(plan_ahead(config, open_model(config)), has_kernel=False)
+    assert path is not None
+    keep_costs(path, CostModel((7.0, *[0.0] * (len(COSTS) - 1)), 0.0), "demo")
+    runs = {run["flags"]: run for run in plans_of(rows, *words)["runs"]}
+    # Seven seconds a step: the prompts' step draws each row's first token, and 29 more follow.
+    assert runs[""]["bound"] == "as calibrated" and runs[""]["run_s"] == pytest.approx(7 * 30)
+
+
+def test_an_encoder_has_no_plan(rows: Path) -> None:
+    found = check(rows, "--random-init", "t5-small", "--plan", *NODE)
+    assert found.exit_code == 2 and "--plan predicts decoders" in found.output
+
+
+def test_check_tells_what_offload_does(rows: Path) -> None:
+    """Lines of --offload: which layers come, and what a pass takes if the devices are known."""
+    found = check(rows, "--random-init", "bloom-176b", "--offload", "auto", *NODE[:2])
+    assert found.exit_code == 0, found.output
+    assert "passes    65 of 70 layers of rank 0 come from the disk for each pass" in found.output
+    assert re.search(r"predicted: \d+\.\d s a full pass, .* bound by disk", found.output)
+    unknown = check(
+        rows, "--random-init", "bloom-176b", "--offload", "auto", "--device-memory", "80G"
+    )
+    assert "come from the host memory" in unknown.output
+    assert "  predicted: " not in unknown.output
+    here = check(rows, "--offload", "disk", "--dtype", "float32", "--kernels", "off")
+    assert "passes    2 of 2 layers" in here.output and "bound by" in here.output
+    assert "calibration times no steps with --offload" in here.output
+    plain = check(rows, "--random-init", "opt-125m", "--device-kind", "l4")
+    assert "passes" not in plain.output and "22.00 GiB for each of 1 ranks" in plain.output

@@ -1,0 +1,184 @@
+"""Predicted times of steps: what bounds them, beside what was measured and published."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fminfer.core.config import EngineConfig
+from fminfer.plan.machine_facts import Machine
+from fminfer.plan.opening import open_model
+from fminfer.plan.pass_time import (
+    START_S,
+    StepLoad,
+    measure_rank,
+    predict_load,
+    predict_run,
+    tell_passes,
+    time_step,
+)
+from fminfer.plan.planning import make_plan
+from fminfer.plan.roofs import KINDS, Roofs
+from fminfer.plan.run_plan import RunPlan
+
+H200, A100 = KINDS["h200"], KINDS["a100-80gb"]
+GIB = 1 << 30
+
+
+def plan_of(size: str, roofs: Roofs, **options: Any) -> RunPlan:
+    config = EngineConfig(random_init=size, dtype="bfloat16", **options)
+    machine = Machine(
+        device_bytes=roofs.device_bytes,
+        host_free=roofs.host_bytes,
+        num_stages=config.num_stages,
+        num_shards=config.tensor_parallel_size,
+        num_pipelines=config.data_group_size,
+    )
+    return make_plan(config, open_model(config, has_weights=False), machine)
+
+
+def decode(rows: int, keys: int) -> StepLoad:
+    return StepLoad(rows, rows, rows * keys, rows * keys, rows)
+
+
+def step_of(plan: RunPlan, load: StepLoad, roofs: Roofs) -> tuple[float, str]:
+    """Return the predicted seconds of one step, all stages busy, and what bounds it."""
+    return predict_run(plan, [(load, 1.0)], math.inf, roofs)
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "measured_ms"), [(64, 450, 9.0), (256, 450, 18.9), (1024, 250, 63.3)]
+)
+def test_decode_steps_take_about_what_an_h200_took(
+    rows: int, keys: int, measured_ms: float
+) -> None:
+    """The figures are those of docs/performance.md."""
+    seconds, _ = step_of(plan_of("llama-8b", H200), decode(rows, keys), H200)
+    assert 1e3 * seconds == pytest.approx(measured_ms, rel=0.25)
+
+
+def test_prompts_take_about_what_an_h200_took_and_arithmetic_bounds_them() -> None:
+    load = StepLoad(16 * 512, 0, 16 * 512, 16 * 512 * 257, 16)
+    seconds, bound = step_of(plan_of("llama-8b", H200), load, H200)
+    assert 1e3 * seconds == pytest.approx(182, rel=0.25) and bound == "arithmetic"
+
+
+def test_each_roof_alone_sets_the_pace() -> None:
+    """A time follows the roof that bounds it, and no other one."""
+    plan = plan_of("llama-8b", H200)
+    work = measure_rank(plan, plan.own)
+    few, many = decode(1, 1), StepLoad(4096, 0, 4096, 4096 * 2048, 1)
+    for load, roof, bound in (
+        (few, "memory_rate", "memory"),
+        (many, "arithmetic_rate", "arithmetic"),
+    ):
+        base = time_step(plan, work, load, H200)
+        slow = time_step(plan, work, load, replace(H200, **{roof: getattr(H200, roof) / 10}))
+        assert max(base, key=base.__getitem__) == bound
+        assert slow.pop(bound) == pytest.approx(10 * base.pop(bound))
+        assert slow == base
+    # 16 bits of 8.03 billion parameters, without the embedding, which is looked up.
+    assert work.weight_bytes + work.head_bytes == pytest.approx(2 * 7.5e9, rel=0.01)
+
+
+def test_streamed_layers_take_their_bytes_through_the_disk_or_the_link() -> None:
+    roofs = replace(A100, host_bytes=512 * GIB)
+    load = decode(8, 100)
+    plan = plan_of("bloom-176b", roofs, offload="cpu")
+    streamed = plan.own.streamed
+    assert streamed is not None and len(streamed.numbers) == 70
+    seconds, bound = step_of(plan, load, roofs)
+    assert bound == "host memory"
+    assert seconds == pytest.approx(streamed.num_bytes / (32e9 * 0.8), rel=0.01)
+    plan = plan_of("bloom-176b", roofs, offload="disk")
+    seconds, bound = step_of(plan, load, roofs)
+    assert bound == "disk" and seconds == pytest.approx(streamed.num_bytes / 7e9, rel=0.01)
+
+
+def test_ranks_of_a_node_share_its_disk() -> None:
+    roofs = replace(A100, num_devices=4)
+    plan = plan_of("bloom-176b", A100, offload="disk", pipeline_group_size=2, data_group_size=2)
+    assert plan.own.streamed is not None
+    seconds, bound = step_of(plan, decode(8, 100), roofs)
+    most = max(rank.streamed.num_bytes for rank in plan.ranks if rank.streamed)
+    assert bound == "disk" and seconds == pytest.approx(4 * most / 7e9, rel=0.01)
+
+
+def test_tensor_parallelism_reads_less_and_pays_for_sums_and_launches() -> None:
+    roofs = replace(A100, num_devices=8)
+    one, eight = plan_of("llama-8b", roofs), plan_of("llama-8b", roofs, tensor_parallel_size=8)
+    alone = time_step(one, measure_rank(one, one.own), decode(8, 100), roofs)
+    shard = time_step(eight, measure_rank(eight, eight.own), decode(8, 100), roofs)
+    assert shard["memory"] == pytest.approx(alone["memory"] / 8, rel=0.02)
+    assert alone["other ranks"] == alone["launches"] == 0  # a graph has its launches
+    assert shard["other ranks"] > 2 * 32 * 30e-6 and shard["launches"] > 0
+
+
+def test_stages_wait_where_there_are_fewer_rows_than_stages() -> None:
+    roofs = replace(A100, num_devices=8)
+    plan = plan_of("llama-8b", roofs, pipeline_group_size=8)
+    loads = [(decode(1, 100), 10.0)]
+    alone, _ = predict_run(plan, loads, 1, roofs)
+    full, _ = predict_run(plan, loads, 8, roofs)
+    assert alone == pytest.approx(8 * full)
+
+
+def test_a_mixture_reads_the_experts_that_its_tokens_choose() -> None:
+    plan = plan_of("deepseek-v3", H200, offload="disk")
+    work = measure_rank(plan, plan.own)
+    assert work.token_operations == pytest.approx(
+        2 * 37e9, rel=0.05
+    )  # 37 of 671 billion are active
+    one, many = (time_step(plan, work, decode(n, 10), H200)["memory"] for n in (1, 2000))
+    assert many > 15 * one
+    assert work.streamed_bytes > 0.99 * (work.weight_bytes + work.expert_bytes)
+
+
+def test_quantized_weights_are_made_floats_on_a_gpu() -> None:
+    """Their products have no kernel there, so that they save memory and cost time."""
+    plain, small = plan_of("llama-8b", H200), plan_of("llama-8b", H200, quantize="int8")
+    load = decode(8, 100)
+    assert small.own.takes.weights < 0.6 * plain.own.takes.weights
+    assert step_of(small, load, H200) > step_of(plain, load, H200)
+
+
+def test_loading_reads_a_node_s_part_of_the_model_once() -> None:
+    eight = replace(A100, num_devices=8, host_bytes=512 * GIB)
+    size = 2 * 176.2e9
+    one = plan_of("bloom-176b", eight, tensor_parallel_size=8)
+    assert predict_load(one, eight) == pytest.approx(START_S + size / 7e9, rel=0.01)
+    two = plan_of("bloom-176b", eight, tensor_parallel_size=8, pipeline_group_size=2)
+    nodes = replace(eight, num_nodes=2)
+    assert predict_load(two, nodes) == pytest.approx(START_S + size / 2 / 7e9, rel=0.01)
+
+
+@pytest.mark.parametrize(("quantize", "published"), [(None, 42.88), ("int8", 21.68)])
+@pytest.mark.parametrize("unit", [1e9, GIB])
+def test_memory_of_bloom_176b_on_8_gpus_is_what_energonai_published(
+    quantize: Any, published: float, unit: float
+) -> None:
+    """The most that was allocated on a GPU, so without the context of CUDA and what is kept free.
+
+    We count weights, a step of 512 tokens and their keys and values. Their figures have no prompt
+    length, and may be GB or GiB: both hold.
+    """
+    plan = plan_of("bloom-176b", A100, tensor_parallel_size=8, quantize=quantize, chunk_size=512)
+    for rank in plan.ranks:
+        takes = rank.takes
+        counted = takes.total(512) - takes.libraries
+        assert counted / unit == pytest.approx(published, rel=0.10)
+
+
+def test_what_is_told_of_passes() -> None:
+    plan = plan_of("bloom-176b", A100, offload="auto")
+    first, second = tell_passes(plan, A100)
+    assert first.startswith("65 of 70 layers of rank 0 come from the disk for each pass of up to 8")
+    assert second.startswith("predicted: ") and second.endswith("bound by disk")
+    assert tell_passes(plan, None) == [first]
+    assert tell_passes(plan_of("opt-125m", A100, offload="auto"), A100) == [
+        "all layers stay in memory"
+    ]
+    assert tell_passes(plan_of("opt-125m", A100), A100) == []
