@@ -1,7 +1,8 @@
 """Layers that do not stay in memory: each is brought for every pass, while others compute.
 
 What is stored of a layer lies in a slot. With two slots, one layer computes and the next is read
-from the disk. With one for each, all stay in the host's memory, and come to a GPU.
+from the disk, or from the system's cache of it. With one for each, all stay in the host's memory,
+and come to a GPU.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class LayerStream:
         spans: where in files each layer's tensors are, and what of them it needs, by its number.
         num_slots: fewer than there are layers: they are read anew in every pass.
         device: that computes.
+        is_direct: layers are read past the system's cache of files.
     """
 
     def __init__(
@@ -68,8 +70,10 @@ class LayerStream:
         spans: Mapping[int, tuple[Sequence[Span], Sequence[Span]]],
         num_slots: int,
         device: torch.device,
+        *,
+        is_direct: bool = True,
     ) -> None:
-        self._make, self.reads = make, DirectReads()
+        self._make, self.reads = make, DirectReads(is_direct=is_direct)
         self._places = {number: place_all(wholes) for number, (wholes, _) in spans.items()}
         self._needed = {number: needed for number, (_, needed) in spans.items()}
         largest = max(map(end_of, self._places.values()))

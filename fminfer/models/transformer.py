@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import nn
@@ -83,6 +84,8 @@ def _multiply_widened(
 
 
 Join = Callable[[LayerOf, Weights], LayerOf]
+# Where layers come from in each pass: the disk; the system's cache of files; memory of the process.
+StreamKind = Literal["disk", "shared memory", "own memory"]
 
 
 def _try_layers(stream: LayerStream, model: Model, *, keeps_all: bool) -> None:
@@ -105,8 +108,7 @@ class Transformer:
         join: replaces a layer by one compiled call, where it can; None: layers stay as they are.
         shards: the ranks that share the stage; None: this one has it whole.
         tokens: whose rows of embedding and head it has; None: all.
-        keeps_all: layers that are streamed to a GPU stay in the host's memory; otherwise they are
-            read anew for each pass.
+        streams: how layers are streamed, if any are.
 
     Raises:
         MachineError: a streamed layer cannot be read.
@@ -121,7 +123,7 @@ class Transformer:
         join: Join | None = None,
         shards: ShardGroup | None = None,
         tokens: range | None = None,
-        keeps_all: bool = False,
+        streams: StreamKind = "disk",
     ) -> None:
         self.shards, self._tokens = shards, tokens or range(model.vocab_size)
         self.model, self._entry = model, source.entry()
@@ -144,8 +146,9 @@ class Transformer:
         self.stream: LayerStream | None = None
         if source.streamed:
             spans = {number: source.spans(number) for number in source.streamed}
+            keeps_all, is_direct = streams == "own memory", streams != "shared memory"
             num_slots = len(spans) if keeps_all else SLOTS
-            self.stream = LayerStream(make, spans, num_slots, source.device)
+            self.stream = LayerStream(make, spans, num_slots, source.device, is_direct=is_direct)
             _try_layers(self.stream, model, keeps_all=keeps_all)
 
         def in_order(numbers: list[int]) -> Layers:

@@ -121,7 +121,8 @@ def _slot_bytes(plan: RunPlan, share: ModelShare | None, streamed: Streamed) -> 
     """Return what layers that come and go take on the device, and in a GPU's host."""
     both = [layer_bytes(plan, share, number) for number in streamed.numbers]
     stored, held = (max(sizes) for sizes in zip(*both, strict=True))
-    read = streamed.num_bytes if streamed.place == "cpu" else SLOTS * stored
+    stays = streamed.place == "cpu" and not streamed.is_shared
+    read = streamed.num_bytes if stays else SLOTS * stored
     if plan.device.type == "cuda":
         return SLOTS * held, read
     is_used_there = isinstance(plan.formats["product"], Dense) and stored == held and not share

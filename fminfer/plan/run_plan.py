@@ -46,6 +46,9 @@ class Streamed:
     """The layers of a rank that are brought for each pass (--offload)."""
 
     place: Literal["cpu", "disk"]  # where they come from
+    # From the system's cache of files, which all pipelines of a machine share; otherwise a GPU's
+    # layers lie in memory of its own process.
+    is_shared: bool
     numbers: tuple[int, ...]
     num_bytes: int  # of all of them, as they are stored
 

@@ -46,9 +46,11 @@ def plan_streams(plan: RunPlan) -> RunPlan:
             f"which {show_bytes(host or 0)} are free. Use --offload disk"
         )
     place: Literal["cpu", "disk"] = "cpu" if fits_host and offload != "disk" else "disk"
+    is_shared = max(plan.machine.num_pipelines, plan.machine.num_engines) > 1
     ranks = []
     for rank, count, size in zip(plan.ranks, counts, sizes, strict=True):
-        own = Streamed(place, _spread(rank.part.numbers, count), size) if count else None
+        numbers = _spread(rank.part.numbers, count)
+        own = Streamed(place, is_shared, numbers, size) if count else None
         takes = expect_bytes(streamed, rank.part, rank.share, own)
         ranks.append(replace(rank, takes=takes, streamed=own))
     return replace(streamed, ranks=tuple(ranks))
@@ -82,7 +84,7 @@ def _count(plan: RunPlan, rank: RankPlan) -> int:
         return 0
 
     def fits(count: int) -> bool:
-        own = Streamed("disk", _spread(rank.part.numbers, count), 0)
+        own = Streamed("disk", False, _spread(rank.part.numbers, count), 0)
         takes = expect_bytes(plan, rank.part, rank.share, own)
         return _fits(takes, room * (1 - STREAMED_CACHE))
 

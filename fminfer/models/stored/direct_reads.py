@@ -101,15 +101,18 @@ def end_of(places: Sequence[SpanPlace]) -> int:
 
 
 class OpenFile:
-    """A file that is read directly, as it was when it was opened.
+    """A file, as it was when it was opened.
+
+    Args:
+        is_direct: past the system's cache.
 
     Raises:
         MachineError: it cannot be opened.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_direct: bool) -> None:
         self._path = path
-        direct = getattr(os, "O_DIRECT", 0)
+        direct = getattr(os, "O_DIRECT", 0) if is_direct else 0
         try:
             try:
                 self._fd = os.open(path, os.O_RDONLY | direct)
@@ -169,10 +172,14 @@ class DirectReads:
     """Reads spans of files into buffers, and keeps count.
 
     Files stay open, so that one that another takes the place of is read on.
+
+    Args:
+        is_direct: past the system's cache; otherwise from there, where processes share it.
     """
 
-    def __init__(self, num_threads: int = NUM_THREADS) -> None:
+    def __init__(self, *, is_direct: bool = True, num_threads: int = NUM_THREADS) -> None:
         self._files: dict[Path, OpenFile] = {}
+        self._is_direct = is_direct
         self._threads = ThreadPoolExecutor(num_threads, "fminfer layers")
         self._lock = threading.Lock()
         self.num_bytes, self.busy_s = 0, 0.0  # read so far, and while at least one read went on
@@ -203,7 +210,7 @@ class DirectReads:
 
     def _open(self, path: Path) -> OpenFile:
         if path not in self._files:
-            self._files[path] = OpenFile(path)
+            self._files[path] = OpenFile(path, is_direct=self._is_direct)
         return self._files[path]
 
     def _read(self, file: OpenFile, first: int, target: memoryview, least: int) -> None:

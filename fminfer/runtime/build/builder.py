@@ -23,14 +23,14 @@ from fminfer.models.fingerprint import digest_files
 from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_source import OnProgress, open_weights
 from fminfer.models.stage import Stage
-from fminfer.models.transformer import Transformer
+from fminfer.models.transformer import StreamKind, Transformer
 from fminfer.models.whole_layers import WholeLayers
 from fminfer.pipeline.group import Group
 from fminfer.pipeline.shard_group import connect_shards
 from fminfer.pipeline.transport import HiddenForm
 from fminfer.plan.machine_facts import find_machine
 from fminfer.plan.planning import make_plan
-from fminfer.plan.run_plan import RunPlan
+from fminfer.plan.run_plan import RunPlan, Streamed
 from fminfer.plan.shortage import no_cache
 from fminfer.runtime.build.agreement import (
     agree,
@@ -144,7 +144,7 @@ def load_part(
         join=join,
         shards=shards,
         tokens=None if share is None else share.tokens[part.shard],
-        keeps_all=plan.own.streamed is not None and plan.own.streamed.place == "cpu",
+        streams=_stream_kind(plan.own.streamed),
     )
     return LoadedPart(
         plan=plan,
@@ -155,6 +155,12 @@ def load_part(
         threads=threads,
         file_digests=digests,
     )
+
+
+def _stream_kind(streamed: Streamed | None) -> StreamKind:
+    if streamed is None or streamed.place == "disk":
+        return "disk"
+    return "shared memory" if streamed.is_shared else "own memory"
 
 
 def _find_slowness(loaded: LoadedPart, stage: Stage, group: Group | None) -> Slowness:

@@ -1,0 +1,114 @@
+"""Which layers do not stay in memory, where they wait, and how large a pass is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import UsageError
+from fminfer.models.checkpoint import open_random
+from fminfer.plan.machine_facts import Machine
+from fminfer.plan.planning import make_plan
+from fminfer.plan.run_plan import RunPlan
+from fminfer.plan.streaming import LEAST_CACHE, STREAMED_CACHE, describe_streaming
+
+GB = 10**9
+
+
+def plan_of(size: str, gpu: float | None, *, on_host: float = 0, **options: Any) -> RunPlan:
+    """Plan a run on GPUs of so many GB, or on a CPU with `on_host` GB."""
+    where = {name: options.pop(name) for name in ("num_pipelines", "num_shards") if name in options}
+    if gpu is not None:
+        machine = Machine(device_bytes=int(gpu * GB), host_free=int(on_host * GB), **where)
+    else:
+        machine = Machine(free=int(on_host * GB), has_library=True, **where)
+    device = "cpu" if gpu is None else "cuda"
+    config = EngineConfig(random_init=size, device=device, dtype="bfloat16", **options)
+    return make_plan(config, open_random(size), machine)
+
+
+def num_streamed(plan: RunPlan) -> int:
+    return 0 if plan.own.streamed is None else len(plan.own.streamed.numbers)
+
+
+@pytest.mark.parametrize("offload", ["auto", "off"])
+def test_what_fits_stays(offload: str) -> None:
+    plan = plan_of("llama-7b", 80, offload=offload)
+    assert num_streamed(plan) == 0 and not plan.chunk_size and not plan.shortage
+
+
+def test_auto_streams_only_what_does_not_fit() -> None:
+    """Of the room a part is left to the KV cache; with less memory more layers come and go."""
+    counts = []
+    for gpu in (160, 120, 80, 40, 24):
+        plan = plan_of("llama-70b", gpu, on_host=512, offload="auto")
+        takes, numbers = plan.own.takes, plan.own.streamed and plan.own.streamed.numbers
+        assert not plan.shortage and plan.num_kv_tokens > 0
+        used = takes.libraries + takes.weights + takes.work
+        share = STREAMED_CACHE if numbers else LEAST_CACHE
+        assert used <= gpu * GB * (1 - share) or num_streamed(plan) == 80
+        counts.append(num_streamed(plan))
+        if numbers and len(numbers) <= 40:  # at most every second layer: none follow each other
+            assert min(b - a for a, b in zip(numbers, numbers[1:], strict=False)) > 1
+    assert counts == sorted(counts) and counts[0] == 0 < counts[1] < counts[-2] < 80
+
+
+@pytest.mark.parametrize(("on_host", "place"), [(512, "cpu"), (100, "disk")])
+def test_layers_wait_in_the_host_if_they_fit_there(on_host: int, place: str) -> None:
+    plan = plan_of("llama-70b", 24, on_host=on_host, offload="auto")
+    streamed = plan.own.streamed
+    assert streamed is not None and streamed.place == place
+    if place == "cpu":
+        assert plan.own.takes.host == streamed.num_bytes
+    else:  # two slots
+        assert 0 < plan.own.takes.host < 5 * GB
+
+
+def test_pipelines_share_one_copy_in_the_host() -> None:
+    alone = plan_of("llama-70b", 80, on_host=512, offload="cpu")
+    several = plan_of("llama-70b", 80, on_host=512, offload="cpu", num_pipelines=8)
+    assert alone.own.takes.host > 100 * GB
+    assert several.own.streamed is not None and several.own.streamed.is_shared
+    assert several.own.takes.host < 5 * GB
+
+
+def test_shards_stream_their_parts() -> None:
+    whole = plan_of("llama-70b", 80, on_host=512, offload="cpu").own.streamed
+    half = plan_of("llama-70b", 80, on_host=512, offload="cpu", num_shards=2).own.streamed
+    assert whole is not None and half is not None
+    assert half.num_bytes == pytest.approx(whole.num_bytes / 2, rel=0.01)
+
+
+def test_a_host_without_room_is_told() -> None:
+    with pytest.raises(UsageError, match=r"GiB are free. Use --offload disk"):
+        plan_of("llama-70b", 80, on_host=64, offload="cpu")
+
+
+def test_a_cpu_streams_from_the_disk_what_its_memory_does_not_hold() -> None:
+    plan = plan_of("llama-7b", None, on_host=8, offload="auto")
+    assert plan.own.streamed is not None and plan.own.streamed.place == "disk"
+    assert 0 < num_streamed(plan) < 32 and not plan.shortage
+    assert "does not fit" in plan_of("llama-7b", None, on_host=8).shortage
+    assert "--offload auto" in plan_of("llama-7b", None, on_host=8).shortage
+
+
+def test_a_pass_is_as_large_as_memory_allows() -> None:
+    sizes = [plan_of("llama-7b", None, on_host=n, offload="disk").sizes for n in (3, 8, 64)]
+    assert [each.chunk_size for each in sizes] == sorted(each.chunk_size for each in sizes)
+    assert sizes[0].chunk_size < sizes[-1].chunk_size == 4096
+    assert {each.max_rows for each in sizes} == {1024}
+    assert {each.micro_batches for each in sizes} == {1}
+    asked = plan_of("llama-7b", None, on_host=64, offload="disk", chunk_size=100, max_rows=3)
+    assert (asked.sizes.chunk_size, asked.sizes.max_rows) == (100, 3)
+
+
+def test_the_plan_is_told() -> None:
+    plan = plan_of("llama-7b", None, on_host=64, offload="disk")
+    told = describe_streaming(plan, plan.own, 2 * 2**30)
+    assert told.startswith("32 of 32 layers, 12.06 GiB, are read from the disk in each pass: 6.0 s")
+    assert "A pass computes up to 1,024 rows, or 4,096 tokens" in told
+    plan = plan_of("llama-70b", 80, on_host=512, offload="cpu")
+    assert "wait in the host's memory" in describe_streaming(plan, plan.own)
+    assert describe_streaming(plan_of("llama-7b", 80), plan_of("llama-7b", 80).own) == ""
