@@ -14,7 +14,7 @@ from fminfer.plan.run_plan import ExpectedBytes, RankPlan, RunPlan, Streamed
 
 # Shares of a rank's room that are left to the KV cache. With less than the first one, layers are
 # streamed under `auto`; then more of them are, so that a pass computes many tokens.
-LEAST_CACHE, STREAMED_CACHE = 0.1, 0.3
+LEAST_CACHE, STREAMED_CACHE = 0.05, 0.3
 WORK_SHARE = 0.15  # of the room, for what a step computes
 HOST_SHARE = 0.7  # of the host's free memory, for layers that wait there
 
