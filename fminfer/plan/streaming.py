@@ -79,8 +79,7 @@ def _count(plan: RunPlan, rank: RankPlan) -> int:
     if plan.config.offload != "auto":
         return num
     room = _room(plan)
-    whole = expect_bytes(plan, rank.part, rank.share)
-    if _fits(whole, room * (1 - LEAST_CACHE)):
+    if _fits(rank.takes, room * (1 - LEAST_CACHE)):
         return 0
 
     def fits(count: int) -> bool:

@@ -52,7 +52,7 @@ def test_auto_streams_only_what_does_not_fit() -> None:
         counts.append(num_streamed(plan))
         if numbers and len(numbers) <= 40:  # at most every second layer: none follow each other
             assert min(b - a for a, b in zip(numbers, numbers[1:], strict=False)) > 1
-    assert counts == sorted(counts) and counts[0] == 0 < counts[1] < counts[-2] < 80
+    assert counts == sorted(counts) and counts[0] == 0 < counts[1] < counts[-2] < 80, counts
 
 
 @pytest.mark.parametrize(("on_host", "place"), [(512, "cpu"), (100, "disk")])
