@@ -15,44 +15,50 @@ from typing import Any
 import click
 
 COLOURS = {"prefill": "#e8983e", "mixed": "#c9b458", "decode": "#4f86b8"}
-WIDTH, LEFT, ROW, GAP = 960, 70, 26, 46
+OF_LAYERS = {"wait": "#d05f5f", "compute": "#7fb77e"}  # that come and go (--offload)
+WIDTH, LEFT, ROW, GAP = 960, 110, 26, 46
 
 
-def read_spans(path: Path, first_s: float, last_s: float) -> dict[int, list[Any]]:
+def read_spans(path: Path, first_s: float, last_s: float) -> dict[str, list[Any]]:
     """Return the spans of each rank that lie within the seconds asked for, cut to them."""
     spans: dict[int, list[Any]] = {}
+    names: dict[int, str] = {}
     for event in json.loads(path.read_text()):
+        if event.get("ph") == "M":
+            names[event["tid"]] = event["args"]["name"].partition(":")[0]
         if event.get("ph") != "X":
             continue
         start_s, end_s = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
         rank = spans.setdefault(event["tid"], [])
         if end_s > first_s and start_s < last_s:
             rank.append((max(start_s, first_s), min(end_s, last_s), event))
-    return dict(sorted(spans.items()))
+    layers = {tid: " layers" * (own[0][2]["name"] in OF_LAYERS) for tid, own in spans.items() if own}
+    return {f"{names[tid]}{layers.get(tid, '')}": spans[tid] for tid in sorted(spans)}
 
 
-def draw(title: str, spans: dict[int, list[Any]], top: int, first_s: float, last_s: float) -> str:
+def draw(title: str, spans: dict[str, list[Any]], top: int, first_s: float, last_s: float) -> str:
     """Return the SVG elements of one trace."""
     scale = (WIDTH - LEFT - 70) / (last_s - first_s)
     out = [f'<text x="{LEFT}" y="{top - 8}" font-weight="bold">{escape(title)}</text>']
     for row, (rank, own) in enumerate(spans.items()):
         y = top + row * (ROW + 4)
-        out.append(f'<text x="8" y="{y + 18}">rank {rank}</text>')
+        out.append(f'<text x="8" y="{y + 18}">{rank}</text>')
         width = (last_s - first_s) * scale
         out.append(f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{ROW}" fill="#eee"/>')
         for start_s, end_s, event in own:
             x, wide = LEFT + (start_s - first_s) * scale, (end_s - start_s) * scale
-            step = event["args"]["step"]
+            step = event["args"].get("step", "")
             out.append(
                 f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{ROW}" stroke="white" '
-                f'stroke-width="0.6" fill="{COLOURS[event["name"]]}"/>'
+                f'stroke-width="0.6" fill="{(COLOURS | OF_LAYERS)[event["name"]]}"/>'
             )
             if wide > 26:
                 out.append(
                     f'<text x="{x + wide / 2:.1f}" y="{y + 17}" fill="white" font-size="11" '
                     f'text-anchor="middle">{step}</text>'
                 )
-        busy = sum(end - start for start, end, _ in own) / (last_s - first_s)
+        worked = (end - start for start, end, event in own if event["name"] != "wait")
+        busy = sum(worked) / (last_s - first_s)
         out.append(f'<text x="{WIDTH - 62}" y="{y + 18}">{busy:.0%} busy</text>')
     return "\n".join(out)
 
@@ -70,14 +76,16 @@ def main(
     last_s: float,
     output: Path,
 ) -> None:
-    parts, top = [], GAP - 14
+    parts, top, seen = [], GAP - 14, set[str]()
     for index, path in enumerate(traces):
         spans = read_spans(path, first_s, last_s)
+        seen |= {event["name"] for own in spans.values() for *_, event in own}
         title = titles[index] if index < len(titles) else path.name
         parts.append(draw(title, spans, top, first_s, last_s))
         top += len(spans) * (ROW + 4) + GAP - 10
     legend = LEFT
-    for phase, colour in COLOURS.items():
+    shown = COLOURS | {name: OF_LAYERS[name] for name in OF_LAYERS if name in seen}
+    for phase, colour in shown.items():
         parts.append(f'<rect x="{legend}" y="{top - 14}" width="14" height="14" fill="{colour}"/>')
         parts.append(f'<text x="{legend + 20}" y="{top - 2}">{phase}</text>')
         legend += 90

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +38,7 @@ from tests.sequence_models import save_sequence_model
 from tests.shard_threads import cut_engine
 
 SMALL = {"dtype": "float32", "block_size": 16, "budget": 1024, "chunk_size": 24}
+FMINFER = [sys.executable, "-m", "fminfer"]
 NUM_LAYERS = 3  # more than slots
 assert NUM_LAYERS > layer_stream.SLOTS
 
@@ -231,6 +237,35 @@ def test_a_file_that_another_replaces_is_read_on(tmp_path: Path) -> None:
         other.write_bytes(bytes(1000))
         os.replace(other, tmp_path / "model.safetensors")
         assert next(iter(engine.run([request]))).to_dict()["result"]["choices"] == first
+
+
+def test_a_killed_run_goes_on(tmp_path: Path) -> None:
+    """kill -9, then the same command: every row once, equal to those of the whole model."""
+    model, file = save_model("llama", tmp_path / "model"), tmp_path / "rows.jsonl"
+    row = {"max_tokens": 12, "temperature": 0.7, "ignore_eos": True}
+    lines = [{"prompt": [n % 90 + 3, n // 90], "seed": n} | row for n in range(300)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def command(name: str, *more: str) -> list[str]:
+        options = ["--dtype", "float32", "--output", str(tmp_path / name), "-q", *more]
+        return [*FMINFER, "run", str(file), "--model-name", str(model), *options]
+
+    few = ("--offload", "disk", "--max-rows", "16")
+    run = subprocess.Popen(command("out.jsonl", *few))
+    until = time.monotonic() + 60
+    while time.monotonic() < until and run.poll() is None:
+        if sum(each.stat().st_size for each in tmp_path.glob("*out*journal*")) > 20_000:
+            break
+        time.sleep(0.01)
+    run.kill()
+    assert run.wait() == -signal.SIGKILL
+    subprocess.run(command("out.jsonl", *few), check=True)
+    subprocess.run(command("whole.jsonl"), check=True)
+    found, whole = (
+        [json.loads(line)["result"]["choices"] for line in (tmp_path / name).open()]
+        for name in ("out.jsonl", "whole.jsonl")
+    )
+    assert len(found) == 300 and found == whole
 
 
 # The reader by itself.
