@@ -41,6 +41,7 @@ class Scheduler:
         cache: of prompts' prefixes; None: every prompt is fed whole.
         memories: of an encoder, for other prompts; None: there are none.
         most_read: tokens of a prompt that an encoder reads, at most.
+        has_long_steps: layers come anew for each step.
     """
 
     def __init__(
@@ -54,12 +55,14 @@ class Scheduler:
         cache: PrefixCache | None = None,
         memories: MemoryCache | None = None,
         most_read: int = sys.maxsize,
+        has_long_steps: bool = False,
     ) -> None:
         self.most_read = most_read
         self._kv = KvReservation(pool, cache, memories)
         self._shares_memories = memories is not None
         self._block_size = pool.block_size
-        self._shape = StepShape(chunk_size, micro_batches, min(num_stages, micro_batches))
+        num_stages = min(num_stages, micro_batches)
+        self._shape = StepShape(chunk_size, micro_batches, num_stages, has_long_steps)
         self._max_rows = max_rows
         self._num_steps = 0
         self._num_admitted = 0

@@ -38,7 +38,7 @@ class StageStats:
         self.waited_s += span.waited_s
         self.read_bytes += span.read_bytes
         self.read_s += span.read_s
-        if span.read_bytes >= MUCH_READ:
+        if span.read_bytes >= MUCH_READ and span.read_s:
             rate = span.read_bytes / span.read_s
             self.slowest_read = min(self.slowest_read or rate, rate)
 

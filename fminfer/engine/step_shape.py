@@ -23,6 +23,7 @@ class StepShape:
     chunk_size: int  # most tokens
     micro_batches: int  # steps in flight
     num_stages: int  # of the pipeline
+    has_long_steps: bool = False  # layers come anew for each: prompts wait for no other step
 
     def max_tokens(self, num_decode_rows: int, *, is_decoding: bool) -> int:
         """Return the most tokens of a step.
@@ -30,7 +31,7 @@ class StepShape:
         Stages wait for each other when a long step comes between short ones; so while rows decode
         in a pipeline of several, prompts come in smaller pieces (docs/pipeline.md has figures).
         """
-        if self.num_stages == 1 or not is_decoding:
+        if self.num_stages == 1 or not is_decoding or self.has_long_steps:
             return self.chunk_size
         return min(self.chunk_size, max(MIXED_STEP, 2 * num_decode_rows))
 

@@ -123,7 +123,7 @@ def plan_runs(
                     offload=offload,
                 )
                 found.append(_plan_one(asked, machine, make_plan, work, roofs))
-                if found[-1].plan is None or not found[-1].plan.shortage:
+                if not found[-1].why_not:
                     break  # no layer needs to be streamed
     return sorted(found, key=lambda each: (bool(each.why_not), each.load_s + each.run_s))
 
@@ -140,7 +140,7 @@ def _plan_one(
         num_shards=shards,
         num_pipelines=groups,
         local_size=min(stages * shards, roofs.num_devices),
-        host_free=host and host // max(1, roofs.num_devices // (stages * shards)),
+        host_free=host,
     )
     try:
         plan = make_plan(config, facts)

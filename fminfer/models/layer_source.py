@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -20,7 +21,7 @@ from fminfer.models.families.tensor_names import AS_STORED
 from fminfer.models.formats import Holding
 from fminfer.models.origins import ModelOrigins, Origin, Origins, Piece, drawn_origins
 from fminfer.models.sharding import ModelShare, outputs_dim
-from fminfer.models.stored.direct_reads import Lent, Span, merge
+from fminfer.models.stored.direct_reads import FileFacts, Lent, Span, merge
 from fminfer.models.stored.read_ahead import Waiting, reading_ahead
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.tensor_specs import Weights
@@ -35,6 +36,10 @@ class Maker(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def seen(self) -> Mapping[Path, FileFacts]:
+        """Return what the files were when their headers were read."""
 
     def format_of(self, origin: Origin) -> Format:
         """Return the format in which a weight is held."""
@@ -78,7 +83,7 @@ class LayerSource:
         streamed: Collection[int] = (),
     ) -> None:
         self.dtype, self._origins, self._maker, self._part = dtype, origins, maker, part
-        self.device = maker.device
+        self.device, self.seen = maker.device, maker.seen
         self._on_progress, self.numbers = on_progress, part.numbers
         self.streamed = [number for number in part.numbers if number in streamed]
         self.resident = [number for number in part.numbers if number not in streamed]
@@ -240,6 +245,10 @@ class Reader:
     device: torch.device
     holding: Holding
     keeps_parts: bool = False
+
+    @property
+    def seen(self) -> Mapping[Path, FileFacts]:
+        return self.files.seen
 
     def format_of(self, origin: Origin) -> Format:
         held = self.holding.of(origin.spec, stored_parts(origin, self.files.types))
@@ -454,6 +463,7 @@ class Drawer:
     of_norms: float
     device: torch.device
     holding: Holding
+    seen: Mapping[Path, FileFacts] = field(default_factory=dict)
 
     def format_of(self, origin: Origin) -> Format:
         return self.holding.of(origin.spec, ())  # of one format, however it is cut

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -23,6 +25,7 @@ from fminfer.core.messages import StageSpan
 from fminfer.models.layer import LayerOf
 from fminfer.models.stored.direct_reads import (
     DirectReads,
+    FileFacts,
     Lent,
     Reading,
     Span,
@@ -30,9 +33,11 @@ from fminfer.models.stored.direct_reads import (
     finish,
     place_all,
 )
+from fminfer.models.tensor_specs import Weights
 
 SLOTS = 2  # layers whose bytes are in memory: one that computes, one that is read
-MakeLayer = Callable[[int, Lent], LayerOf]
+Made = tuple[LayerOf, Weights]  # the weights stay as long as a GPU works with the layer
+MakeLayer = Callable[[int, Lent], Made]
 
 
 class Layers(Protocol):
@@ -51,6 +56,7 @@ class Slot:
     number: int | None = None  # of the layer that is here, or comes
     reading: Reading = ()
     is_used: bool = False  # its layer computes
+    of: int | None = None  # the only layer that it is for; None: any
 
 
 class LayerStream:
@@ -62,6 +68,7 @@ class LayerStream:
         num_slots: fewer than there are layers: they are read anew in every pass.
         device: that computes.
         is_direct: layers are read past the system's cache of files.
+        seen: size and time of files, when their headers were read.
     """
 
     def __init__(
@@ -72,13 +79,21 @@ class LayerStream:
         device: torch.device,
         *,
         is_direct: bool = True,
+        seen: Mapping[Path, FileFacts] = MappingProxyType({}),
     ) -> None:
+        self._is_direct = is_direct
         self._make, self.reads = make, DirectReads(is_direct=is_direct)
         self._places = {number: place_all(wholes) for number, (wholes, _) in spans.items()}
         self._needed = {number: needed for number, (_, needed) in spans.items()}
         largest = max(map(end_of, self._places.values()))
-        num_slots = min(num_slots, len(spans))
-        self._slots = [Slot(_new_buffer(largest, device)) for _ in range(num_slots)]
+        sizes = [largest] * num_slots
+        if num_slots >= len(spans):  # each has its own
+            sizes = [end_of(places) for places in self._places.values()]
+        self._slots = [Slot(_new_buffer(size, device)) for size in sizes]
+        if num_slots >= len(spans):
+            for slot, number in zip(self._slots, spans, strict=True):
+                slot.of = number
+        self.reads.open({span.file for wholes, _ in spans.values() for span in wholes}, seen)
         self._gpu = GpuCopies(device) if device.type == "cuda" else None
         self._brought: list[float] = []  # as in `StageSpan.brought`
         self._told = (0, 0.0)  # bytes and seconds of reading
@@ -95,6 +110,8 @@ class LayerStream:
         Raises:
             MachineError: a file cannot be read, ends too early, or was changed.
         """
+        if self._gpu is not None:
+            self._gpu.make_room()
         asked_s = time.time()
         slot = self._find(number) or self._bring(number)
         finish(slot.reading)
@@ -105,14 +122,14 @@ class LayerStream:
             lent = Lent(self._places[number], slot.buffer)
             if self._gpu is None:
                 came_s = time.time()
-                yield self._make(number, lent)
+                yield self._make(number, lent)[0]
                 self._brought += (asked_s, came_s, time.time())
                 return
             made = self._gpu.copy(partial(self._make, number, lent))
         finally:
             slot.is_used = False
         came_s = time.time()
-        yield made
+        yield made[0]
         self._gpu.keep(made)
         self._brought += (asked_s, came_s, time.time())
 
@@ -128,7 +145,7 @@ class LayerStream:
             span,
             waited_s=sum(brought[1::3]) - sum(brought[::3]),
             read_bytes=self._told[0] - before[0],
-            read_s=self._told[1] - before[1],
+            read_s=(self._told[1] - before[1]) * self._is_direct,  # otherwise no disk's speed
             brought=tuple(brought),
         )
 
@@ -141,10 +158,11 @@ class LayerStream:
 
     def _bring(self, number: int) -> Slot:
         """Begin to read a layer into a slot: one that is empty, or that nobody uses."""
-        free = [slot for slot in self._slots if not slot.is_used]
+        free = [s for s in self._slots if not s.is_used and s.of in (None, number)]
         slot = next((slot for slot in free if slot.number is None), free[0])
         with suppress(MachineError):  # of a layer that nobody asks for
             finish(slot.reading)
+        slot.number = None
         lent = Lent(self._places[number], slot.buffer)
         slot.number, slot.reading = number, self.reads.start(lent, self._needed[number])
         return slot
@@ -159,18 +177,21 @@ class GpuCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._kept: deque[tuple[LayerOf, torch.cuda.Event]] = deque()
+        self._kept: deque[tuple[Made, torch.cuda.Event]] = deque()
 
-    def copy(self, make: Callable[[], LayerOf]) -> LayerOf:
-        """Make a layer, and return once all of it is on the GPU."""
+    def make_room(self) -> None:
+        """Wait for the work of the layer before the last one, and leave that."""
         while len(self._kept) >= SLOTS:
             self._kept.popleft()[1].synchronize()
+
+    def copy(self, make: Callable[[], Made]) -> Made:
+        """Make a layer, and return once all of it is on the GPU."""
         with torch.cuda.stream(self._stream):
             made = make()
         self._stream.synchronize()
         return made
 
-    def keep(self, layer: LayerOf) -> None:
+    def keep(self, layer: Made) -> None:
         """Keep a layer whose work was given to the GPU until that is done."""
         done: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
@@ -206,15 +227,18 @@ class StreamedLayers:
 
 
 def _new_buffer(size: int, device: torch.device) -> torch.Tensor:
-    """Return bytes that begin with a whole page; for a GPU, from where it can copy them.
+    """Return bytes that begin with a whole page; for a GPU, pinned, so that it can copy them.
 
-    On a CPU, pages into which nothing is read take no memory: they are other ranks' parts.
+    On a CPU, pages into which nothing is read take no memory: they are other ranks' parts. torch's
+    own pinned memory would be rounded up to a power of two.
     """
-    if device.type == "cuda":
-        pinned = torch.empty(size + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=True)
-        skipped = -pinned.data_ptr() % mmap.PAGESIZE
-        return pinned[skipped : skipped + size]
     memory = mmap.mmap(-1, max(1, size))
     with suppress(OSError, AttributeError):  # without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    buffer = torch.frombuffer(memory, dtype=torch.uint8)
+    if device.type == "cuda":
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        failed = int(runtime.cudaHostRegister(buffer.data_ptr(), len(buffer), 0))
+        if failed:
+            raise MemoryError(f"the system pins no {len(buffer)} bytes (CUDA error {failed})")
+    return buffer

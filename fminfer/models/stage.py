@@ -195,6 +195,8 @@ class Stage:
             self.graphs.warm_up()
         # Forget limits that were found here: compiling needs memory that later steps have.
         self._set_limits()
+        if self._network.stream is not None:
+            self._network.stream.reset()
 
     def _set_limits(self) -> None:
         is_shared = self._network.shards is not None

@@ -23,7 +23,7 @@ from fminfer.models.layer import LayerOf, normed_sum
 from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_source import LayerSource
 from fminfer.models.layer_step import LayerStep
-from fminfer.models.layer_stream import SLOTS, Layers, LayerStream, StreamedLayers
+from fminfer.models.layer_stream import SLOTS, Layers, LayerStream, Made, StreamedLayers
 from fminfer.models.stored.direct_reads import Lent
 from fminfer.models.tensor_specs import Weights, plain_of
 
@@ -138,17 +138,18 @@ class Transformer:
                 source.leave_products(number)
             del each, layer  # before the next layer's are read
 
-        def make(number: int, lent: Lent) -> LayerOf:
+        def make(number: int, lent: Lent) -> Made:
             weights = source.layer(number, lent)
             layer = LayerOf(model.layers[number], weights, bodies)
-            return layer if join is None else join(layer, weights)
+            return layer if join is None else join(layer, weights), weights
 
         self.stream: LayerStream | None = None
         if source.streamed:
             spans = {number: source.spans(number) for number in source.streamed}
             keeps_all, is_direct = streams == "own memory", streams != "shared memory"
             num_slots = len(spans) if keeps_all else SLOTS
-            self.stream = LayerStream(make, spans, num_slots, source.device, is_direct=is_direct)
+            given = make, spans, num_slots, source.device
+            self.stream = LayerStream(*given, is_direct=is_direct, seen=source.seen)
             _try_layers(self.stream, model, keeps_all=keeps_all)
 
         def in_order(numbers: list[int]) -> Layers:

@@ -71,25 +71,25 @@ NUMBERS = [each.name for each in fields(StageSpan)][:-1]  # and times of any num
 
 
 def encode_spans(spans: list[StageSpan]) -> bytes:
-    """Return spans as columns."""
-    numbers = [float(getattr(span, name)) for span in spans for name in NUMBERS]
-    sizes = [float(len(span.brought)) for span in spans]
-    times = [time_s for span in spans for time_s in span.brought]
-    return np.array([float(len(spans)), *sizes, *numbers, *times], np.float64).tobytes()
+    """Return spans as numbers, which others may be put behind."""
+    found: list[float] = []
+    for span in spans:
+        numbers = (float(getattr(span, name)) for name in NUMBERS)
+        found += (len(span.brought), *numbers, *span.brought)
+    return np.array(found, np.float64).tobytes()
 
 
 def decode_spans(data: bytes) -> list[StageSpan]:
     """Return the spans of `encode_spans`."""
-    num, *rest = np.frombuffer(data, np.float64).tolist()
+    rest, spans = np.frombuffer(data, np.float64).tolist(), list[StageSpan]()
     whole = [type(each.default) is int for each in fields(StageSpan)][:-1]
-    sizes, place, spans = [*map(int, rest[: int(num)])], int(num), []
-    end = place + len(NUMBERS) * len(sizes)
-    for size in sizes:
-        row = rest[place : place + len(NUMBERS)]
+    while rest:
+        num_times, row = int(rest[0]), rest[1 : 1 + len(NUMBERS)]
         values = [int(v) if is_whole else v for v, is_whole in zip(row, whole, strict=True)]
+        end = 1 + len(NUMBERS) + num_times
         numbers = dict(zip(NUMBERS, values, strict=True))
-        spans.append(StageSpan(**numbers, brought=tuple(rest[end : end + size])))
-        place, end = place + len(NUMBERS), end + size
+        spans.append(StageSpan(**numbers, brought=tuple(rest[1 + len(NUMBERS) : end])))
+        rest = rest[end:]
     return spans
 
 

@@ -6,6 +6,7 @@ The spec gives the shapes of one part's tensors; no weight is read.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from fminfer.compute.linear.product_kernel import head_takes, kernel_takes
 from fminfer.compute.spec import Layer, Mlp, Model, Moe
@@ -15,7 +16,7 @@ from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.decode_graphs import can_capture, graph_sizes, input_bytes
 from fminfer.models.families.tensor_names import AS_STORED, Architecture, source_of
 from fminfer.models.layer_stream import SLOTS
-from fminfer.models.sharding import ModelShare
+from fminfer.models.sharding import ModelShare, TensorCut
 from fminfer.models.stage import MAX_LOGITS
 from fminfer.models.tensor_specs import TensorSpecs, layer_specs, part_specs
 from fminfer.plan.run_plan import ExpectedBytes, RunPlan, Streamed
@@ -88,7 +89,7 @@ def expect_bytes(
         num_products = sum(spec.shape[0] for spec in packed.values() if len(spec.shape) == 3)
         weights += num_products * EXPERT_HOLE_BYTES.get(kind.name, 0)
     libraries = plan.machine.own + RUN_BYTES if on_cpu else GPU_CONTEXT + GPU_RESERVE
-    slots, host = (0, 0) if streamed is None else _slot_bytes(plan, share, streamed)
+    slots, passing, host = (0, 0, 0) if streamed is None else _slots(plan, share, streamed)
     cache_shape = model.layers[0].attention.cache_shape
     return ExpectedBytes(
         libraries=libraries + _table_bytes(checkpoint, part),
@@ -96,37 +97,73 @@ def expect_bytes(
         held_weights=held + slots,
         mapped=mapped,
         reads_files=bool(mapped and not packed.keys() - {head}),
-        work=_step_bytes(plan, part, model),
+        work=_step_bytes(plan, part, model, has_graphs=streamed is None),
         work_token=_token_numbers(part, model) * plan.dtype.itemsize,
         kv_token=(part.last - part.first) * math.prod(cache_shape) * plan.kv_dtype.itemsize,
+        passing=passing,
         host=host,
     )
 
 
-def layer_bytes(plan: RunPlan, share: ModelShare | None, number: int) -> tuple[int, int]:
-    """Return what a layer of a rank takes as it is stored, and as it is held."""
+@dataclass(slots=True, frozen=True)
+class LayerBytes:
+    """What a layer of a rank takes."""
+
+    held: int
+    read: int  # of files: what is cut by its inputs is read whole
+    whole: int  # as the files have it, uncut
+
+
+def layer_bytes(plan: RunPlan, share: ModelShare | None, number: int) -> LayerBytes:
+    """Return what a layer of a rank takes."""
     model = plan.checkpoint.model
-    layer = model.layers[number] if share is None else share.layer(number)
     cuts = {} if share is None else share.layer_cuts(number)
-    sizes = [0, 0]
-    for name, spec in layer_specs(layer, model.hidden_size).items():
-        whole = f"{number}.{name}"
-        for place, each in enumerate((plan.stored.get(whole, Dense(plan.dtype)), plan.held[whole])):
-            form = cuts[name].format(each) if name in cuts else each
-            sizes[place] += form.num_bytes(spec.shape)
-    return sizes[0], sizes[1]
+    held = read = whole = 0
+    for name, spec in layer_specs(model.layers[number], model.hidden_size).items():
+        cut, full = cuts.get(name, TensorCut()), f"{number}.{name}"
+        stored = plan.stored.get(full, Dense(plan.dtype))
+        held += cut.format(plan.held[full]).num_bytes(cut.held(spec).shape)
+        size = stored.num_bytes(spec.shape)
+        is_read_whole = cut.rows is None or cut.columns is not None
+        read += size if is_read_whole else cut.format(stored).num_bytes(cut.held(spec).shape)
+        whole += size
+    return LayerBytes(held, read, whole)
 
 
-def _slot_bytes(plan: RunPlan, share: ModelShare | None, streamed: Streamed) -> tuple[int, int]:
-    """Return what layers that come and go take on the device, and in a GPU's host."""
-    both = [layer_bytes(plan, share, number) for number in streamed.numbers]
-    stored, held = (max(sizes) for sizes in zip(*both, strict=True))
-    stays = streamed.place == "cpu" and not streamed.is_shared
-    read = streamed.num_bytes if stays else SLOTS * stored
+def _slots(plan: RunPlan, share: ModelShare | None, streamed: Streamed) -> tuple[int, int, int]:
+    """Return what layers that come and go take.
+
+    Returns:
+        On the device; the part of it that a pass takes beside what is there after loading; in a
+        GPU's host.
+    """
+    sizes = [layer_bytes(plan, share, number) for number in streamed.numbers]
+    held = max(each.held for each in sizes)
     if plan.device.type == "cuda":
-        return SLOTS * held, read
-    is_used_there = isinstance(plan.formats["product"], Dense) and stored == held and not share
-    return read + (0 if is_used_there else 2 * held), 0  # otherwise it is made, and packed
+        stays = streamed.place == "cpu" and not streamed.is_shared
+        pinned = [each.whole for each in sizes]
+        return SLOTS * held, 0, sum(pinned) if stays else SLOTS * max(pinned)
+    read = max(each.read for each in sizes)
+    made = 0 if _is_used_there(plan, share, streamed) else 2 * held  # made, and packed
+    return SLOTS * read + made, read + made, 0
+
+
+def _is_used_there(plan: RunPlan, share: ModelShare | None, streamed: Streamed) -> bool:
+    """Tell whether products take the weights of layers as they lie in files."""
+    number = streamed.numbers[0]
+    inner = plan.checkpoint.architecture.of_layer(number)[0]
+    specs = layer_specs(plan.checkpoint.model.layers[number], plan.checkpoint.model.hidden_size)
+    products = [name for name, spec in specs.items() if spec.use in ("product", "moved")]
+    sources = {name: source_of(name, inner) for name in products}
+    return share is None and all(
+        len(specs[name].shape) == 2
+        and specs[name].use == "product"
+        and isinstance(held := plan.held[f"{number}.{name}"], Dense)
+        and plan.stored.get(f"{number}.{name}") == held
+        and source.layout == AS_STORED
+        and (len(source.names) < 2 or plan.packed_by == "kernels")
+        for name, source in sources.items()
+    )
 
 
 def _table_bytes(checkpoint: Checkpoint, part: Part) -> int:
@@ -148,7 +185,7 @@ def _is_whole(architecture: Architecture, name: str) -> bool:
     return is_one and source.layout == AS_STORED
 
 
-def _step_bytes(plan: RunPlan, part: Part, model: Model) -> int:
+def _step_bytes(plan: RunPlan, part: Part, model: Model, *, has_graphs: bool) -> int:
     """Return what the largest step takes in one stage, beside weights and KV cache.
 
     Graphs are captured as steps first need them, in memory of their own, which the KV cache must
@@ -159,7 +196,8 @@ def _step_bytes(plan: RunPlan, part: Part, model: Model) -> int:
     tokens, hidden = plan.sizes.chunk_size, _token_numbers(part, model)
     logits = min(MAX_LOGITS[kind], tokens * model.vocab_size) if part.is_last else 0
     graphs = 0
-    may_capture = kind == "cuda" and plan.config.kernels != "off" and part.num_shards == 1
+    may_capture = has_graphs and kind == "cuda" and part.num_shards == 1
+    may_capture = may_capture and plan.config.kernels != "off"
     if may_capture and can_capture(layers):
         rows = plan.sizes.max_decode_rows
         graphs = len(layers) * len(graph_sizes(rows)) * GRAPH_LAYER_BYTES + input_bytes(rows)

@@ -66,7 +66,8 @@ def find_machine(
     device = choose_device(config, machine := replace(known, num_gpus=num_gpus), known.rank)
     is_fast = is_fast_in_bfloat16(device)
     if known.device_bytes is None and (is_computing or device.type == "cpu"):
-        machine = replace(machine, free=free_bytes(device), host_free=free_host_bytes())
+        host = known.host_free or free_host_bytes()
+        machine = replace(machine, free=free_bytes(device), host_free=host)
     machine = replace(machine, is_fast_in_bfloat16=is_fast)
     if device.type != "cpu":
         return machine

@@ -63,7 +63,7 @@ def measure_rank(plan: RunPlan, rank: RankPlan) -> RankWork:
     sums = [0.0] * 5  # bytes, experts', those that a token chooses, operations of tokens and keys
     for number in rank.part.numbers:
         layer = model.layers[number] if share is None else share.layer(number)
-        found = _measure_layer(plan, layer, layer_bytes(plan, share, number)[1])
+        found = _measure_layer(plan, layer, layer_bytes(plan, share, number).held)
         sums = [a + b for a, b in zip(sums, found, strict=True)]
     head = exit_specs(model).get("head.weight")
     size = head.size / plan.machine.num_shards if head and rank.part.is_last else 0.0

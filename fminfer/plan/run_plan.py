@@ -34,6 +34,7 @@ class ExpectedBytes:
     work: int  # a step's work
     work_token: int  # of that, each token's beside logits
     kv_token: int  # a token's keys and values
+    passing: int = 0  # of layers that come, the part of `weights` that is not there after loading
     host: int = 0  # of a GPU's rank, in the host's memory: layers that wait there
 
     def total(self, num_kv_tokens: int) -> int:

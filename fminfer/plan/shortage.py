@@ -11,7 +11,8 @@ from fminfer.plan.expected_bytes import GPU_CONTEXT, GPU_RESERVE
 from fminfer.plan.run_plan import RankPlan, RunPlan, name_of
 
 CPU_SHARE = 0.5  # share of the memory that is free after loading; others use it as well
-STREAMED_SHARE = 0.7  # the same where layers are streamed: the system needs little for files
+# The same with --offload, of what a pass leaves: the system needs little for files.
+STREAMED_SHARE = 0.7
 
 
 @dataclass(slots=True, frozen=True)
@@ -29,7 +30,8 @@ class RankRoom:
 
 def find_room(plan: RunPlan, rank: RankPlan, memory: str, free: int) -> RankRoom:
     """Say what a rank has, of so many free bytes of a memory."""
-    least, work, kv_token = _least_bytes(plan, rank), rank.takes.work, rank.takes.kv_token
+    least, kv_token = _least_bytes(plan, rank), rank.takes.kv_token
+    work = rank.takes.work + rank.takes.passing
     return RankRoom(memory, plan.device.type, free, least, work, kv_token, plan.most_kv_tokens)
 
 
@@ -61,8 +63,10 @@ def fit_kv_tokens(plan: RunPlan, rooms: Sequence[RankRoom]) -> int:
     def fit(room: RankRoom) -> int:
         sharers = [each for each in rooms if each.memory == room.memory]
         each, work = sum(one.kv_token for one in sharers), sum(one.work for one in sharers)
-        share = STREAMED_SHARE if plan.chunk_size else CPU_SHARE
-        return auto_budget(each, room.most, room.free, work, room.device, share)
+        if plan.config.offload == "off" or room.device != "cpu":
+            return auto_budget(each, room.most, room.free, work, room.device)
+        left = max(0, room.free - work)
+        return auto_budget(each, room.most, left, 0, room.device, STREAMED_SHARE)
 
     return _whole_blocks(plan, min(map(fit, rooms)))
 

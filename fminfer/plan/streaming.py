@@ -10,6 +10,7 @@ from fminfer.core.config import ON_CPU, STREAMED
 from fminfer.core.errors import UsageError
 from fminfer.core.quantities import counted, show_bytes
 from fminfer.plan.expected_bytes import expect_bytes, layer_bytes
+from fminfer.plan.machine_facts import count_sharers
 from fminfer.plan.run_plan import ExpectedBytes, RankPlan, RunPlan, Streamed
 
 # Shares of a rank's room that are left to the KV cache. With less than the first one, layers are
@@ -17,6 +18,7 @@ from fminfer.plan.run_plan import ExpectedBytes, RankPlan, RunPlan, Streamed
 LEAST_CACHE, STREAMED_CACHE = 0.05, 0.3
 WORK_SHARE = 0.15  # of the room, for what a step computes
 HOST_SHARE = 0.7  # of the host's free memory, for layers that wait there
+HOST_BYTES = 128 << 30  # of a planned machine, if nobody says it
 
 
 def plan_streams(plan: RunPlan) -> RunPlan:
@@ -38,15 +40,17 @@ def plan_streams(plan: RunPlan) -> RunPlan:
     if not any(counts):
         return plan
     sizes = [_bytes_of(plan, rank, count) for rank, count in zip(plan.ranks, counts, strict=True)]
-    host = plan.machine.host_free
-    fits_host = not on_cpu and (host is None or sum(sizes) <= HOST_SHARE * host)
+    machine, host = plan.machine, plan.machine.host_free or HOST_BYTES
+    # Shards need parts of the same matrices: they share a copy, as pipelines do.
+    is_shared = max(machine.num_pipelines, machine.num_engines, machine.num_shards) > 1
+    waiting = _waiting_bytes(plan, counts, is_shared=is_shared)
+    fits_host = not on_cpu and waiting <= HOST_SHARE * host
     if offload == "cpu" and not fits_host:
         raise UsageError(
-            f"--offload cpu would keep {show_bytes(sum(sizes))} of layers in the host's memory, of "
-            f"which {show_bytes(host or 0)} are free. Use --offload disk"
+            f"--offload cpu would keep {show_bytes(waiting)} of layers in the host's memory, of "
+            f"which {show_bytes(host)} are free. Use --offload disk"
         )
     place: Literal["cpu", "disk"] = "cpu" if fits_host and offload != "disk" else "disk"
-    is_shared = max(plan.machine.num_pipelines, plan.machine.num_engines) > 1
     ranks = []
     for rank, count, size in zip(plan.ranks, counts, sizes, strict=True):
         numbers = _spread(rank.part.numbers, count)
@@ -68,8 +72,12 @@ def _first_size(plan: RunPlan) -> int:
 
 
 def _room(plan: RunPlan) -> float:
-    """Return the memory of one rank."""
-    sharers = len(plan.ranks) * plan.machine.num_pipelines if plan.shares_memory else 1
+    """Return the memory of one rank, of those that share it."""
+    machine, sharers = plan.machine, 1
+    if plan.shares_memory:
+        sharers = machine.local_size * max(machine.num_pipelines, machine.num_engines)
+    elif machine.device_bytes is None:
+        sharers = count_sharers(plan.config, machine)
     return plan.room_bytes / sharers
 
 
@@ -101,9 +109,27 @@ def _spread(numbers: list[int], count: int) -> tuple[int, ...]:
     return tuple(numbers[i] for i in chosen)
 
 
+def _waiting_bytes(plan: RunPlan, counts: list[int], *, is_shared: bool) -> int:
+    """Return what the layers of this machine's ranks take while they wait in its memory."""
+    first = plan.machine.rank - plan.machine.local_rank
+    seen: set[int] = set()
+    total = 0
+    for rank, count in [*zip(plan.ranks, counts, strict=True)][first : first + _num_here(plan)]:
+        for number in _spread(rank.part.numbers, count):
+            if not (is_shared and number in seen):
+                total += layer_bytes(plan, rank.share, number).whole
+            seen.add(number)
+    return total
+
+
+def _num_here(plan: RunPlan) -> int:
+    """Return how many ranks of a pipeline this machine has."""
+    return min(plan.machine.local_size, len(plan.ranks)) or len(plan.ranks)
+
+
 def _bytes_of(plan: RunPlan, rank: RankPlan, count: int) -> int:
     numbers = _spread(rank.part.numbers, count)
-    return sum(layer_bytes(plan, rank.share, number)[0] for number in numbers)
+    return sum(layer_bytes(plan, rank.share, number).read for number in numbers)
 
 
 def describe_streaming(plan: RunPlan, rank: RankPlan, disk_speed: float = 0.0) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -164,6 +165,14 @@ def test_it_computes_thousands_of_tokens_at_once(tmp_path: Path) -> None:
         assert engine.stats.num_steps <= 3
 
 
+def test_a_closed_engine_leaves_no_files_open(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    with fminfer.Engine(str(tmp_path), **SMALL, offload="disk") as engine:
+        list(engine.run([{"prompt": [5, 6, 7], "max_tokens": 2}]))
+    left = [os.readlink(each) for each in Path("/proc/self/fd").glob("*") if each.is_symlink()]
+    assert not [name for name in left if name.startswith(str(tmp_path))]
+
+
 def test_random_weights_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="random weights have none"):
         fminfer.Engine(random_init="llama-160m", offload="disk", skip_tokenizer_init=True)
@@ -221,7 +230,7 @@ def test_a_disk_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.Monk
     def fail(*_: Any) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(direct_reads.os, "preadv", fail)
+    monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(MachineError, match=r"model\.safetensors cannot be read \(Input/output"):
         list(engine.run([{"prompt": [5, 6, 7], "max_tokens": 9}]))
     engine.close()
@@ -304,18 +313,26 @@ def test_parts_of_a_tensor_lie_where_they_would_in_it(tmp_path: Path) -> None:
     assert not found[200_000:300_000].any()  # it was not read
 
 
+@pytest.mark.parametrize("at_once", [True, False])
 def test_it_reads_where_a_file_system_cannot_directly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Some refuse such a file as it is opened, some each read."""
     file = tmp_path / "file"
     file.write_bytes(b"weights" * 1000)
-    opened, is_direct = os.open, getattr(os, "O_DIRECT", 0)
+    opened, read, direct = os.open, os.preadv, getattr(os, "O_DIRECT", 0)
 
-    def refuse(path: Any, flags: int, *more: Any) -> int:
-        if flags & is_direct:
+    def open_file(path: Any, flags: int, *more: Any) -> int:
+        if at_once and flags & direct:
             raise OSError(errno.EINVAL, "no direct reads here")
         return opened(path, flags, *more)
 
-    monkeypatch.setattr(direct_reads.os, "open", refuse)
+    def read_file(number: int, *more: Any) -> int:
+        if fcntl.fcntl(number, fcntl.F_GETFL) & direct:
+            raise OSError(errno.EINVAL, "no direct reads here")
+        return read(number, *more)
+
+    monkeypatch.setattr(os, "open", open_file)
+    monkeypatch.setattr(os, "preadv", read_file)
     span = Span(file, 7, 14)
     assert bytes(read_all([span]).find(span).tolist()) == b"weights"

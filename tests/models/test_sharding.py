@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -260,6 +260,7 @@ class Numbers:
     """Draws each whole tensor by its name, biases too, and cuts it by the numbers of a cut."""
 
     device = torch.device("cpu")
+    seen: ClassVar[dict[Path, tuple[int, int]]] = {}
 
     def format_of(self, origin: Origin) -> Format:
         return Dense(torch.float32)

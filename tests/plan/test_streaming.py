@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ def test_auto_streams_only_what_does_not_fit() -> None:
         assert used <= gpu * GB * (1 - share) or num_streamed(plan) == 80
         counts.append(num_streamed(plan))
         if numbers and len(numbers) <= 40:  # at most every second layer: none follow each other
-            assert min(b - a for a, b in zip(numbers, numbers[1:], strict=False)) > 1
+            assert min(b - a for a, b in pairwise(numbers)) > 1
     assert counts == sorted(counts) and counts[0] == 0 < counts[1] < counts[-2] < 80, counts
 
 
@@ -78,7 +79,8 @@ def test_shards_stream_their_parts() -> None:
     whole = plan_of("llama-70b", 80, on_host=512, offload="cpu").own.streamed
     half = plan_of("llama-70b", 80, on_host=512, offload="cpu", num_shards=2).own.streamed
     assert whole is not None and half is not None
-    assert half.num_bytes == pytest.approx(whole.num_bytes / 2, rel=0.01)
+    assert 0.5 < half.num_bytes / whole.num_bytes < 0.7  # what is cut by inputs is read whole
+    assert half.is_shared  # one copy for both
 
 
 def test_a_host_without_room_is_told() -> None:

@@ -6,15 +6,18 @@ found there in the next pass anyway.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import mmap
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -100,17 +103,27 @@ def end_of(places: Sequence[SpanPlace]) -> int:
     return places[-1].start + len(places[-1].span.whole) if places else 0
 
 
+FileFacts = tuple[int, int]  # size in bytes, and when it was written to last, in ns
+
+
+def facts_of(path: Path) -> FileFacts:
+    """Return what tells whether a file was changed."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
+
+
 class OpenFile:
-    """A file, as it was when it was opened.
+    """A file that must not change.
 
     Args:
         is_direct: past the system's cache.
+        seen: what it was when its header was read; None: as it is now.
 
     Raises:
         MachineError: it cannot be opened.
     """
 
-    def __init__(self, path: Path, *, is_direct: bool) -> None:
+    def __init__(self, path: Path, *, is_direct: bool, seen: FileFacts | None) -> None:
         self._path = path
         direct = getattr(os, "O_DIRECT", 0) if is_direct else 0
         try:
@@ -120,7 +133,7 @@ class OpenFile:
                 self._fd = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise MachineError(f"{path} cannot be read: {error.strerror}") from error
-        self._was = self._facts()
+        self._was = seen or self._facts()
 
     def read(self, start: int, target: memoryview, least: int) -> None:
         """Read bytes from `start` on, until the target is full, or the file ends behind `least`.
@@ -133,6 +146,8 @@ class OpenFile:
             try:
                 num = os.preadv(self._fd, [target[done:]], start + done)
             except OSError as error:
+                if error.errno == errno.EINVAL and self._leave_direct():
+                    continue
                 raise self._trouble(f"cannot be read ({error.strerror})") from error
             if num == 0:
                 raise self._trouble(f"ends at byte {start + done}; it was cut off")
@@ -143,7 +158,14 @@ class OpenFile:
     def close(self) -> None:
         os.close(self._fd)
 
-    def _facts(self) -> tuple[int, int]:
+    def _leave_direct(self) -> bool:
+        """Read through the system's cache from now on; tell whether that is new."""
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        direct = getattr(os, "O_DIRECT", 0)
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~direct)
+        return bool(flags & direct)
+
+    def _facts(self) -> FileFacts:
         found = os.fstat(self._fd)
         return found.st_size, found.st_mtime_ns
 
@@ -194,7 +216,8 @@ class DirectReads:
         whole = memoryview(lent.buffer.numpy().data)
         futures = []
         for span in spans:
-            file, at = self._open(span.file), lent.place_of(span).at
+            self.open([span.file])
+            file, at = self._files[span.file], lent.place_of(span).at
             for first in range(span.whole.start, span.whole.stop, PIECE):
                 last = min(first + PIECE, span.whole.stop)
                 target, least = whole[at(first) : at(last)], min(last, span.last) - first
@@ -208,10 +231,21 @@ class DirectReads:
             with suppress(OSError):
                 file.close()
 
-    def _open(self, path: Path) -> OpenFile:
-        if path not in self._files:
-            self._files[path] = OpenFile(path, is_direct=self._is_direct)
-        return self._files[path]
+    def open(
+        self, paths: Iterable[Path], seen: Mapping[Path, FileFacts] = MappingProxyType({})
+    ) -> None:
+        """Open files that are not open.
+
+        Args:
+            seen: what files were when their headers were read.
+
+        Raises:
+            MachineError: one cannot be opened.
+        """
+        for path in paths:
+            if path not in self._files:
+                facts = seen.get(path)
+                self._files[path] = OpenFile(path, is_direct=self._is_direct, seen=facts)
 
     def _read(self, file: OpenFile, first: int, target: memoryview, least: int) -> None:
         self._count(1, 0)

@@ -15,7 +15,7 @@ import torch
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import broken
 from fminfer.machine.host_memory import read_mapped
-from fminfer.models.stored.direct_reads import Lent, Span
+from fminfer.models.stored.direct_reads import Lent, Span, facts_of
 from fminfer.models.stored.gguf_types import BLOCKS
 from fminfer.models.stored.metaseq import join_parts
 from fminfer.models.stored.read_ahead import Waiting
@@ -53,6 +53,7 @@ class TensorFiles:
         found = find_weights(folder)
         if not found.files:
             raise no_weights_error(folder)
+        self.seen = {path: facts_of(path) for path in found.files}  # before they are read
         files = [read_weight_file(path) for path in found.files]
         self._maps: dict[Path, mmap.mmap] = {}
         self._lent: Lent | None = None
@@ -61,8 +62,9 @@ class TensorFiles:
         else:
             self._tensors = _one_table(folder, found, files, layer_prefix)
         for start, other in beside.items():
-            own = TensorFiles(other)._tensors
-            self._tensors |= {start + name: tensor for name, tensor in own.items()}
+            own = TensorFiles(other)
+            self._tensors |= {start + name: tensor for name, tensor in own._tensors.items()}
+            self.seen |= own.seen
         self.types = {name: tensor.dtype for name, tensor in self._tensors.items()}
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
 

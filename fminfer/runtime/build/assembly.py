@@ -101,6 +101,7 @@ def build_loop(
         cache=PrefixCache(pool) if config.prefix_cache and not has_memories else None,
         memories=MemoryCache(pool) if config.prefix_cache and has_memories else None,
         most_read=most_read,
+        has_long_steps=sizes.micro_batches > 0,
     )
     return EngineLoop(
         starter,

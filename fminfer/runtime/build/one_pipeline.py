@@ -76,7 +76,7 @@ class OnePipeline:
         end_openmp_threads()  # steps are another thread's work
         self._group, self._watch = group, None if group is None else group.watch
         self.stages = _build_pipeline(stage, loaded, group)
-        self.graphs = stage.graphs
+        self.graphs, self._stream = stage.graphs, loaded.network.stream
         self._facts = Facts(
             str(loaded.device),
             name_of(plan.dtype),
@@ -148,6 +148,8 @@ class OnePipeline:
         """End the stage's thread, and the other ranks."""
         group, self._group = self._group, None
         self.stages.close()
+        if self._stream is not None:
+            self._stream.close()
         if group is None:
             return
         group.watch.stop()
@@ -187,6 +189,8 @@ def serve_rank(
         loaded, stage, _ = build(config, checkpoint, group, spread)
         release = _release_of(loaded)
         serve(stage, loaded.part, loaded.form, group.watch.end, release)
+        if loaded.network.stream is not None:
+            loaded.network.stream.close()
     except Exception as error:
         group.fail(error)
     group.leave()

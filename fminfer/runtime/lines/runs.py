@@ -29,12 +29,18 @@ class Runs:
     """Starts runs, and keeps their events apart from those of other requests."""
 
     def __init__(
-        self, core: EngineCore, intake: Intake, config: EngineConfig, model_name: str
+        self,
+        core: EngineCore,
+        intake: Intake,
+        config: EngineConfig,
+        model_name: str,
+        *,
+        has_long_steps: bool = False,
     ) -> None:
         self.cache: ResultCache | None = None  # has answers; whoever sets it closes it
         self.lanes = Lanes(core)  # of runs behind all other requests
         self._core, self._intake, self._config = core, intake, config
-        self._model_name = model_name
+        self._model_name, self._has_long_steps = model_name, has_long_steps
         self._runner: LineRunner | None = None  # of the run of `start`
         self.left: deque[Event] = deque()  # of others' requests, which a run's steps have returned
 
@@ -69,7 +75,7 @@ class Runs:
             ),
             engine=self._core,
             read_ahead=read_ahead,
-            has_long_steps=self._config.offload != "off",
+            has_long_steps=self._has_long_steps,
             joins_equal=self._config.prefix_cache,
             is_only_run=is_only_run,
             cache=self.cache,
