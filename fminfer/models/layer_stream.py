@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -150,8 +150,12 @@ class LayerStream:
         )
 
     def close(self) -> None:
-        """Stop reading."""
+        """Stop reading, and leave the slots' memory."""
         self.reads.close()
+        if self._gpu is not None:
+            for slot in self._slots:
+                _cuda_runtime().cudaHostUnregister(slot.buffer.data_ptr())
+        self._slots.clear()
 
     def _find(self, number: int) -> Slot | None:
         return next((slot for slot in self._slots if slot.number == number), None)
@@ -226,6 +230,10 @@ class StreamedLayers:
             del layer  # before the next one is made
 
 
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
 def _new_buffer(size: int, device: torch.device) -> torch.Tensor:
     """Return bytes that begin with a whole page; for a GPU, pinned, so that it can copy them.
 
@@ -237,8 +245,7 @@ def _new_buffer(size: int, device: torch.device) -> torch.Tensor:
         memory.madvise(mmap.MADV_HUGEPAGE)
     buffer = torch.frombuffer(memory, dtype=torch.uint8)
     if device.type == "cuda":
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        failed = int(runtime.cudaHostRegister(buffer.data_ptr(), len(buffer), 0))
+        failed = int(_cuda_runtime().cudaHostRegister(buffer.data_ptr(), len(buffer), 0))
         if failed:
             raise MemoryError(f"the system pins no {len(buffer)} bytes (CUDA error {failed})")
     return buffer
