@@ -16,7 +16,7 @@ import click
 
 COLOURS = {"prefill": "#e8983e", "mixed": "#c9b458", "decode": "#4f86b8"}
 OF_LAYERS = {"wait": "#d05f5f", "compute": "#7fb77e"}  # that come and go (--offload)
-WIDTH, LEFT, ROW, GAP = 960, 110, 26, 46
+WIDTH, LEFT, ROW, GAP = 980, 110, 26, 46
 
 
 def read_spans(path: Path, first_s: float, last_s: float) -> dict[str, list[Any]]:
