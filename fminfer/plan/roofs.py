@@ -87,6 +87,11 @@ class PlanOptions(Options):
         flags=("--disk-bandwidth",),
     )
 
+    def check(self) -> None:
+        """Refuse nodes that nobody plans for."""
+        if self.num_nodes > 1 and not self.is_plan:
+            raise UsageError("--num-nodes is for --plan, which spreads a run over nodes; give both")
+
     @property
     def known(self) -> Roofs | None:
         """What is published of the kind of devices."""

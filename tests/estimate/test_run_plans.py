@@ -166,12 +166,11 @@ def test_check_tells_what_offload_does(rows: Path) -> None:
     """Lines of --offload: which layers come, and what a pass takes if the devices are known."""
     found = check(rows, "--random-init", "bloom-176b", "--offload", "auto", *NODE[:2])
     assert found.exit_code == 0, found.output
-    assert "passes    65 of 70 layers of rank 0 come from the disk for each pass" in found.output
+    assert "passes    64 of 70 layers, 294.02 GiB, are read from the disk in each pass." in found.output
     assert re.search(r"predicted: \d+\.\d s a full pass, .* bound by disk", found.output)
-    unknown = check(
-        rows, "--random-init", "bloom-176b", "--offload", "auto", "--device-memory", "80G"
-    )
-    assert "come from the host memory" in unknown.output
+    sizes = ("--device-memory", "80G", "--host-memory", "1T")
+    unknown = check(rows, "--random-init", "bloom-176b", "--offload", "auto", *sizes)
+    assert "wait in the host's memory" in unknown.output
     assert "  predicted: " not in unknown.output
     here = check(rows, "--offload", "disk", "--dtype", "float32", "--kernels", "off")
     assert "passes    2 of 2 layers" in here.output and "bound by" in here.output
