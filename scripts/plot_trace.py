@@ -32,7 +32,9 @@ def read_spans(path: Path, first_s: float, last_s: float) -> dict[str, list[Any]
         rank = spans.setdefault(event["tid"], [])
         if end_s > first_s and start_s < last_s:
             rank.append((max(start_s, first_s), min(end_s, last_s), event))
-    layers = {tid: " layers" * (own[0][2]["name"] in OF_LAYERS) for tid, own in spans.items() if own}
+    layers = {
+        tid: " layers" * (own[0][2]["name"] in OF_LAYERS) for tid, own in spans.items() if own
+    }
     return {f"{names[tid]}{layers.get(tid, '')}": spans[tid] for tid in sorted(spans)}
 
 
@@ -47,7 +49,7 @@ def draw(title: str, spans: dict[str, list[Any]], top: int, first_s: float, last
         out.append(f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{ROW}" fill="#eee"/>')
         for start_s, end_s, event in own:
             x, wide = LEFT + (start_s - first_s) * scale, (end_s - start_s) * scale
-            step = event["args"].get("step", "")
+            step = "" if event["name"] in OF_LAYERS else event["args"]["step"]
             out.append(
                 f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{ROW}" stroke="white" '
                 f'stroke-width="0.6" fill="{(COLOURS | OF_LAYERS)[event["name"]]}"/>'

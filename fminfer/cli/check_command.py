@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import click
+from click.core import ParameterSource
 
 from fminfer.cli.config_file import ConfiguredCommand, tell_notices
 from fminfer.cli.ending import EXIT_FAILED, EXIT_SOME_ERRORS
@@ -82,7 +83,9 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
         has_weights, is_plan = not asked.no_weights, planned.is_plan
         found = Check(config, machine, has_weights=has_weights, fits_all=is_plan)
         report = found.run(inputs, errors.add, is_quiet=asked.is_json)
-        report = found.compare(planned, report)
+        source = click.get_current_context().get_parameter_source("offload")
+        is_told = source is not ParameterSource.DEFAULT
+        report = found.compare(planned, report, is_offload_told=is_told)
         if asked.is_json:
             _print_json(report.to_dict(), spool)
         else:

@@ -231,11 +231,13 @@ class MemoryOptions(Options):
     block_size: Count = option("Tokens of a KV block.", default=BLOCK_SIZE, must_agree=True)
     chunk_size: Count | None = _speed(
         f"Most tokens of one step.  [default: {ON_CPU.chunk_size}; on a GPU {ON_GPU.chunk_size}, "
-        "divided among the ranks of a pipeline]"
+        f"divided among the ranks of a pipeline; with --offload {STREAMED['cpu'].chunk_size}, on a "
+        f"GPU {STREAMED['cuda'].chunk_size}, or what fits]"
     )
     max_rows: Count | None = _speed(
         "Most sequences that run at once.  "
-        f"[default: {ON_CPU.max_rows}; on a GPU {ON_GPU.max_rows}]",
+        f"[default: {ON_CPU.max_rows}; on a GPU {ON_GPU.max_rows}; with --offload "
+        f"{STREAMED['cpu'].max_rows}, on a GPU {STREAMED['cuda'].max_rows}]",
         must_agree=True,
         old={"--max_batchsize": {}, "--max_batch_size": {}, "executor_max_batch_size": {}},
     )

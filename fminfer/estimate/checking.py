@@ -16,7 +16,7 @@ from tqdm import tqdm
 from fminfer.compute.registry import find_library
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
-from fminfer.core.config import EngineConfig, StepSizes
+from fminfer.core.config import EngineConfig, Offload, StepSizes
 from fminfer.core.errors import UsageError
 from fminfer.core.option import options_of
 from fminfer.engine.answer import AnswerForm
@@ -129,13 +129,18 @@ class Check:
             self._plan,
             [*map(str, inputs)],
             checker.counts,
-            intake.warnings.to_dict(),
+            intake.warnings.to_dict() | self._of_bytes(checker.counts.num_lines),
             self._show_first(checker, inputs),
             self._predict(),
         )
 
-    def compare(self, asked: PlanOptions, report: CheckReport) -> CheckReport:
+    def compare(
+        self, asked: PlanOptions, report: CheckReport, *, is_offload_told: bool = False
+    ) -> CheckReport:
         """Add other plans to a report, or what a pass of this one takes, as is asked for.
+
+        Args:
+            is_offload_told: --offload is kept also where it is off.
 
         Raises:
             UsageError: flags do not say what the devices can do, or the model has an encoder.
@@ -161,9 +166,19 @@ class Check:
             longest_row=counts.longest_row,
             most_blocks=num_tokens // block_size + 2 * counts.num_sequences,
         )
-        runs = plan_runs(self._config, plan.machine, self._plan_other, work, roofs)
+        is_kept = is_offload_told or self._config.offload != "off"
+        offloads: tuple[Offload, ...] = (self._config.offload,) if is_kept else ("off", "auto")
+        runs = plan_runs(self._config, plan.machine, self._plan_other, work, roofs, offloads)
         kind = "this machine's device" if is_this else asked.device_kind or "devices"
         return replace(report, plans=PlanReport(kind, runs, roofs))
+
+    def _of_bytes(self, num_lines: int) -> dict[str, int]:
+        """Warn of prompts that are counted as a model with its own tokenizer would not."""
+        config = self._config
+        if config.random_init is None or config.tokenizer or config.skip_tokenizer_init:
+            return {}
+        text = "--random-init counts a token for each byte, some four times too many; --tokenizer "
+        return {f"{text}names the model's own": num_lines} if num_lines else {}
 
     def _plan_other(self, config: EngineConfig, machine: Machine) -> RunPlan:
         return make_plan(config, self._checkpoint, machine)

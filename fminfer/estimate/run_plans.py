@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
 from fminfer.core.config import EngineConfig, GroupSizes, Offload, Quantized, StepSizes
 from fminfer.core.errors import UsageError
+from fminfer.core.quantities import counted
 from fminfer.estimate.cost_model import CostModel
 from fminfer.estimate.simulation import Simulation, StepCounts
 from fminfer.plan.machine_facts import Machine
@@ -99,17 +100,23 @@ def find_spreads(roofs: Roofs, asked: GroupSizes) -> Iterator[tuple[int, int, in
 
 
 def plan_runs(
-    config: EngineConfig, machine: Machine, make_plan: Plan, work: FileWork, roofs: Roofs
+    config: EngineConfig,
+    machine: Machine,
+    make_plan: Plan,
+    work: FileWork,
+    roofs: Roofs,
+    offloads: Sequence[Offload] = ("off", "auto"),
 ) -> list[PlannedRun]:
     """Plan a file's run in all ways, the fastest first; then those that do not fit.
 
     Args:
         machine: facts of each device; how many there are does not matter.
+        offloads: of each way, until it fits.
+
+    Raises:
+        UsageError: no way has the stages and ranks that flags ask for.
     """
-    work, found = replace(work, simulate=cache(work.simulate)), []
-    offloads: tuple[Offload, ...] = (
-        (config.offload,) if config.offload != "off" else ("off", "auto")
-    )
+    work, found = replace(work, simulate=cache(work.simulate)), list[PlannedRun]()
     for groups, stages, shards in find_spreads(roofs, config):
         for quantize in (config.quantize,) if config.quantized_to else ALL_BITS:
             for offload in offloads:
@@ -125,6 +132,12 @@ def plan_runs(
                 found.append(_plan_one(asked, machine, make_plan, work, roofs))
                 if not found[-1].why_not:
                     break  # no layer needs to be streamed
+    if not found:
+        raise UsageError(
+            f"no way uses {counted(roofs.num_devices * roofs.num_nodes, 'device')} with the stages "
+            "and ranks that flags ask for: --tp must divide the devices of a node. Give other "
+            "numbers, or another --num-devices"
+        )
     return sorted(found, key=lambda each: (bool(each.why_not), each.load_s + each.run_s))
 
 

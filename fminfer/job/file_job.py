@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -231,12 +231,14 @@ class TraceFile:
             if span.brought:
                 args |= {"read_bytes": span.read_bytes, "read_s": span.read_s}
                 self._name(rank + LAYERS, f"rank {rank}: layers that come and go")
-            for asked_s, came_s, done_s in zip(*[iter(span.brought)] * 3, strict=True):
-                self._add_span(rank + LAYERS, "wait", (asked_s, came_s), {})
-                self._add_span(rank + LAYERS, "compute", (came_s, done_s), {})
+            triples = zip(*[iter(span.brought)] * 3, strict=True)
+            for number, (asked_s, came_s, done_s) in enumerate(triples):
+                of = {"step": step.step_id, "number": number}  # of those that came
+                self._add_span(rank + LAYERS, "wait", (asked_s, came_s), of)
+                self._add_span(rank + LAYERS, "compute", (came_s, done_s), of)
 
     def _add_span(
-        self, tid: int, name: str, times: tuple[float, float], args: dict[str, object]
+        self, tid: int, name: str, times: tuple[float, float], args: Mapping[str, object]
     ) -> None:
         assert self._start_s is not None, "a step"
         self._write(

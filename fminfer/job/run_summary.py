@@ -214,11 +214,13 @@ class JobSummary:
             read = f"{show_bytes(stage['read_bytes'])} read"
             if stage["read_s"]:
                 read += f" at {show_bytes(int(stage['read_bytes'] / stage['read_s']))}/s"
-            bound = "bringing layers" if share > 0.5 else "computing"
+            bound = "bringing layers set the pace" if share > 0.5 else "computing set the pace"
+            verdict = f": {bound}" if share > 0.5 or share < 0.25 else ""
+            read += " by each rank" * (self.num_ranks > len(self.engine["stages"]))
             passes = counted(stage["num_passes"], "pass", "passes")
             lines.append(
-                f"offload   {passes}{of}, {read}; it waited for layers {share:.0%} of the time: "
-                f"{bound} set the pace"
+                f"offload   {passes}{of}, {read}; it waited for layers {share:.0%} of the time"
+                f"{verdict}"
             )
         return lines
 

@@ -147,7 +147,8 @@ def describe_streaming(plan: RunPlan, rank: RankPlan, disk_speed: float = 0.0) -
     if own.place == "disk":
         how = "are read from the disk in each pass"
         if disk_speed:
-            how += f": {own.num_bytes / disk_speed:,.1f} s at {show_bytes(int(disk_speed))}/s"
+            seconds = own.num_bytes / disk_speed
+            how += f", which takes at least {seconds:,.1f} s at {show_bytes(int(disk_speed))}/s"
     rows = min(plan.sizes.max_rows, max(1, plan.num_kv_tokens // plan.config.block_size))
     told = f"{layers} {how}. A pass computes up to {rows:,} rows, or {plan.chunk_size:,} tokens"
     return told + _tell_conversion(plan, own)
@@ -165,5 +166,9 @@ def _tell_conversion(plan: RunPlan, own: Streamed) -> str:
     if not pairs:
         return ""
     stored, held = pairs[0]
-    advice = ". fminfer quantize writes them so once" * bool(plan.config.quantized_to)
-    return f". Weights are stored in {stored}, and made {held} in each pass{advice}"
+    if plan.config.quantized_to:
+        return (
+            f". Weights are stored in {stored}, and quantized anew in each pass, which takes long: "
+            "write them once with fminfer quantize"
+        )
+    return f". Weights are stored in {stored}, and made {held} in each pass"

@@ -40,6 +40,8 @@ def start_engine(run: ProcessContext, checkpoint: Checkpoint, compute: Compute) 
         click.echo(f"Nothing is kept from run to run, which makes each slower: {why}.", err=True)
     if (told := engine.facts.streaming) and not is_quiet:
         click.echo(f"Offload: {told}.", err=True)
+    elif config.offload != "off" and not is_quiet:
+        click.echo("Offload: all layers fit, and stay in memory.", err=True)
     if why := engine.facts.why_plain if is_quiet else engine.facts.why_slower:
         click.echo(f"The run is slower than it could be: {why}.", err=True)
     return engine

@@ -166,7 +166,7 @@ def test_check_tells_what_offload_does(rows: Path) -> None:
     """Lines of --offload: which layers come, and what a pass takes if the devices are known."""
     found = check(rows, "--random-init", "bloom-176b", "--offload", "auto", *NODE[:2])
     assert found.exit_code == 0, found.output
-    assert "passes    64 of 70 layers, 294.02 GiB, are read from the disk in each pass." in found.output
+    assert "passes    64 of 70 layers, 294.02 GiB, are read from the disk in each" in found.output
     assert re.search(r"predicted: \d+\.\d s a full pass, .* bound by disk", found.output)
     sizes = ("--device-memory", "80G", "--host-memory", "1T")
     unknown = check(rows, "--random-init", "bloom-176b", "--offload", "auto", *sizes)
@@ -177,3 +177,15 @@ def test_check_tells_what_offload_does(rows: Path) -> None:
     assert "calibration times no steps with --offload" in here.output
     plain = check(rows, "--random-init", "opt-125m", "--device-kind", "l4")
     assert "passes" not in plain.output and "22.00 GiB for each of 1 ranks" in plain.output
+
+
+def test_flags_that_are_given_are_kept(rows: Path) -> None:
+    """`--offload off` listed streamed layers; a --tp that cannot be gave a table without rows."""
+    words = ("--random-init", "llama-70b", "--plan", "--device-kind", "l4")
+    streamed = check(rows, *words)
+    assert streamed.exit_code == 0 and "--offload auto" in streamed.output
+    off = check(rows, *words, "--offload", "off")
+    assert off.exit_code == 1 and "more memory is needed" in off.output
+    wide = check(rows, *words, "--num-devices", "2", "--tp", "4")
+    assert wide.exit_code == 2 and "no way uses 2 devices" in wide.output
+    assert "counts a token for each byte" in streamed.output

@@ -153,7 +153,7 @@ class OpenFile:
                 raise self._trouble(f"ends at byte {start + done}; it was cut off")
             done += num
         if self._facts() != self._was:
-            raise self._trouble("was changed")
+            raise self._trouble("was changed, or touched,")
 
     def close(self) -> None:
         os.close(self._fd)
@@ -172,7 +172,7 @@ class OpenFile:
     def _trouble(self, what: str) -> MachineError:
         return MachineError(
             f"{self._path} {what} while its weights were read in each step (--offload). Finished "
-            "rows are kept; mend the file or disk, and run the same command to go on"
+            "rows are kept; put the file or disk right, and run the same command to go on"
         )
 
 

@@ -163,7 +163,8 @@ class OnePipeline:
 def _tell_streaming(loaded: LoadedPart) -> str:
     """Say what a pass is, if layers of this rank come and go."""
     stream, plan = loaded.network.stream, loaded.plan
-    return describe_streaming(plan, plan.own, 0.0 if stream is None else stream.reads.bytes_per_s)
+    told = describe_streaming(plan, plan.own, 0.0 if stream is None else stream.reads.bytes_per_s)
+    return told and "rank 0: " * (len(plan.ranks) > 1) + told
 
 
 def _most_read(loaded: LoadedPart) -> int:
