@@ -179,7 +179,7 @@ def test_check_tells_what_offload_does(rows: Path) -> None:
     assert "passes" not in plain.output and "22.00 GiB for each of 1 ranks" in plain.output
 
 
-def test_flags_that_are_given_are_kept(rows: Path) -> None:
+def test_offload_off_and_a_wide_tp_are_kept(rows: Path) -> None:
     """`--offload off` listed streamed layers; a --tp that cannot be gave a table without rows."""
     words = ("--random-init", "llama-70b", "--plan", "--device-kind", "l4")
     streamed = check(rows, *words)
