@@ -383,7 +383,14 @@ def two_machines() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("how", ["folder", "address"])
-def test_two_machines(how: str, alone: dict[str, Any], tmp_path: Path, two_machines: None) -> None:
+def test_two_machines(
+    how: str,
+    alone: dict[str, Any],
+    tmp_path: Path,
+    two_machines: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)  # of an engine in this very process
     where = tmp_path / "meet" if how == "folder" else "192.168.77.1:4400"
     shared = [*inputs(), "--output", tmp_path, "--world-size", 2, "--rendezvous", where]
     ranks = [start(*shared, network=in_namespace(number)) for number in (0, 1)]
