@@ -159,6 +159,8 @@ class Watch:
     def _turn(self) -> Fault | None:
         self._set_beat()
         if self._store.check([FAULT]):
+            if self._rank == 0 and self.all_joined.is_set():
+                self._beats[1:] = self._read_beats()  # what the one that failed said last
             return Fault.from_json(self._store.get(FAULT))
         if why := self._look():
             return self._publish(Fault(why))

@@ -128,7 +128,7 @@ def test_a_rank_without_memory_is_oom_too(tmp_path: Path) -> None:
     told = json.loads(done.stdout.splitlines()[-1])
     assert "rank 1: there is no memory for" in told["batches"][1]["why"]
     assert told["batches"][2]["why"] == "a smaller batch ran out of memory"
-    assert told["ranks"][0]["rank"] == 0  # one that died may not have told its memory
+    assert len(told["ranks"]) == 2
 
 
 def time_all(engine: Any, sizes: list[int], spread: Spread = ALONE) -> list[Any]:
