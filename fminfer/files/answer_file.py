@@ -112,18 +112,17 @@ class AnswerFile:
         run = self._database.execute
         run("PRAGMA cell_size_check = ON")
         run("PRAGMA trusted_schema = OFF")
-        found = self._found_tables()
+        is_empty = not self._number("application_id") and not self._found_tables()
         run("PRAGMA journal_mode = TRUNCATE")
         run("PRAGMA synchronous = NORMAL")
-        if not found and not self._number("application_id"):
+        if is_empty:
             run("PRAGMA auto_vacuum = INCREMENTAL")  # so that it can shrink
             self._make_tables()
-            found = self._found_tables()
         if self._number("application_id") != APPLICATION:
             raise DamagedError("it is a database of another program")
         if (version := self._number("user_version")) != VERSION:
             raise DamagedError(f"its form is version {version}, and this fminfer has {VERSION}")
-        if found != TABLES:
+        if self._found_tables() != TABLES:
             raise DamagedError("its tables are not those of this fminfer")
 
     def _make_tables(self) -> None:

@@ -145,6 +145,23 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
     assert found(tmp_path / "new", range(5000)) == [*range(5000)]
 
 
+@pytest.mark.parametrize("step", ["_number", "_found_tables"])
+def test_another_process_makes_the_tables_meanwhile(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "answers.sqlite"
+    look = getattr(answer_file.AnswerFile, step)
+
+    def look_while_another_makes_them(*of_what: Any) -> object:
+        monkeypatch.undo()
+        seen = look(*of_what)
+        answer_file.AnswerFile(path, 1).close()
+        return seen
+
+    monkeypatch.setattr(answer_file.AnswerFile, step, look_while_another_makes_them)
+    answer_file.AnswerFile(path, 1).close()
+
+
 # What is done to the file, and whether it is noticed for certain.
 DAMAGES: dict[str, tuple[Callable[[Path], object], bool]] = {
     "garbage": (lambda path: path.write_bytes(os.urandom(50_000)), True),

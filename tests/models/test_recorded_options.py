@@ -96,7 +96,8 @@ def test_ranks_compare_what_they_did() -> None:
     )
     assert [*shared] == [
         *("fminfer's version", "the model's config", "the dtype", "--quantize"),
-        *("the KV cache's dtype", "the layers of each rank", "--tensor-parallel-size"),
+        *("the KV cache's dtype", "the layers of each rank"),
+        *("--offload", "--tensor-parallel-size"),
     ]
 
 
