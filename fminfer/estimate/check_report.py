@@ -7,7 +7,7 @@ from typing import Any
 
 from fminfer.core.quantities import counted, show_bytes, show_dtypes, show_short
 from fminfer.estimate.line_checks import LineCounts
-from fminfer.estimate.plan_report import PlanReport
+from fminfer.estimate.run_plans import PlanReport
 from fminfer.plan.run_plan import RunPlan, name_of
 
 MAX_SHOWN = 1000  # characters of the first prompt

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tqdm import tqdm
 from fminfer.compute.registry import find_library
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
-from fminfer.core.config import EngineConfig, Offload, StepSizes
+from fminfer.core.config import EngineConfig, StepSizes
 from fminfer.core.errors import UsageError
 from fminfer.core.option import options_of
 from fminfer.engine.answer import AnswerForm
@@ -25,10 +26,9 @@ from fminfer.engine.start import Starter
 from fminfer.estimate.check_report import CheckReport, FirstPrompt, Work
 from fminfer.estimate.cost_model import CostModel
 from fminfer.estimate.cost_store import find_costs_path, load_costs
-from fminfer.estimate.line_checks import SAMPLE_TOKENS, LineChecker
+from fminfer.estimate.line_checks import SAMPLE_TOKENS, LineChecker, LineCounts
 from fminfer.estimate.measured_roofs import measure_roofs
-from fminfer.estimate.plan_report import PlanReport
-from fminfer.estimate.run_plans import FileWork, plan_runs
+from fminfer.estimate.run_plans import PlannedRun, PlanReport, plan_runs
 from fminfer.estimate.simulation import PretendPipeline, Simulation, simulate
 from fminfer.files.line_reader import count_rows, read_lines
 from fminfer.models.checkpoint import Checkpoint
@@ -36,9 +36,9 @@ from fminfer.models.known_sizes import folder_of
 from fminfer.models.weight_headers import check_tensors
 from fminfer.plan.machine_facts import Machine, find_machine
 from fminfer.plan.opening import open_model
-from fminfer.plan.pass_time import tell_passes
+from fminfer.plan.pass_time import predict_load, predict_run, tell_passes
 from fminfer.plan.planning import make_plan
-from fminfer.plan.roofs import PlanOptions
+from fminfer.plan.roofs import PlanOptions, Roofs
 from fminfer.plan.run_plan import RunPlan
 from fminfer.runtime.build.assembly import build_loop, load_tokenizer, make_intake
 from fminfer.runtime.lines.line_intake import LineIntake
@@ -95,6 +95,7 @@ class Check:
         # From here on: what was found of the lines, for their steps.
         self._sample: list[Line] = []
         self._is_whole, self._scale, self._read_ahead = True, 1.0, WINDOW
+        self._simulate = cache(self._simulate_lines)
 
     def run(
         self, inputs: Sequence[Path], on_wrong: Callable[[Record], None], *, is_quiet: bool
@@ -156,21 +157,42 @@ class Check:
             raise UsageError(
                 "--plan predicts decoders, and this model has an encoder; leave it out"
             )
-        counts, block_size = report.counts, self._config.block_size
-        num_tokens = min(counts.reserved_tokens, 2 * SAMPLE_TOKENS + counts.longest_row)
-        work = FileWork(
-            self._simulate,
-            lambda plan: self._find_costs(plan)[0],
-            scale=self._scale,
-            num_tokens=counts.tokens_to_draw or counts.tokens_to_compute,
-            longest_row=counts.longest_row,
-            most_blocks=num_tokens // block_size + 2 * counts.num_sequences,
-        )
-        is_kept = is_offload_told or self._config.offload != "off"
-        offloads: tuple[Offload, ...] = (self._config.offload,) if is_kept else ("off", "auto")
-        runs = plan_runs(self._config, plan.machine, self._plan_other, work, roofs, offloads)
+        plan_one = partial(self._plan_one, counts=report.counts, roofs=roofs)
+        runs = plan_runs(self._config, roofs, plan_one, keeps_offload=is_offload_told)
         kind = "this machine's device" if is_this else asked.device_kind or "devices"
         return replace(report, plans=PlanReport(kind, runs, roofs))
+
+    def _plan_one(self, config: EngineConfig, counts: LineCounts, roofs: Roofs) -> PlannedRun:
+        """Plan one of the ways to run the lines, and predict its times if it fits."""
+        machine = replace(
+            self._plan.machine,
+            num_stages=config.num_stages,
+            num_shards=config.tensor_parallel_size,
+            num_pipelines=config.data_group_size,
+            local_size=min(config.num_stages * config.tensor_parallel_size, roofs.num_devices),
+            host_free=roofs.host_bytes,
+        )
+        try:
+            plan = make_plan(config, self._checkpoint, machine)
+        except UsageError as error:
+            return PlannedRun(config, why_not=str(error))
+        if plan.shortage:
+            return PlannedRun(config, plan, "more memory is needed")
+        if plan.num_kv_tokens < counts.longest_row:
+            return PlannedRun(config, plan, "the KV cache is too small for the longest row")
+        most = min(counts.reserved_tokens, 2 * SAMPLE_TOKENS + counts.longest_row)
+        most += 2 * counts.num_sequences * config.block_size  # a larger KV cache is of no use
+        num_blocks = min(most, plan.num_kv_tokens) // config.block_size
+        steps = self._simulate(config.data_group_size, plan.sizes, num_blocks, config.num_stages)
+        loads = [(each.average, each.num_steps) for each in steps.parts(self._scale)]
+        seconds, bound = predict_run(plan, loads, steps.stats.max_rows_running, roofs)
+        costs, _ = self._find_costs(plan)
+        if costs is not None:
+            seconds = costs.whole_run * costs.predict_s(steps.scaled(self._scale).costs)
+            bound = "as calibrated"
+        num_tokens = counts.tokens_to_draw or counts.tokens_to_compute
+        ms_token = 1e3 * seconds / max(1.0, num_tokens)
+        return PlannedRun(config, plan, "", predict_load(plan, roofs), seconds, ms_token, bound)
 
     def _of_bytes(self, num_lines: int) -> dict[str, int]:
         """Warn of prompts that are counted as a model with its own tokenizer would not."""
@@ -179,9 +201,6 @@ class Check:
             return {}
         text = "--random-init counts a token for each byte, some four times too many; --tokenizer "
         return {f"{text}names the model's own": num_lines} if num_lines else {}
-
-    def _plan_other(self, config: EngineConfig, machine: Machine) -> RunPlan:
-        return make_plan(config, self._checkpoint, machine)
 
     def _build_loop(self) -> EngineLoop:
         plan = self._plan
@@ -206,7 +225,7 @@ class Check:
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
         return FirstPrompt(str(inputs[line.source]), line.number, text, len(ids))
 
-    def _simulate(
+    def _simulate_lines(
         self, num_pipelines: int, sizes: StepSizes, num_blocks: int, num_stages: int
     ) -> Simulation:
         """Return the steps of one of so many pipelines, which share the lines."""

@@ -1,46 +1,27 @@
-"""Lists the ways to spread a run over devices, and predicts the time of each."""
+"""The ways to spread a run over devices, and the table of them; every time in it is predicted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from typing import Any
 
-from fminfer.core.config import EngineConfig, GroupSizes, Offload, Quantized, StepSizes
+from fminfer.core.config import EngineConfig, GroupSizes, Quantized
 from fminfer.core.errors import UsageError
-from fminfer.core.quantities import counted
-from fminfer.estimate.cost_model import CostModel
-from fminfer.estimate.simulation import Simulation, StepCounts
-from fminfer.plan.machine_facts import Machine
-from fminfer.plan.pass_time import StepLoad, predict_load, predict_run
+from fminfer.core.quantities import counted, show_bytes, show_short
 from fminfer.plan.roofs import Roofs
 from fminfer.plan.run_plan import RunPlan, Streamed
 
 ALL_BITS: tuple[Quantized | None, ...] = (None, "int8", "int4")
-Plan = Callable[[EngineConfig, Machine], RunPlan]
-
-
-@dataclass(slots=True, frozen=True)
-class FileWork:
-    """What the lines of a file ask for, as the engine's own loop found.
-
-    Args:
-        simulate: the steps of one of so many pipelines, with these sizes, blocks and stages.
-        find_costs: what steps of a plan cost, if they were timed on this machine.
-    """
-
-    simulate: Callable[[int, StepSizes, int, int], Simulation]
-    find_costs: Callable[[RunPlan], CostModel | None]
-    scale: float  # by which the file is longer than what is simulated
-    num_tokens: float  # to draw, or else to feed
-    longest_row: int
-    most_blocks: int  # of KV cache; more make no difference
+MOST_ROWS = 12  # of the table, unless all are asked for
+HEAD = ["groups", "stages", "tp", "weights", "offload", "a rank", "KV tokens"]
+HEAD += ["load", "run", "ms/token", "bound by"]
 
 
 @dataclass(slots=True, frozen=True)
 class PlannedRun:
-    """One way to run a file, with what is predicted of it; all times are predictions."""
+    """One way to run a file, with what is predicted of it."""
 
     config: EngineConfig
     plan: RunPlan | None = None  # None: it cannot be
@@ -64,6 +45,11 @@ class PlannedRun:
         return " ".join(f"{k} {v}" for k, v in told.items() if v not in (1, None, "off"))
 
     @property
+    def name(self) -> str:
+        """Its flags, as people read them."""
+        return self.flags or "one process, without flags"
+
+    @property
     def streamed(self) -> list[Streamed]:
         """What comes and goes in each stage."""
         ranks = self.plan.ranks if self.plan else ()
@@ -83,6 +69,18 @@ class PlannedRun:
         found |= {"rank_bytes": self.rank_bytes, "streamed": [*map(asdict, self.streamed)]}
         return found | {n: getattr(self, n) for n in ("load_s", "run_s", "ms_token", "bound")}
 
+    def to_cells(self) -> list[str]:
+        """Return its row of the table."""
+        assert self.plan is not None, "a run that fits is planned"
+        config, num = self.config, sum(len(each.numbers) for each in self.streamed)
+        ms_token = f"{self.ms_token:,.3f}" if self.ms_token < 10 else f"{self.ms_token:,.0f}"
+        return [
+            *map(str, (config.data_group_size, config.num_stages, config.tensor_parallel_size)),
+            *(self.plan.held_in, f"{num} {self.streamed[0].place}" if num else "off"),
+            *(show_bytes(self.rank_bytes), f"{self.plan.num_kv_tokens:,}"),
+            *(show_short(self.load_s), show_short(self.run_s), ms_token, self.bound),
+        ]
+
 
 def find_spreads(roofs: Roofs, asked: GroupSizes) -> Iterator[tuple[int, int, int]]:
     """Yield the data groups, stages and shards that use all devices.
@@ -101,37 +99,33 @@ def find_spreads(roofs: Roofs, asked: GroupSizes) -> Iterator[tuple[int, int, in
 
 def plan_runs(
     config: EngineConfig,
-    machine: Machine,
-    make_plan: Plan,
-    work: FileWork,
     roofs: Roofs,
-    offloads: Sequence[Offload] = ("off", "auto"),
+    plan_one: Callable[[EngineConfig], PlannedRun],
+    *,
+    keeps_offload: bool,
 ) -> list[PlannedRun]:
-    """Plan a file's run in all ways, the fastest first; then those that do not fit.
+    """Plan a run in all ways, the fastest first; then those that do not fit.
 
     Args:
-        machine: facts of each device; how many there are does not matter.
-        offloads: of each way, until it fits.
+        keeps_offload: otherwise layers are streamed where they do not fit.
 
     Raises:
         UsageError: no way has the stages and ranks that flags ask for.
     """
-    work, found = replace(work, simulate=cache(work.simulate)), list[PlannedRun]()
+    found: list[PlannedRun] = []
     for groups, stages, shards in find_spreads(roofs, config):
         for quantize in (config.quantize,) if config.quantized_to else ALL_BITS:
-            for offload in offloads:
-                asked = replace(
-                    config,
-                    world_size=None,
-                    data_group_size=groups,
-                    pipeline_group_size=stages,
-                    tensor_parallel_size=shards,
-                    quantize=quantize,
-                    offload=offload,
-                )
-                found.append(_plan_one(asked, machine, make_plan, work, roofs))
-                if not found[-1].why_not:
-                    break  # no layer needs to be streamed
+            asked = replace(
+                config,
+                world_size=None,
+                data_group_size=groups,
+                pipeline_group_size=stages,
+                tensor_parallel_size=shards,
+                quantize=quantize,
+            )
+            found.append(plan_one(asked))
+            if found[-1].why_not and not keeps_offload:
+                found.append(plan_one(replace(asked, offload="auto")))
     if not found:
         raise UsageError(
             f"no way uses {counted(roofs.num_devices * roofs.num_nodes, 'device')} with the stages "
@@ -141,44 +135,47 @@ def plan_runs(
     return sorted(found, key=lambda each: (bool(each.why_not), each.load_s + each.run_s))
 
 
-def _plan_one(
-    config: EngineConfig, machine: Machine, make_plan: Plan, work: FileWork, roofs: Roofs
-) -> PlannedRun:
-    """Plan a run, and predict its times if it fits."""
-    groups, stages, shards = config.data_group_size, config.num_stages, config.tensor_parallel_size
-    host = roofs.host_bytes if machine.device_bytes is not None else machine.host_free
-    facts = replace(
-        machine,
-        num_stages=stages,
-        num_shards=shards,
-        num_pipelines=groups,
-        local_size=min(stages * shards, roofs.num_devices),
-        host_free=host,
-    )
-    try:
-        plan = make_plan(config, facts)
-    except UsageError as error:
-        return PlannedRun(config, why_not=str(error))
-    if plan.shortage:
-        return PlannedRun(config, plan, "more memory is needed")
-    if plan.num_kv_tokens < work.longest_row:
-        return PlannedRun(config, plan, "the KV cache is too small for the longest row")
-    num_blocks = min(work.most_blocks, plan.num_kv_tokens // config.block_size)
-    steps = work.simulate(groups, plan.sizes, num_blocks, stages)
-    loads = [*map(average, steps.parts(work.scale))]
-    seconds, bound = predict_run(plan, loads, steps.stats.max_rows_running, roofs)
-    if (costs := work.find_costs(plan)) is not None:
-        seconds = costs.whole_run * costs.predict_s(steps.scaled(work.scale).costs)
-        bound = "as calibrated"
-    ms_token = 1e3 * seconds / max(1.0, work.num_tokens)
-    return PlannedRun(config, plan, "", predict_load(plan, roofs), seconds, ms_token, bound)
+@dataclass(slots=True, frozen=True)
+class PlanReport:
+    """The ways to run a file on some devices."""
 
+    kind: str  # of devices
+    runs: list[PlannedRun]  # the fastest one first, those that do not fit last
+    roofs: Roofs
 
-def average(steps: StepCounts) -> tuple[StepLoad, float]:
-    """Return the average of steps, and how many there are."""
-    costs, num = [each / steps.num_steps for each in steps.costs], steps.num_steps
-    rows = steps.num_rows / num
-    load = StepLoad(
-        steps.num_tokens / num, rows, costs[4] + costs[8], costs[3] + costs[8], costs[10]
-    )
-    return load, num
+    @property
+    def fitting(self) -> list[PlannedRun]:
+        """Those that can be."""
+        return [run for run in self.runs if not run.why_not]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything."""
+        found = {"kind": self.kind, "is_predicted": True, "roofs": asdict(self.roofs)}
+        return found | {"runs": [run.to_dict() for run in self.runs]}
+
+    def to_text(self, *, is_all: bool = False) -> str:
+        """Return the table, and why others do not fit."""
+        fitting, others = self.fitting, [run for run in self.runs if run.why_not]
+        shown = fitting if is_all else fitting[:MOST_ROWS]
+        rows = [HEAD, *(run.to_cells() for run in shown)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [self._title()]
+        lines += [f"  {'  '.join(map(str.rjust, row, widths))}" for row in rows]
+        if len(shown) < len(fitting):
+            lines.append(f"  … and {len(fitting) - len(shown)} more that fit; --all shows them")
+        if is_all:
+            lines += [f"  {run.name}: {run.why_not}" for run in others]
+        for why, count in Counter(run.why_not.split(":")[0] for run in others).items():
+            lines.append(f"not       {counted(count, 'way')}: {why}")
+        return "\n".join([*lines, *(f"fastest   {run.name}" for run in fitting[:1])])
+
+    def _title(self) -> str:
+        roofs = self.roofs
+        rates = ("memory_rate", "link_rate", "host_rate", "disk_rate")
+        told = [f"{n.removesuffix('_rate')} {getattr(roofs, n) / 1e9:,.1f} GB/s" for n in rates]
+        nodes = f" on each of {roofs.num_nodes} nodes" * (roofs.num_nodes > 1)
+        return (
+            f"plans     PREDICTED for {roofs.num_devices} × {self.kind}{nodes}: "
+            f"{show_bytes(roofs.device_bytes)}, {roofs.arithmetic_rate / 1e12:,.3g} TFLOP/s, "
+            f"{', '.join(told)}"
+        )

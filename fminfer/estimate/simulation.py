@@ -21,6 +21,7 @@ from fminfer.engine.sequence import Prepared, RequestState
 from fminfer.engine.start import Starter
 from fminfer.engine.stats import EngineStats
 from fminfer.estimate.cost_model import COSTS, SPREAD_COSTS, StepWork
+from fminfer.plan.pass_time import StepLoad
 from fminfer.runtime.build.assembly import build_loop
 from fminfer.runtime.lines.asked import RecordForm
 from fminfer.runtime.lines.line_intake import LineIntake
@@ -48,6 +49,13 @@ class StepCounts:
     def num_tokens(self) -> float:
         """The tokens that are computed."""
         return self.num_rows + self.costs[1] + self.costs[2]
+
+    @property
+    def average(self) -> StepLoad:
+        """One of these steps, as they are on average."""
+        num, costs = self.num_steps, [each / self.num_steps for each in self.costs]
+        num_tokens, num_rows = self.num_tokens / num, self.num_rows / num
+        return StepLoad(num_tokens, num_rows, costs[4] + costs[8], costs[3] + costs[8], costs[10])
 
     def add(self, other: StepCounts, times: float = 1.0) -> None:
         """Add other steps, so many times."""
