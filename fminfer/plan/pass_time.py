@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fminfer.compute.spec import Layer, Moe
+from fminfer.compute.spec import Moe
 from fminfer.compute.weights import Dense
 from fminfer.models.decode_graphs import can_capture
 from fminfer.models.tensor_specs import exit_specs, layer_specs, model_specs
@@ -40,68 +40,62 @@ class StepLoad:
     num_logits: float
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class RankWork:
     """What one rank does in a pass: bytes that it reads, and operations."""
 
     num_layers: int
-    weight_bytes: float  # of every pass
-    expert_bytes: float  # of all experts; a pass reads those that its tokens choose
-    expert_share: float  # which a token chooses
-    head_bytes: float  # if there are logits
     kv_token: int
-    token_operations: float
-    key_operations: float
+    head_bytes: float  # if there are logits
     logit_operations: float
     streamed_bytes: int
     place: str  # where streamed layers come from
+    weight_bytes: float = 0.0  # of every pass
+    expert_bytes: float = 0.0  # of all experts; a pass reads those that its tokens choose
+    chosen_bytes: float = 0.0  # of those that a token chooses
+    token_operations: float = 0.0
+    key_operations: float = 0.0
 
 
 def measure_rank(plan: RunPlan, rank: RankPlan) -> RankWork:
     """Count what a rank does in a pass."""
     model, share, streamed = plan.checkpoint.model, rank.share, rank.streamed
-    sums = [0.0] * 5  # bytes, experts', those that a token chooses, operations of tokens and keys
-    for number in rank.part.numbers:
-        layer = model.layers[number] if share is None else share.layer(number)
-        found = _measure_layer(plan, layer, layer_bytes(plan, share, number).held)
-        sums = [a + b for a, b in zip(sums, found, strict=True)]
     head = exit_specs(model).get("head.weight")
-    size = head.size / plan.machine.num_shards if head and rank.part.is_last else 0.0
-    return RankWork(
+    head_size = head.size / plan.machine.num_shards if head and rank.part.is_last else 0.0
+    work = RankWork(
         num_layers=rank.part.num_layers,
-        weight_bytes=sums[0],
-        expert_bytes=sums[1],
-        expert_share=sums[2] / max(1.0, sums[1]),
-        head_bytes=size * plan.formats["head"].num_bytes((1, 1024)) / 1024,
         kv_token=rank.takes.kv_token,
-        token_operations=sums[3],
-        key_operations=sums[4],
-        logit_operations=2 * size,
+        head_bytes=head_size * plan.formats["head"].num_bytes((1, 1024)) / 1024,
+        logit_operations=2 * head_size,
         streamed_bytes=0 if streamed is None else streamed.num_bytes,
         place="" if streamed is None else streamed.place,
     )
-
-
-def _measure_layer(plan: RunPlan, layer: Layer, size: int) -> tuple[float, ...]:
-    """Return a layer's bytes, its experts', those that a token chooses, and its operations."""
-    specs = layer_specs(layer, plan.checkpoint.model.hidden_size)
-    experts = sum(spec.size for name, spec in specs.items() if name.startswith("experts."))
-    numbers = sum(spec.size for spec in specs.values())
-    share = layer.mlp.top_k / layer.mlp.num_experts if isinstance(layer.mlp, Moe) else 1.0
-    if plan.device.type == "cuda" and not isinstance(plan.formats["product"], Dense):
-        size += 2 * numbers * plan.dtype.itemsize  # floats are made at each use, then read
-    of_experts = size * experts / numbers
-    per_key = 4.0 * layer.attention.heads * layer.attention.head_dim
-    per_token = 2.0 * (numbers - experts * (1 - share))
-    return size - of_experts, of_experts, of_experts * share, per_token, per_key
+    makes_floats = plan.device.type == "cuda" and not isinstance(plan.formats["product"], Dense)
+    for number in rank.part.numbers:
+        layer = model.layers[number] if share is None else share.layer(number)
+        specs = layer_specs(layer, model.hidden_size)
+        experts = sum(spec.size for name, spec in specs.items() if name.startswith("experts."))
+        numbers = sum(spec.size for spec in specs.values())
+        size = layer_bytes(plan, share, number).held
+        if makes_floats:  # at each use, and then reads them
+            size += 2 * numbers * plan.dtype.itemsize
+        chosen = layer.mlp.top_k / layer.mlp.num_experts if isinstance(layer.mlp, Moe) else 1.0
+        of_experts = size * experts / numbers
+        work.weight_bytes += size - of_experts
+        work.expert_bytes += of_experts
+        work.chosen_bytes += of_experts * chosen
+        work.token_operations += 2.0 * (numbers - experts * (1 - chosen))
+        work.key_operations += 4.0 * layer.attention.heads * layer.attention.head_dim
+    return work
 
 
 def time_step(plan: RunPlan, work: RankWork, load: StepLoad, roofs: Roofs) -> dict[str, float]:
     """Return the seconds of what bounds a rank in a step; the first four go on at once."""
     on_gpu, num = plan.device.type == "cuda", _node_ranks(plan, roofs)
     sharers = 1 if on_gpu else num  # of memory and cores
-    read = 1 - (1 - work.expert_share) ** load.num_tokens
-    num_bytes = work.weight_bytes + work.expert_bytes * read + load.num_keys_read * work.kv_token
+    unread = (1 - work.chosen_bytes / max(1.0, work.expert_bytes)) ** load.num_tokens
+    num_bytes = work.weight_bytes + work.expert_bytes * (1 - unread)
+    num_bytes += load.num_keys_read * work.kv_token
     num_bytes += work.head_bytes * (load.num_logits > 0)
     operations = load.num_tokens * work.token_operations + load.num_keys_seen * work.key_operations
     operations += load.num_logits * work.logit_operations
@@ -146,7 +140,7 @@ def predict_run(
         loads: steps, and how often there are such ones.
         num_rows: that run at once.
     """
-    works = {measure_rank(plan, rank) for rank in plan.ranks if rank.part.shard == 0}
+    works = [measure_rank(plan, rank) for rank in plan.ranks if rank.part.shard == 0]
     num_stages, bounds = plan.machine.num_stages, Counter[str]()
     for load, count in loads:
         slowest = 0.0, ""

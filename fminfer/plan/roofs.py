@@ -7,7 +7,7 @@ host with 128 GiB, one NVMe disk on PCIe 4, a network of 200 Gbit/s.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Literal, get_args
 
@@ -108,12 +108,11 @@ class PlanOptions(Options):
         Raises:
             UsageError: nothing is known, and flags say too little.
         """
-        names = ("memory_rate", "arithmetic_rate", "link_rate", "host_rate")
-        others = ("host_bytes", "disk_rate", "num_devices", "num_nodes")
-        told = {n: v for n in (*names, *others) if (v := getattr(self, n))}
+        told = {n: v for each in fields(Roofs) if (v := getattr(self, n := each.name, None))}
         told |= {} if device_bytes is None else {"device_bytes": device_bytes}
         if known is not None:
             return replace(known, **told)
+        names = ("memory_rate", "arithmetic_rate", "link_rate", "host_rate")
         missing = [options_of(PlanOptions)[name].told for name in names if name not in told]
         if missing or device_bytes is None:
             raise UsageError(
