@@ -52,7 +52,7 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
     3 some lines are wrong.
     """
     asked, planned = take(CheckOptions, options), take(PlanOptions, options)
-    sizes, known = take(GroupSizes, {**options}), planned.known
+    take(GroupSizes, {**options})  # its errors name flags
     paths = (*take(JobOptions, options).infer_data, *paths)
     config = take(EngineConfig, options)
     tell_notices(is_quiet=asked.is_json)
@@ -68,24 +68,17 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
     refuse_other_models(config, inputs)
     import_transformers()
     from fminfer.estimate.checking import Check  # imports torch
-    from fminfer.plan.machine_facts import Machine
 
-    machine = Machine(
-        num_stages=sizes.num_stages,
-        num_shards=sizes.tensor_parallel_size,
-        num_pipelines=sizes.data_group_size,
-        device_bytes=asked.device_bytes or (known.device_bytes if known else None),
-        host_free=planned.host_bytes or (known.host_bytes if known else None),
-    )
     with tempfile.TemporaryFile() as spool:
         most = None if asked.is_all or asked.is_json else MAX_TOLD
         errors = _Errors(inputs, spool, most, asked.is_json)
-        has_weights, is_plan = not asked.no_weights, planned.is_plan
-        found = Check(config, machine, has_weights=has_weights, fits_all=is_plan)
-        report = found.run(inputs, errors.add, is_quiet=asked.is_json)
         source = click.get_current_context().get_parameter_source("offload")
-        is_told = source is not ParameterSource.DEFAULT
-        report = found.compare(planned, report, is_offload_told=is_told)
+        found = Check(
+            *(config, planned, asked.device_bytes),
+            has_weights=not asked.no_weights,
+            keeps_offload=source is not ParameterSource.DEFAULT,
+        )
+        report = found.run(inputs, errors.add, is_quiet=asked.is_json)
         if asked.is_json:
             _print_json(report.to_dict(), spool)
         else:

@@ -47,15 +47,8 @@ from fminfer.text.tokenizer import Tokenizer
 
 # The options on which the time of steps depends.
 OF_COSTS = (
-    "model",
-    "random_init",
-    "model_config",
-    "dtype",
-    "quantize",
-    "kv_dtype",
-    "device",
-    "kernels",
-    "threads",
+    *("model", "random_init", "model_config", "dtype", "quantize"),
+    *("kv_dtype", "device", "kernels", "threads"),
 )
 
 
@@ -63,9 +56,10 @@ class Check:
     """A model, opened as far as its config and tokenizer, and what a run of it would allow.
 
     Args:
-        machine: over how many processes it will be spread, and whether devices are planned.
+        asked: for which devices. With --plan no line is judged by the memory of these options.
+        device_bytes: of --device-memory.
         has_weights: otherwise a folder needs no weights.
-        fits_all: judge no line by this plan's memory, because other plans are to be compared.
+        keeps_offload: no plan has another --offload.
 
     Raises:
         FminferError: the model does not run, or not so.
@@ -74,21 +68,30 @@ class Check:
     def __init__(
         self,
         config: EngineConfig,
-        machine: Machine,
+        asked: PlanOptions,
+        device_bytes: int | None,
         *,
-        has_weights: bool = True,
-        fits_all: bool = False,
+        has_weights: bool,
+        keeps_offload: bool,
     ) -> None:
-        self._config = config
+        self._config, self._asked, self._keeps_offload = config, asked, keeps_offload
         self._checkpoint: Checkpoint = open_model(config, has_weights=False)
         if folder_of(config.model) is not None:  # else the hub still has them
             check_tensors(self._checkpoint, has_weights=has_weights)
         self._tokenizer: Tokenizer = load_tokenizer(config, self._checkpoint)
-        size = machine.num_stages * machine.num_shards
-        machine = find_machine(config, replace(machine, local_size=size))
+        known = asked.known
+        machine = Machine(
+            num_stages=config.num_stages,
+            num_shards=config.tensor_parallel_size,
+            num_pipelines=config.data_group_size,
+            local_size=config.num_stages * config.tensor_parallel_size,
+            device_bytes=device_bytes or (known.device_bytes if known else None),
+            host_free=asked.host_bytes or (known.host_bytes if known else None),
+        )
+        machine = find_machine(config, machine)
         self._plan = plan = make_plan(config, self._checkpoint, machine)
         # Without room no line is judged by it: the plan says what is wrong.
-        num_tokens = plan.most_kv_tokens if fits_all else plan.num_kv_tokens
+        num_tokens = plan.most_kv_tokens if asked.is_plan else plan.num_kv_tokens
         self._num_blocks = (num_tokens or plan.most_kv_tokens) // config.block_size
         self._intake = make_intake(config, self._checkpoint, self._tokenizer, self._num_blocks)
         self._limits = self._intake.limits
@@ -100,11 +103,14 @@ class Check:
     def run(
         self, inputs: Sequence[Path], on_wrong: Callable[[Record], None], *, is_quiet: bool
     ) -> CheckReport:
-        """Check every line of the inputs.
+        """Check every line of the inputs, and plan their run as is asked for.
 
         Args:
             on_wrong: told of each line that cannot be answered.
             is_quiet: show no bar.
+
+        Raises:
+            UsageError: flags do not say what the devices can do, or --plan cannot be.
         """
         config = self._config
         intake = self._intake
@@ -126,7 +132,7 @@ class Check:
         self._read_ahead = LOOKAHEAD if total is None else WINDOW
         if not self._is_whole and checker.num_sample_tokens:
             self._scale = counts.tokens_to_compute / checker.num_sample_tokens
-        return CheckReport(
+        report = CheckReport(
             self._plan,
             [*map(str, inputs)],
             checker.counts,
@@ -134,19 +140,11 @@ class Check:
             self._show_first(checker, inputs),
             self._predict(),
         )
+        return self._compare(report)
 
-    def compare(
-        self, asked: PlanOptions, report: CheckReport, *, is_offload_told: bool = False
-    ) -> CheckReport:
-        """Add other plans to a report, or what a pass of this one takes, as is asked for.
-
-        Args:
-            is_offload_told: --offload is kept also where it is off.
-
-        Raises:
-            UsageError: flags do not say what the devices can do, or the model has an encoder.
-        """
-        plan, device_bytes = self._plan, self._plan.machine.device_bytes
+    def _compare(self, report: CheckReport) -> CheckReport:
+        """Add other plans to a report, or what a pass of this one takes."""
+        plan, asked, device_bytes = self._plan, self._asked, self._plan.machine.device_bytes
         is_this, roofs = asked.is_this(device_bytes), None
         streams = any(rank.streamed for rank in plan.ranks)
         if asked.is_plan or (streams and (is_this or asked.known is not None)):
@@ -158,7 +156,7 @@ class Check:
                 "--plan predicts decoders, and this model has an encoder; leave it out"
             )
         plan_one = partial(self._plan_one, counts=report.counts, roofs=roofs)
-        runs = plan_runs(self._config, roofs, plan_one, keeps_offload=is_offload_told)
+        runs = plan_runs(self._config, roofs, plan_one, keeps_offload=self._keeps_offload)
         kind = "this machine's device" if is_this else asked.device_kind or "devices"
         return replace(report, plans=PlanReport(kind, runs, roofs))
 
