@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fminfer.core.rank_memory import RankMemory
 from fminfer.job.report.charts import find_ticks, show_number
+from fminfer.job.report.histogram import log_edges
 from fminfer.job.report.plain_text import escape
 
 COLOURS = ("#4f86b8", "#e8983e", "#5b9a5b", "#a05fa0")
@@ -43,15 +44,8 @@ def draw_bench(title: str, y_name: str, curves: Curves, ranks: Sequence[RankMemo
 
 def find_log_ticks(least: float, most: float) -> list[float]:
     """Return 1, 2 and 5 times powers of ten, or these powers alone, around both numbers."""
-    for digits in ((1, 2, 5), (1,)):
-        powers = range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 2)
-        numbers = [float(f"{digit}e{power}") for power in powers for digit in digits]
-        first = max(number for number in numbers if number <= least)
-        last = min(number for number in numbers if number >= most and number > first)
-        ticks = [number for number in numbers if first <= number <= last]
-        if len(ticks) <= MOST_TICKS:
-            break
-    return ticks
+    ticks = log_edges(least, most)
+    return ticks if len(ticks) <= MOST_TICKS else log_edges(least, most, digits=(1,))
 
 
 def _draw_curves(y_name: str, curves: Curves) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 EXACT_BITS = 11  # integers below 2^12 are kept as they are; of larger ones, the leading bits
@@ -80,7 +81,7 @@ def make_bins(histogram: Histogram, *, most: int = 24) -> tuple[list[Bin], bool]
     start = next((value for value, _ in histogram.values() if value > 0), unit)
     is_log = low >= 0 and high / start > 50
     if is_log:
-        edges = _log_edges(start, high, most, is_int=histogram.scale == 1)
+        edges = _int_edges(start, high, most) if histogram.scale == 1 else log_edges(start, high)
         edges = [0.0, *edges] if low < start else edges
     else:
         edges = _even_edges(low, high, most, unit)
@@ -103,16 +104,19 @@ def _even_edges(low: float, high: float, most: int, unit: float) -> list[float]:
     return [round(width * place, 10) for place in range(first, last + 2)]
 
 
-def _log_edges(start: float, high: float, most: int, *, is_int: bool) -> list[float]:
-    """Return edges whose widths grow: powers of two of integers, else 1, 2, 5 and powers of ten."""
-    if is_int:
-        exponents = range(math.floor(math.log2(start)), math.floor(math.log2(high)) + 2)
-        edges = [2.0**exponent for exponent in exponents]
-        halves = [1.5 * edge for edge in edges[:-1]]
-        has_room = 2 * len(edges) < most and edges[0] >= 2
-        return sorted([*edges, *halves]) if has_room else edges
+def _int_edges(start: float, high: float, most: int) -> list[float]:
+    """Return edges of integers whose widths grow: powers of two, and some between them."""
+    exponents = range(math.floor(math.log2(start)), math.floor(math.log2(high)) + 2)
+    edges = [2.0**exponent for exponent in exponents]
+    halves = [1.5 * edge for edge in edges[:-1]]
+    has_room = 2 * len(edges) < most and edges[0] >= 2
+    return sorted([*edges, *halves]) if has_room else edges
+
+
+def log_edges(start: float, high: float, digits: Sequence[int] = (1, 2, 5)) -> list[float]:
+    """Return edges whose widths grow: these digits times powers of ten."""
     decades = range(math.floor(math.log10(start)), math.floor(math.log10(high)) + 2)
-    edges = [round(times * 10.0**decade, 12) for decade in decades for times in (1, 2, 5)]
+    edges = [round(digit * 10.0**decade, 12) for decade in decades for digit in digits]
     first = max(place for place, edge in enumerate(edges) if edge <= start)
     last = min(place for place, edge in enumerate(edges) if edge > high)
     return edges[first : last + 1]
