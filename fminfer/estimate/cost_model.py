@@ -9,6 +9,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from fminfer.compute.step import Step
 
 # What a step is charged for, in the order of `StepWork.counts`.
@@ -119,26 +121,16 @@ def _solve(rows: list[list[float]]) -> tuple[float, ...]:
 
     Each column is scaled to length 1 first.
     """
-    columns = list(zip(*rows, strict=True))
-    lengths = [sum(value * value for value in column) ** 0.5 or 1.0 for column in columns]
-    scaled = [
-        [value / length for value in column]
-        for column, length in zip(columns, lengths, strict=True)
-    ]
-    products = [[_dot(a, b) for b in scaled] for a in scaled]
-    targets = [sum(column) for column in scaled]
-    x = [0.0] * len(columns)
+    scaled = np.array(rows)
+    lengths = np.sqrt((scaled**2).sum(axis=0))
+    lengths[lengths == 0] = 1.0
+    scaled /= lengths
+    products, targets, x = scaled.T @ scaled, scaled.sum(axis=0), np.zeros(len(lengths))
     for _ in range(MAX_SWEEPS):
-        largest = 0.0
+        before = x.copy()
         for place, row in enumerate(products):
-            if row[place] == 0:  # no step has any of it
-                continue
-            new = max(0.0, x[place] + (targets[place] - _dot(row, x)) / row[place])
-            largest, x[place] = max(largest, abs(new - x[place])), new
-        if largest < 1e-9 * max(x):
+            if row[place] > 0:  # else no step has any of it
+                x[place] = max(0.0, x[place] + (targets[place] - row @ x) / row[place])
+        if abs(x - before).max() < 1e-9 * x.max():
             break
-    return tuple(value / length for value, length in zip(x, lengths, strict=True))
-
-
-def _dot(a: Sequence[float], b: Sequence[float]) -> float:
-    return sum(left * right for left, right in zip(a, b, strict=True))
+    return tuple((x / lengths).tolist())
