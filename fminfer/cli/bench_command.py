@@ -56,31 +56,23 @@ def bench(**options: Any) -> None:
             tell_notices(is_quiet=False)
         if asked.calibrate:
             return _calibrate(config, role)
-        is_timed = _time(_with_rows(config, asked), role, asked, stopper, ending)
+        is_timed = _time(config, role, asked, stopper, ending)
     except (Exception, KeyboardInterrupt) as error:
         ending.fail(error, stopper.reason)
     ending.leave(0 if is_timed else EXIT_FAILED)  # ranks may have run out of memory
-
-
-def _with_rows(config: EngineConfig, asked: BenchOptions) -> EngineConfig:
-    """Let the largest batch run at once.
-
-    Raises:
-        UsageError: an option does not.
-    """
-    most = max(asked.batch_sizes)
-    if config.max_rows is not None and most > config.max_rows:
-        raise UsageError(
-            f"a batch of {most} does not run at once: --max-rows is {config.max_rows}. Raise it, "
-            "or take smaller batches"
-        )
-    return replace(config, max_rows=config.max_rows or most)
 
 
 def _time(
     config: EngineConfig, role: Role, asked: BenchOptions, stopper: Stopper, ending: Ending
 ) -> bool:
     """Do this process's part of a bench; return whether it did, or a batch size was timed."""
+    most = max(asked.batch_sizes)
+    if config.max_rows is not None and most > config.max_rows:
+        raise UsageError(
+            f"a batch of {most} does not run at once: --max-rows is {config.max_rows}. Raise it, "
+            "or take smaller batches"
+        )
+    config = replace(config, max_rows=config.max_rows or most)
     children = start_children(config, role, stopper, ending)
     with importing_engine(config, role):
         from fminfer.estimate.bench import BenchContext, bench_process

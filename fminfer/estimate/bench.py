@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -209,15 +210,13 @@ class _Bench:
         failed = ""
         for length, size in pairs:
             needed = self._needed_kv_tokens(size, self._run.new_tokens)
+            no_room = partial(NoRoom, size, length, needed, self._kv_tokens)
             why = TOO_SMALL if needed > self._kv_tokens else failed
-            if not why:
-                try:
-                    yield self._time(size, length)
-                    continue
-                except OutOfMemoryError as error:
-                    why = str(error)
-                    failed = "a smaller batch ran out of memory"
-            yield NoRoom(size, length, needed, self._kv_tokens, why)
+            try:
+                yield no_room(why) if why else self._time(size, length)
+            except OutOfMemoryError as error:
+                failed = "a smaller batch ran out of memory"
+                yield no_room(str(error))
 
     def _needed_kv_tokens(self, batch_size: int, new_tokens: int) -> int:
         """Return the KV cache in which so many rows run at once; vectors need none to count."""

@@ -130,11 +130,7 @@ class Watch:
     def find_peaks(self) -> dict[int, MemoryPeak]:
         """Return the memory of other ranks, as each last said it; on rank 0, in any thread."""
         said = {rank: [*map(int, self._beats[rank].split())] for rank in self._watched}
-        return {
-            rank: MemoryPeak(each[1], gpu_bytes=each[2], gpu_reserved_bytes=each[3])
-            for rank, each in said.items()
-            if each
-        }
+        return {rank: MemoryPeak(*each[1:]) for rank, each in said.items() if each}
 
     def leave(self) -> None:
         """Stop, and hang up."""

@@ -68,9 +68,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
     )
     shares = share_among(checkpoint.model, machine.num_shards, held)
     ranks = [
-        RankPlan(
-            part.rank, machine.engine_number, part, share, takes=expect_bytes(plan, part, share)
-        )
+        RankPlan(part.rank, part, share, takes=expect_bytes(plan, part, share))
         for stage in split_model(config, checkpoint, machine.num_stages)
         for part, share in zip(replace(stage, num_shards=len(shares)).shards, shares, strict=True)
     ]

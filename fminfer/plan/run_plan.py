@@ -59,7 +59,6 @@ class RankPlan:
     """The place of one rank, and what it takes there."""
 
     rank: int
-    data_group: int  # its pipeline, of those on a machine
     part: Part  # its stage, and its shard of that
     share: ModelShare | None  # what it has of each layer; None: all
     takes: ExpectedBytes
