@@ -52,12 +52,7 @@ class MeasuredRun:
 
 WARM_UP = MeasuredRun(8, 64, 4)
 TRIALS = (
-    *(
-        MeasuredRun(1, 32, 12),
-        MeasuredRun(8, 32, 12),
-        MeasuredRun(32, 32, 12),
-        MeasuredRun(128, 32, 12),
-    ),
+    *(MeasuredRun(num_rows, 32, 12) for num_rows in (1, 8, 32, 128)),
     *(MeasuredRun(1, 128, 1), MeasuredRun(1, 256, 1), MeasuredRun(1, 1024, 4)),
     *(MeasuredRun(4, 512, 12), MeasuredRun(16, 160, 12)),  # decode at longer contexts
     MeasuredRun(32, 32, 8, temperature=1.0),

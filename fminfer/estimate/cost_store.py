@@ -5,7 +5,6 @@ A file for each machine, model shape, dtype, attention and version. It knows no 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -17,6 +16,7 @@ import torch
 from fminfer.core.errors import UsageError
 from fminfer.core.version import __version__
 from fminfer.estimate.cost_model import COSTS, CostModel
+from fminfer.files.disk import replacing
 from fminfer.machine import processor
 from fminfer.machine.threads import choose_num_threads
 from fminfer.machine.user_cache import cache_folder
@@ -39,13 +39,8 @@ def find_costs_path(plan: RunPlan, *, has_kernel: bool) -> Path | None:
     on_gpu, config = plan.device.type == "cuda", plan.config
     machine = torch.cuda.get_device_name(plan.device) if on_gpu else processor.describe()
     parts = [
-        *(
-            __version__,
-            torch.__version__,
-            platform.machine(),
-            machine,
-            str(choose_num_threads(config.threads, torch.get_num_threads(), 1)),
-        ),
+        *(__version__, torch.__version__, platform.machine(), machine),
+        str(choose_num_threads(config.threads, torch.get_num_threads(), 1)),
         *(json.dumps(shape, sort_keys=True, default=str), str(config.max_layers)),
         *(str(plan.dtype), f"torch.{plan.held_in}", str(plan.kv_dtype)),
         str(has_kernel),
@@ -66,15 +61,11 @@ def keep_costs(path: Path, costs: CostModel, model: str) -> None:
         "whole_runs": costs.whole_runs,
         "seconds": dict(zip(COSTS, costs.seconds, strict=True)),
     }
-    part = path.with_suffix(f".{os.getpid()}.part")
     try:
-        part.write_text(json.dumps(fields, indent=2) + "\n")
-        os.replace(part, path)
+        with replacing(path, path.with_suffix(f".{os.getpid()}.part"), is_durable=False) as file:
+            file.write(json.dumps(fields, indent=2).encode() + b"\n")
     except OSError as error:
         raise UsageError(f"what was measured cannot be kept: {error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
 
 
 def load_costs(path: Path) -> CostModel | None:
