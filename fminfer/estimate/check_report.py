@@ -117,7 +117,10 @@ class CheckReport:
     def _own_lines(self) -> list[str]:
         """Return what was planned by options alone."""
         passes = [f"{'passes' * (n == 0):<10}{text}" for n, text in enumerate(self.passes)]
-        return [*self._step_lines(), *self._memory_lines(), *passes, *self._time_lines()]
+        lines = [*self._memory_lines(), *passes]
+        if self.counts.num_right and not self.plan.shortage:
+            lines = [self._step_line(), *lines, self._time_line()]
+        return lines
 
     def _prefix_lines(self) -> list[str]:
         counts = self.counts
@@ -134,14 +137,12 @@ class CheckReport:
         num_lines = self.work.sample_lines
         return f", estimated from the first {counted(num_lines, 'line')}" * bool(num_lines)
 
-    def _step_lines(self) -> list[str]:
+    def _step_line(self) -> str:
         work = self.work
-        if not self.counts.num_right or self.plan.shortage:
-            return []
-        return [
+        return (
             f"steps     {counted(work.num_steps, 'micro-batch', 'micro-batches')} at most, up to "
             f"{counted(work.max_rows_running, 'row')} at once{self._sample_text}"
-        ]
+        )
 
     def _memory_lines(self) -> list[str]:
         """Return a table of what each process takes, and how much KV cache fits."""
@@ -180,16 +181,14 @@ class CheckReport:
             f"{self.work.num_kv_tokens:,}",
         ]
 
-    def _time_lines(self) -> list[str]:
+    def _time_line(self) -> str:
         work = self.work
-        if not self.counts.num_right or self.plan.shortage:
-            return []
         if work.seconds is None:
-            return [f"time      not predicted: {work.why_not}"]
-        return [
+            return f"time      not predicted: {work.why_not}"
+        return (
             f"time      {_show_estimate(work.seconds, work.seconds_range)} if every row draws all "
             f"of its max_tokens{self._sample_text}; loading is not counted"
-        ]
+        )
 
     def _first_lines(self) -> list[str]:
         if (first := self.first) is None:

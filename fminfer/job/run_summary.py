@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.core.errors import RETRYABLE
-from fminfer.core.quantities import counted, show_bytes, show_dtypes, show_seconds
+from fminfer.core.quantities import counted, show_bytes, show_dtypes, show_short
 from fminfer.core.rank_memory import RankMemory, show_memory
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.output_paths import STDOUT
@@ -171,7 +171,6 @@ class JobSummary:
 
     def _work_lines(self) -> list[str]:
         """Say what was computed, and how fast."""
-        took = show_seconds(self.wall_s) if self.wall_s >= 60 else f"{self.wall_s:.1f} s"
         drawn = f" + {self.completion_tokens:,} generated" * (not self.gives_vectors)
         speed = f"{self.tokens_per_s:,.0f} tokens/s computed"
         if self.gives_vectors:
@@ -181,7 +180,7 @@ class JobSummary:
         lines = [
             f"tokens    {self.prompt_tokens:,} prompt{drawn}",
             f"speed     {speed}{self._shared_text()}; {self._busy_text()}",
-            f"time      ready after {self.start_to_ready_s:.1f} s, then {took}",
+            f"time      ready after {self.start_to_ready_s:.1f} s, then {show_short(self.wall_s)}",
         ]
         if self.ranks:
             lines.append(f"memory    {show_memory(self.ranks)}")
@@ -214,14 +213,12 @@ class JobSummary:
             read = f"{show_bytes(stage['read_bytes'])} read"
             if stage["read_s"]:
                 read += f" at {show_bytes(int(stage['read_bytes'] / stage['read_s']))}/s"
-            bound = "bringing layers set the pace" if share > 0.5 else "computing set the pace"
-            verdict = f": {bound}" if share > 0.5 or share < 0.25 else ""
             read += " by each rank" * (self.num_ranks > len(self.engine["stages"]))
+            bound = "bringing layers" if share > 0.5 else "computing"
+            verdict = f": {bound} set the pace" if share > 0.5 or share < 0.25 else ""
             passes = counted(stage["num_passes"], "pass", "passes")
-            lines.append(
-                f"offload   {passes}{of}, {read}; it waited for layers {share:.0%} of the time"
-                f"{verdict}"
-            )
+            waited = f"it waited for layers {share:.0%} of the time{verdict}"
+            lines.append(f"offload   {passes}{of}, {read}; {waited}")
         return lines
 
     def _slowed_lines(self) -> list[str]:

@@ -150,19 +150,17 @@ def _slots(plan: RunPlan, share: ModelShare | None, streamed: Streamed) -> tuple
 
 def _is_used_there(plan: RunPlan, share: ModelShare | None, streamed: Streamed) -> bool:
     """Tell whether products take the weights of layers as they lie in files."""
-    number = streamed.numbers[0]
-    inner = plan.checkpoint.architecture.of_layer(number)[0]
-    specs = layer_specs(plan.checkpoint.model.layers[number], plan.checkpoint.model.hidden_size)
-    products = [name for name, spec in specs.items() if spec.use in ("product", "moved")]
-    sources = {name: source_of(name, inner) for name in products}
+    number, model = streamed.numbers[0], plan.checkpoint.model
+    specs = layer_specs(model.layers[number], model.hidden_size).items()
+    products = {f"{number}.{n}": s for n, s in specs if s.use in ("product", "moved")}
+    joins = plan.packed_by == "kernels"
     return share is None and all(
-        len(specs[name].shape) == 2
-        and specs[name].use == "product"
-        and isinstance(held := plan.held[f"{number}.{name}"], Dense)
-        and plan.stored.get(f"{number}.{name}") == held
-        and source.layout == AS_STORED
-        and (len(source.names) < 2 or plan.packed_by == "kernels")
-        for name, source in sources.items()
+        len(spec.shape) == 2
+        and spec.use == "product"
+        and isinstance(plan.held[name], Dense)
+        and plan.stored.get(name) == plan.held[name]
+        and _is_whole(plan.checkpoint.architecture, name, joins=joins)
+        for name, spec in products.items()
     )
 
 
@@ -173,8 +171,8 @@ def _table_bytes(checkpoint: Checkpoint, part: Part) -> int:
     return sum(8 * len(rope.inv_freq) for rope in ropes if rope) * checkpoint.context_length
 
 
-def _is_whole(architecture: Architecture, name: str) -> bool:
-    """Return whether a tensor of a part is a stored one as it is."""
+def _is_whole(architecture: Architecture, name: str, *, joins: bool = False) -> bool:
+    """Return whether a tensor of a part is a stored one as it is; with `joins`, or several."""
     number, _, inner = name.partition(".")
     source = (
         source_of(inner, architecture.of_layer(int(number))[0])
@@ -182,7 +180,7 @@ def _is_whole(architecture: Architecture, name: str) -> bool:
         else source_of(name, architecture.outer)
     )
     is_one = not source.names or (len(source.names) == 1 and "*" not in source.names[0])
-    return is_one and source.layout == AS_STORED
+    return (is_one or joins) and source.layout == AS_STORED
 
 
 def _step_bytes(plan: RunPlan, part: Part, model: Model, *, has_graphs: bool) -> int:
