@@ -16,7 +16,7 @@ from fminfer.models.stored.direct_reads import (
     finish,
     place_all,
 )
-from fminfer.models.stored.weight_folder import find_weights
+from fminfer.models.stored.weight_folder import find_weight_files
 from fminfer.plan.roofs import KINDS, Roofs
 from fminfer.plan.run_plan import RunPlan
 
@@ -65,12 +65,11 @@ def _best_of(work: Callable[[], object], device: torch.device, count: int = 3) -
 def _measure_disk(plan: RunPlan) -> float:
     """Return how fast the model's largest file is read past the system's cache; 0: none is here."""
     folder = plan.checkpoint.folder
-    files = [] if folder is None or plan.checkpoint.unfetched else find_weights(folder).files
-    files = [file for file in files if file.is_file()]
+    files = {} if folder is None else find_weight_files(str(folder))
     if not files:
         return 0.0
-    largest = max(files, key=lambda file: file.stat().st_size)
-    places = place_all([Span(largest, 0, min(SIZE, largest.stat().st_size))])
+    largest = max(files, key=files.__getitem__)
+    places = place_all([Span(largest, 0, min(SIZE, files[largest]))])
     reads = DirectReads()
     try:
         buffer = torch.empty(end_of(places) + UNIT, dtype=torch.uint8)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from safetensors import safe_open
 
 from fminfer.cli.app import main
 from fminfer.core.config import EngineConfig, GroupSizes
 from fminfer.estimate.cost_model import COSTS, CostModel
 from fminfer.estimate.cost_store import find_costs_path, keep_costs
 from fminfer.estimate.run_plans import find_spreads
+from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.plan.opening import open_model
 from fminfer.plan.planning import plan_ahead
 from fminfer.plan.roofs import KINDS, Roofs
@@ -155,6 +158,18 @@ def test_this_machine_is_measured_and_its_calibration_is_used(rows: Path) -> Non
     runs = {run["flags"]: run for run in plans_of(rows, *words)["runs"]}
     # Seven seconds a step: the prompts' step draws each row's first token, and 29 more follow.
     assert runs[""]["bound"] == "as calibrated" and runs[""]["run_s"] == pytest.approx(7 * 30)
+
+
+def test_a_folder_with_an_index_alone_has_plans_here(rows: Path, tmp_path: Path) -> None:
+    """Its disk cannot be measured: --plan and --offload asked for weights in spite of the flag."""
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, folder)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        homes = dict.fromkeys(file.keys(), "model-00001-of-00002.safetensors")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": homes}))
+    plans = plans_of(rows, "--model-name", folder, "--no-weights")
+    assert plans["runs"] and plans["roofs"]["disk_rate"] == KINDS["h200"].disk_rate
 
 
 def test_an_encoder_has_no_plan(rows: Path) -> None:
