@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +22,9 @@ import torch
 
 import fminfer
 from fminfer.core.errors import MachineError, UsageError
+from fminfer.engine import stats
 from fminfer.models import layer_stream
+from fminfer.models.stored import direct_reads
 from fminfer.models.stored.direct_reads import (
     DirectReads,
     Lent,
@@ -31,7 +35,7 @@ from fminfer.models.stored.direct_reads import (
     place_all,
 )
 from fminfer.plan import streaming
-from tests.conftest import FIELDS, make_model, save_byte_tokenizer, some_families
+from tests.conftest import FIELDS, make_model, run_files, save_byte_tokenizer, some_families
 from tests.encoder_families import make_encoder, save
 from tests.gguf_building import SAMPLES
 from tests.models.test_stages import check_same
@@ -245,6 +249,30 @@ def test_a_disk_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(MachineError, match=r"model\.safetensors cannot be read \(Input/output"):
         list(engine.run([{"prompt": [5, 6, 7], "max_tokens": 9}]))
     engine.close()
+
+
+@pytest.mark.parametrize("slow", [range(0), range(18, 25)])
+def test_a_disk_that_slows_is_told(
+    slow: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model("llama", tmp_path)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": [5, 6, 7], "max_tokens": 16, "ignore_eos": true}\n')
+    read, num_reads, clock_s = direct_reads.OpenFile.read, itertools.count(), [0.0]
+
+    def read_in(*asked: Any) -> None:
+        clock_s[0] += 10.0 if next(num_reads) in slow else 1.0
+        read(*asked)
+
+    with fminfer.Engine(str(tmp_path), **SMALL, offload="disk") as engine:
+        monkeypatch.setattr(direct_reads.OpenFile, "read", read_in)
+        monkeypatch.setattr(direct_reads, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
+        monkeypatch.setattr(stats, "MUCH_READ", 1)  # of a small model a pass reads little
+        summary = run_files(engine, [rows], [tmp_path / "out.jsonl"])
+    summary.device = "cpu"  # the command's part
+    told = summary.to_text()
+    assert "it waited for layers" in told
+    assert ("the disk of stage 0 was slow at times" in told) == bool(slow)
 
 
 def test_a_file_that_another_replaces_is_read_on(tmp_path: Path) -> None:
