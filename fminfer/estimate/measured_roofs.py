@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from fminfer.machine.host_memory import free_host_bytes
 from fminfer.models.stored.direct_reads import (
     UNIT,
     DirectReads,
@@ -44,7 +45,7 @@ def measure_roofs(plan: RunPlan) -> Roofs:
         arithmetic_rate=2 * WIDTH**3 / _best_of(lambda: factor @ factor, device),
         link_rate=host_rate,
         host_rate=host_rate,
-        host_bytes=plan.machine.host_free or plan.room_bytes,
+        host_bytes=plan.machine.host_free or free_host_bytes(),
         disk_rate=_measure_disk(plan) or KINDS["h200"].disk_rate,
         num_devices=max(1, plan.machine.num_gpus),
     )
