@@ -161,7 +161,7 @@ class LayerSource:
             and embed.equals(found["head.weight"])
         ):
             found["head.weight"] = embed  # stored twice: kept once
-            self.num_bytes = self._total - embed.num_bytes
+            self.num_bytes -= embed.num_bytes
         return found
 
     def leave_products(self, number: int) -> None:
