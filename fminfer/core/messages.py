@@ -6,7 +6,7 @@ Plain Python values, without arrays, so that a command starts without importing 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 INVERTED = bytes(range(255, -1, -1))
 MAX_FEW = 256  # allowed tokens, whose ids are listed
@@ -54,10 +54,14 @@ class StageSpan:
     sent_bytes: int = 0
     max_tokens: int = 0  # that the stage computes at once since memory ran out; 0: it has not
     earlier_s: float = 0.0  # what earlier steps took beyond their own spans, on a GPU
-    # Of layers that were brought for the step (--offload): how long the stage waited for them, the
-    # bytes that were read meanwhile, and how long reads went on.
-    waited_s: float = 0.0
+    # Of layers that are brought for each step (--offload): bytes that were read since the last one,
+    # and how long reads went on.
     read_bytes: int = 0
     read_s: float = 0.0
-    # Of each, one behind the other: when it was asked for, when it was there, when it was done.
-    brought: tuple[float, ...] = ()
+    # Of each that was brought: when it was asked for, when it was there, when it was done.
+    brought: list[list[float]] = field(default_factory=list)
+
+    @property
+    def waited_s(self) -> float:
+        """How long the stage waited for layers."""
+        return sum(came_s - asked_s for asked_s, came_s, _ in self.brought)

@@ -8,15 +8,7 @@ from collections.abc import Callable
 import torch
 
 from fminfer.machine.host_memory import free_host_bytes
-from fminfer.models.stored.direct_reads import (
-    UNIT,
-    DirectReads,
-    Lent,
-    Span,
-    end_of,
-    finish,
-    place_all,
-)
+from fminfer.models.stored.direct_reads import UNIT, DirectReads, Lent, Span, finish, size_of
 from fminfer.models.stored.weight_folder import find_weight_files
 from fminfer.plan.roofs import KINDS, Roofs
 from fminfer.plan.run_plan import RunPlan
@@ -70,12 +62,11 @@ def _measure_disk(plan: RunPlan) -> float:
     if not files:
         return 0.0
     largest = max(files, key=files.__getitem__)
-    places = place_all([Span(largest, 0, min(SIZE, files[largest]))])
-    reads = DirectReads()
+    spans = [Span(largest, 0, min(SIZE, files[largest]))]
+    reads = DirectReads({largest: None})
     try:
-        buffer = torch.empty(end_of(places) + UNIT, dtype=torch.uint8)
-        lent = Lent(places, buffer[-buffer.data_ptr() % UNIT :])
-        finish(reads.start(lent, [place.span for place in places]))
+        buffer = torch.empty(size_of(spans) + UNIT, dtype=torch.uint8)
+        finish(reads.start(Lent(spans, buffer[-buffer.data_ptr() % UNIT :]), spans))
     finally:
         reads.close()
     return reads.bytes_per_s

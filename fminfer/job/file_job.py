@@ -211,12 +211,10 @@ class TraceFile:
         self._file = path.open("wb")
         self._file.write(b"[\n")
         self._start_s: float | None = None
-        self._num_stages = 0
         self._tids: set[int] = set()
 
     def add(self, step: StepTrace) -> None:
         """Write what each stage did for one step; its first rank stands for it."""
-        self._name_ranks(len(step.spans))
         if self._start_s is None:
             self._start_s = step.spans[0].start_s
         for stage, span in enumerate(step.spans):
@@ -227,12 +225,12 @@ class TraceFile:
                 "decode_rows": step.num_decode_rows,
                 "sent_bytes": span.sent_bytes,
             }
+            self._name(rank, f"rank {rank}")
             self._add_span(rank, step.phase, (span.start_s, span.end_s), args)
             if span.brought:
                 args |= {"read_bytes": span.read_bytes, "read_s": span.read_s}
                 self._name(rank + LAYERS, f"rank {rank}: layers that come and go")
-            triples = zip(*[iter(span.brought)] * 3, strict=True)
-            for number, (asked_s, came_s, done_s) in enumerate(triples):
+            for number, (asked_s, came_s, done_s) in enumerate(span.brought):
                 of = {"step": step.step_id, "number": number}  # of those that came
                 self._add_span(rank + LAYERS, "wait", (asked_s, came_s), of)
                 self._add_span(rank + LAYERS, "compute", (came_s, done_s), of)
@@ -258,12 +256,6 @@ class TraceFile:
         """End the file."""
         self._file.write(b"{}]\n")
         self._file.close()
-
-    def _name_ranks(self, num_stages: int) -> None:
-        while self._num_stages < num_stages:
-            rank = self._num_stages * self._num_shards
-            self._name(rank, f"rank {rank}")
-            self._num_stages += 1
 
     def _name(self, tid: int, name: str) -> None:
         if tid not in self._tids:

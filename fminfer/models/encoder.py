@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from torch import nn
@@ -10,10 +12,9 @@ from fminfer.compute.layers.plain import ACTIVATIONS, norm
 from fminfer.compute.spec import Encoder, Layer, Model, Pooling
 from fminfer.compute.step import ranges
 from fminfer.machine.device import send
-from fminfer.models.layer import normed_sum
+from fminfer.models.layer import LayerOf, normed_sum, run_layers
 from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_step import LayerStep
-from fminfer.models.layer_stream import Layers
 from fminfer.models.tensor_specs import Weights, plain_of
 
 
@@ -31,14 +32,14 @@ class EncoderOf:
         self,
         model: Model,
         hows: list[Layer],
-        layers: Layers,
+        layers: Iterable[LayerOf],
         entry: Weights,
         exit: Weights | None,
         bodies: Bodies,
     ) -> None:
         assert model.encoder is not None, "a model with an encoder"
         self.how: Encoder = model.encoder
-        self.own, self.layers = hows, layers
+        self.own, self._layers = hows, layers
         self.is_last = exit is not None
         self._tables = {n: plain_of(entry, f"encoder.{n}.weight") for n in ("positions", "types")}
         embed_norm = self.how.embed_norm if entry else None
@@ -73,13 +74,7 @@ class EncoderOf:
         Returns:
             (kept tokens, hidden).
         """
-        more: torch.Tensor | None = None
-        kept, step.kept = step.kept, None
-        for number, layer in enumerate(self.layers):
-            if number == len(self.layers) - 1:
-                step.kept = kept
-            x, more = layer(x, more, number, step)
-        return normed_sum(self._final_norm, x, more)[1]
+        return normed_sum(self._final_norm, *run_layers(self._layers, len(self.own), x, step))[1]
 
     def pool(self, hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
         """Return one vector a prompt, (prompts, size) float32.

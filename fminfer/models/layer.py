@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -385,6 +386,21 @@ class LayerOf:
 
     def _scaled(self, out: torch.Tensor) -> torch.Tensor:
         return out if self.how.residual_scale == 1.0 else out * self.how.residual_scale
+
+
+def run_layers(
+    layers: Iterable[LayerOf], num_layers: int, x: torch.Tensor, step: LayerStep
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run layers one after the other, the last one for the kept tokens; return what it does."""
+    more: torch.Tensor | None = None
+    kept, step.kept, number = step.kept, None, 0
+    for layer in layers:
+        if number == num_layers - 1:
+            step.kept = kept
+        x, more = layer(x, more, number, step)
+        number += 1  # noqa: SIM113  # enumerate would hold the layer while the next one is made
+        del layer
+    return x, more
 
 
 def normed_sum(

@@ -297,7 +297,7 @@ class Stage:
                 )
             if self._whole is None:  # none of its layers is here
                 return before
-            attend = self._whole.plan(lengths, len(encoder.layers), index)
+            attend = self._whole.plan(lengths, len(encoder.own), index)
             layer_step = LayerStep(sent_positions, attend, index, self._network.shards)
             return encoder.run(before, layer_step)
 

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import nn
@@ -16,15 +15,14 @@ from fminfer.compute.layers import plain
 from fminfer.compute.linear.products import multiply_plain
 from fminfer.compute.registry import Registry
 from fminfer.compute.shards import ShardGroup
-from fminfer.compute.spec import Layer, Model
+from fminfer.compute.spec import Model
 from fminfer.compute.weights import Function, Weight, dense
 from fminfer.models.encoder import EncoderOf
-from fminfer.models.layer import LayerOf, normed_sum
+from fminfer.models.layer import LayerOf, normed_sum, run_layers
 from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_source import LayerSource
 from fminfer.models.layer_step import LayerStep
-from fminfer.models.layer_stream import SLOTS, Layers, LayerStream, Made, StreamedLayers
-from fminfer.models.stored.direct_reads import Lent
+from fminfer.models.layer_stream import LayerStream, StreamedLayers, StreamKind
 from fminfer.models.tensor_specs import Weights, plain_of
 
 # Of a weight, what plain torch widens to float32 at once: a cache holds it while it is multiplied.
@@ -84,19 +82,6 @@ def _multiply_widened(
 
 
 Join = Callable[[LayerOf, Weights], LayerOf]
-# Where layers come from in each pass: the disk; the system's cache of files; memory of the process.
-StreamKind = Literal["disk", "shared memory", "own memory"]
-
-
-def _try_layers(stream: LayerStream, model: Model, *, keeps_all: bool) -> None:
-    """Make a layer of each kind, or all that are to stay, so that what fails does so now."""
-    seen: set[Layer] = set()
-    for number in stream.numbers:
-        if keeps_all or model.layers[number] not in seen:
-            seen.add(model.layers[number])
-            with stream.layer(number, number):
-                pass
-    stream.reset()
 
 
 class Transformer:
@@ -129,30 +114,25 @@ class Transformer:
         self.model, self._entry = model, source.entry()
         self._exit = source.exit(self._entry)
         self.dtype = source.dtype  # of hidden states
+
+        def make(number: int, weights: Weights) -> LayerOf:
+            layer = LayerOf(model.layers[number], weights, bodies)
+            return layer if join is None else join(layer, weights)
+
         kept: dict[int, LayerOf] = {}
         for each in source.layers():  # zip would hold the last ones while the next are read
             number = source.resident[len(kept)]
-            layer = LayerOf(model.layers[number], each, bodies)
-            kept[number] = layer if join is None else join(layer, each)
-            if layer.is_packed:
+            kept[number] = make(number, each)
+            if kept[number].is_packed:
                 source.leave_products(number)
-            del each, layer  # before the next layer's are read
-
-        def make(number: int, lent: Lent) -> Made:
-            weights = source.layer(number, lent)
-            layer = LayerOf(model.layers[number], weights, bodies)
-            return layer if join is None else join(layer, weights), weights
-
+            del each  # before the next layer's are read
         self.stream: LayerStream | None = None
         if source.streamed:
-            spans = {number: source.spans(number) for number in source.streamed}
-            keeps_all, is_direct = streams == "own memory", streams != "shared memory"
-            num_slots = len(spans) if keeps_all else SLOTS
-            given = make, spans, num_slots, source.device
-            self.stream = LayerStream(*given, is_direct=is_direct, seen=source.seen)
-            _try_layers(self.stream, model, keeps_all=keeps_all)
+            self.stream = LayerStream(source, make, streams)
+            kinds = {model.layers[number]: number for number in source.streamed}
+            self.stream.try_layers(source.streamed if self.stream.keeps_all else kinds.values())
 
-        def in_order(numbers: list[int]) -> Layers:
+        def in_order(numbers: list[int]) -> Iterable[LayerOf]:
             if self.stream is None:
                 return [kept[number] for number in numbers]
             return StreamedLayers(numbers, kept, self.stream)
@@ -226,13 +206,8 @@ class Transformer:
         Returns:
             (kept tokens, hidden).
         """
-        more: torch.Tensor | None = None
-        kept, step.kept, step.shards = step.kept, None, self.shards
-        for number, layer in enumerate(self.layers):
-            if number == len(self.layers) - 1:
-                step.kept = kept
-            x, more = layer(x, more, number, step)
-        _, x = normed_sum(self._final_norm, x, more)
+        step.shards = self.shards
+        _, x = normed_sum(self._final_norm, *run_layers(self.layers, len(self.own), x, step))
         if "project_out.weight" in self._exit:
             x = nn.functional.linear(x, self._exit["project_out.weight"].plain)
         return x

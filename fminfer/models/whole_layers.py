@@ -208,6 +208,7 @@ class WholeLayer(LayerOf):
     ) -> None:
         self._parts, self.step, self._dtype = parts, step, dtype
         self.how, self.attention, self.mlp = parts.how, parts.attention, parts.mlp
+        self.products = parts.products
         self.has_experts = isinstance(parts.how.mlp, spec.Moe)
         self._kept = tensors_of_norms(weights)  # the library is told where they lie
         self.layer = describe_layer(parts, self._kept, dtype)

@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import get_args
 
 import numpy as np
+import orjson
 
 from fminfer.compute.step import (
     NO_VECTORS,
@@ -67,30 +68,14 @@ def decode_result(data: bytes, spans: list[StageSpan]) -> StepResult:
     return StepResult(step_id, results, spans)
 
 
-NUMBERS = [each.name for each in fields(StageSpan)][:-1]  # and times of any number of layers
-
-
 def encode_spans(spans: list[StageSpan]) -> bytes:
-    """Return spans as numbers, which others may be put behind."""
-    found: list[float] = []
-    for span in spans:
-        numbers = (float(getattr(span, name)) for name in NUMBERS)
-        found += (len(span.brought), *numbers, *span.brought)
-    return np.array(found, np.float64).tobytes()
+    """Return spans as lines of JSON, behind which others may be put."""
+    return b"".join(orjson.dumps(span, option=orjson.OPT_APPEND_NEWLINE) for span in spans)
 
 
 def decode_spans(data: bytes) -> list[StageSpan]:
     """Return the spans of `encode_spans`."""
-    rest, spans = np.frombuffer(data, np.float64).tolist(), list[StageSpan]()
-    whole = [type(each.default) is int for each in fields(StageSpan)][:-1]
-    while rest:
-        num_times, row = int(rest[0]), rest[1 : 1 + len(NUMBERS)]
-        values = [int(v) if is_whole else v for v, is_whole in zip(row, whole, strict=True)]
-        end = 1 + len(NUMBERS) + num_times
-        numbers = dict(zip(NUMBERS, values, strict=True))
-        spans.append(StageSpan(**numbers, brought=tuple(rest[1 + len(NUMBERS) : end])))
-        rest = rest[end:]
-    return spans
+    return [StageSpan(**orjson.loads(line)) for line in data.splitlines()]
 
 
 def _join(head: list[int], columns: Iterable[np.ndarray]) -> bytes:

@@ -10,29 +10,33 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import fminfer
 from fminfer.core.errors import MachineError, UsageError
 from fminfer.engine import stats
 from fminfer.models import layer_stream
+from fminfer.models.layer import LayerOf
 from fminfer.models.stored import direct_reads
 from fminfer.models.stored.direct_reads import (
+    PIECE,
     DirectReads,
     Lent,
     Span,
-    end_of,
     finish,
     merge,
-    place_all,
+    size_of,
 )
 from fminfer.plan import streaming
 from tests.conftest import FIELDS, make_model, run_files, save_byte_tokenizer, some_families
@@ -188,6 +192,53 @@ def test_a_closed_engine_leaves_no_files_open(tmp_path: Path) -> None:
     assert num_direct() == before
 
 
+def test_an_engine_that_is_closed_twice_closes_no_file_of_others(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    engine = fminfer.Engine(str(tmp_path), **SMALL, offload="disk")
+    engine.close()
+    with ExitStack() as stack:
+        others = [stack.enter_context((tmp_path / "config.json").open()) for _ in range(9)]
+        engine.close()
+        for other in others:
+            assert json.load(other)
+
+
+def test_a_layer_is_gone_before_the_next_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was made of what is stored takes memory only once."""
+    save_model("llama", tmp_path)
+    how: dict[str, Any] = {**SMALL, "offload": "disk", "kernels": "off"}
+    layers: weakref.WeakSet[LayerOf] = weakref.WeakSet()
+    counts, make = [], LayerOf.__init__
+
+    def count(layer: LayerOf, *given: Any) -> None:
+        make(layer, *given)
+        layers.add(layer)
+        counts.append(len(layers))
+
+    with fminfer.Engine(str(tmp_path), **how) as engine:
+        monkeypatch.setattr(LayerOf, "__init__", count)
+        list(engine.run([{"prompt": [5, 6, 7], "max_tokens": 4}]))
+    assert counts == [1] * len(counts) and len(counts) >= 4 * NUM_LAYERS
+
+
+def test_a_head_that_is_stored_beside_its_embedding_counts_once(tmp_path: Path) -> None:
+    """The same bytes of weights are told, whether layers stay or not."""
+    save_model("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    sizes = []
+    for offload in ("off", "disk"):
+        with fminfer.Engine(str(tmp_path), **SMALL, offload=offload) as engine:
+            sizes.append(engine.facts.weight_bytes)
+    assert sizes[0] == sizes[1]
+
+
 def test_random_weights_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="random weights have none"):
         fminfer.Engine(random_init="llama-160m", offload="disk", skip_tokenizer_init=True)
@@ -320,10 +371,9 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
 
 
 def read_all(spans: list[Span], wholes: list[Span] | None = None) -> Lent:
-    lent = Lent(place_all(merge(wholes or spans)), torch.empty(0, dtype=torch.uint8))
-    size = end_of(lent.places)
-    lent = Lent(lent.places, layer_stream._new_buffer(size, torch.device("cpu")))
-    reads = DirectReads()
+    places = merge(wholes or spans)
+    lent = Lent(places, layer_stream._new_buffer(size_of(places), torch.device("cpu")))
+    reads = DirectReads({span.file: None for span in spans})
     finish(reads.start(lent, merge(spans)))
     reads.close()
     return lent
@@ -375,3 +425,25 @@ def test_it_reads_where_a_file_system_cannot_directly(
     monkeypatch.setattr(os, "preadv", read_file)
     span = Span(file, 7, 14)
     assert bytes(read_all([span]).find(span).tolist()) == b"weights"
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="a system without direct reads")
+def test_threads_that_are_refused_direct_reads_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one took the refusal for a failing disk, as the first had left direct reads."""
+    file = tmp_path / "file"
+    file.write_bytes(b"weights " * (2 * PIECE // 8))
+    read, both = os.preadv, threading.Barrier(2)
+
+    def read_file(number: int, *more: Any) -> int:
+        if fcntl.fcntl(number, fcntl.F_GETFL) & os.O_DIRECT:
+            if both.wait(20) == 0:
+                while fcntl.fcntl(number, fcntl.F_GETFL) & os.O_DIRECT:
+                    time.sleep(0.001)
+            raise OSError(errno.EINVAL, "no direct reads here")
+        return read(number, *more)
+
+    monkeypatch.setattr(os, "preadv", read_file)
+    span = Span(file, 0, 2 * PIECE)
+    assert bytes(read_all([span]).find(span).tolist()) == file.read_bytes()

@@ -14,10 +14,9 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
@@ -27,6 +26,7 @@ UNIT = mmap.PAGESIZE  # disks give whole sectors, and memory takes whole pages
 PIECE = 8 << 20  # bytes of one read: a disk's queue has NUM_THREADS of them
 NUM_THREADS = 4
 NEAR = 1 << 16  # bytes between two spans that are read with them
+O_DIRECT = getattr(os, "O_DIRECT", 0)  # not every system has it
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,38 +44,30 @@ class Span:
 
 
 @dataclass(slots=True, frozen=True)
-class SpanPlace:
-    """Where a span lies in a buffer."""
-
-    span: Span
-    start: int  # in the buffer, of the unit in which the span begins
-
-    def at(self, byte: int) -> int:
-        """Return where a byte of the file lies in the buffer."""
-        return self.start + byte - self.span.whole.start
-
-
-@dataclass(slots=True, frozen=True)
 class Lent:
-    """Spans of files, as they lie in a buffer that others will have."""
+    """Spans of files, as they lie one after another in a buffer that others will have."""
 
-    places: Sequence[SpanPlace]
+    spans: Sequence[Span]
     buffer: torch.Tensor
 
     def find(self, span: Span) -> torch.Tensor:
-        """Return some bytes of a file, which have a place."""
-        at = self.place_of(span).at
-        return self.buffer[at(span.first) : at(span.last)]
+        """Return some bytes of a file, which are in one of the spans."""
+        offset = self.offset_of(span)
+        return self.buffer[offset + span.first : offset + span.last]
 
-    def place_of(self, span: Span) -> SpanPlace:
-        """Return the place in which a span lies."""
-        return next(
-            place
-            for place in self.places
-            if place.span.file == span.file
-            and place.span.first <= span.first
-            and span.last <= place.span.last
-        )
+    def offset_of(self, span: Span) -> int:
+        """Return how much further its bytes lie in the buffer than in the file."""
+        start = 0
+        for each in self.spans:
+            if each.file == span.file and each.first <= span.first and span.last <= each.last:
+                return start - each.whole.start
+            start += len(each.whole)
+        raise AssertionError(f"{span} is in none of the spans")
+
+
+def size_of(spans: Iterable[Span]) -> int:
+    """Return how many bytes a buffer for spans has."""
+    return sum(len(span.whole) for span in spans)
 
 
 def merge(spans: Iterable[Span]) -> list[Span]:
@@ -90,25 +82,12 @@ def merge(spans: Iterable[Span]) -> list[Span]:
     return found
 
 
-def place_all(spans: Iterable[Span]) -> list[SpanPlace]:
-    """Return where spans go in a buffer, one after another."""
-    places: list[SpanPlace] = []
-    for span in spans:
-        places.append(SpanPlace(span, end_of(places)))
-    return places
-
-
-def end_of(places: Sequence[SpanPlace]) -> int:
-    """Return how many bytes a buffer for spans has."""
-    return places[-1].start + len(places[-1].span.whole) if places else 0
-
-
 FileFacts = tuple[int, int]  # size in bytes, and when it was written to last, in ns
 
 
-def facts_of(path: Path) -> FileFacts:
-    """Return what tells whether a file was changed."""
-    found = path.stat()
+def facts_of(file: Path | int) -> FileFacts:
+    """Return what tells whether a file, by its path or as an open one, was changed."""
+    found = os.stat(file)
     return found.st_size, found.st_mtime_ns
 
 
@@ -124,16 +103,15 @@ class OpenFile:
     """
 
     def __init__(self, path: Path, *, is_direct: bool, seen: FileFacts | None) -> None:
-        self._path = path
-        direct = getattr(os, "O_DIRECT", 0) if is_direct else 0
+        self._path, self._is_direct = path, is_direct
         try:
             try:
-                self._fd = os.open(path, os.O_RDONLY | direct)
+                self._file = FileIO(path, opener=_open_direct if is_direct else None)
             except OSError:  # of some file systems, such as those in memory
-                self._fd = os.open(path, os.O_RDONLY)
+                self._file = FileIO(path)
         except OSError as error:
             raise MachineError(f"{path} cannot be read: {error.strerror}") from error
-        self._was = seen or self._facts()
+        self._was = seen or facts_of(self._file.fileno())
 
     def read(self, start: int, target: memoryview, least: int) -> None:
         """Read bytes from `start` on, until the target is full, or the file ends behind `least`.
@@ -141,39 +119,40 @@ class OpenFile:
         Raises:
             MachineError: it cannot be read, ends too early, or was changed.
         """
-        done = 0
+        number, done = self._file.fileno(), 0
         while done < least:
+            is_direct = self._is_direct  # now: another thread may be about to leave that
             try:
-                num = os.preadv(self._fd, [target[done:]], start + done)
+                num = os.preadv(number, [target[done:]], start + done)
             except OSError as error:
-                if error.errno == errno.EINVAL and self._leave_direct():
+                if error.errno == errno.EINVAL and is_direct:
+                    self._leave_direct()
                     continue
                 raise self._trouble(f"cannot be read ({error.strerror})") from error
             if num == 0:
                 raise self._trouble(f"ends at byte {start + done}; it was cut off")
             done += num
-        if self._facts() != self._was:
+        if facts_of(number) != self._was:
             raise self._trouble("was changed, or touched,")
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._file.close()
 
-    def _leave_direct(self) -> bool:
-        """Read through the system's cache from now on; tell whether that is new."""
-        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-        direct = getattr(os, "O_DIRECT", 0)
-        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~direct)
-        return bool(flags & direct)
-
-    def _facts(self) -> FileFacts:
-        found = os.fstat(self._fd)
-        return found.st_size, found.st_mtime_ns
+    def _leave_direct(self) -> None:
+        """Read through the system's cache from now on."""
+        number = self._file.fileno()
+        fcntl.fcntl(number, fcntl.F_SETFL, fcntl.fcntl(number, fcntl.F_GETFL) & ~O_DIRECT)
+        self._is_direct = False
 
     def _trouble(self, what: str) -> MachineError:
         return MachineError(
             f"{self._path} {what} while its weights were read in each step (--offload). Finished "
             "rows are kept; put the file or disk right, and run the same command to go on"
         )
+
+
+def _open_direct(path: str, flags: int) -> int:
+    return os.open(path, flags | O_DIRECT)
 
 
 Reading = Sequence["Future[None]"]  # of the pieces of spans that are being read
@@ -196,13 +175,18 @@ class DirectReads:
     Files stay open, so that one that another takes the place of is read on.
 
     Args:
+        seen: the files, and what they were when their headers were read; None: as they are now.
         is_direct: past the system's cache; otherwise from there, where processes share it.
+
+    Raises:
+        MachineError: a file cannot be opened.
     """
 
-    def __init__(self, *, is_direct: bool = True, num_threads: int = NUM_THREADS) -> None:
-        self._files: dict[Path, OpenFile] = {}
-        self._is_direct = is_direct
-        self._threads = ThreadPoolExecutor(num_threads, "fminfer layers")
+    def __init__(self, seen: Mapping[Path, FileFacts | None], *, is_direct: bool = True) -> None:
+        self._files = {
+            path: OpenFile(path, is_direct=is_direct, seen=facts) for path, facts in seen.items()
+        }
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "fminfer layers")
         self._lock = threading.Lock()
         self.num_bytes, self.busy_s = 0, 0.0  # read so far, and while at least one read went on
         self._num_going, self._since_s = 0, 0.0
@@ -211,16 +195,15 @@ class DirectReads:
         """Begin to read spans to their places.
 
         Args:
-            lent: has a place around each span, and a buffer that begins with a whole unit.
+            lent: has a span around each, and a buffer that begins with a whole unit.
         """
-        whole = memoryview(lent.buffer.numpy().data)
+        buffer = memoryview(lent.buffer.numpy().data)
         futures = []
         for span in spans:
-            self.open([span.file])
-            file, at = self._files[span.file], lent.place_of(span).at
+            file, offset = self._files[span.file], lent.offset_of(span)
             for first in range(span.whole.start, span.whole.stop, PIECE):
                 last = min(first + PIECE, span.whole.stop)
-                target, least = whole[at(first) : at(last)], min(last, span.last) - first
+                target, least = buffer[offset + first : offset + last], min(last, span.last) - first
                 futures.append(self._threads.submit(self._read, file, first, target, least))
         return futures
 
@@ -228,24 +211,7 @@ class DirectReads:
         """Stop reading."""
         self._threads.shutdown(cancel_futures=True)
         for file in self._files.values():
-            with suppress(OSError):
-                file.close()
-
-    def open(
-        self, paths: Iterable[Path], seen: Mapping[Path, FileFacts] = MappingProxyType({})
-    ) -> None:
-        """Open files that are not open.
-
-        Args:
-            seen: what files were when their headers were read.
-
-        Raises:
-            MachineError: one cannot be opened.
-        """
-        for path in paths:
-            if path not in self._files:
-                facts = seen.get(path)
-                self._files[path] = OpenFile(path, is_direct=self._is_direct, seen=facts)
+            file.close()
 
     def _read(self, file: OpenFile, first: int, target: memoryview, least: int) -> None:
         self._count(1, 0)

@@ -22,8 +22,9 @@ from fminfer.models.decode_graphs import find_graphs
 from fminfer.models.fingerprint import digest_files
 from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_source import OnProgress, open_weights
+from fminfer.models.layer_stream import StreamKind
 from fminfer.models.stage import Stage
-from fminfer.models.transformer import StreamKind, Transformer
+from fminfer.models.transformer import Transformer
 from fminfer.models.whole_layers import WholeLayers
 from fminfer.pipeline.group import Group
 from fminfer.pipeline.shard_group import connect_shards
