@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -21,7 +19,7 @@ from fminfer.models.families.tensor_names import AS_STORED
 from fminfer.models.formats import Holding
 from fminfer.models.origins import ModelOrigins, Origin, Origins, Piece, drawn_origins
 from fminfer.models.sharding import ModelShare, outputs_dim
-from fminfer.models.stored.direct_reads import FileFacts, Lent, Span, merge
+from fminfer.models.stored.direct_reads import Lent, Span, merge
 from fminfer.models.stored.read_ahead import Waiting, reading_ahead
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.tensor_specs import Weights
@@ -34,32 +32,22 @@ MOST_BETWEEN = 64  # rows of other ranks that are read with those around them
 class Maker(Protocol):
     """Makes the tensors of weights."""
 
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def seen(self) -> Mapping[Path, FileFacts]:
-        """Return what the files were when their headers were read."""
+    device: torch.device
+    files: TensorFiles | None  # of which they are made
 
     def format_of(self, origin: Origin) -> Format:
         """Return the format in which a weight is held."""
 
-    def make(
-        self, name: str, origin: Origin, attention: Attention | None, *, is_lent: bool = False
-    ) -> Weight:
+    def make(self, name: str, origin: Origin, attention: Attention | None) -> Weight:
         """Return a weight. The name has the number of its layer, if it is of one."""
 
     def waiting(self, origin: Origin, attention: Attention | None) -> Iterator[Waiting]:
         """Give the parts of files that it is made of, which were not read yet."""
+        return iter(())
 
     def spans(self, origin: Origin, attention: Attention | None) -> Iterator[Span]:
         """Give the same as places in files."""
-
-    def lend(self, lent: Lent) -> AbstractContextManager[None]:
-        """Take what is read meanwhile from a buffer."""
-
-    def leave(self, origin: Origin) -> None:
-        """Leave memory of the files that it is made of to others."""
+        return iter(())
 
 
 class LayerSource:
@@ -83,7 +71,7 @@ class LayerSource:
         streamed: Collection[int] = (),
     ) -> None:
         self.dtype, self._origins, self._maker, self._part = dtype, origins, maker, part
-        self.device, self.seen = maker.device, maker.seen
+        self.device, self.files = maker.device, maker.files
         self._on_progress, self.numbers = on_progress, part.numbers
         self.streamed = [number for number in part.numbers if number in streamed]
         self.resident = [number for number in part.numbers if number not in streamed]
@@ -111,11 +99,10 @@ class LayerSource:
         attention = self._attention[number]
         if lent is None:
             return self._make(origins, where, attention)
-        with self._maker.lend(lent):
-            return {
-                name: self._maker.make(where + name, origin, attention, is_lent=True)
-                for name, origin in origins.items()
-            }
+        assert self.files is not None, "a model in files"
+        with self.files.lend(lent):
+            make = self._maker.make
+            return {name: make(where + name, one, attention) for name, one in origins.items()}
 
     def spans(self, number: int) -> tuple[list[Span], list[Span]]:
         """Return where in files a layer's tensors are, and the parts of them that are needed."""
@@ -170,9 +157,7 @@ class LayerSource:
         Args:
             number: of the layer, in the model.
         """
-        for origin in self._origins.layers[number].values():
-            if origin.spec.use == "product":
-                self._maker.leave(origin)
+        self._leave(o for o in self._origins.layers[number].values() if o.spec.use == "product")
 
     def leave_head(self, *, is_embedding: bool) -> None:
         """Leave memory of the head's files to others, once it is packed.
@@ -182,9 +167,15 @@ class LayerSource:
         """
         own = self._origins.exit.get("head.weight")
         if own is not None:
-            self._maker.leave(own)
+            self._leave([own])
         if own is None or is_embedding:
-            self._maker.leave(self._of_embed["embed.weight"])
+            self._leave(self._of_embed.values())
+
+    def _leave(self, origins: Iterable[Origin]) -> None:
+        pieces = (piece for origin in origins for piece in origin.pieces)
+        for name in (name for piece in pieces for name in piece.stored):
+            assert self.files is not None, "what is stored"
+            self.files.drop(name)
 
     def _make(
         self, origins: Origins, where: str = "", attention: Attention | None = None
@@ -238,7 +229,7 @@ def open_weights(
 
 
 @dataclass(slots=True, frozen=True)
-class Reader:
+class Reader(Maker):
     """Reads from one checkpoint's files."""
 
     files: TensorFiles
@@ -246,26 +237,17 @@ class Reader:
     holding: Holding
     keeps_parts: bool = False
 
-    @property
-    def seen(self) -> Mapping[Path, FileFacts]:
-        return self.files.seen
-
     def format_of(self, origin: Origin) -> Format:
         held = self.holding.of(origin.spec, stored_parts(origin, self.files.types))
         return held if origin.cut is None else origin.cut.format(held)
 
-    def make(
-        self, name: str, origin: Origin, attention: Attention | None, *, is_lent: bool = False
-    ) -> Weight:
-        held = self.format_of(origin)
+    def make(self, name: str, origin: Origin, attention: Attention | None) -> Weight:
+        held, is_lent = self.format_of(origin), self.files.is_lent
         if is_lent and self._stays_in_parts(origin, held):
             parts = tuple((held, piece.last - piece.first) for piece in origin.pieces)
             tensors = tuple(self.files.read(*piece.stored) for piece in origin.pieces)
             return Weight(origin.held, Joined(parts), tensors, is_lent)
         return Weight(origin.held, held, self._tensors(origin, held, attention), is_lent)
-
-    def lend(self, lent: Lent) -> AbstractContextManager[None]:
-        return self.files.lend(lent)
 
     def _stays_in_parts(self, origin: Origin, held: Format) -> bool:
         """Tell whether a product's weight is several matrices, which are held as they lie."""
@@ -318,11 +300,6 @@ class Reader:
             for name in piece.stored:
                 for rows in of_rows:
                     yield from self.files.spans(name, rows)
-
-    def leave(self, origin: Origin) -> None:
-        for piece in origin.pieces:
-            for name in piece.stored:
-                self.files.drop(name)
 
     def _in_place(self, origin: Origin) -> str | None:
         """Return the stored tensor that can be used where it lies; None: it is copied first."""
@@ -450,7 +427,7 @@ def _part_at(row: int, held: Format, tensors: Tensors) -> tuple[Format, Tensors,
 
 
 @dataclass(slots=True, frozen=True)
-class Drawer:
+class Drawer(Maker):
     """Draws weights. Each has a seed of its own, by its name.
 
     Args:
@@ -463,16 +440,14 @@ class Drawer:
     of_norms: float
     device: torch.device
     holding: Holding
-    seen: Mapping[Path, FileFacts] = field(default_factory=dict)
+    files: None = None
 
     def format_of(self, origin: Origin) -> Format:
         return self.holding.of(origin.spec, ())  # of one format, however it is cut
 
-    def make(
-        self, name: str, origin: Origin, attention: Attention | None, *, is_lent: bool = False
-    ) -> Weight:
+    def make(self, name: str, origin: Origin, attention: Attention | None) -> Weight:
         held = self.format_of(origin)
-        return Weight(origin.held, held, self._drawn(name, origin, held), is_lent)
+        return Weight(origin.held, held, self._drawn(name, origin, held))
 
     def _drawn(self, name: str, origin: Origin, held: Format) -> Tensors:
         """Draw one. Norms multiply by 1, biases are 0, the rest is normal."""
@@ -489,15 +464,3 @@ class Drawer:
         if isinstance(held, Blocks):
             tensor = held.quantize(tensor)
         return (_cut_columns(tensor, held, _columns_of(origin)).contiguous(),)
-
-    def waiting(self, origin: Origin, attention: Attention | None) -> Iterator[Waiting]:
-        return iter(())
-
-    def spans(self, origin: Origin, attention: Attention | None) -> Iterator[Span]:
-        return iter(())
-
-    def lend(self, lent: Lent) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def leave(self, origin: Origin) -> None:
-        """Nothing: there is no file."""

@@ -58,10 +58,10 @@ class LayerStream:
     def __init__(self, source: LayerSource, make: MakeLayer, kind: StreamKind) -> None:
         self._source, self._make, self._is_direct = source, make, kind != "shared memory"
         spans = {number: source.spans(number) for number in source.streamed}
-        files = {
-            span.file: source.seen[span.file] for wholes, _ in spans.values() for span in wholes
-        }
-        self.reads = DirectReads(files, is_direct=self._is_direct)
+        assert source.files is not None, "a model in files"
+        paths = {span.file for wholes, _ in spans.values() for span in wholes}
+        seen = {path: source.files.seen[path] for path in paths}
+        self.reads = DirectReads(seen, is_direct=self._is_direct)
         self._wholes = {number: wholes for number, (wholes, _) in spans.items()}
         self._needed = {number: needed for number, (_, needed) in spans.items()}
         sizes = {number: size_of(wholes) for number, wholes in self._wholes.items()}

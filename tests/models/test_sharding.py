@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -27,13 +25,11 @@ from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_checkpoint, open_random
 from fminfer.models.layer_bodies import Bodies
-from fminfer.models.layer_source import LayerSource, open_weights
+from fminfer.models.layer_source import LayerSource, Maker, open_weights
 from fminfer.models.layer_step import LayerStep
 from fminfer.models.origins import Origin, drawn_origins
 from fminfer.models.quantized_folder import write_quantized
 from fminfer.models.sharding import InputBlocks, ModelShare, TensorCut, share_model
-from fminfer.models.stored.direct_reads import Lent, Span
-from fminfer.models.stored.read_ahead import Waiting
 from fminfer.models.tensor_specs import model_specs, part_specs, whole_model
 from fminfer.models.transformer import Transformer
 from fminfer.plan.planning import plan_ahead
@@ -256,18 +252,15 @@ def test_random_specs_are_cut_or_refused(data: st.DataObject) -> None:
     check_random_forward(model, shares)
 
 
-class Numbers:
+class Numbers(Maker):
     """Draws each whole tensor by its name, biases too, and cuts it by the numbers of a cut."""
 
-    device = torch.device("cpu")
-    seen: ClassVar[dict[Path, tuple[int, int]]] = {}
+    device, files = torch.device("cpu"), None
 
     def format_of(self, origin: Origin) -> Format:
         return Dense(torch.float32)
 
-    def make(
-        self, name: str, origin: Origin, attention: Attention | None, *, is_lent: bool = False
-    ) -> Weight:
+    def make(self, name: str, origin: Origin, attention: Attention | None) -> Weight:
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         x = torch.randn(origin.spec.shape, generator=generator) * 0.3
         cut = origin.cut
@@ -277,19 +270,7 @@ class Numbers:
         if cut is not None and cut.columns is not None:
             x = x[..., cut.columns.start : cut.columns.stop]
         found = torch.zeros_like(x) if cut is not None and cut.is_zero else x.contiguous()
-        return Weight(origin.held, Dense(torch.float32), (found,), is_lent)
-
-    def waiting(self, origin: Origin, attention: Attention | None) -> Iterator[Waiting]:
-        return iter(())
-
-    def spans(self, origin: Origin, attention: Attention | None) -> Iterator[Span]:
-        return iter(())
-
-    def lend(self, lent: Lent) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def leave(self, origin: Origin) -> None:
-        """Nothing: there is no file."""
+        return Weight(origin.held, Dense(torch.float32), (found,))
 
 
 def compute(model: Model, share: ModelShare | None = None, shards: Any = None) -> torch.Tensor:

@@ -77,6 +77,11 @@ class TensorFiles:
         finally:
             self._lent = None
 
+    @property
+    def is_lent(self) -> bool:
+        """Whether bytes are taken from a buffer at the moment."""
+        return self._lent is not None
+
     def read(self, name: str) -> torch.Tensor:
         """Return the values of a tensor, a view of its mapped file if it is in place there.
 
