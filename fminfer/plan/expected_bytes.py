@@ -144,17 +144,21 @@ def _slots(plan: RunPlan, share: ModelShare | None, streamed: Streamed) -> tuple
         pinned = [each.whole for each in sizes]
         return SLOTS * held, 0, sum(pinned) if stays else SLOTS * max(pinned)
     read = max(each.read for each in sizes)
-    made = 0 if _is_used_there(plan, share, streamed) else 2 * held  # made, and packed
+    others = [
+        each.held
+        for number, each in zip(streamed.numbers, sizes, strict=True)
+        if share is not None or not _is_used_there(plan, number)
+    ]
+    made = 2 * max(others, default=0)  # made, and packed
     return SLOTS * read + made, read + made, 0
 
 
-def _is_used_there(plan: RunPlan, share: ModelShare | None, streamed: Streamed) -> bool:
-    """Tell whether products take the weights of layers as they lie in files."""
-    number, model = streamed.numbers[0], plan.checkpoint.model
+def _is_used_there(plan: RunPlan, number: int) -> bool:
+    """Tell whether products take the weights of a layer as they lie in files."""
+    model, joins = plan.checkpoint.model, plan.packed_by == "kernels"
     specs = layer_specs(model.layers[number], model.hidden_size).items()
     products = {f"{number}.{n}": s for n, s in specs if s.use in ("product", "moved")}
-    joins = plan.packed_by == "kernels"
-    return share is None and all(
+    return all(
         len(spec.shape) == 2
         and spec.use == "product"
         and isinstance(plan.held[name], Dense)

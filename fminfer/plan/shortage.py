@@ -13,6 +13,7 @@ from fminfer.plan.run_plan import RankPlan, RunPlan, name_of
 CPU_SHARE = 0.5  # share of the memory that is free after loading; others use it as well
 # The same with --offload, of what a pass leaves: the system needs little for files.
 STREAMED_SHARE = 0.7
+OFFLOAD = "--offload auto, which brings layers anew for each pass"
 
 
 @dataclass(slots=True, frozen=True)
@@ -168,18 +169,12 @@ def _remedy(plan: RunPlan) -> str:
     has_floats = plan.held_in in ("float32", "bfloat16", "float16")
     smaller += "--quantize int8 or int4; " * (has_floats and plan.device.type == "cpu")
     budget = "a smaller --budget; " * (_taken_budget(plan) is not None)
-    smaller += _offload(plan)
+    smaller += f"{OFFLOAD}; " * (plan.config.offload == "off")
     where = "a machine" if plan.device.type == "cpu" else "a GPU"
     return (
         f"Use {smaller}{budget}{where} with more memory; or spread its layers over machines with "
         "--world-size (fminfer check --world-size N --device-memory 80G foresees that)"
     )
-
-
-def _offload(plan: RunPlan) -> str:
-    """Name the option by which layers need not stay, if it is not set."""
-    is_off = plan.config.offload == "off"
-    return "--offload auto, which brings layers anew for each pass; " * is_off
 
 
 def _device_remedy(plan: RunPlan) -> str:
@@ -202,7 +197,7 @@ def _device_remedy(plan: RunPlan) -> str:
         groups = f" with --data-group-size {num_pipelines}" * (num_pipelines > 1)
         ways.append(f"spread it over more: --world-size {num_ranks} or above{groups}")
     if plan.config.offload == "off":
-        ways.append("use --offload auto, which brings layers anew for each pass")
+        ways.append(f"use {OFFLOAD}")
     is_planned = plan.machine.device_bytes is not None
     ways.append("plan with more memory for each" if is_planned else "use GPUs with more memory")
     text = "; or ".join(ways)

@@ -36,14 +36,16 @@ def plan_streams(plan: RunPlan) -> RunPlan:
             "with weights that are there. Use --offload disk, or auto"
         )
     streamed = replace(plan, chunk_size=_first_size(plan))
-    counts = [_count(streamed, rank) for rank in plan.ranks]
-    if not any(counts):
+    chosen = [_spread(rank.part.numbers, _count(streamed, rank)) for rank in plan.ranks]
+    if not any(chosen):
         return plan
-    sizes = [_bytes_of(plan, rank, count) for rank, count in zip(plan.ranks, counts, strict=True)]
     machine, host = plan.machine, plan.machine.host_free or HOST_BYTES
     # Shards need parts of the same matrices: they share a copy, as pipelines do.
     is_shared = max(machine.num_pipelines, machine.num_engines, machine.num_shards) > 1
-    waiting = _waiting_bytes(plan, counts, is_shared=is_shared)
+    # What those of this machine's ranks take while they wait in its memory.
+    first = machine.rank - machine.local_rank
+    here = {number for own in chosen[first : first + machine.local_size] for number in own}
+    waiting = sum(layer_bytes(plan, None, number).whole for number in here)
     fits_host = not on_cpu and waiting <= HOST_SHARE * host
     if offload == "cpu" and not fits_host:
         raise UsageError(
@@ -52,9 +54,9 @@ def plan_streams(plan: RunPlan) -> RunPlan:
         )
     place: Literal["cpu", "disk"] = "cpu" if fits_host and offload != "disk" else "disk"
     ranks = []
-    for rank, count, size in zip(plan.ranks, counts, sizes, strict=True):
-        numbers = _spread(rank.part.numbers, count)
-        own = Streamed(place, is_shared, numbers, size) if count else None
+    for rank, numbers in zip(plan.ranks, chosen, strict=True):
+        size = sum(layer_bytes(plan, rank.share, number).read for number in numbers)
+        own = Streamed(place, is_shared, numbers, size) if numbers else None
         takes = expect_bytes(streamed, rank.part, rank.share, own)
         ranks.append(replace(rank, takes=takes, streamed=own))
     return replace(streamed, ranks=tuple(ranks))
@@ -107,29 +109,6 @@ def _spread(numbers: list[int], count: int) -> tuple[int, ...]:
     num = len(numbers)
     chosen = (i for i in range(num) if (i + 1) * count // num > i * count // num)
     return tuple(numbers[i] for i in chosen)
-
-
-def _waiting_bytes(plan: RunPlan, counts: list[int], *, is_shared: bool) -> int:
-    """Return what the layers of this machine's ranks take while they wait in its memory."""
-    first = plan.machine.rank - plan.machine.local_rank
-    seen: set[int] = set()
-    total = 0
-    for rank, count in [*zip(plan.ranks, counts, strict=True)][first : first + _num_here(plan)]:
-        for number in _spread(rank.part.numbers, count):
-            if not (is_shared and number in seen):
-                total += layer_bytes(plan, rank.share, number).whole
-            seen.add(number)
-    return total
-
-
-def _num_here(plan: RunPlan) -> int:
-    """Return how many ranks of a pipeline this machine has."""
-    return min(plan.machine.local_size, len(plan.ranks)) or len(plan.ranks)
-
-
-def _bytes_of(plan: RunPlan, rank: RankPlan, count: int) -> int:
-    numbers = _spread(rank.part.numbers, count)
-    return sum(layer_bytes(plan, rank.share, number).read for number in numbers)
 
 
 def describe_streaming(plan: RunPlan, rank: RankPlan, disk_speed: float = 0.0) -> str:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
-from fminfer.models.checkpoint import open_random
+from fminfer.models.checkpoint import open_checkpoint, open_random
+from fminfer.plan.expected_bytes import layer_bytes
 from fminfer.plan.machine_facts import Machine
 from fminfer.plan.planning import make_plan
 from fminfer.plan.run_plan import RunPlan
 from fminfer.plan.streaming import LEAST_CACHE, STREAMED_CACHE, describe_streaming
+from tests.conftest import make_model
 
 GB = 10**9
 
@@ -94,6 +97,16 @@ def test_a_cpu_streams_from_the_disk_what_its_memory_does_not_hold() -> None:
     assert 0 < num_streamed(plan) < 32 and not plan.shortage
     assert "does not fit" in plan_of("llama-7b", None, on_host=8).shortage
     assert "--offload auto" in plan_of("llama-7b", None, on_host=8).shortage
+
+
+def test_experts_behind_a_dense_layer_count_as_what_is_made_of_them(tmp_path: Path) -> None:
+    """The first layer is used as it lies in its file; that was taken for all of them."""
+    make_model("dots1").save_pretrained(tmp_path)
+    config = EngineConfig(model=str(tmp_path), device="cpu", dtype="float32", offload="disk")
+    machine = Machine(free=GB, has_library=True)
+    plan = make_plan(config, open_checkpoint(str(tmp_path)), machine)
+    experts = layer_bytes(plan, None, 1).held
+    assert plan.own.takes.passing >= 3 * experts  # read, made, and packed
 
 
 def test_a_pass_is_as_large_as_memory_allows() -> None:
