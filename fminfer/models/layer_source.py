@@ -242,7 +242,7 @@ class Reader(Maker):
         return held if origin.cut is None else origin.cut.format(held)
 
     def make(self, name: str, origin: Origin, attention: Attention | None) -> Weight:
-        held, is_lent = self.format_of(origin), self.files.is_lent
+        held, is_lent = self.format_of(origin), self.files.lent is not None
         if is_lent and self._stays_in_parts(origin, held):
             parts = tuple((held, piece.last - piece.first) for piece in origin.pieces)
             tensors = tuple(self.files.read(*piece.stored) for piece in origin.pieces)

@@ -170,6 +170,15 @@ def test_shards_and_a_base_model_prefix(tmp_path: Path) -> None:
     torch.testing.assert_close(load(tmp_path), own_logits(model))
 
 
+def test_a_link_to_a_file_that_is_gone(llama_checkpoint: Any, tmp_path: Path) -> None:
+    """As in a cache of the hub of which something was deleted."""
+    shutil.copytree(llama_checkpoint[0], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match=r"model.safetensors is broken .*; fetch it again"):
+        check_tensors(open_checkpoint(str(tmp_path)))
+
+
 def test_weights_that_a_folder_holds_twice(llama_checkpoint: Any, tmp_path: Path) -> None:
     """Mistral's repositories hold consolidated.safetensors, in another format, beside the model."""
     folder = damage(llama_checkpoint[0], tmp_path, lambda tensors: None)

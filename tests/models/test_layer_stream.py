@@ -427,6 +427,22 @@ def test_it_reads_where_a_file_system_cannot_directly(
     assert bytes(read_all([span]).find(span).tolist()) == b"weights"
 
 
+def test_a_file_that_a_server_has_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then not even its size can be asked for."""
+    file = tmp_path / "file"
+    file.write_bytes(b"weights")
+    reads, spans = DirectReads({file: None}), [Span(file, 0, 7)]
+
+    def lose(*_: Any) -> os.stat_result:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    lent = Lent(spans, layer_stream._new_buffer(size_of(spans), torch.device("cpu")))
+    with monkeypatch.context() as patch, pytest.raises(MachineError, match="Stale file handle"):
+        patch.setattr(direct_reads, "facts_of", lose)
+        finish(reads.start(lent, spans))
+    reads.close()
+
+
 @pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="a system without direct reads")
 def test_threads_that_are_refused_direct_reads_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

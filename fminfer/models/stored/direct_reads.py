@@ -119,11 +119,12 @@ class OpenFile:
         Raises:
             MachineError: it cannot be read, ends too early, or was changed.
         """
-        number, done = self._file.fileno(), 0
+        number, done, facts = self._file.fileno(), 0, self._was
         while done < least:
             is_direct = self._is_direct  # now: another thread may be about to leave that
             try:
                 num = os.preadv(number, [target[done:]], start + done)
+                facts = facts_of(number)
             except OSError as error:
                 if error.errno == errno.EINVAL and is_direct:
                     self._leave_direct()
@@ -132,7 +133,7 @@ class OpenFile:
             if num == 0:
                 raise self._trouble(f"ends at byte {start + done}; it was cut off")
             done += num
-        if facts_of(number) != self._was:
+        if facts != self._was:
             raise self._trouble("was changed, or touched,")
 
     def close(self) -> None:

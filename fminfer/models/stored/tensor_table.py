@@ -15,7 +15,7 @@ import torch
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import broken
 from fminfer.machine.host_memory import read_mapped
-from fminfer.models.stored.direct_reads import Lent, Span, facts_of
+from fminfer.models.stored.direct_reads import FileFacts, Lent, Span, facts_of
 from fminfer.models.stored.gguf_types import BLOCKS
 from fminfer.models.stored.metaseq import join_parts
 from fminfer.models.stored.read_ahead import Waiting
@@ -53,10 +53,15 @@ class TensorFiles:
         found = find_weights(folder)
         if not found.files:
             raise no_weights_error(folder)
-        self.seen = {path: facts_of(path) for path in found.files}  # before they are read
-        files = [read_weight_file(path) for path in found.files]
+        files, self.seen = [], dict[Path, FileFacts]()  # what they were before they were read
+        for path in found.files:
+            try:
+                self.seen[path] = facts_of(path)
+            except OSError as error:
+                raise broken(path, error) from error
+            files.append(read_weight_file(path))
         self._maps: dict[Path, mmap.mmap] = {}
-        self._lent: Lent | None = None
+        self.lent: Lent | None = None  # has what is read, meanwhile
         if found.form == "metaseq":
             self._tensors = join_parts(files)
         else:
@@ -71,16 +76,11 @@ class TensorFiles:
     @contextmanager
     def lend(self, lent: Lent) -> Iterator[None]:
         """Take the bytes that are in a buffer from there meanwhile, and those alone."""
-        self._lent = lent
+        self.lent = lent
         try:
             yield
         finally:
-            self._lent = None
-
-    @property
-    def is_lent(self) -> bool:
-        """Whether bytes are taken from a buffer at the moment."""
-        return self._lent is not None
+            self.lent = None
 
     def read(self, name: str) -> torch.Tensor:
         """Return the values of a tensor, a view of its mapped file if it is in place there.
@@ -153,8 +153,8 @@ class TensorFiles:
         return stored.view(dtype).as_strided(tensor.shape, tensor.strides)
 
     def _bytes(self, file: Path, first: int, last: int) -> torch.Tensor:
-        if self._lent is not None:
-            return self._lent.find(Span(file, first, last))
+        if self.lent is not None:
+            return self.lent.find(Span(file, first, last))
         mapped = self._map(file)
         if last > len(mapped):
             raise broken(file, "it was cut off meanwhile")
@@ -179,7 +179,7 @@ class TensorFiles:
         return self._maps[path]
 
     def _drop(self, tensor: StoredTensor) -> None:
-        if self._lent is not None:
+        if self.lent is not None:
             return
         first, last = tensor.span
         first = -(-first // PAGE) * PAGE  # whole pages of its own
