@@ -37,7 +37,6 @@ class Slot:
     buffer: torch.Tensor  # bytes
     number: int | None = None  # of the layer that is here, or comes
     reading: Reading = ()
-    is_used: bool = False  # its layer computes
 
 
 class LayerStream:
@@ -57,25 +56,21 @@ class LayerStream:
 
     def __init__(self, source: LayerSource, make: MakeLayer, kind: StreamKind) -> None:
         self._source, self._make, self._is_direct = source, make, kind != "shared memory"
-        spans = {number: source.spans(number) for number in source.streamed}
+        # Where each layer's tensors are, and the parts of them that are needed.
+        self._spans = spans = {number: source.spans(number) for number in source.streamed}
         assert source.files is not None, "a model in files"
         paths = {span.file for wholes, _ in spans.values() for span in wholes}
         seen = {path: source.files.seen[path] for path in paths}
         self.reads = DirectReads(seen, is_direct=self._is_direct)
-        self._wholes = {number: wholes for number, (wholes, _) in spans.items()}
-        self._needed = {number: needed for number, (_, needed) in spans.items()}
-        sizes = {number: size_of(wholes) for number, wholes in self._wholes.items()}
+        sizes = [size_of(wholes) for wholes, _ in spans.values()]
         self.keeps_all = kind == "own memory" or len(sizes) <= SLOTS
+        sizes = sizes if self.keeps_all else [max(sizes)] * SLOTS
+        self._slots = [Slot(_new_buffer(size, source.device)) for size in sizes]
         if self.keeps_all:
-            self._slots = [Slot(_new_buffer(size, source.device)) for size in sizes.values()]
-            for number, slot in zip(sizes, self._slots, strict=True):
+            for number, slot in zip(spans, self._slots, strict=True):
                 self._read(number, slot)
-        else:
-            largest = max(sizes.values())
-            self._slots = [Slot(_new_buffer(largest, source.device)) for _ in range(SLOTS)]
-        is_on_gpu = source.device.type == "cuda"
         self._copies: torch.cuda.Stream | None = None
-        if is_on_gpu:
+        if source.device.type == "cuda":
             self._copies = torch.cuda.Stream(source.device)  # type: ignore[no-untyped-call]
         self._computing: deque[tuple[LayerOf, torch.cuda.Event]] = deque()  # on a GPU
         self._brought: list[list[float]] = []  # as in `StageSpan.brought`
@@ -93,19 +88,15 @@ class LayerStream:
         asked_s = time.time()
         slot = self._find(number) or self._bring(number)
         finish(slot.reading)
-        slot.is_used = True
-        try:
-            if self._find(following) is None:
-                self._bring(following)
-            layer = self._copied(number, slot)
-            came_s = time.time()
-            yield layer
-            if self._copies is not None:
-                done = torch.cuda.current_stream(self._source.device).record_event()
-                self._computing.append((layer, done))
-            self._brought.append([asked_s, came_s, time.time()])
-        finally:
-            slot.is_used = False
+        if self._find(following) is None:
+            self._bring(following, used=slot)
+        layer = self._make_of(slot, number)
+        came_s = time.time()
+        yield layer
+        if self._copies is not None:
+            done = torch.cuda.current_stream(self._source.device).record_event()
+            self._computing.append((layer, done))
+        self._brought.append([asked_s, came_s, time.time()])
 
     def try_layers(self, numbers: Iterable[int]) -> None:
         """Make layers, so that what fails does so while the model loads."""
@@ -139,9 +130,9 @@ class LayerStream:
     def _find(self, number: int) -> Slot | None:
         return next((slot for slot in self._slots if slot.number == number), None)
 
-    def _bring(self, number: int) -> Slot:
-        """Begin to read a layer into a slot: one that is empty, or that nobody uses."""
-        free = [slot for slot in self._slots if not slot.is_used]
+    def _bring(self, number: int, used: Slot | None = None) -> Slot:
+        """Begin to read a layer into a slot that is empty, or one that is not used."""
+        free = [slot for slot in self._slots if slot is not used]
         slot = next((slot for slot in free if slot.number is None), free[0])
         with suppress(MachineError):  # of a layer that nobody asks for
             finish(slot.reading)
@@ -149,18 +140,18 @@ class LayerStream:
         return slot
 
     def _read(self, number: int, slot: Slot) -> None:
-        lent = Lent(self._wholes[number], slot.buffer)
-        slot.number, slot.reading = number, self.reads.start(lent, self._needed[number])
+        wholes, needed = self._spans[number]
+        slot.number = number
+        slot.reading = self.reads.start(Lent(wholes, slot.buffer), needed)
 
-    def _copied(self, number: int, slot: Slot) -> LayerOf:
-        """Make a layer of what is in a slot. A GPU has all of it then, and leaves the slot."""
-        lent = Lent(self._wholes[number], slot.buffer)
+    def _make_of(self, slot: Slot, number: int) -> LayerOf:
+        """Make a layer of what is in a slot. A GPU then has a copy of all of it."""
+        lent = Lent(self._spans[number][0], slot.buffer)
         if self._copies is None:
             return self._make(number, self._source.layer(number, lent))
         with torch.cuda.stream(self._copies):
             layer = self._make(number, self._source.layer(number, lent))
         self._copies.synchronize()
-        slot.is_used = False
         return layer
 
 

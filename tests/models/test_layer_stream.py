@@ -58,9 +58,9 @@ def num_brought(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     counts = {"layers": 0}
     bring = layer_stream.LayerStream._bring
 
-    def counted(stream: layer_stream.LayerStream, number: int) -> layer_stream.Slot:
+    def counted(*given: Any, **how: Any) -> layer_stream.Slot:
         counts["layers"] += 1
-        return bring(stream, number)
+        return bring(*given, **how)
 
     monkeypatch.setattr(layer_stream.LayerStream, "_bring", counted)
     yield counts

@@ -198,7 +198,7 @@ class DirectReads:
         Args:
             lent: has a span around each, and a buffer that begins with a whole unit.
         """
-        buffer = memoryview(lent.buffer.numpy().data)
+        buffer = lent.buffer.numpy().data
         futures = []
         for span in spans:
             file, offset = self._files[span.file], lent.offset_of(span)
