@@ -14,10 +14,10 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -34,6 +34,7 @@ from fminfer.models.stored.direct_reads import (
     DirectReads,
     Lent,
     Span,
+    facts_of,
     finish,
     merge,
     size_of,
@@ -463,3 +464,74 @@ def test_threads_that_are_refused_direct_reads_at_once(
     monkeypatch.setattr(os, "preadv", read_file)
     span = Span(file, 0, 2 * PIECE)
     assert bytes(read_all([span]).find(span).tolist()) == file.read_bytes()
+
+
+# A GPU's layers, with a GPU that is not there: what is copied, waited for, and left.
+
+
+class PretendGpu:
+    """Takes the calls that layers on a GPU make of CUDA."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pinned: set[int] = set()
+        self.calls: list[str] = []
+        for name, found in {
+            "Stream": lambda device: self,
+            "stream": lambda stream: nullcontext(),
+            "current_stream": lambda device: self,
+            "cudart": lambda: self,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, found)
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.pinned.add(address)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> None:
+        self.pinned.remove(address)
+
+    def synchronize(self) -> None:
+        self.calls.append("copied")
+
+    def record_event(self) -> Any:
+        number = self.calls.count("given")
+        self.calls.append("given")
+        return SimpleNamespace(synchronize=lambda: self.calls.append(f"{number} done"))
+
+
+class NumberedLayers:
+    """Gives layers whose bytes are their numbers."""
+
+    device = SimpleNamespace(type="cuda")
+    streamed = range(4)
+
+    def __init__(self, folder: Path) -> None:
+        self._files = [folder / str(number) for number in self.streamed]
+        for number, file in enumerate(self._files):
+            file.write_bytes(bytes([number]) * (1000 + number))
+        self.files = SimpleNamespace(seen={file: facts_of(file) for file in self._files})
+
+    def spans(self, number: int) -> tuple[list[Span], list[Span]]:
+        spans = [Span(self._files[number], 0, 1000 + number)]
+        return spans, spans
+
+    def layer(self, number: int, lent: Lent) -> list[int]:
+        return lent.find(self.spans(number)[0][0]).tolist()
+
+
+@pytest.mark.parametrize(("kind", "num_slots"), [("own memory", 4), ("disk", 2)])
+def test_a_gpu_has_two_layers_at_once(
+    kind: Any, num_slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, source = PretendGpu(monkeypatch), cast(Any, NumberedLayers(tmp_path))
+    stream = layer_stream.LayerStream(source, lambda number, weights: cast(Any, weights), kind)
+    assert len(gpu.pinned) == num_slots
+    for _ in range(3):
+        for number in range(4):
+            with stream.layer(number, (number + 1) % 4) as layer:
+                assert layer == [number] * (1000 + number)
+    for number in range(2, 12):  # the layer before the last one was done before it was copied
+        place = [n for n, call in enumerate(gpu.calls) if call == "copied"][number]
+        assert gpu.calls[place - 1 : place + 2] == [f"{number - 2} done", "copied", "given"]
+    stream.close()
+    assert not gpu.pinned
