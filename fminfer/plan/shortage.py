@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from fminfer.core.errors import UsageError
 from fminfer.core.quantities import show_bytes
-from fminfer.plan.expected_bytes import GPU_CONTEXT, GPU_RESERVE
+from fminfer.plan.expected_bytes import GPU_RESERVE
 from fminfer.plan.run_plan import RankPlan, RunPlan, name_of
 
 CPU_SHARE = 0.5  # share of the memory that is free after loading; others use it as well
@@ -46,10 +46,9 @@ def count_kv_tokens(plan: RunPlan) -> int:
         return _whole_blocks(plan, plan.config.budget)
     taken = [rank.takes.weights - rank.takes.mapped for rank in plan.ranks]
     free, on_cpu = plan.room_bytes, plan.device.type == "cpu"
-    if on_cpu:
+    if on_cpu or plan.machine.device_bytes is not None:
         taken = [size + rank.takes.libraries for size, rank in zip(taken, plan.ranks, strict=True)]
-    elif plan.machine.device_bytes is not None:
-        free -= GPU_CONTEXT
+        free += 0 if on_cpu else GPU_RESERVE  # which `auto_budget` leaves
     if plan.shares_memory:
         left = free // plan.machine.num_pipelines - sum(taken)
         return fit_kv_tokens(plan, [find_room(plan, rank, "all", left) for rank in plan.ranks])
@@ -59,7 +58,7 @@ def count_kv_tokens(plan: RunPlan) -> int:
 
 
 def fit_kv_tokens(plan: RunPlan, rooms: Sequence[RankRoom]) -> int:
-    """Return the tokens of KV cache for which every rank has room once weights are loaded."""
+    """Return the tokens of KV cache, in whole blocks, that all have room for beside weights."""
 
     def fit(room: RankRoom) -> int:
         sharers = [each for each in rooms if each.memory == room.memory]
