@@ -2,7 +2,7 @@
 """Writes the tables of docs/large_models.md, as `fminfer check` predicts them; it runs no model.
 
 scripts/large_model_tables.py                       # all of them: some minutes
-scripts/large_model_tables.py --check published     # ends with 1 if this table says something else
+scripts/large_model_tables.py --check published     # ends with 1 if this table differs
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PUBLISHED = {
     "ds-inference": (["40.57", "5.23", "", "", "2.77", "0.66"], "654–685"),
     "ds-zero": (["283", "34.88", *[OOM] * 4], "462–463"),
 }
-OURS = {  # what comes next to each
+OURS = {  # our nearest way to each
     "accelerate": f"{MACHINES['eight GPUs']} --pipeline-group-size 8",
     "ds-inference": f"{MACHINES['eight GPUs']} --tp 8",
     "ds-zero": f"{A100} --host-memory 512G --offload cpu",
@@ -54,7 +54,7 @@ def make_lines(count: int, prompt: int) -> str:
 
 
 def check(flags: str, *, count: int = 1024, prompt: int = 100) -> dict[str, Any]:
-    """Return what `fminfer check` says of made-up lines."""
+    """Return the report of `fminfer check` on made-up lines."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "requests.jsonl"
         path.write_text(make_lines(count, prompt))

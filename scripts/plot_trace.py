@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 COLOURS = {"prefill": "#e8983e", "mixed": "#c9b458", "decode": "#4f86b8"}
-OF_LAYERS = {"wait": "#d05f5f", "compute": "#7fb77e"}  # that come and go (--offload)
+OF_LAYERS = {"wait": "#d05f5f", "compute": "#7fb77e"}  # streamed (--offload)
 WIDTH, LEFT, ROW, GAP = 980, 110, 26, 46
 
 

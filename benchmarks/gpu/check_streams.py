@@ -1,4 +1,4 @@
-"""Of phase 3: layers that come to the GPU for each pass (--offload), beside the whole model."""
+"""Of phase 3: layers streamed to the GPU (--offload), beside the whole model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cases(setting: Setting) -> Iterator[Case]:
 
 
 def check_family(setting: Setting, name: str, place: str) -> Figures:
-    """Compare answers, draws too, with those of the model whose layers stay."""
+    """Compare answers, draws included, with those of the whole model."""
     folder = setting.scratch / "streams" / name
     if not folder.exists():
         make_model(name).save_pretrained(folder)
@@ -55,7 +55,7 @@ def _answers(setting: Setting, folder: Path, offload: str) -> list[dict[str, Any
 
 
 def time_stream(setting: Setting, place: str) -> Figures:
-    """Time passes over layers of a 7B model: how fast they come, and how long the GPU waits."""
+    """Time passes over layers of a 7B model: their GB/s, and how long the GPU waits."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = setting.scratch / "streams" / "large"

@@ -1,4 +1,4 @@
-"""`fminfer bench`: what a token takes, at several batch sizes, and each rank's memory."""
+"""`fminfer bench`: the time of a token at several batch sizes, and each rank's memory."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def bench(**options: Any) -> None:
     fminfer bench --model-name /models/bloom-7b1 --calibrate
 
     It measures as the BLOOM inference scripts do: greedy generation of 100 tokens from inputs of a
-    few tokens, each batch size once, after a short row to warm up. Of a model that gives vectors it
-    tells rows a second, at several lengths. It starts ranks as fminfer run does. Several pipelines
-    (--data-group-size) have a batch each.
+    few tokens, each batch size once, after a short row to warm up. For a model that gives vectors
+    it measures rows a second, at several lengths. It starts ranks as fminfer run does. With
+    --data-group-size, each pipeline has a batch of its own.
 
-    A batch that does not fit is told as oom, and the others are timed. At the end stands each
-    rank's peak of memory beside the forecast of fminfer check, and a line of JSON last.
+    A batch that does not fit prints oom, and the others are timed. Last come each rank's peak
+    memory beside the forecast of fminfer check, and a line of JSON.
 
     \b
     Exit status: 0 a batch size was timed; 1 none fits, or it failed; 2 wrong usage;
@@ -59,13 +59,13 @@ def bench(**options: Any) -> None:
         is_timed = _time(config, role, asked, stopper, ending)
     except (Exception, KeyboardInterrupt) as error:
         ending.fail(error, stopper.reason)
-    ending.leave(0 if is_timed else EXIT_FAILED)  # ranks may have run out of memory
+    ending.leave(0 if is_timed else EXIT_FAILED)  # at once: ranks may have run out of memory
 
 
 def _time(
     config: EngineConfig, role: Role, asked: BenchOptions, stopper: Stopper, ending: Ending
 ) -> bool:
-    """Do this process's part of a bench; return whether it did, or a batch size was timed."""
+    """Do this process's part of a bench; return False only if no batch size was timed."""
     most = max(asked.batch_sizes)
     if config.max_rows is not None and most > config.max_rows:
         raise UsageError(

@@ -96,7 +96,7 @@ class Weight:
     spec: TensorSpec
     format: Format
     tensors: Tensors
-    is_lent: bool = False  # for one pass through its layer: packing it would not pay
+    is_lent: bool = False  # for one pass through its layer, so packing does not pay
 
     @property
     def shape(self) -> Shape:

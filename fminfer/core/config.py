@@ -68,7 +68,7 @@ class StepSizes:
 
 
 ON_CPU, ON_GPU = StepSizes(512, 256), StepSizes(4096, 1024)
-# Where layers are streamed, each time that they come serves as many tokens as memory allows.
+# Each step reads streamed layers again, so it has as many tokens as memory allows.
 STREAMED = {"cpu": StepSizes(4096, 1024), "cuda": StepSizes(8192, 4096)}
 BLOCK_SIZE = 32
 
@@ -215,17 +215,17 @@ class MemoryOptions(Options):
     """How much is held in memory, and computed at once."""
 
     offload: Offload = _speed(
-        "For weights that do not fit the device's memory: layers are brought one after another for "
-        "each pass, which computes thousands of tokens. cpu: a GPU's layers wait in the host's "
-        "memory. disk: all layers are read from the model's files in each pass. auto: only layers "
-        "that do not fit, from the host's memory if they fit there.",
+        "Stream layers of a model that does not fit the device's memory: bring them again for each "
+        "pass, which computes thousands of tokens. auto: stream only layers that do not fit, from "
+        "a GPU's host memory or, if they do not fit there, from the disk. cpu: stream all layers "
+        "from a GPU's host memory. disk: stream all layers from the model's files.",
         default="off",
         must_agree=True,
     )
     budget: int | None = _speed(
         "Size of the KV cache in tokens (prompts and new tokens of all rows that run at once), "
-        f"rounded up to blocks of {BLOCK_SIZE}.  [default: what fits in half of the free RAM, or "
-        "in a GPU beside weights, a step's work and 1.5 GiB]",
+        f"rounded up to blocks of {BLOCK_SIZE}.  [default: what fits in half of the free RAM (in "
+        "70 % with --offload), or in a GPU beside weights, a step's work and 1.5 GiB]",
         must_agree=True,
     )
     block_size: Count = option("Tokens of a KV block.", default=BLOCK_SIZE, must_agree=True)

@@ -54,11 +54,10 @@ class StageSpan:
     sent_bytes: int = 0
     max_tokens: int = 0  # that the stage computes at once since memory ran out; 0: it has not
     earlier_s: float = 0.0  # what earlier steps took beyond their own spans, on a GPU
-    # Of layers that are brought for each step (--offload): bytes that were read since the last one,
-    # and how long reads went on.
+    # Of streamed layers (--offload): bytes read since the last step, and how long reads went on.
     read_bytes: int = 0
     read_s: float = 0.0
-    # Of each that was brought: when it was asked for, when it was there, when it was done.
+    # Of each streamed layer: when it was asked for, when it was there, when it was computed.
     brought: list[list[float]] = field(default_factory=list)
 
     @property

@@ -21,16 +21,16 @@ class MemoryPeak:
 
 @dataclass(slots=True, frozen=True)
 class RankMemory:
-    """One rank's peak, as it last said it, and its forecast."""
+    """One rank's peak, as it last reported it, and its forecast."""
 
     rank: int  # counted over all pipelines
     is_on_gpu: bool
-    foreseen_bytes: int  # as `fminfer check` counts them: of the GPU, or else of the host
+    foreseen_bytes: int  # the forecast of `fminfer check`: of the GPU, or else of the host
     peak: MemoryPeak
 
     @property
     def peak_bytes(self) -> int:
-        """The peak of the memory that the forecast is of."""
+        """The peak that the forecast is compared with."""
         return self.peak.gpu_reserved_bytes if self.is_on_gpu else self.peak.host_bytes
 
     def to_text(self) -> str:
@@ -42,7 +42,7 @@ class RankMemory:
 
 
 def show_memory(ranks: Sequence[RankMemory]) -> str:
-    """Tell the peaks in a line: of each rank if they are few, or else of the largest."""
+    """Tell the peaks in a line: of each rank if there are few, or else of the largest."""
     told = ranks if len(ranks) <= MOST_TOLD else [max(ranks, key=lambda each: each.peak_bytes)]
     parts = [f"rank {each.rank}: " * (len(ranks) > 1) + each.to_text() for each in told]
     others = f"; the most of {counted(len(ranks), 'rank')}" * (len(told) < len(ranks))

@@ -18,7 +18,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size  # tokens a block
-        self.max_used = 0  # blocks that were ever in use at once, which are the first ones
+        self.max_used = 0  # most blocks that were in use at once, which are the first ones
         self.clear()
 
     def clear(self) -> None:

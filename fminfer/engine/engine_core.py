@@ -29,7 +29,7 @@ class Facts:
     why_slower: str  # why it is slower than it could be
     num_stages: int = 1  # of all pipelines
     num_ranks: int = 1  # of all stages
-    streaming: str = ""  # which layers come and go, and what a pass takes
+    streaming: str = ""  # which layers are streamed, and what a pass takes
 
 
 # Of a line's answer: the model; an equal line, which had it computed; or the result cache.

@@ -90,7 +90,7 @@ class KvReservation:
 
     @property
     def max_kv_tokens(self) -> int:
-        """Tokens of the blocks that were ever in use."""
+        """Most tokens whose blocks were in use at once."""
         return self._pool.max_used * self._pool.block_size
 
     def fits(self, prompt: PromptState) -> bool:

@@ -41,7 +41,7 @@ class Scheduler:
         cache: of prompts' prefixes; None: every prompt is fed whole.
         memories: of an encoder, for other prompts; None: there are none.
         most_read: tokens of a prompt that an encoder reads, at most.
-        has_long_steps: layers come anew for each step.
+        has_long_steps: each step streams layers.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Scheduler:
 
     @property
     def max_kv_tokens(self) -> int:
-        """Tokens of the KV cache whose blocks were ever in use."""
+        """Most tokens of the KV cache that were in use at once."""
         return self._kv.max_kv_tokens
 
     @property

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from fminfer.core.messages import StageSpan
 
-MUCH_READ = 1 << 26  # bytes: of fewer a speed says little
+MUCH_READ = 1 << 26  # bytes: the speed of fewer says little
 
 
 @dataclass(slots=True)
@@ -20,12 +20,12 @@ class StageStats:
     last_s: float = 0.0  # end of its last step
     sent_bytes: int = 0
     max_tokens: int = 0  # most tokens at once since memory ran out; 0: it has not run out
-    # Of layers that are brought for each pass (--offload):
+    # Of streamed layers (--offload):
     num_passes: int = 0
     waited_s: float = 0.0  # the part of busy_s in which nothing computed
     read_bytes: int = 0
     read_s: float = 0.0  # while reads went on
-    slowest_read: float = 0.0  # bytes a second, of a whole pass; 0: nothing was read
+    slowest_read: float = 0.0  # bytes a second of the slowest pass; 0: none was read
 
     def add(self, span: StageSpan) -> None:
         """Count one step."""
@@ -84,7 +84,7 @@ class EngineStats:
     num_begun: int = 0  # requests that no longer wait: admitted, or ended without
     max_rows_running: int = 0
     num_kv_tokens: int = 0  # the size of the KV cache
-    max_kv_tokens: int = 0  # of it, those whose blocks were ever in use
+    max_kv_tokens: int = 0  # of these, most that were in use at once
     stages: list[StageStats] = field(default_factory=list)  # one a stage
     read: ReadWork = field(default_factory=ReadWork)
 

@@ -23,7 +23,7 @@ class StepShape:
     chunk_size: int  # most tokens
     micro_batches: int  # steps in flight
     num_stages: int  # of the pipeline
-    has_long_steps: bool = False  # layers come anew for each: prompts wait for no other step
+    has_long_steps: bool = False  # each streams layers: prompts are not cut for others
 
     def max_tokens(self, num_decode_rows: int, *, is_decoding: bool) -> int:
         """Return the most tokens of a step.

@@ -30,7 +30,7 @@ LENGTHS = (16, 64, 256, 512)  # of rows that become vectors
 
 @dataclass(slots=True, frozen=True)
 class Figures:
-    """What one batch size took: on each pipeline, all at once."""
+    """The times of one batch size, which each pipeline ran at once."""
 
     batch_size: int  # of a pipeline
     length: int  # tokens of a row that becomes a vector; 0: rows of generated tokens
@@ -51,7 +51,7 @@ class Figures:
 
     @property
     def value(self) -> float:
-        """What tables and pictures show: milliseconds a token, or of vectors rows a second."""
+        """What tables and pictures show: milliseconds a token, or rows a second for vectors."""
         return self.rows_per_s if self.length else self.ms_per_token
 
     def to_dict(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class NoRoom:
     batch_size: int
     length: int
     needed_kv_tokens: int  # in each pipeline
-    num_kv_tokens: int  # that there are
+    num_kv_tokens: int  # that each has
     why: str
 
     value = None
@@ -118,12 +118,12 @@ class BenchResult:
 
     @property
     def y_name(self) -> str:
-        """What the values of rows are."""
+        """The unit of the rows' values."""
         return "rows a second" if self.rows[0].length else "msecs a token"
 
     @property
     def curves(self) -> dict[str, list[tuple[int, float | None]]]:
-        """Batch sizes with their values, by the name of what was timed; None: it is oom."""
+        """Batch sizes and their values, by the name of the measure; None: out of memory."""
         found: dict[str, list[tuple[int, float | None]]] = {}
         for row in self.rows:
             name = f"rows/s of {row.length:,}" if row.length else "msecs a token"
@@ -155,10 +155,10 @@ class BenchContext(ProcessContext):
 
 
 def bench_process(run: BenchContext, tell: Callable[[str], None]) -> BenchResult | None:
-    """Load the model once and time each batch size, or do another rank's part; that returns None.
+    """Load the model once and time each batch size; ranks other than 0 return None.
 
     Args:
-        tell: told of each batch size once it is done.
+        tell: called with the text of each batch size once it is done.
 
     Raises:
         FminferError: the model cannot be loaded, or a row fails.
@@ -196,9 +196,9 @@ class _Bench:
         self._ids = random.Random(0)
 
     def time_all(self) -> Iterator[Row]:
-        """Time every batch, the smaller ones first, after a short one to warm up.
+        """Time every batch, smaller ones first, after a short one to warm up.
 
-        Larger batches than one that ran out of memory would do so, too, and may find no ranks.
+        After a batch that ran out of memory, larger ones are not tried: its ranks may be gone.
         """
         lengths = [0]
         if self._gives_vectors:
@@ -219,7 +219,7 @@ class _Bench:
                 yield no_room(str(error))
 
     def _needed_kv_tokens(self, batch_size: int, new_tokens: int) -> int:
-        """Return the KV cache in which so many rows run at once; vectors need none to count."""
+        """Return the KV tokens that so many rows need at once; 0 for vectors."""
         if self._gives_vectors:
             return 0
         prompt = self._engine.tokenizer.encode("Row 000:", with_offsets=False)
@@ -241,7 +241,7 @@ class _Bench:
         )
 
     def _answer(self, batch_size: int, length: int, new_tokens: int) -> float:
-        """Answer a batch of different rows on each pipeline; return the seconds."""
+        """Answer a batch of different rows on each pipeline; return the seconds it took."""
         numbers = range(batch_size * self._num_pipelines)
         if self._gives_vectors:
             size = self._engine.vocab_size

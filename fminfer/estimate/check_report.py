@@ -51,7 +51,7 @@ class CheckReport:
 
     @property
     def fits(self) -> bool:
-        """Whether the run fits its memory, or any of the other plans does."""
+        """Whether the run, or any of its other plans, fits the memory."""
         if self.plans is not None:
             return bool(self.plans.fitting)
         return not self.plan.shortage
@@ -94,7 +94,7 @@ class CheckReport:
         }
 
     def to_text(self, *, is_all: bool = False) -> str:
-        """Return the report for people; of other plans the best ones, if not all are asked for."""
+        """Return the report for people; `is_all`: with all plans, not the best alone."""
         counts, plan = self.counts, self.plan
         codes = ", ".join(f"{count} {code}" for code, count in counts.errors_by_code.items())
         wrong = f", {counts.num_wrong:,} wrong ({codes})" if codes else ""
@@ -115,7 +115,7 @@ class CheckReport:
         return "\n".join(lines)
 
     def _own_lines(self) -> list[str]:
-        """Return what was planned by options alone."""
+        """Return the plan that the options give."""
         passes = [f"{'passes' * (n == 0):<10}{text}" for n, text in enumerate(self.passes)]
         lines = [*self._memory_lines(), *passes]
         if self.counts.num_right and not self.plan.shortage:

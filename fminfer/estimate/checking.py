@@ -56,10 +56,10 @@ class Check:
     """A model, opened as far as its config and tokenizer, and what a run of it would allow.
 
     Args:
-        asked: for which devices. With --plan no line is judged by the memory of these options.
+        asked: the devices to plan for. With --plan, the memory of these options judges no line.
         device_bytes: of --device-memory.
         has_weights: otherwise a folder needs no weights.
-        keeps_offload: no plan has another --offload.
+        keeps_offload: all plans have this --offload.
 
     Raises:
         FminferError: the model does not run, or not so.
@@ -95,7 +95,7 @@ class Check:
         self._num_blocks = (num_tokens or plan.most_kv_tokens) // config.block_size
         self._intake = make_intake(config, self._checkpoint, self._tokenizer, self._num_blocks)
         self._limits = self._intake.limits
-        # From here on: what was found of the lines, for their steps.
+        # What `run` finds out of the lines, to simulate their steps.
         self._sample: list[Line] = []
         self._is_whole, self._scale, self._read_ahead = True, 1.0, WINDOW
         self._simulate = cache(self._simulate_lines)
@@ -110,7 +110,7 @@ class Check:
             is_quiet: show no bar.
 
         Raises:
-            UsageError: flags do not say what the devices can do, or --plan cannot be.
+            UsageError: flags do not say what the devices can do, or the model has no --plan.
         """
         config = self._config
         intake = self._intake
@@ -143,7 +143,7 @@ class Check:
         return self._compare(report)
 
     def _compare(self, report: CheckReport) -> CheckReport:
-        """Add other plans to a report, or what a pass of this one takes."""
+        """Add to a report the other plans, or what a pass with streamed layers takes."""
         plan, asked, device_bytes = self._plan, self._asked, self._plan.machine.device_bytes
         is_this, roofs = asked.is_this(device_bytes), None
         streams = any(rank.streamed for rank in plan.ranks)
@@ -153,7 +153,7 @@ class Check:
             return replace(report, passes=tell_passes(plan, roofs))
         if self._checkpoint.model.encoder is not None:
             raise UsageError(
-                "--plan predicts decoders, and this model has an encoder; leave it out"
+                "--plan predicts decoders, but this model has an encoder; leave --plan out"
             )
         plan_one = partial(self._plan_one, counts=report.counts, roofs=roofs)
         runs = plan_runs(self._config, roofs, plan_one, keeps_offload=self._keeps_offload)
@@ -193,12 +193,12 @@ class Check:
         return PlannedRun(config, plan, "", predict_load(plan, roofs), seconds, ms_token, bound)
 
     def _of_bytes(self, num_lines: int) -> dict[str, int]:
-        """Warn of prompts that are counted as a model with its own tokenizer would not."""
+        """Warn of prompts whose tokens are counted without the model's own tokenizer."""
         config = self._config
         if config.random_init is None or config.tokenizer or config.skip_tokenizer_init:
             return {}
-        text = "--random-init counts a token for each byte, some four times too many; --tokenizer "
-        return {f"{text}names the model's own": num_lines} if num_lines else {}
+        text = "--random-init counts a token for each byte, about four times too many; give the "
+        return {f"{text}model's own --tokenizer": num_lines} if num_lines else {}
 
     def _build_loop(self) -> EngineLoop:
         plan = self._plan
@@ -226,7 +226,7 @@ class Check:
     def _simulate_lines(
         self, num_pipelines: int, sizes: StepSizes, num_blocks: int, num_stages: int
     ) -> Simulation:
-        """Return the steps of one of so many pipelines, which share the lines."""
+        """Return the steps of one pipeline; all of them share the lines."""
         return simulate(
             iter(self._sample[::num_pipelines]),
             self._tokenizer,

@@ -20,8 +20,8 @@ WIDTH = 2048  # of the product
 def measure_roofs(plan: RunPlan) -> Roofs:
     """Measure this machine's roofs, in the plan's dtype and on its device.
 
-    Ranks on a CPU send through memory. Of other nodes, and of a disk without the model's files,
-    nothing is known: they are as assumed of any node.
+    Ranks on a CPU send through memory. Other nodes, and a disk without the model's files, have the
+    figures that are assumed of any node.
     """
     device = plan.device
     memory = torch.zeros(SIZE // 4, device=device)

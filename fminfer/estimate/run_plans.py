@@ -24,8 +24,8 @@ class PlannedRun:
     """One way to run a file, with what is predicted of it."""
 
     config: EngineConfig
-    plan: RunPlan | None = None  # None: it cannot be
-    why_not: str = ""  # it cannot be, or does not fit
+    plan: RunPlan | None = None  # None: the options are refused
+    why_not: str = ""  # why it cannot run, or does not fit
     load_s: float = 0.0
     run_s: float = 0.0
     ms_token: float = 0.0  # of the run, without loading
@@ -33,7 +33,7 @@ class PlannedRun:
 
     @property
     def flags(self) -> str:
-        """The flags of `fminfer run` that choose it."""
+        """The flags of `fminfer run` for it."""
         config = self.config
         told = {
             "--data-group-size": config.data_group_size,
@@ -51,13 +51,13 @@ class PlannedRun:
 
     @property
     def streamed(self) -> list[Streamed]:
-        """What comes and goes in each stage."""
+        """The streamed layers of each stage."""
         ranks = self.plan.ranks if self.plan else ()
         return [rank.streamed for rank in ranks if rank.streamed and not rank.part.shard]
 
     @property
     def rank_bytes(self) -> int:
-        """The most that a rank takes beside its KV cache."""
+        """The most memory that a rank takes without its KV cache."""
         return max(rank.takes.total(0) for rank in self.plan.ranks) if self.plan else 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class PlannedRun:
 def find_spreads(roofs: Roofs, asked: GroupSizes) -> Iterator[tuple[int, int, int]]:
     """Yield the data groups, stages and shards that use all devices.
 
-    Shards of a stage are on one node. A pipeline has a part of a node, or whole nodes.
+    Shards of a stage are on one node. A pipeline takes part of a node, or whole nodes.
     """
     num, size = roofs.num_devices, roofs.num_devices * roofs.num_nodes
     told = (asked.data_group_size, asked.told_stages, asked.tensor_parallel_size)
@@ -104,10 +104,10 @@ def plan_runs(
     *,
     keeps_offload: bool,
 ) -> list[PlannedRun]:
-    """Plan a run in all ways, the fastest first; then those that do not fit.
+    """Plan a run in all ways; return the fastest first, and last those that do not fit.
 
     Args:
-        keeps_offload: otherwise layers are streamed where they do not fit.
+        keeps_offload: otherwise layers that do not fit are streamed.
 
     Raises:
         UsageError: no way has the stages and ranks that flags ask for.
@@ -129,8 +129,8 @@ def plan_runs(
     if not found:
         raise UsageError(
             f"no way uses {counted(roofs.num_devices * roofs.num_nodes, 'device')} with the stages "
-            "and ranks that flags ask for: --tp must divide the devices of a node. Give other "
-            "numbers, or another --num-devices"
+            "and ranks that flags ask for; --tp must divide the devices of a node. Change these "
+            "flags, or --num-devices"
         )
     return sorted(found, key=lambda each: (bool(each.why_not), each.load_s + each.run_s))
 
@@ -145,7 +145,7 @@ class PlanReport:
 
     @property
     def fitting(self) -> list[PlannedRun]:
-        """Those that can be."""
+        """Those that fit."""
         return [run for run in self.runs if not run.why_not]
 
     def to_dict(self) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class PlanReport:
         if is_all:
             lines += [f"  {run.name}: {run.why_not}" for run in others]
         for why, count in Counter(run.why_not.split(":")[0] for run in others).items():
-            lines.append(f"not       {counted(count, 'way')}: {why}")
+            lines.append(f"left out  {counted(count, 'way')}: {why}")
         return "\n".join([*lines, *(f"fastest   {run.name}" for run in fitting[:1])])
 
     def _title(self) -> str:

@@ -47,12 +47,12 @@ class StepCounts:
 
     @property
     def num_tokens(self) -> float:
-        """The tokens that are computed."""
+        """Tokens that these steps compute."""
         return self.num_rows + self.costs[1] + self.costs[2]
 
     @property
     def average(self) -> StepLoad:
-        """One of these steps, as they are on average."""
+        """The average of these steps."""
         num, costs = self.num_steps, [each / self.num_steps for each in self.costs]
         num_tokens, num_rows = self.num_tokens / num, self.num_rows / num
         return StepLoad(num_tokens, num_rows, costs[4] + costs[8], costs[3] + costs[8], costs[10])
@@ -86,7 +86,7 @@ class PretendPipeline:
         self._block_size, self._tables = block_size, BlockTables()
         self._steps: deque[Step] = deque()
         self.num_in_flight = 0
-        # The steps up to the last one that feeds several tokens of a row, apart by their tokens.
+        # The steps up to the last one that feeds several tokens of a row, grouped by their tokens.
         self.kinds: dict[int, StepCounts] = {}
         self.rest = StepCounts()  # those after it, in which rows end and none comes
         self.num_blocks_used = 0  # the KV blocks that were ever written, which are the first ones
@@ -98,7 +98,7 @@ class PretendPipeline:
         shape = StepWork.of(step)
         counts = StepCounts.of(shape)
         if shape.num_prompt_tokens:
-            for part in (self.rest, counts):  # rows of one token since the last prompt, and this
+            for part in (self.rest, counts):  # steps since the last prompt, and this one
                 kind = int(part.num_tokens / max(1, part.num_steps)).bit_length()
                 self.kinds.setdefault(kind, StepCounts()).add(part)
             self.rest = StepCounts()
@@ -181,7 +181,7 @@ class Simulation:
         return steps
 
     def parts(self, scale: float) -> list[StepCounts]:
-        """Return the same steps, apart by about how many tokens they have."""
+        """Return the same steps, grouped by about how many tokens they have."""
         parts = [(each, scale) for each in self.kinds] + [(self.rest, 1.0)]
         if self.rest.num_rows:
             parts.append((self.rest.in_steps_of(self.stats.max_rows_running), scale - 1))

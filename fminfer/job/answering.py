@@ -332,7 +332,7 @@ def _answer_rows(
             )
     finally:
         engine.close()
-    summary.ranks = engine.memory  # with the last words of all
+    summary.ranks = engine.memory  # with the last reports of all
     return summary
 
 

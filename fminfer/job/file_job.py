@@ -195,7 +195,7 @@ def _show(
     bar.update(summary.num_rows + summary.num_errors, summary.num_errors, engine)
 
 
-LAYERS = 1000  # added to the number of a rank: the line of its layers that come and go
+LAYERS = 1000  # added to a rank's number: the line of its streamed layers
 
 
 class TraceFile:
@@ -229,9 +229,9 @@ class TraceFile:
             self._add_span(rank, step.phase, (span.start_s, span.end_s), args)
             if span.brought:
                 args |= {"read_bytes": span.read_bytes, "read_s": span.read_s}
-                self._name(rank + LAYERS, f"rank {rank}: layers that come and go")
+                self._name(rank + LAYERS, f"rank {rank}: streamed layers")
             for number, (asked_s, came_s, done_s) in enumerate(span.brought):
-                of = {"step": step.step_id, "number": number}  # of those that came
+                of = {"step": step.step_id, "number": number}  # of the streamed ones
                 self._add_span(rank + LAYERS, "wait", (asked_s, came_s), of)
                 self._add_span(rank + LAYERS, "compute", (came_s, done_s), of)
 

@@ -203,7 +203,7 @@ class JobSummary:
         return lines
 
     def _stream_lines(self) -> list[str]:
-        """Say what bringing layers took, of each stage whose layers do not all stay (--offload)."""
+        """Tell what each stage's streamed layers took."""
         lines = []
         for number, stage in enumerate(self.engine["stages"]):
             if not stage["num_passes"]:
@@ -222,7 +222,7 @@ class JobSummary:
         return lines
 
     def _slowed_lines(self) -> list[str]:
-        """Say where a disk was much slower than usual while layers were read."""
+        """Warn of disks that were at times much slower than on average."""
         return [
             f"warning   the disk of stage {number} was slow at times: one pass read at "
             f"{show_bytes(int(stage['slowest_read']))}/s, all together at "

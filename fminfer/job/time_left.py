@@ -8,8 +8,8 @@ from collections import deque
 from fminfer.engine.stats import EngineStats, Observed
 
 # A step takes as long as so many of its tokens: its weights are read, its kernels started.
-# The CPU's figure is that of llamas of 12 × 768. The others are assumed. "streamed": layers come
-# from the disk, or from a GPU's host.
+# The CPU's figure is that of llamas of 12 × 768. The others are assumed. "streamed": some layers
+# are (--offload).
 STEP_TOKENS = {"cpu": 40.0, "cuda": 300.0, "streamed": 500.0}
 MINUTE_S, MARK_EVERY_S = 60.0, 1.0
 

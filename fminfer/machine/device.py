@@ -120,7 +120,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def measure_peak(device: torch.device = CPU) -> MemoryPeak:
-    """Return the most memory that this process has had so far, of the host and of its device."""
+    """Return this process's peak memory so far, of the host and of its device."""
     if device.type != "cuda":
         return MemoryPeak(peak_host_bytes())
     return MemoryPeak(

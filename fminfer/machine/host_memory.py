@@ -48,9 +48,9 @@ def free_swap_bytes() -> int:
 
 
 def peak_host_bytes() -> int:
-    """Return the most memory that this process has had, mapped files included.
+    """Return this process's peak memory, mapped files included.
 
-    The system's older count, `ru_maxrss`, begins with what the process that started this one had.
+    The system's older count, `ru_maxrss`, begins with the memory of the process that started it.
     """
     peak = _read_bytes("proc/self/status", "VmHWM")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if peak is None else peak
@@ -137,7 +137,7 @@ def touching_memory(num_bytes: int) -> Iterator[None]:
             yield
     finally:
         memory.close()
-        with suppress(OSError):  # it is not to count in the peak; 5 begins that anew
+        with suppress(OSError):  # "5" resets the peak, which this must not raise
             Path("/proc/self/clear_refs").write_text("5")
 
 

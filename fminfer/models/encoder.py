@@ -22,8 +22,8 @@ class EncoderOf:
     """The encoder's layers of one stage.
 
     Args:
-        hows: of the stage's layers.
-        layers: these.
+        hows: the specs of the stage's layers.
+        layers: these layers.
         entry, exit: the weights before the first layer, and after the last one; another stage has
             them: {} and None. After the last one a model may have none.
     """

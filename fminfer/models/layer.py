@@ -391,7 +391,7 @@ class LayerOf:
 def run_layers(
     layers: Iterable[LayerOf], num_layers: int, x: torch.Tensor, step: LayerStep
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run layers one after the other, the last one for the kept tokens; return what it does."""
+    """Run layers one after another, the last one for the kept tokens; return what it returns."""
     more: torch.Tensor | None = None
     kept, step.kept, number = step.kept, None, 0
     for layer in layers:

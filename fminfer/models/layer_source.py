@@ -33,7 +33,7 @@ class Maker(Protocol):
     """Makes the tensors of weights."""
 
     device: torch.device
-    files: TensorFiles | None  # of which they are made
+    files: TensorFiles | None  # that they are read from
 
     def format_of(self, origin: Origin) -> Format:
         """Return the format in which a weight is held."""
@@ -42,11 +42,11 @@ class Maker(Protocol):
         """Return a weight. The name has the number of its layer, if it is of one."""
 
     def waiting(self, origin: Origin, attention: Attention | None) -> Iterator[Waiting]:
-        """Give the parts of files that it is made of, which were not read yet."""
+        """Give the parts of files that a weight is made of, to be read."""
         return iter(())
 
     def spans(self, origin: Origin, attention: Attention | None) -> Iterator[Span]:
-        """Give the same as places in files."""
+        """Give the same parts as spans."""
         return iter(())
 
 
@@ -57,7 +57,7 @@ class LayerSource:
         origins: of the whole model.
         dtype: of the arithmetic.
         on_progress: called with (bytes made, bytes in all) after each weight that stays.
-        streamed: the layers that do not stay, by number.
+        streamed: numbers of the streamed layers.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class LayerSource:
         """Return the weights of a layer, by its number in the model.
 
         Args:
-            lent: has what is stored of it. The weights may lie there; None: it is read.
+            lent: its stored bytes, in which weights may stay; None: they are read.
         """
         where, origins = f"layer {number} ", self._origins.layers[number]
         attention = self._attention[number]
@@ -105,7 +105,7 @@ class LayerSource:
             return {name: make(where + name, one, attention) for name, one in origins.items()}
 
     def spans(self, number: int) -> tuple[list[Span], list[Span]]:
-        """Return where in files a layer's tensors are, and the parts of them that are needed."""
+        """Return where a layer's tensors are in files, and the parts that this rank needs."""
         attention, origins = self._attention[number], self._origins.layers[number].values()
         needed = merge(span for each in origins for span in self._maker.spans(each, attention))
         uncut = (replace(each, cut=None) for each in origins)
@@ -115,7 +115,7 @@ class LayerSource:
         return self._maker.format_of(origin).num_bytes(origin.held.shape)
 
     def layers(self) -> Iterator[Weights]:
-        """Give those of each layer that stays; the next ones' are read meanwhile, then exit's."""
+        """Give those of each layer that stays; read the next ones' meanwhile, then exit's."""
         own = [(self._origins.layers[n], self._attention[n]) for n in self.resident]
         groups = [*own, *[(self._origins.exit, None)] * self._part.is_last]
         waiting = [
@@ -207,8 +207,8 @@ def open_weights(
         seed: for random weights. They do not depend on how the model is split.
         share: what this rank holds of each tensor; None: all.
         on_progress: called with (bytes read, bytes in all) after each weight that stays.
-        streamed: the layers that do not stay, by number; of a model in files.
-        keeps_parts: products take weights that lie in several parts.
+        streamed: numbers of the streamed layers; none without files.
+        keeps_parts: products take weights of several parts.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, of another shape, or a file is broken.
@@ -250,7 +250,7 @@ class Reader(Maker):
         return Weight(origin.held, held, self._tensors(origin, held, attention), is_lent)
 
     def _stays_in_parts(self, origin: Origin, held: Format) -> bool:
-        """Tell whether a product's weight is several matrices, which are held as they lie."""
+        """Tell whether a product's weight is one or more matrices, held as they are stored."""
         is_as_stored = origin.layout == AS_STORED and origin.cut is None
         stored = stored_parts(origin, self.files.types)
         return (

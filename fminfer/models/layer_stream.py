@@ -1,8 +1,8 @@
-"""Layers that do not stay in memory: each is brought for every pass, while others compute.
+"""Streamed layers: each is brought for every pass, while the one before it computes.
 
-What is stored of a layer lies in a slot. With two slots, one layer computes and the next is read
-from the disk, or from the system's cache of it. With one for each, all stay in the host's memory,
-and come to a GPU.
+A slot holds a layer's stored bytes. With two slots, one layer computes and the next is read from
+the disk, or from the system's cache of files. With a slot for each layer, all stay in the host's
+memory, and are copied to a GPU.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from fminfer.models.layer_source import LayerSource
 from fminfer.models.stored.direct_reads import DirectReads, Lent, Reading, finish, size_of
 from fminfer.models.tensor_specs import Weights
 
-SLOTS = 2  # layers whose bytes are in memory: one that computes, one that is read
+SLOTS = 2  # layers in memory: one computes, one is read
 MakeLayer = Callable[[int, Weights], LayerOf]
-# Where layers come from in each pass: the disk; the system's cache of files; memory of the process.
+# Where layers come from: the disk; the system's cache of files; memory of the process.
 StreamKind = Literal["disk", "shared memory", "own memory"]
 
 
 @dataclass(slots=True)
 class Slot:
-    """Memory for what is stored of one layer."""
+    """Memory for one layer's stored bytes."""
 
     buffer: torch.Tensor  # bytes
-    number: int | None = None  # of the layer that is here, or comes
+    number: int | None = None  # of the layer that is here, or is being read
     reading: Reading = ()
 
 
 class LayerStream:
     """Brings layers, the next one while one computes.
 
-    A GPU's are copied while it computes others; two are there at once. The copies have a stream of
-    their own, which does not wait for the work of others. So a layer's memory there is used again
-    only when the GPU is done with it.
+    To a GPU, a layer is copied while another computes; the GPU holds two at once. The copies have a
+    CUDA stream of their own, which waits for no computation. So a layer's memory on the GPU is used
+    again only once the GPU is done with that layer.
 
     Args:
         source: says which layers are streamed, and gives their weights.
-        make: makes a layer, of its number in the model and its weights.
+        make: makes a layer from its number in the model and its weights.
 
     Raises:
         MachineError: a file cannot be opened.
@@ -78,7 +78,7 @@ class LayerStream:
 
     @contextmanager
     def layer(self, number: int, following: int) -> Iterator[LayerOf]:
-        """Give a layer to compute with; the one that follows is read meanwhile.
+        """Give a layer to compute with; read the following one meanwhile.
 
         Raises:
             MachineError: a file cannot be read, ends too early, or was changed.
@@ -99,7 +99,7 @@ class LayerStream:
         self._brought.append([asked_s, came_s, time.time()])
 
     def try_layers(self, numbers: Iterable[int]) -> None:
-        """Make layers, so that what fails does so while the model loads."""
+        """Make layers once, so that a failure comes while the model loads."""
         for number in numbers:
             with self.layer(number, number):
                 pass
@@ -110,18 +110,18 @@ class LayerStream:
         self._brought, self._told = [], (self.reads.num_bytes, self.reads.busy_s)
 
     def told(self, span: StageSpan) -> StageSpan:
-        """Return when a stage worked with what was brought since the last one."""
+        """Return a step's span, with the layers that were brought since the last one."""
         brought, before = self._brought, self._told
         self.reset()
         return replace(
             span,
             read_bytes=self._told[0] - before[0],
-            read_s=(self._told[1] - before[1]) * self._is_direct,  # otherwise no disk's speed
+            read_s=(self._told[1] - before[1]) * self._is_direct,  # the cache has no disk's speed
             brought=brought,
         )
 
     def close(self) -> None:
-        """Stop reading, and leave the slots' memory."""
+        """Stop reading, and free the slots' memory."""
         self.reads.close()
         for slot in self._slots if self._copies is not None else ():
             _cuda_runtime().cudaHostUnregister(slot.buffer.data_ptr())
@@ -131,7 +131,7 @@ class LayerStream:
         return next((slot for slot in self._slots if slot.number == number), None)
 
     def _bring(self, number: int, used: Slot | None = None) -> Slot:
-        """Begin to read a layer into a slot that is empty, or one that is not used."""
+        """Begin to read a layer into an empty slot, or into another than `used`."""
         free = [slot for slot in self._slots if slot is not used]
         slot = next((slot for slot in free if slot.number is None), free[0])
         with suppress(MachineError):  # of a layer that nobody asks for
@@ -145,7 +145,7 @@ class LayerStream:
         slot.reading = self.reads.start(Lent(wholes, slot.buffer), needed)
 
     def _make_of(self, slot: Slot, number: int) -> LayerOf:
-        """Make a layer of what is in a slot. A GPU then has a copy of all of it."""
+        """Make a layer from a slot's bytes. A GPU then has a copy of all of them."""
         lent = Lent(self._spans[number][0], slot.buffer)
         if self._copies is None:
             return self._make(number, self._source.layer(number, lent))
@@ -157,7 +157,7 @@ class LayerStream:
 
 @dataclass(slots=True, frozen=True)
 class StreamedLayers:
-    """Layers of a stage in their order, of which some are brought for each pass."""
+    """A stage's layers in their order, some of them streamed."""
 
     numbers: Sequence[int]
     kept: Mapping[int, LayerOf]  # that stay in memory
@@ -182,8 +182,8 @@ def _cuda_runtime() -> Any:
 def _new_buffer(size: int, device: torch.device) -> torch.Tensor:
     """Return bytes that begin with a whole page; for a GPU, pinned, so that it can copy them.
 
-    On a CPU, pages into which nothing is read take no memory: they are other ranks' parts. torch's
-    own pinned memory would be rounded up to a power of two.
+    On a CPU, pages into which nothing is read, such as other ranks' parts, take no memory. torch
+    would round its own pinned memory up to a power of two.
     """
     memory = mmap.mmap(-1, max(1, size))
     with suppress(OSError, AttributeError):  # without huge pages

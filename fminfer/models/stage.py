@@ -59,7 +59,7 @@ class StepClock:
     prompt's chunk of which nothing is drawn, has its time told with the next one that is done.
 
     Args:
-        stream: of layers that are brought, which adds what that took.
+        stream: the streamed layers, whose times it adds; None: there are none.
     """
 
     def __init__(self, device: torch.device, stream: LayerStream | None = None) -> None:

@@ -93,7 +93,7 @@ class Transformer:
         join: replaces a layer by one compiled call, where it can; None: layers stay as they are.
         shards: the ranks that share the stage; None: this one has it whole.
         tokens: whose rows of embedding and head it has; None: all.
-        streams: how layers are streamed, if any are.
+        streams: where streamed layers come from.
 
     Raises:
         MachineError: a streamed layer cannot be read.

@@ -238,7 +238,7 @@ def serve(
                 raise
         if message.kind == "stop":
             on_stop()
-            followers.join()  # rank 0 is to hear it last
+            followers.join()  # rank 0 hears of it last
         if part.is_leader or message.kind == "stop":
             sender.put(message)
         if message.kind == "stop":

@@ -69,7 +69,7 @@ def decode_result(data: bytes, spans: list[StageSpan]) -> StepResult:
 
 
 def encode_spans(spans: list[StageSpan]) -> bytes:
-    """Return spans as lines of JSON, behind which others may be put."""
+    """Return spans as lines of JSON, to which others may be appended."""
     return b"".join(orjson.dumps(span, option=orjson.OPT_APPEND_NEWLINE) for span in spans)
 
 

@@ -1,7 +1,7 @@
 """Notices ranks that die, fail or fall silent, and tells every other one within seconds.
 
-Each rank sets a beat in the store, with the most memory that it has had. Rank 0 watches all, all
-watch rank 0 and one key for faults.
+Each rank sets a beat in the store, with its peak memory. Rank 0 watches all; all watch rank 0 and
+one key for faults.
 Silence is counted in this process's own turns, so a run that was suspended as a whole can go on.
 """
 
@@ -117,18 +117,18 @@ class Watch:
         self._stop.set()
 
     def end(self) -> None:
-        """Stop, and beat a last time: the store then has this rank's last words."""
+        """Stop, and beat a last time, with this rank's final peak."""
         self.stop()
         with suppress(FminferError), self._lock:
             self._set_beat()
 
     def hear_last(self) -> None:
-        """Take note of the last words of ranks that have ended; on rank 0."""
+        """Read the last beats of ranks that have ended; on rank 0."""
         with suppress(FminferError), self._lock:
             self._beats[1:] = self._read_beats()
 
     def find_peaks(self) -> dict[int, MemoryPeak]:
-        """Return the memory of other ranks, as each last said it; on rank 0, in any thread."""
+        """Return the peaks of other ranks, as they last reported them; on rank 0, in any thread."""
         said = {rank: [*map(int, self._beats[rank].split())] for rank in self._watched}
         return {rank: MemoryPeak(*each[1:]) for rank, each in said.items() if each}
 
@@ -156,7 +156,7 @@ class Watch:
         self._set_beat()
         if self._store.check([FAULT]):
             if self._rank == 0 and self.all_joined.is_set():
-                self._beats[1:] = self._read_beats()  # what the one that failed said last
+                self._beats[1:] = self._read_beats()  # the last peak of the one that failed
             return Fault.from_json(self._store.get(FAULT))
         if why := self._look():
             return self._publish(Fault(why))
@@ -172,7 +172,7 @@ class Watch:
         return None
 
     def _set_beat(self) -> None:
-        """Say that this rank lives, and how much memory it has had."""
+        """Report that this rank lives, and its peak memory."""
         words = self._num_beats, *astuple(self.measure())
         self._store.set(f"beat/{self._rank}", " ".join(map(str, words)))
         self._num_beats += 1

@@ -45,7 +45,7 @@ def expect_bytes(
     Args:
         plan: of which device, dtypes, formats and packing are decided.
         share: what the process has of each layer; None: all.
-        streamed: the layers that come and go.
+        streamed: its streamed layers.
     """
     checkpoint, on_cpu = plan.checkpoint, plan.device.type == "cpu"
     model, cuts = (checkpoint.model, {}) if share is None else (share.model, share.cuts())
@@ -110,7 +110,7 @@ class LayerBytes:
     """What a layer of a rank takes."""
 
     held: int
-    read: int  # of files: what is cut by its inputs is read whole
+    read: int  # of files: a matrix that is cut by its inputs is read whole
     whole: int  # as the files have it, uncut
 
 
@@ -131,11 +131,10 @@ def layer_bytes(plan: RunPlan, share: ModelShare | None, number: int) -> LayerBy
 
 
 def _slots(plan: RunPlan, share: ModelShare | None, streamed: Streamed) -> tuple[int, int, int]:
-    """Return what layers that come and go take.
+    """Return the bytes that streamed layers take.
 
     Returns:
-        On the device; the part of it that a pass takes beside what is there after loading; in a
-        GPU's host.
+        On the device; the part of it that is not there after loading; in a GPU's host.
     """
     sizes = [layer_bytes(plan, share, number) for number in streamed.numbers]
     held = max(each.held for each in sizes)
@@ -154,7 +153,7 @@ def _slots(plan: RunPlan, share: ModelShare | None, streamed: Streamed) -> tuple
 
 
 def _is_used_there(plan: RunPlan, number: int) -> bool:
-    """Tell whether products take the weights of a layer as they lie in files."""
+    """Tell whether products use the weights of a layer as they lie in files."""
     model, joins = plan.checkpoint.model, plan.packed_by == "kernels"
     specs = layer_specs(model.layers[number], model.hidden_size).items()
     products = {f"{number}.{n}": s for n, s in specs if s.use in ("product", "moved")}
@@ -176,7 +175,7 @@ def _table_bytes(checkpoint: Checkpoint, part: Part) -> int:
 
 
 def _is_whole(architecture: Architecture, name: str, *, joins: bool = False) -> bool:
-    """Return whether a tensor of a part is a stored one as it is; with `joins`, or several."""
+    """Tell whether a tensor of a part is a stored one as it is; with `joins`, one or several."""
     number, _, inner = name.partition(".")
     source = (
         source_of(inner, architecture.of_layer(int(number))[0])

@@ -33,7 +33,7 @@ class Machine:
     has_library: bool = False  # the CPU's kernels are built, or can be
     packed_by_torch: frozenset[torch.dtype] = frozenset()  # where the kernels pack nothing
     free: int | None = None  # bytes of this process's device; None: nobody has looked
-    host_free: int | None = None  # bytes of the host's memory, beside a GPU; None: as `free`
+    host_free: int | None = None  # free bytes of a GPU's host; None: as `free`
     swap: int = 0  # free bytes of it
     own: int = 0  # bytes of the host's memory that this process has
     device_bytes: int | None = None  # of each process's device on another, planned machine

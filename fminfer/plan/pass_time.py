@@ -1,8 +1,8 @@
 """Predicts the time of steps from a run's plan and its machine's roofs: a pure function.
 
 A step takes as long as the slowest of what goes on at once: a device reads weights and keys, it
-multiplies, layers come from elsewhere, and the host launches kernels. Sums over ranks, sending, and
-the host's own work come on top. Nothing is measured here, and nothing was for several GPUs.
+multiplies, layers are streamed, and the host launches kernels. Sums over ranks, sending, and the
+host's own work come on top. Nothing is measured here. No figure was measured on several GPUs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fminfer.plan.streaming import describe_streaming
 # without a CUDA graph: from an H200's steps of an 8B and a 1B (docs/performance.md, On a GPU).
 MEMORY_SHARE, ARITHMETIC_SHARE, LINK_SHARE = 0.7, 0.65, 0.8
 HOST_STEP_S, HOST_ROW_S, LAUNCH_S = 1e-3, 40e-6, 0.7e-3
-SUM_S = 30e-6  # until ranks begin to add up, or one to receive: not measured
+SUM_S = 30e-6  # latency of a sum over ranks, or of sending: not measured
 START_S = 10.0  # of a process: imports, tokenizer, kernels' trials
 
 
@@ -52,7 +52,7 @@ class RankWork:
     place: str  # where streamed layers come from
     weight_bytes: float = 0.0  # of every pass
     expert_bytes: float = 0.0  # of all experts; a pass reads those that its tokens choose
-    chosen_bytes: float = 0.0  # of those that a token chooses
+    chosen_bytes: float = 0.0  # of the experts that one token chooses
     token_operations: float = 0.0
     key_operations: float = 0.0
 
@@ -77,7 +77,7 @@ def measure_rank(plan: RunPlan, rank: RankPlan) -> RankWork:
         experts = sum(spec.size for name, spec in specs.items() if name.startswith("experts."))
         numbers = sum(spec.size for spec in specs.values())
         size = layer_bytes(plan, share, number).held
-        if makes_floats:  # at each use, and then reads them
+        if makes_floats:  # each use writes floats, and reads them
             size += 2 * numbers * plan.dtype.itemsize
         chosen = layer.mlp.top_k / layer.mlp.num_experts if isinstance(layer.mlp, Moe) else 1.0
         of_experts = size * experts / numbers
@@ -90,7 +90,7 @@ def measure_rank(plan: RunPlan, rank: RankPlan) -> RankWork:
 
 
 def time_step(plan: RunPlan, work: RankWork, load: StepLoad, roofs: Roofs) -> dict[str, float]:
-    """Return the seconds of what bounds a rank in a step; the first four go on at once."""
+    """Return the seconds of each thing that may bound a step; the first four go on at once."""
     on_gpu, num = plan.device.type == "cuda", _node_ranks(plan, roofs)
     sharers = 1 if on_gpu else num  # of memory and cores
     unread = (1 - work.chosen_bytes / max(1.0, work.expert_bytes)) ** load.num_tokens
@@ -119,7 +119,7 @@ def _node_ranks(plan: RunPlan, roofs: Roofs) -> int:
 
 
 def _between_ranks(plan: RunPlan, load: StepLoad, roofs: Roofs) -> float:
-    """Return how long ranks of a stage add up in a step, twice a layer, and how long it sends."""
+    """Return the seconds of a step's sums over a stage's ranks, two a layer, and of sending."""
     stages, shards = plan.machine.num_stages, plan.machine.num_shards
     size = load.num_tokens * plan.checkpoint.model.hidden_size * plan.dtype.itemsize / LINK_SHARE
     num_sums = 2 * len(plan.checkpoint.model.layers) / stages * (shards > 1)
@@ -132,12 +132,12 @@ def _between_ranks(plan: RunPlan, load: StepLoad, roofs: Roofs) -> float:
 def predict_run(
     plan: RunPlan, loads: Sequence[tuple[StepLoad, float]], num_rows: float, roofs: Roofs
 ) -> tuple[float, str]:
-    """Predict the seconds of one pipeline's steps, and say what takes the most of them.
+    """Predict the seconds of one pipeline's steps, and what bounds most of them.
 
     Stages compute different steps at once. With fewer rows than stages, some of them wait.
 
     Args:
-        loads: steps, and how often there are such ones.
+        loads: kinds of steps, and how many there are of each.
         num_rows: that run at once.
     """
     works = [measure_rank(plan, rank) for rank in plan.ranks if rank.part.shard == 0]
@@ -170,10 +170,10 @@ def predict_load(plan: RunPlan, roofs: Roofs) -> float:
 
 
 def tell_passes(plan: RunPlan, roofs: Roofs | None) -> list[str]:
-    """Tell what a full pass does where layers are streamed: tokens, seconds, what bounds it.
+    """Describe a full pass with streamed layers: tokens, seconds, what bounds it.
 
     Args:
-        roofs: None: of the machine nothing is known, and no time is told.
+        roofs: None: the machine is not known, and no time is told.
     """
     streamed = [(r.streamed.num_bytes, r.rank) for r in plan.ranks if r.streamed]
     if not streamed:

@@ -1,8 +1,8 @@
-"""What a machine can do at most: memory, bandwidths and arithmetic, as flags or a kind say.
+"""What a machine can do at most: memory, bandwidths and arithmetic, by flags or by a kind.
 
-Bandwidths and rates of kinds are NVIDIA's data sheets': dense products in bfloat16, NVLink and PCIe
-one way. Memory is what drivers leave of it. Those of the node around the devices are assumptions: a
-host with 128 GiB, one NVMe disk on PCIe 4, a network of 200 Gbit/s.
+Bandwidths and rates of kinds are from NVIDIA's data sheets: dense products in bfloat16, NVLink and
+PCIe one way. Memory is what drivers leave of it. The node around the devices is assumed: a host
+with 128 GiB, one NVMe disk on PCIe 4, a network of 200 Gbit/s.
 """
 
 from __future__ import annotations
@@ -54,59 +54,60 @@ class PlanOptions(Options):
     """For which devices `fminfer check` plans, and what they can do."""
 
     is_plan: bool = _check(
-        "List the ways to spread the run over the devices, with 16, 8 and 4 bits, and with layers "
-        "that are streamed where they do not fit. Predict the time of each. Flags that are given, "
-        "such as --tp, --quantize and --offload, are kept."
+        "Compare the ways to spread the run over the devices, with weights in 16, 8 and 4 bits. "
+        "Predict the time of each. Layers that do not fit are streamed. Flags that you give, such "
+        "as --tp, --quantize and --offload, hold for all ways."
     )
     device_kind: DeviceKind | None = _check(
-        "Devices to plan for, with their published memory and bandwidths; other flags replace "
-        "single ones. this: those of this machine, measured for a second.  [default: this, if no "
+        "Devices to plan for, with their published memory and rates. Other flags replace single "
+        "figures. this: measure this machine, for about a second.  [default: this, if no "
         "--device-memory is given]"
     )
     num_devices: Count | None = _check("Devices of a node.  [default: 1, or this machine's GPUs]")
-    num_nodes: Count = _check("Nodes. Tensor parallelism stays in one.", default=1)
+    num_nodes: Count = _check("Nodes. Tensor parallelism stays within a node.", default=1)
     memory_rate: Rate | None = _check(
-        "Bytes a second of a device's memory: 2039G.", flags=("--memory-bandwidth",)
+        "Memory bandwidth of a device, in bytes a second: 2039G.", flags=("--memory-bandwidth",)
     )
     arithmetic_rate: Rate | None = _check(
-        "Operations a second of a device's products in 16 bits: 312T."
+        "Rate of a device's matrix products in 16 bits, in operations a second: 312T."
     )
     link_rate: Rate | None = _check(
-        "Bytes a second from a device to another one of its node: 300G.",
+        "Bandwidth between two devices of a node, in bytes a second: 300G.",
         flags=("--link-bandwidth",),
     )
     host_bytes: Bytes | None = _check(
-        "Memory of a node's host, for layers that wait there.  [default: 128G]",
+        "Host memory of each node, for streamed layers.  [default: 128G, or as measured here]",
         flags=("--host-memory",),
     )
     host_rate: Rate | None = _check(
-        "Bytes a second from the host's memory to a device: 32G.", flags=("--host-bandwidth",)
+        "Bandwidth from the host's memory to a device, in bytes a second: 32G.",
+        flags=("--host-bandwidth",),
     )
     disk_rate: Rate | None = _check(
-        "Bytes a second that a node reads of the model's files.  [default: 7G]",
+        "Read bandwidth of a node's disk, in bytes a second.  [default: 7G, or as measured here]",
         flags=("--disk-bandwidth",),
     )
 
     def check(self) -> None:
-        """Refuse nodes that nobody plans for."""
+        """Refuse --num-nodes without --plan."""
         if self.num_nodes > 1 and not self.is_plan:
-            raise UsageError("--num-nodes is for --plan, which spreads a run over nodes; give both")
+            raise UsageError("--num-nodes needs --plan, which spreads a run over nodes")
 
     @property
     def known(self) -> Roofs | None:
-        """What is published of the kind of devices."""
+        """The published figures of the kind of devices; None: there are none."""
         return KINDS.get(self.device_kind or "")
 
     def is_this(self, device_bytes: int | None) -> bool:
-        """Tell whether this machine's devices are meant, given --device-memory."""
+        """Tell whether the plan is for this machine; `device_bytes` is --device-memory."""
         none_told = device_bytes is None and self.memory_rate is None
         return self.device_kind == "this" or (self.device_kind is None and none_told)
 
     def roofs_of(self, known: Roofs | None, device_bytes: int | None) -> Roofs:
-        """Return what is known of devices, with what flags tell in its place.
+        """Return the known figures, replaced by those that flags give.
 
         Raises:
-            UsageError: nothing is known, and flags say too little.
+            UsageError: no figures are known, and flags give too few.
         """
         told = {n: v for each in fields(Roofs) if (v := getattr(self, n := each.name, None))}
         told |= {} if device_bytes is None else {"device_bytes": device_bytes}
@@ -116,7 +117,7 @@ class PlanOptions(Options):
         missing = [options_of(PlanOptions)[name].told for name in names if name not in told]
         if missing or device_bytes is None:
             raise UsageError(
-                "what the devices can do is not known: give --device-kind (one of "
-                f"{', '.join(get_args(DeviceKind))}), or --device-memory, {', '.join(missing)}"
+                "nothing is known of the devices: give --device-kind (one of "
+                f"{', '.join(get_args(DeviceKind))}), or {', '.join(['--device-memory', *missing])}"
             )
         return Roofs(**told)

@@ -34,8 +34,8 @@ class ExpectedBytes:
     work: int  # a step's work
     work_token: int  # of that, each token's beside logits
     kv_token: int  # a token's keys and values
-    passing: int = 0  # of layers that come, the part of `weights` that is not there after loading
-    host: int = 0  # of a GPU's rank, in the host's memory: layers that wait there
+    passing: int = 0  # of streamed layers: the part of `weights` that is not there after loading
+    host: int = 0  # of a GPU's rank: streamed layers in the host's memory
 
     def total(self, num_kv_tokens: int) -> int:
         """Return the peak, if so many tokens of KV cache are used."""
@@ -44,11 +44,11 @@ class ExpectedBytes:
 
 @dataclass(slots=True, frozen=True)
 class Streamed:
-    """The layers of a rank that are brought for each pass (--offload)."""
+    """A rank's streamed layers, which are brought for each pass (--offload)."""
 
     place: Literal["cpu", "disk"]  # where they come from
-    # From the system's cache of files, which all pipelines of a machine share; otherwise a GPU's
-    # layers lie in memory of its own process.
+    # They come from the system's cache of files, which the ranks of a machine share; otherwise a
+    # GPU's layers lie in memory of its own process.
     is_shared: bool
     numbers: tuple[int, ...]
     num_bytes: int  # of all of them, as they are stored
@@ -103,7 +103,7 @@ class RunPlan:
     @property
     def sizes(self) -> StepSizes:
         """How much is computed at once."""
-        if self.chunk_size:  # each step brings layers anew: few large ones are better
+        if self.chunk_size:  # each step brings the layers again: few large steps are better
             rows = self.config.max_rows or STREAMED[self.device.type].max_rows
             return StepSizes(self.chunk_size, rows, self.machine.num_stages)
         return self.config.step_sizes(self.device.type, self.machine.num_stages)

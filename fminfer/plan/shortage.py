@@ -11,9 +11,9 @@ from fminfer.plan.expected_bytes import GPU_RESERVE
 from fminfer.plan.run_plan import RankPlan, RunPlan, name_of
 
 CPU_SHARE = 0.5  # share of the memory that is free after loading; others use it as well
-# The same with --offload, of what a pass leaves: the system needs little for files.
+# The same with --offload, of what a pass leaves: files need little of the system's cache.
 STREAMED_SHARE = 0.7
-OFFLOAD = "--offload auto, which brings layers anew for each pass"
+OFFLOAD = "--offload auto, which streams the layers that do not fit"
 
 
 @dataclass(slots=True, frozen=True)
@@ -58,7 +58,7 @@ def count_kv_tokens(plan: RunPlan) -> int:
 
 
 def fit_kv_tokens(plan: RunPlan, rooms: Sequence[RankRoom]) -> int:
-    """Return the tokens of KV cache, in whole blocks, that all have room for beside weights."""
+    """Return the tokens of KV cache, in whole blocks, that fit on every rank beside weights."""
 
     def fit(room: RankRoom) -> int:
         sharers = [each for each in rooms if each.memory == room.memory]
@@ -210,8 +210,8 @@ def explain_slowness(plan: RunPlan) -> str:
         return ""
     return (
         f"its weights, {show_bytes(takes.weights)}, are more than the {show_bytes(free)} of "
-        "memory that are free, and are read from the disk again at each step; --offload disk does "
-        "so ahead, for thousands of tokens at once"
+        "memory that are free, and are read from the disk again at each step; --offload disk reads "
+        "them ahead, once for thousands of tokens"
     )
 
 

@@ -1,4 +1,4 @@
-"""Which layers do not stay in memory, and how many tokens a pass computes meanwhile."""
+"""Chooses the layers that are streamed, and how many tokens a pass computes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fminfer.plan.expected_bytes import expect_bytes, layer_bytes
 from fminfer.plan.machine_facts import count_sharers
 from fminfer.plan.run_plan import ExpectedBytes, RankPlan, RunPlan, Streamed
 
-# Shares of a rank's room that are left to the KV cache. With less than the first one, layers are
-# streamed under `auto`; then more of them are, so that a pass computes many tokens.
+# Shares of a rank's memory for the KV cache. `auto` streams layers where less than the first is
+# left, and then enough of them to leave the second, so that a pass computes many tokens.
 LEAST_CACHE, STREAMED_CACHE = 0.05, 0.3
-WORK_SHARE = 0.15  # of the room, for what a step computes
-HOST_SHARE = 0.7  # of the host's free memory, for layers that wait there
-HOST_BYTES = 128 << 30  # of a planned machine, if nobody says it
+WORK_SHARE = 0.15  # of a rank's memory, for a step's work
+HOST_SHARE = 0.7  # of the host's free memory, for a GPU's streamed layers
+HOST_BYTES = 128 << 30  # of a planned machine, if no flag says it
 
 
 def plan_streams(plan: RunPlan) -> RunPlan:
@@ -32,8 +32,8 @@ def plan_streams(plan: RunPlan) -> RunPlan:
         return plan
     if offload == "cpu" and on_cpu:
         raise UsageError(
-            "--offload cpu keeps a GPU's layers in the host's memory, and here the CPU computes "
-            "with weights that are there. Use --offload disk, or auto"
+            "--offload cpu keeps a GPU's layers in the host's memory, but here the CPU computes. "
+            "Use --offload disk, or auto"
         )
     streamed = replace(plan, chunk_size=_first_size(plan))
     chosen = [_spread(rank.part.numbers, _count(streamed, rank)) for rank in plan.ranks]
@@ -42,15 +42,16 @@ def plan_streams(plan: RunPlan) -> RunPlan:
     machine, host = plan.machine, plan.machine.host_free or HOST_BYTES
     # Shards need parts of the same matrices: they share a copy, as pipelines do.
     is_shared = max(machine.num_pipelines, machine.num_engines, machine.num_shards) > 1
-    # What those of this machine's ranks take while they wait in its memory.
+    # What the streamed layers of this machine's ranks take in its memory.
     first = machine.rank - machine.local_rank
     here = {number for own in chosen[first : first + machine.local_size] for number in own}
     waiting = sum(layer_bytes(plan, None, number).whole for number in here)
     fits_host = not on_cpu and waiting <= HOST_SHARE * host
     if offload == "cpu" and not fits_host:
         raise UsageError(
-            f"--offload cpu would keep {show_bytes(waiting)} of layers in the host's memory, of "
-            f"which {show_bytes(host)} are free. Use --offload disk"
+            f"--offload cpu would keep {show_bytes(waiting)} of layers in the host's memory. It "
+            f"takes at most {HOST_SHARE:.0%} of what is free, and {show_bytes(host)} are free. Use "
+            "--offload disk"
         )
     place: Literal["cpu", "disk"] = "cpu" if fits_host and offload != "disk" else "disk"
     ranks = []
@@ -63,7 +64,7 @@ def plan_streams(plan: RunPlan) -> RunPlan:
 
 
 def _first_size(plan: RunPlan) -> int:
-    """Return how many tokens a step has at most: as many as there is room for."""
+    """Return the most tokens of a step for which there is memory."""
     if plan.config.chunk_size is not None:
         return plan.config.chunk_size
     each = max(rank.takes.work_token for rank in plan.ranks)
@@ -74,7 +75,7 @@ def _first_size(plan: RunPlan) -> int:
 
 
 def _room(plan: RunPlan) -> float:
-    """Return the memory of one rank, of those that share it."""
+    """Return one rank's share of the memory."""
     machine, sharers = plan.machine, 1
     if plan.shares_memory:
         sharers = machine.local_size * max(machine.num_pipelines, machine.num_engines)
@@ -105,17 +106,17 @@ def _fits(takes: ExpectedBytes, room: float) -> bool:
 
 
 def _spread(numbers: list[int], count: int) -> tuple[int, ...]:
-    """Return some layers, as far from each other as can be: one is read while others compute."""
+    """Return layers at even distances, so that one is read while others compute."""
     num = len(numbers)
     chosen = (i for i in range(num) if (i + 1) * count // num > i * count // num)
     return tuple(numbers[i] for i in chosen)
 
 
 def describe_streaming(plan: RunPlan, rank: RankPlan, disk_speed: float = 0.0) -> str:
-    """Say which layers of a rank come and go, and what a pass is; "": all stay.
+    """Describe a rank's streamed layers and what a pass is; "": none is streamed.
 
     Args:
-        disk_speed: bytes a second, as it was measured; 0: it was not.
+        disk_speed: bytes a second, measured; 0: not known.
     """
     own = rank.streamed
     if own is None:
@@ -134,7 +135,7 @@ def describe_streaming(plan: RunPlan, rank: RankPlan, disk_speed: float = 0.0) -
 
 
 def _tell_conversion(plan: RunPlan, own: Streamed) -> str:
-    """Say what is made of products anew in each pass, if they are not held as they are stored."""
+    """Tell which weights are converted in each pass, as they are not held as stored."""
     of_layer = f"{own.numbers[0]}."
     pairs = [
         (plan.stored[name].name, held.name)
@@ -147,7 +148,7 @@ def _tell_conversion(plan: RunPlan, own: Streamed) -> str:
     stored, held = pairs[0]
     if plan.config.quantized_to:
         return (
-            f". Weights are stored in {stored}, and quantized anew in each pass, which takes long: "
+            f". Weights are stored in {stored}, and quantized again in each pass, which is slow: "
             "write them once with fminfer quantize"
         )
-    return f". Weights are stored in {stored}, and made {held} in each pass"
+    return f". Weights are stored in {stored}, and converted to {held} in each pass"

@@ -311,9 +311,9 @@ class Engine:
 
     @property
     def memory(self) -> list[RankMemory]:
-        """The most memory of each rank so far, beside its forecast. Any thread may ask.
+        """The peak memory of each rank so far, beside its forecast. Any thread may ask.
 
-        Of other ranks it is what they last said, half a second ago, or as a closed engine ended.
+        Other ranks report theirs twice a second, and when the engine closes.
         """
         return self._computing.memory
 

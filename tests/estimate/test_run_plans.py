@@ -76,7 +76,7 @@ def test_a_large_model_on_eight_gpus(rows: Path) -> None:
     together = [run["load_s"] + run["run_s"] for run in fitting]
     assert together == sorted(together)
     assert {run["why_not"] for run in others} == {"more memory is needed"}
-    assert all("--offload" not in run["flags"] for run in others), "layers come and go instead"
+    assert all("--offload" not in run["flags"] for run in others), "layers are streamed instead"
     by_flags = {run["flags"]: run for run in fitting}
     streamed = by_flags["--data-group-size 8 --offload auto"]
     assert streamed["streamed"][0]["place"] == "disk" and streamed["bound"] == "disk"
@@ -178,7 +178,7 @@ def test_an_encoder_has_no_plan(rows: Path) -> None:
 
 
 def test_check_tells_what_offload_does(rows: Path) -> None:
-    """Lines of --offload: which layers come, and what a pass takes if the devices are known."""
+    """--offload tells the streamed layers, and what a pass takes if the devices are known."""
     found = check(rows, "--random-init", "bloom-176b", "--offload", "auto", *NODE[:2])
     assert found.exit_code == 0, found.output
     assert "passes    64 of 70 layers, 294.02 GiB, are read from the disk in each" in found.output

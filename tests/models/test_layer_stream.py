@@ -1,4 +1,4 @@
-"""Layers that are brought for each pass: the same answers, and no wrong ones of a failing disk."""
+"""Streamed layers: the answers of the whole model, and no wrong ones when a disk fails."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ assert NUM_LAYERS > layer_stream.SLOTS
 
 @pytest.fixture
 def num_brought(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """Count the layers that are brought."""
+    """Count the layers that are streamed."""
     counts = {"layers": 0}
     bring = layer_stream.LayerStream._bring
 
@@ -84,7 +84,7 @@ def answers(engine: fminfer.Engine) -> list[dict[str, Any]]:
 
 
 def check_streamed(folder: Path | str, *, make: Any = fminfer.Engine, **options: Any) -> None:
-    """See that layers from the disk give what the whole model gives, draws too."""
+    """Check that layers from the disk give the answers of the whole model, draws included."""
     options = SMALL | options
     whole = answers(fminfer.Engine(str(folder), **options))
     check_same(answers(make(str(folder), offload="disk", **options)), whole)
@@ -207,7 +207,7 @@ def test_an_engine_that_is_closed_twice_closes_no_file_of_others(tmp_path: Path)
 def test_a_layer_is_gone_before_the_next_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was made of what is stored takes memory only once."""
+    """Converted weights take memory only once."""
     save_model("llama", tmp_path)
     how: dict[str, Any] = {**SMALL, "offload": "disk", "kernels": "off"}
     layers: weakref.WeakSet[LayerOf] = weakref.WeakSet()
@@ -225,7 +225,7 @@ def test_a_layer_is_gone_before_the_next_is_made(
 
 
 def test_a_head_that_is_stored_beside_its_embedding_counts_once(tmp_path: Path) -> None:
-    """The same bytes of weights are told, whether layers stay or not."""
+    """The reported bytes of weights are the same, with and without streaming."""
     save_model("llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -278,7 +278,7 @@ def change(file: Path) -> None:
 def test_a_file_that_changes_ends_the_run(
     damage: Any, told: str, tmp_path: Path, num_brought: dict[str, int]
 ) -> None:
-    """It is no row's error, and no answer comes of weights that were changed."""
+    """No row gets an error, and no answer comes from changed weights."""
     save_model("llama", tmp_path)
     request = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "logprobs": 1}
     engine = fminfer.Engine(str(tmp_path), **SMALL, offload="disk")
@@ -328,7 +328,7 @@ def test_a_disk_that_slows_is_told(
 
 
 def test_a_file_that_another_replaces_is_read_on(tmp_path: Path) -> None:
-    """Its bytes stay those that the answers so far came from."""
+    """The open file has the bytes of the answers so far."""
     save_model("llama", tmp_path)
     request = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "logprobs": 1}
     with fminfer.Engine(str(tmp_path), **SMALL, offload="disk", prefix_cache=False) as engine:
@@ -407,7 +407,7 @@ def test_parts_of_a_tensor_lie_where_they_would_in_it(tmp_path: Path) -> None:
 def test_it_reads_where_a_file_system_cannot_directly(
     at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some refuse such a file as it is opened, some each read."""
+    """Some file systems refuse a direct open, others each direct read."""
     file = tmp_path / "file"
     file.write_bytes(b"weights" * 1000)
     opened, read, direct = os.open, os.preadv, getattr(os, "O_DIRECT", 0)
@@ -429,7 +429,7 @@ def test_it_reads_where_a_file_system_cannot_directly(
 
 
 def test_a_file_that_a_server_has_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then not even its size can be asked for."""
+    """Its size cannot be read either."""
     file = tmp_path / "file"
     file.write_bytes(b"weights")
     reads, spans = DirectReads({file: None}), [Span(file, 0, 7)]
@@ -448,7 +448,7 @@ def test_a_file_that_a_server_has_lost(tmp_path: Path, monkeypatch: pytest.Monke
 def test_threads_that_are_refused_direct_reads_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second one took the refusal for a failing disk, as the first had left direct reads."""
+    """The second took the refusal for a failing disk, because the first had left direct reads."""
     file = tmp_path / "file"
     file.write_bytes(b"weights " * (2 * PIECE // 8))
     read, both = os.preadv, threading.Barrier(2)

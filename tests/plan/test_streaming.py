@@ -1,4 +1,4 @@
-"""Which layers do not stay in memory, where they wait, and how large a pass is."""
+"""Which layers are streamed, from where, and how large a pass is."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_what_fits_stays(offload: str) -> None:
 
 
 def test_auto_streams_only_what_does_not_fit() -> None:
-    """Of the room a part is left to the KV cache; with less memory more layers come and go."""
+    """Part of the memory is left to the KV cache; with less memory, more layers are streamed."""
     counts = []
     for gpu in (160, 120, 80, 40, 24):
         plan = plan_of("llama-70b", gpu, on_host=512, offload="auto")

@@ -55,19 +55,19 @@ class BenchOptions(Options):
     """What `fminfer bench` times."""
 
     batch_sizes: tuple[int, ...] = _bench(
-        "Sequences that each pipeline runs at once, smaller batches first.",
+        "Batch sizes to time, smaller ones first: sequences that each pipeline runs at once.",
         default=(1, 8, 16, 32, 64, 128),
     )
     new_tokens: Count = _bench("Tokens to generate for each sequence.", default=100)
     plot: Path | None = _bench(
-        "Draw the times and each rank's memory as a picture, an SVG file.", metavar="FILE.svg"
+        "Draw the times and each rank's memory as an SVG picture.", metavar="FILE.svg"
     )
     calibrate: bool = _bench(
         "Instead, time steps of many shapes, and keep the times for the forecasts of fminfer check."
     )
 
     def check(self) -> None:
-        """Refuse batches of nothing, and a picture that could not be written in the end."""
+        """Refuse empty batches, and a picture that could not be written at the end."""
         if min(self.batch_sizes, default=0) < 1:
             raise UsageError(
                 f"--batch-sizes is {','.join(map(str, self.batch_sizes)) or 'empty'}; each must be "

@@ -50,7 +50,7 @@ class PackedPart:
     packed: torch.Tensor  # (outputs, to whole panels, inputs); of blocks (panels, bytes)
     outputs: int
     inputs: int
-    is_lent: bool = False  # it is as stored; the kernel packs each panel when it multiplies
+    is_lent: bool = False  # as stored; the kernel packs each panel as it multiplies
 
     @property
     def call(self) -> PackedCall:

@@ -27,7 +27,7 @@ class Linear:
 
     @property
     def pays_to_pack(self) -> bool:
-        """Whether there is anything to pack, where packed products are made, and for long."""
+        """Whether there is something to pack, on a CPU, and it stays in memory."""
         is_here = self.weight.device.type == "cpu" and math.prod(self.weight.shape) > 0
         return is_here and not self.weight.is_lent
 

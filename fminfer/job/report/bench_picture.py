@@ -12,18 +12,18 @@ from fminfer.job.report.plain_text import escape
 
 COLOURS = ("#4f86b8", "#e8983e", "#5b9a5b", "#a05fa0")
 FORECAST, OOM, GRID = "#333", "#b03030", "#ddd"
-WIDTH, LEFT, PLOT = 840, 70, 740  # pixels: of all, to the left of the plots, and of these
+WIDTH, LEFT, PLOT = 840, 70, 740  # pixels: of the picture, left of the plots, of the plots
 TOP, HEIGHT, ROW = 76, 220, 24
 TOLD = 340  # to the right of the bars, for the numbers
 MOST_TICKS = 9
 
 
-# Of each name, batch sizes and their figures; None: it is oom.
+# By name: batch sizes and their figures; None: out of memory.
 Curves = Mapping[str, Sequence[tuple[int, float | None]]]
 
 
 def draw_bench(title: str, y_name: str, curves: Curves, ranks: Sequence[RankMemory]) -> str:
-    """Return the picture. Figures stand on a logarithmic axis, batch sizes at equal distances.
+    """Return the picture, with a logarithmic axis and batch sizes at equal distances.
 
     Args:
         y_name: what the figures are.
@@ -43,13 +43,13 @@ def draw_bench(title: str, y_name: str, curves: Curves, ranks: Sequence[RankMemo
 
 
 def find_log_ticks(least: float, most: float) -> list[float]:
-    """Return 1, 2 and 5 times powers of ten, or these powers alone, around both numbers."""
+    """Return 1, 2 and 5 times powers of ten around both numbers, or the powers alone."""
     ticks = log_edges(least, most)
     return ticks if len(ticks) <= MOST_TICKS else log_edges(least, most, digits=(1,))
 
 
 def _draw_curves(y_name: str, curves: Curves) -> Iterator[str]:
-    """Draw the figures by batch size; what is out of memory stands where the slowest ones are."""
+    """Draw the figures by batch size, and `oom` where a size ran out of memory."""
     yield _write(LEFT, TOP - 24, f"{y_name}, by batch size")
     found = [value for points in curves.values() for _, value in points if value]
     ticks = find_log_ticks(min(found, default=1), max(found, default=1))
@@ -85,8 +85,8 @@ def _draw_curves(y_name: str, curves: Curves) -> Iterator[str]:
 
 
 def _draw_ranks(ranks: Sequence[RankMemory], top: float) -> Iterator[str]:
-    """Draw a bar for the peak of each rank, and a line where its forecast is."""
-    yield _write(LEFT, top - 24, "Most memory of each rank, GiB; the line is the forecast of check")
+    """Draw a bar for each rank's peak, and a line for its forecast."""
+    yield _write(LEFT, top - 24, "Peak memory of each rank, GiB; the line is the forecast")
     sizes = [size for each in ranks for size in (each.peak_bytes, each.foreseen_bytes)]
     ticks = find_ticks(max(sizes, default=0) / 2**30)
     scale = (PLOT - TOLD) / ticks[-1] / 2**30

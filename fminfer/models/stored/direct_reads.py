@@ -1,7 +1,7 @@
 """Reads parts of files again and again, past the system's cache, in several threads.
 
-Weights that do not fit the memory would drive everything else out of that cache, and would not be
-found there in the next pass anyway.
+Weights that do not fit the memory would evict everything else from that cache, and would not be
+there in the next pass either.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fminfer.core.errors import MachineError
 UNIT = mmap.PAGESIZE  # disks give whole sectors, and memory takes whole pages
 PIECE = 8 << 20  # bytes of one read: a disk's queue has NUM_THREADS of them
 NUM_THREADS = 4
-NEAR = 1 << 16  # bytes between two spans that are read with them
+NEAR = 1 << 16  # spans this many bytes apart are read as one
 O_DIRECT = getattr(os, "O_DIRECT", 0)  # not every system has it
 
 
@@ -45,18 +45,18 @@ class Span:
 
 @dataclass(slots=True, frozen=True)
 class Lent:
-    """Spans of files, as they lie one after another in a buffer that others will have."""
+    """Spans of files, one after another in a buffer that will be used again."""
 
     spans: Sequence[Span]
     buffer: torch.Tensor
 
     def find(self, span: Span) -> torch.Tensor:
-        """Return some bytes of a file, which are in one of the spans."""
+        """Return bytes of a file that are in one of the spans."""
         offset = self.offset_of(span)
         return self.buffer[offset + span.first : offset + span.last]
 
     def offset_of(self, span: Span) -> int:
-        """Return how much further its bytes lie in the buffer than in the file."""
+        """Return the place of a byte in the buffer, less its place in the file."""
         start = 0
         for each in self.spans:
             if each.file == span.file and each.first <= span.first and span.last <= each.last:
@@ -66,12 +66,12 @@ class Lent:
 
 
 def size_of(spans: Iterable[Span]) -> int:
-    """Return how many bytes a buffer for spans has."""
+    """Return the bytes of a buffer for spans."""
     return sum(len(span.whole) for span in spans)
 
 
 def merge(spans: Iterable[Span]) -> list[Span]:
-    """Return spans that cover the same bytes, those that are near to each other as one."""
+    """Return spans that cover the same bytes; near ones become one."""
     found: list[Span] = []
     for span in sorted(spans, key=lambda each: (each.file, each.first)):
         last = found[-1] if found else None
@@ -86,7 +86,7 @@ FileFacts = tuple[int, int]  # size in bytes, and when it was written to last, i
 
 
 def facts_of(file: Path | int) -> FileFacts:
-    """Return what tells whether a file, by its path or as an open one, was changed."""
+    """Return facts by which a change of a file shows; it is a path, or an open file."""
     found = os.stat(file)
     return found.st_size, found.st_mtime_ns
 
@@ -96,7 +96,7 @@ class OpenFile:
 
     Args:
         is_direct: past the system's cache.
-        seen: what it was when its header was read; None: as it is now.
+        seen: its facts when its header was read; None: as it is now.
 
     Raises:
         MachineError: it cannot be opened.
@@ -107,7 +107,7 @@ class OpenFile:
         try:
             try:
                 self._file = FileIO(path, opener=_open_direct if is_direct else None)
-            except OSError:  # of some file systems, such as those in memory
+            except OSError:  # some file systems, such as those in memory, refuse
                 self._file = FileIO(path)
         except OSError as error:
             raise MachineError(f"{path} cannot be read: {error.strerror}") from error
@@ -121,7 +121,7 @@ class OpenFile:
         """
         number, done, facts = self._file.fileno(), 0, self._was
         while done < least:
-            is_direct = self._is_direct  # now: another thread may be about to leave that
+            is_direct = self._is_direct  # before the read: another thread may change it
             try:
                 num = os.preadv(number, [target[done:]], start + done)
                 facts = facts_of(number)
@@ -148,7 +148,7 @@ class OpenFile:
     def _trouble(self, what: str) -> MachineError:
         return MachineError(
             f"{self._path} {what} while its weights were read in each step (--offload). Finished "
-            "rows are kept; put the file or disk right, and run the same command to go on"
+            "rows are kept; repair the file or disk, and run the same command to go on"
         )
 
 
@@ -171,13 +171,13 @@ def finish(reading: Reading) -> None:
 
 
 class DirectReads:
-    """Reads spans of files into buffers, and keeps count.
+    """Reads spans of files into buffers, and counts bytes and seconds.
 
-    Files stay open, so that one that another takes the place of is read on.
+    Files stay open, so that a file that another replaces is read on.
 
     Args:
-        seen: the files, and what they were when their headers were read; None: as they are now.
-        is_direct: past the system's cache; otherwise from there, where processes share it.
+        seen: the files, with their facts when their headers were read; None: as they are now.
+        is_direct: past the system's cache; otherwise through it, where processes share it.
 
     Raises:
         MachineError: a file cannot be opened.

@@ -53,7 +53,7 @@ class TensorFiles:
         found = find_weights(folder)
         if not found.files:
             raise no_weights_error(folder)
-        files, self.seen = [], dict[Path, FileFacts]()  # what they were before they were read
+        files, self.seen = [], dict[Path, FileFacts]()  # their facts before they were read
         for path in found.files:
             try:
                 self.seen[path] = facts_of(path)
@@ -61,7 +61,7 @@ class TensorFiles:
                 raise broken(path, error) from error
             files.append(read_weight_file(path))
         self._maps: dict[Path, mmap.mmap] = {}
-        self.lent: Lent | None = None  # has what is read, meanwhile
+        self.lent: Lent | None = None  # in `lend`: the buffer to take bytes from
         if found.form == "metaseq":
             self._tensors = join_parts(files)
         else:
@@ -75,7 +75,7 @@ class TensorFiles:
 
     @contextmanager
     def lend(self, lent: Lent) -> Iterator[None]:
-        """Take the bytes that are in a buffer from there meanwhile, and those alone."""
+        """Take bytes from a buffer meanwhile, and none from files."""
         self.lent = lent
         try:
             yield
@@ -117,10 +117,10 @@ class TensorFiles:
         return len(parts) == 1 and _is_aligned(parts[0])
 
     def spans(self, name: str, rows: tuple[int, int] | None = None) -> Iterator[Span]:
-        """Give the bytes of a tensor's parts.
+        """Give the spans of a tensor's parts.
 
         Args:
-            rows: (first, end) of those that are needed, of a tensor that is one part; None: all.
+            rows: (first, end) of those that are needed, of a tensor of one part; None: all.
         """
         parts = self._tensors[name].parts
         for part in parts:
@@ -128,7 +128,7 @@ class TensorFiles:
             yield Span(part.file, *some.span)
 
     def waiting(self, span: Span, *, is_used_there: bool) -> Waiting:
-        """Return some bytes of a tensor, which were not read yet.
+        """Return bytes of a tensor that are to be read.
 
         Args:
             is_used_there: it is used where it lies, so that its pages may be this process's. What

@@ -52,7 +52,7 @@ def plan_run(
     place = _place_of(config, group, spread)
     if config.offload != "off" and checkpoint.folder is None:
         raise UsageError(
-            "--offload brings layers from a model's files, and random weights have none. Use "
+            "--offload streams layers from a model's files, and random weights have none. Use "
             "--model-name, or leave --offload out"
         )
     plan = make_plan(config, checkpoint, find_machine(config, place))

@@ -203,7 +203,7 @@ def make_stage(loaded: LoadedPart) -> Stage:
     else:  # CUDA graphs do not capture sums yet
         device = loaded.device
         graphs = find_graphs(plan.config.kernels, network, kernels.attention, most, device)
-        graphs = None if network.stream else graphs  # they replay work with weights that stay
+        graphs = None if network.stream else graphs  # graphs replay work on weights that stay
     return Stage(
         network,
         kv_dtype=plan.kv_dtype,

@@ -119,7 +119,7 @@ class OnePipeline:
 
     @property
     def memory(self) -> list[RankMemory]:
-        """The peak of each rank so far, as it last said it, beside its forecast."""
+        """The peak of each rank so far, as it last reported it, beside its forecast."""
         plan = self.plan
         peaks = {0: measure_peak(plan.device)}
         if self._watch is not None:
@@ -161,7 +161,7 @@ class OnePipeline:
 
 
 def _tell_streaming(loaded: LoadedPart) -> str:
-    """Say what a pass is, if layers of this rank come and go."""
+    """Describe a pass, if this rank has streamed layers."""
     stream, plan = loaded.network.stream, loaded.plan
     told = describe_streaming(plan, plan.own, 0.0 if stream is None else stream.reads.bytes_per_s)
     return told and "rank 0: " * (len(plan.ranks) > 1) + told
@@ -218,7 +218,7 @@ def _build_pipeline(stage: Stage, loaded: LoadedPart, group: Group | None) -> Qu
 
 
 def _error_of(fault: Fault) -> FminferError:
-    """Return what a rank's end is to rank 0; a lack of memory is one there, too."""
+    """Return rank 0's error for a rank's fault; a lack of memory keeps its class."""
     kind = OutOfMemoryError if fault.kind == OutOfMemoryError.__name__ else PipelineError
     return kind(fault.text)
 

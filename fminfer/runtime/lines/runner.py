@@ -35,7 +35,7 @@ class LineRunner:
         form: of the records.
         engine: the same as `core`, if the run has the engine for itself.
         read_ahead: prompts that are read before there is room for them, to be put in order.
-        has_long_steps: as many are read between steps as are wanted.
+        has_long_steps: all wanted prompts are read between two steps.
         joins_equal: compute equal requests once.
         is_only_run: keep no prefixes for another run of the engine.
         cache: has answers of other runs; several runners may share it.

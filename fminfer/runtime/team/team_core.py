@@ -103,7 +103,7 @@ class Team:
 
     @property
     def memory(self) -> list[RankMemory]:
-        """The peaks of all ranks, as their pipelines last told them, counted over all of these."""
+        """The peaks of all ranks, as their pipelines last reported them."""
         return [
             replace(each, rank=pipeline.number * self._num_ranks + each.rank)
             for pipeline in self._pipelines
@@ -338,7 +338,7 @@ class Team:
             if not free:
                 return
             pipeline = min(free, key=lambda pipeline: pipeline.cost)
-            share = -(-len(self._waiting) // len(free))  # the last ones are shared evenly
+            share = -(-len(self._waiting) // len(free))  # share the last ones evenly
             for _ in range(min(ASKED_AT_ONCE, share)):
                 pipeline.ask(self._waiting.popleft())
 

@@ -105,7 +105,7 @@ class TeamPipeline:
         self.loaded: Loaded | None = None
         self.ready: Ready | None = None
         self.stats = EngineStats()
-        self.memory: list[RankMemory] = []  # of its ranks, which it counts from 0
+        self.memory: list[RankMemory] = []  # of its ranks, numbered from 0
         self.asked: dict[int, SentRequest] = {}  # that it has, and has not answered
         self.state = EngineState()  # as it last said it
         self.num_sent = self.num_sent_behind = 0  # requests so far, and those behind all others
@@ -144,7 +144,7 @@ class TeamPipeline:
         self.connection.close()
 
     def end(self, wait_s: float) -> None:
-        """Hear its last words, at most until the timeout; then end a process of ours."""
+        """Read its last reports, at most until the timeout; then end a process of ours."""
         until_s = time.monotonic() + wait_s
         with contextlib.suppress(OSError, EOFError):
             while self.connection.poll(max(0.0, until_s - time.monotonic())):
