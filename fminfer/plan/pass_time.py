@@ -19,12 +19,14 @@ from fminfer.models.tensor_specs import exit_specs, layer_specs, model_specs
 from fminfer.plan.expected_bytes import layer_bytes
 from fminfer.plan.roofs import Roofs
 from fminfer.plan.run_plan import RankPlan, RunPlan
-from fminfer.plan.streaming import describe_streaming
+from fminfer.plan.streaming import describe_streaming, find_conversion
 
 # What kernels reach of published figures, what the host adds, and what a layer's launches take
 # without a CUDA graph: from an H200's steps of an 8B and a 1B (docs/performance.md, On a GPU).
 MEMORY_SHARE, ARITHMETIC_SHARE, LINK_SHARE = 0.7, 0.65, 0.8
 HOST_STEP_S, HOST_ROW_S, LAUNCH_S = 1e-3, 40e-6, 0.7e-3
+# Stored bytes, in 16 bits, that a core quantizes a second: a Zen 3 (docs/performance.md).
+QUANTIZING_RATES = {"int8": 0.2e9, "int4": 0.1e9}
 SUM_S = 30e-6  # latency of a sum over ranks, or of sending: not measured
 START_S = 10.0  # of a process: imports, tokenizer, kernels' trials
 
@@ -49,6 +51,7 @@ class RankWork:
     head_bytes: float  # if there are logits
     logit_operations: float
     streamed_bytes: int
+    quantized_bytes: int  # of them, what is quantized in each pass, as it is stored
     place: str  # where streamed layers come from
     weight_bytes: float = 0.0  # of every pass
     expert_bytes: float = 0.0  # of all experts; a pass reads those that its tokens choose
@@ -68,8 +71,11 @@ def measure_rank(plan: RunPlan, rank: RankPlan) -> RankWork:
         head_bytes=head_size * plan.formats["head"].num_bytes((1, 1024)) / 1024,
         logit_operations=2 * head_size,
         streamed_bytes=0 if streamed is None else streamed.num_bytes,
+        quantized_bytes=0,
         place="" if streamed is None else streamed.place,
     )
+    if streamed and plan.config.quantized_to and find_conversion(plan, streamed):
+        work.quantized_bytes = streamed.num_bytes
     makes_floats = plan.device.type == "cuda" and not isinstance(plan.formats["product"], Dense)
     for number in rank.part.numbers:
         layer = model.layers[number] if share is None else share.layer(number)
@@ -90,7 +96,7 @@ def measure_rank(plan: RunPlan, rank: RankPlan) -> RankWork:
 
 
 def time_step(plan: RunPlan, work: RankWork, load: StepLoad, roofs: Roofs) -> dict[str, float]:
-    """Return the seconds of each thing that may bound a step; the first four go on at once."""
+    """Return the seconds of what may bound a step; all but the last two go on at once."""
     on_gpu, num = plan.device.type == "cuda", _node_ranks(plan, roofs)
     sharers = 1 if on_gpu else num  # of memory and cores
     unread = (1 - work.chosen_bytes / max(1.0, work.expert_bytes)) ** load.num_tokens
@@ -103,9 +109,14 @@ def time_step(plan: RunPlan, work: RankWork, load: StepLoad, roofs: Roofs) -> di
     has_graph = may_capture and load.num_tokens <= load.num_rows
     has_graph = has_graph and can_capture(plan.checkpoint.model.layers)
     rate = roofs.disk_rate / num if work.place == "disk" else roofs.host_rate * LINK_SHARE
+    arithmetic_s = operations * sharers / (roofs.arithmetic_rate * ARITHMETIC_SHARE)
+    quantizing_s = work.quantized_bytes * num / _quantizing_rate(plan, roofs)
+    if quantizing_s and not on_gpu:
+        quantizing_s += arithmetic_s  # on the same cores
     return {
         "memory": num_bytes * sharers / (roofs.memory_rate * MEMORY_SHARE),
-        "arithmetic": operations * sharers / (roofs.arithmetic_rate * ARITHMETIC_SHARE),
+        "arithmetic": arithmetic_s,
+        "quantizing": quantizing_s,
         "host memory" if work.place == "cpu" else "disk": work.streamed_bytes / rate,
         "launches": work.num_layers * LAUNCH_S * (on_gpu and not has_graph),
         "other ranks": _between_ranks(plan, load, roofs),
@@ -116,6 +127,11 @@ def time_step(plan: RunPlan, work: RankWork, load: StepLoad, roofs: Roofs) -> di
 def _node_ranks(plan: RunPlan, roofs: Roofs) -> int:
     """Return how many ranks a node has, of all pipelines."""
     return min(roofs.num_devices, len(plan.ranks) * plan.machine.num_pipelines)
+
+
+def _quantizing_rate(plan: RunPlan, roofs: Roofs) -> float:
+    """Return how many bytes of stored weights all cores of a node quantize a second."""
+    return roofs.num_cores * QUANTIZING_RATES.get(plan.config.quantized_to, math.inf)
 
 
 def _between_ranks(plan: RunPlan, load: StepLoad, roofs: Roofs) -> float:
@@ -155,18 +171,25 @@ def predict_run(
 
 
 def predict_load(plan: RunPlan, roofs: Roofs) -> float:
-    """Predict the seconds until a run is ready: weights are read from each node's disk."""
+    """Predict the seconds until a run is ready: each node reads weights, and quantizes them."""
     specs = model_specs(plan.checkpoint.model)
     if plan.checkpoint.config.tie_word_embeddings:
         specs.pop("head.weight", None)  # the embedding is the head
-    stored = (plan.stored.get(n, Dense(plan.dtype)).num_bytes(s.shape) for n, s in specs.items())
+    forms = {name: plan.stored.get(name, Dense(plan.dtype)) for name in specs}
+    sizes = {name: form.num_bytes(specs[name].shape) for name, form in forms.items()}
+    made = sum(
+        size for n, size in sizes.items() if not isinstance(plan.held[n], (Dense, type(forms[n])))
+    )
     streamed = [rank.streamed for rank in plan.ranks if rank.streamed]
-    size = sum(stored) - sum(each.num_bytes for each in streamed if each.place == "disk")
+    later = {n for each in streamed if each.place == "disk" for n in each.numbers}
+    size = sum(sizes.values()) - sum(layer_bytes(plan, None, n).whole for n in later)
     on_node = size * min(1.0, roofs.num_devices / len(plan.ranks))  # the rest is elsewhere
     pipelines = max(1, _node_ranks(plan, roofs) // len(plan.ranks))
     copies = 1 if on_node < roofs.host_bytes else pipelines  # the system's cache has it for others
+    quantized = on_node * pipelines * made / sum(sizes.values())
     to_device = size / len(plan.ranks) / (roofs.host_rate * LINK_SHARE)
-    return START_S + max(on_node * copies / roofs.disk_rate, to_device)
+    quantizing_s = quantized / _quantizing_rate(plan, roofs)
+    return START_S + max(on_node * copies / roofs.disk_rate, to_device, quantizing_s)
 
 
 def tell_passes(plan: RunPlan, roofs: Roofs | None) -> list[str]:

@@ -30,6 +30,7 @@ class Roofs:
     host_bytes: int = 128 << 30
     disk_rate: float = 7e9  # of a node
     network_rate: float = 25e9  # from a node to another one
+    num_cores: int = 32  # of a node, for its processes
     num_devices: int = 1  # of a node
     num_nodes: int = 1
 

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from dataclasses import replace
 from typing import Literal
 
+from fminfer.compute.weights import Dense
 from fminfer.core.config import ON_CPU, STREAMED
 from fminfer.core.errors import UsageError
 from fminfer.core.quantities import counted, show_bytes
@@ -134,18 +135,26 @@ def describe_streaming(plan: RunPlan, rank: RankPlan, disk_speed: float = 0.0) -
     return told + _tell_conversion(plan, own)
 
 
-def _tell_conversion(plan: RunPlan, own: Streamed) -> str:
-    """Tell which weights are converted in each pass, as they are not held as stored."""
-    of_layer = f"{own.numbers[0]}."
-    pairs = [
-        (plan.stored[name].name, held.name)
+def find_conversion(plan: RunPlan, own: Streamed) -> tuple[str, str] | None:
+    """Return the formats that weights of products are stored in, and made in each pass.
+
+    None: they are used as they are stored.
+    """
+    of_layer, unknown = f"{own.numbers[0]}.", Dense(plan.dtype)  # that of random weights
+    pairs = (
+        (stored.name, held.name)
         for name, held in plan.held.items()
-        if name.startswith(of_layer) and held.name != plan.stored.get(name, held).name
-        if plan.formats["product"] == held or plan.config.quantized_to
-    ]
-    if not pairs:
+        if name.startswith(of_layer)
+        and (stored := plan.stored.get(name, unknown)).name != held.name
+        and (plan.formats["product"] == held or plan.config.quantized_to)
+    )
+    return next(pairs, None)
+
+
+def _tell_conversion(plan: RunPlan, own: Streamed) -> str:
+    if (found := find_conversion(plan, own)) is None:
         return ""
-    stored, held = pairs[0]
+    stored, held = found
     if plan.config.quantized_to:
         return (
             f". Weights are stored in {stored}, and quantized again in each pass, which is slow: "

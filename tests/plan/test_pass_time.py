@@ -155,6 +155,31 @@ def test_loading_reads_a_node_s_part_of_the_model_once() -> None:
     assert predict_load(two, nodes) == pytest.approx(START_S + size / 2 / 7e9, rel=0.01)
 
 
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_streamed_shards_are_left_out_of_loading_once(quantize: Any) -> None:
+    """What is cut by columns is read whole by each of eight ranks, and was subtracted so."""
+    eight = replace(A100, num_devices=8, host_bytes=64 * GIB)
+    sharded = plan_of(
+        "llama-405b", eight, tensor_parallel_size=8, offload="disk", quantize=quantize
+    )
+    others = 2 * 2 * 128256 * 16384  # embedding and head, in 16 bits
+    assert predict_load(sharded, eight) >= START_S + others / 7e9
+
+
+def test_quantizing_takes_its_time() -> None:
+    """In each pass, if layers are streamed; the host's cores do it."""
+    one = {q: plan_of("bloom-176b", A100, offload="disk", quantize=q) for q in (None, "int8")}
+    load = decode(64, 100)
+    slow, bound = step_of(one["int8"], load, A100)
+    assert bound == "quantizing" and slow > step_of(one[None], load, A100)[0]
+    many = replace(A100, num_cores=1024)
+    assert step_of(one["int8"], load, many)[1] == "disk"
+    kept = [plan_of("llama-8b", A100, quantize=q) for q in (None, "int8", "int4")]
+    few = replace(A100, num_cores=2, disk_rate=100e9)
+    times = [predict_load(plan, few) - START_S for plan in kept]
+    assert times[0] < 2 and times[1] > 30 and times[2] == pytest.approx(2 * times[1], rel=0.05)
+
+
 @pytest.mark.parametrize(("quantize", "published"), [(None, 42.88), ("int8", 21.68)])
 @pytest.mark.parametrize("unit", [1e9, GIB])
 def test_memory_of_bloom_176b_on_8_gpus_is_what_energonai_published(
