@@ -94,6 +94,11 @@ def calibrate(config: EngineConfig, on_progress: ShowProgress) -> Calibration:
     try:
         if engine.pipeline.plan.checkpoint.model.encoder is not None:
             raise UsageError("--calibrate times decoders alone; this model has an encoder")
+        if engine.facts.streaming:
+            raise UsageError(
+                "--calibrate times steps of weights that stay in memory, and layers would come anew "
+                "for each; leave --offload out"
+            )
         path = find_costs_path(engine.pipeline.plan, has_kernel=engine.facts.has_kernel)
         if path is None:
             raise UsageError(f"the costs cannot be kept: {why_no_cache()}")

@@ -74,6 +74,10 @@ class Check:
         has_weights: bool,
         keeps_offload: bool,
     ) -> None:
+        if asked.device_kind == "this" and device_bytes is not None:
+            raise UsageError(
+                "--device-kind this and --device-memory contradict each other; give one of them"
+            )
         self._config, self._asked, self._keeps_offload = config, asked, keeps_offload
         self._checkpoint: Checkpoint = open_model(config, has_weights=False)
         if folder_of(config.model) is not None:  # else the hub still has them

@@ -65,9 +65,10 @@ def find_machine(
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = choose_device(config, machine := replace(known, num_gpus=num_gpus), known.rank)
     is_fast = is_fast_in_bfloat16(device)
-    if known.device_bytes is None and (is_computing or device.type == "cpu"):
-        host = known.host_free or free_host_bytes()
-        machine = replace(machine, free=free_bytes(device), host_free=host)
+    if known.device_bytes is None:
+        machine = replace(machine, host_free=known.host_free or free_host_bytes())
+        if is_computing or device.type == "cpu":
+            machine = replace(machine, free=free_bytes(device))
     machine = replace(machine, is_fast_in_bfloat16=is_fast)
     if device.type != "cpu":
         return machine

@@ -198,13 +198,11 @@ def tell_passes(plan: RunPlan, roofs: Roofs | None) -> list[str]:
     Args:
         roofs: None: the machine is not known, and no time is told.
     """
-    streamed = [(r.streamed.num_bytes, r.rank) for r in plan.ranks if r.streamed]
-    if not streamed:
+    told = [describe_streaming(plan)]
+    if not told[0]:
         return ["all layers stay in memory"] * (plan.config.offload != "off")
-    rank, size = plan.ranks[max(streamed)[1]], plan.sizes.chunk_size
-    of_rank = f"rank {rank.rank}: " * (len(plan.ranks) > 1)
-    told = [of_rank + describe_streaming(plan, rank)]
     if roofs is not None:
+        size = plan.sizes.chunk_size
         load = StepLoad(size, size, 0, 0, plan.sizes.max_rows)
         seconds, bound = predict_run(plan, [(load, 1.0)], math.inf, roofs)
         rate = f"{size / seconds:,.0f} tokens/s at most"

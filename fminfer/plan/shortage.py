@@ -44,7 +44,8 @@ def count_kv_tokens(plan: RunPlan) -> int:
     """
     if plan.config.budget is not None:
         return _whole_blocks(plan, plan.config.budget)
-    taken = [rank.takes.weights - rank.takes.mapped for rank in plan.ranks]
+    # What passes counts with a step's work, as it does after loading.
+    taken = [each.weights - each.mapped - each.passing for each in (r.takes for r in plan.ranks)]
     free, on_cpu = plan.room_bytes, plan.device.type == "cpu"
     if on_cpu or plan.machine.device_bytes is not None:
         taken = [size + rank.takes.libraries for size, rank in zip(taken, plan.ranks, strict=True)]

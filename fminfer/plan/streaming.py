@@ -113,15 +113,16 @@ def _spread(numbers: list[int], count: int) -> tuple[int, ...]:
     return tuple(numbers[i] for i in chosen)
 
 
-def describe_streaming(plan: RunPlan, rank: RankPlan, disk_speed: float = 0.0) -> str:
-    """Describe a rank's streamed layers and what a pass is; "": none is streamed.
+def describe_streaming(plan: RunPlan, disk_speed: float = 0.0) -> str:
+    """Describe the streamed layers of the rank with most of them, and a pass; "": there are none.
 
     Args:
         disk_speed: bytes a second, measured; 0: not known.
     """
-    own = rank.streamed
-    if own is None:
+    streamed = [(rank, rank.streamed) for rank in plan.ranks if rank.streamed]
+    if not streamed:
         return ""
+    rank, own = max(streamed, key=lambda each: each[1].num_bytes)
     num_layers = len(rank.part.numbers)
     layers = f"{len(own.numbers)} of {counted(num_layers, 'layer')}, {show_bytes(own.num_bytes)},"
     how = "wait in the host's memory, and are copied to the GPU in each pass"
@@ -131,7 +132,8 @@ def describe_streaming(plan: RunPlan, rank: RankPlan, disk_speed: float = 0.0) -
             seconds = own.num_bytes / disk_speed
             how += f", which takes at least {seconds:,.1f} s at {show_bytes(int(disk_speed))}/s"
     rows = min(plan.sizes.max_rows, max(1, plan.num_kv_tokens // plan.config.block_size))
-    told = f"{layers} {how}. A pass computes up to {rows:,} rows, or {plan.chunk_size:,} tokens"
+    told = f"rank {rank.rank}: " * (len(plan.ranks) > 1)
+    told += f"{layers} {how}. A pass computes up to {rows:,} rows, or {plan.chunk_size:,} tokens"
     return told + _tell_conversion(plan, own)
 
 

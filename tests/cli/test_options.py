@@ -248,6 +248,7 @@ def known(option: click.Option) -> list[str]:
         ("serve -o x", "Give --output (--output: of fminfer run)."),
         ("serve --load-in-8bit", "Give --quantize int8 (or int4)."),
         ("run --load-in-4bit", "Give --quantize int4."),
+        ("serve --cpu-offload-gb 8", "Give --offload auto."),
         ("run x --dtype int3", "'int3' is not one of"),
         ("run x --dtype int8 --quantize int4", "--quantize int4 contradict each other; give one"),
         ("submit --scheduler lsf --infer-data x -- --num-shard 2", "Give --tensor-parallel-size"),

@@ -203,6 +203,7 @@ def test_vectors_over_ranks() -> None:
         (["--plot", "bench.png"], "must end with .svg"),
         (["--plot", "no/folder/bench.svg"], "there is no folder no/folder"),
         (["--calibrate", "--world-size", "2"], "leave out --world-size"),
+        (["--calibrate", "--offload", "disk"], "leave --offload out"),
         (["--world-size", "99"], "layers"),
     ],
 )

@@ -133,6 +133,8 @@ def test_devices_without_a_kind_are_told_by_flags(rows: Path) -> None:
     found = check(rows, "--plan", *flags, "--memory-bandwidth", "1T")
     assert found.exit_code == 2
     assert "--arithmetic-rate, --link-bandwidth, --host-bandwidth" in found.output
+    found = check(rows, "--plan", *flags, "--device-kind", "this")
+    assert found.exit_code == 2 and "contradict each other" in found.output
     found = check(rows, "--plan", *flags, "--memory-bandwidth", "fast")
     assert found.exit_code == 2 and "'fast' is no rate" in found.output
     rates = ["--memory-bandwidth", "1T", "--arithmetic-rate", "100T"]

@@ -153,6 +153,9 @@ def test_loading_reads_a_node_s_part_of_the_model_once() -> None:
     two = plan_of("bloom-176b", eight, tensor_parallel_size=8, pipeline_group_size=2)
     nodes = replace(eight, num_nodes=2)
     assert predict_load(two, nodes) == pytest.approx(START_S + size / 2 / 7e9, rel=0.01)
+    # Of streamed layers none is loaded, though each shard reads what is cut by its inputs whole.
+    streamed = plan_of("llama-70b", eight, tensor_parallel_size=8, offload="disk")
+    assert START_S < predict_load(streamed, eight) < START_S + 1
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])

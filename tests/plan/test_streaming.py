@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.models.checkpoint import open_checkpoint, open_random
+from fminfer.plan import machine_facts
 from fminfer.plan.expected_bytes import layer_bytes
 from fminfer.plan.machine_facts import Machine
-from fminfer.plan.planning import make_plan
+from fminfer.plan.planning import make_plan, plan_ahead
 from fminfer.plan.run_plan import RunPlan
+from fminfer.plan.shortage import find_room, fit_kv_tokens
 from fminfer.plan.streaming import LEAST_CACHE, STREAMED_CACHE, describe_streaming
 from tests.conftest import make_model
 
@@ -23,7 +26,8 @@ GB = 10**9
 
 def plan_of(size: str, gpu: float | None, *, on_host: float = 0, **options: Any) -> RunPlan:
     """Plan a run on GPUs of so many GB, or on a CPU with `on_host` GB."""
-    where = {name: options.pop(name) for name in ("num_pipelines", "num_shards") if name in options}
+    names = ("num_pipelines", "num_shards", "num_stages")
+    where = {name: options.pop(name) for name in names if name in options}
     if gpu is not None:
         machine = Machine(device_bytes=int(gpu * GB), host_free=int(on_host * GB), **where)
     else:
@@ -86,6 +90,24 @@ def test_shards_stream_their_parts() -> None:
     assert half.is_shared  # one copy for both
 
 
+def test_a_run_knows_its_host_before_it_looks_at_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--offload cpu was refused: fingerprints were planned with 128 GiB, whatever is there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(machine_facts, "is_fast_in_bfloat16", lambda device: True)
+    monkeypatch.setattr(machine_facts, "free_host_bytes", lambda: 512 * GB)
+    config = EngineConfig(random_init="llama-70b", device="cuda", offload="cpu")
+    plan = plan_ahead(config, open_random("llama-70b"))
+    assert plan.own.streamed is not None and plan.own.streamed.place == "cpu"
+
+
+def test_layers_that_come_to_another_rank_alone_are_told() -> None:
+    """It was told that all stay, as rank 0's do."""
+    plan = plan_of("llama-7b", 11, on_host=512, offload="auto", num_stages=2)
+    assert plan.ranks[0].streamed is None and plan.ranks[1].streamed is not None
+    assert describe_streaming(plan).startswith("rank 1: ")
+
+
 def test_a_host_without_room_is_told() -> None:
     with pytest.raises(UsageError, match=r"GiB are free. Use --offload disk"):
         plan_of("llama-70b", 80, on_host=64, offload="cpu")
@@ -119,12 +141,21 @@ def test_a_pass_is_as_large_as_memory_allows() -> None:
     assert (asked.sizes.chunk_size, asked.sizes.max_rows) == (100, 3)
 
 
+def test_check_foresees_the_cache_that_a_run_finds_room_for() -> None:
+    """What passes was counted twice before weights are loaded."""
+    plan = plan_of("llama-7b", None, on_host=16, offload="disk")
+    takes = plan.own.takes
+    loaded = takes.libraries + takes.weights - takes.mapped - takes.passing
+    found = find_room(plan, plan.own, "all", plan.room_bytes - loaded)
+    assert takes.passing and plan.num_kv_tokens == fit_kv_tokens(plan, [found])
+
+
 def test_the_plan_is_told() -> None:
     plan = plan_of("llama-7b", None, on_host=64, offload="disk")
-    told = describe_streaming(plan, plan.own, 2 * 2**30)
+    told = describe_streaming(plan, 2 * 2**30)
     assert told.startswith("32 of 32 layers, 12.06 GiB, are read from the disk in each pass, which")
     assert "which takes at least 6.0 s at 2.00 GiB/s. A pass" in told
     assert "A pass computes up to 1,024 rows, or 4,096 tokens" in told
     plan = plan_of("llama-70b", 80, on_host=512, offload="cpu")
-    assert "wait in the host's memory" in describe_streaming(plan, plan.own)
-    assert describe_streaming(plan_of("llama-7b", 80), plan_of("llama-7b", 80).own) == ""
+    assert "wait in the host's memory" in describe_streaming(plan)
+    assert describe_streaming(plan_of("llama-7b", 80)) == ""

@@ -76,7 +76,8 @@ class OnePipeline:
         end_openmp_threads()  # steps are another thread's work
         self._group, self._watch = group, None if group is None else group.watch
         self.stages = _build_pipeline(stage, loaded, group)
-        self.graphs, self._stream = stage.graphs, loaded.network.stream
+        self.graphs, self._stream = stage.graphs, (stream := loaded.network.stream)
+        disk_speed = 0.0 if stream is None else stream.reads.bytes_per_s
         self._facts = Facts(
             str(loaded.device),
             name_of(plan.dtype),
@@ -93,7 +94,7 @@ class OnePipeline:
             why_slower=plan.why_reread or why.slower,
             num_stages=loaded.part.num_stages,
             num_ranks=len(plan.ranks),
-            streaming=_tell_streaming(loaded),
+            streaming=describe_streaming(plan, disk_speed),
         )
         eos_ids = find_ends(checkpoint, tokenizer)
         self.core = build_loop(
@@ -158,13 +159,6 @@ class OnePipeline:
         else:
             group.watch.hear_last()
             group.leave()
-
-
-def _tell_streaming(loaded: LoadedPart) -> str:
-    """Describe a pass, if this rank has streamed layers."""
-    stream, plan = loaded.network.stream, loaded.plan
-    told = describe_streaming(plan, plan.own, 0.0 if stream is None else stream.reads.bytes_per_s)
-    return told and "rank 0: " * (len(plan.ranks) > 1) + told
 
 
 def _most_read(loaded: LoadedPart) -> int:
