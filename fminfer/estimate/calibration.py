@@ -96,8 +96,7 @@ def calibrate(config: EngineConfig, on_progress: ShowProgress) -> Calibration:
             raise UsageError("--calibrate times decoders alone; this model has an encoder")
         if engine.facts.streaming:
             raise UsageError(
-                "--calibrate times steps of weights that stay in memory, and layers would come anew "
-                "for each; leave --offload out"
+                "--calibrate times steps with weights that stay in memory; leave --offload out"
             )
         path = find_costs_path(engine.pipeline.plan, has_kernel=engine.facts.has_kernel)
         if path is None:

@@ -166,7 +166,7 @@ class PlanReport:
         if is_all:
             lines += [f"  {run.name}: {run.why_not}" for run in others]
         for why, count in Counter(run.why_not.split(":")[0] for run in others).items():
-            lines.append(f"left out  {counted(count, 'way')}: {why}")
+            lines.append(f"not       {counted(count, 'way')}: {why}")
         return "\n".join([*lines, *(f"fastest   {run.name}" for run in fitting[:1])])
 
     def _title(self) -> str:

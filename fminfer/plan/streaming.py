@@ -114,7 +114,7 @@ def _spread(numbers: list[int], count: int) -> tuple[int, ...]:
 
 
 def describe_streaming(plan: RunPlan, disk_speed: float = 0.0) -> str:
-    """Describe the streamed layers of the rank with most of them, and a pass; "": there are none.
+    """Describe a pass, and the streamed layers of the rank with most of them; "": none are.
 
     Args:
         disk_speed: bytes a second, measured; 0: not known.
