@@ -170,7 +170,7 @@ class Check:
             self._plan.machine,
             num_stages=config.num_stages,
             num_shards=config.tensor_parallel_size,
-            num_pipelines=config.data_group_size,
+            num_pipelines=-(-config.data_group_size // roofs.num_nodes),  # of a node
             local_size=min(config.num_stages * config.tensor_parallel_size, roofs.num_devices),
             host_free=roofs.host_bytes,
         )

@@ -17,6 +17,7 @@ from fminfer.cli.app import main
 from fminfer.core.config import EngineConfig, GroupSizes
 from fminfer.estimate.cost_model import COSTS, CostModel
 from fminfer.estimate.cost_store import find_costs_path, keep_costs
+from fminfer.estimate.measured_roofs import measure_roofs
 from fminfer.estimate.run_plans import find_spreads
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.plan.opening import open_model
@@ -194,6 +195,27 @@ def test_check_tells_what_offload_does(rows: Path) -> None:
     assert "calibration times no steps with --offload" in here.output
     plain = check(rows, "--random-init", "opt-125m", "--device-kind", "l4")
     assert "passes" not in plain.output and "22.00 GiB for each of 1 ranks" in plain.output
+
+
+def test_a_cpu_is_measured_in_the_type_that_it_multiplies_in() -> None:
+    """Where 16 bits are widened, torch's product of them took minutes, and its rate was told."""
+    rates = []
+    for dtype in ("float32", "float16"):
+        config = EngineConfig(random_init="opt-125m", device="cpu", dtype=dtype)
+        plan = plan_ahead(config, open_model(config, has_weights=False))
+        rates.append(measure_roofs(plan).arithmetic_rate)
+    assert rates[1] > rates[0] / 3
+
+
+def test_each_node_has_the_memory_of_this_machine(rows: Path) -> None:
+    """Two pipelines on two nodes were planned as if both took this one's memory."""
+    one, two = (
+        plans_of(rows, "--device", "cpu", "--random-init", "opt-1.3b", "--num-nodes", number)
+        for number in (1, 2)
+    )
+    alone = next(run for run in one["runs"] if run["flags"] == "")
+    pair = next(run for run in two["runs"] if run["flags"] == "--data-group-size 2")
+    assert pair["kv_tokens"] == pytest.approx(alone["kv_tokens"], rel=0.2)
 
 
 def test_offload_off_and_a_wide_tp_are_kept(rows: Path) -> None:
