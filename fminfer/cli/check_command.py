@@ -72,11 +72,12 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
     with tempfile.TemporaryFile() as spool:
         most = None if asked.is_all or asked.is_json else MAX_TOLD
         errors = _Errors(inputs, spool, most, asked.is_json)
-        source = click.get_current_context().get_parameter_source("offload")
+        context = click.get_current_context()
+        sources = {name: context.get_parameter_source(name) for name in context.params}
         found = Check(
             *(config, planned, asked.device_bytes),
             has_weights=not asked.no_weights,
-            keeps_offload=source is not ParameterSource.DEFAULT,
+            kept={name for name, of in sources.items() if of is not ParameterSource.DEFAULT},
         )
         report = found.run(inputs, errors.add, is_quiet=asked.is_json)
         if asked.is_json:

@@ -202,7 +202,8 @@ class _Bench:
         """
         lengths = [0]
         if self._gives_vectors:
-            lengths = [each for each in LENGTHS if each <= self._engine.context_length]
+            most = self._engine.context_length
+            lengths = [each for each in LENGTHS if each <= most] or [most]
         sizes = sorted(set(self._run.batch_sizes))
         pairs = sorted(product(lengths, sizes), key=lambda each: (each[0] or 1) * each[1])
         if self._needed_kv_tokens(1, 4) <= self._kv_tokens:

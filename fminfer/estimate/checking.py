@@ -6,7 +6,7 @@ It knows options and paths; what a line means is the engine's to say.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
@@ -59,7 +59,7 @@ class Check:
         asked: the devices to plan for. With --plan, the memory of these options judges no line.
         device_bytes: of --device-memory.
         has_weights: otherwise a folder needs no weights.
-        keeps_offload: all plans have this --offload.
+        kept: names of options that were given, which all plans keep.
 
     Raises:
         FminferError: the model does not run, or not so.
@@ -72,13 +72,13 @@ class Check:
         device_bytes: int | None,
         *,
         has_weights: bool,
-        keeps_offload: bool,
+        kept: Collection[str],
     ) -> None:
         if asked.device_kind == "this" and device_bytes is not None:
             raise UsageError(
                 "--device-kind this and --device-memory contradict each other; give one of them"
             )
-        self._config, self._asked, self._keeps_offload = config, asked, keeps_offload
+        self._config, self._asked, self._kept = config, asked, kept
         self._checkpoint: Checkpoint = open_model(config, has_weights=False)
         if folder_of(config.model) is not None:  # else the hub still has them
             check_tensors(self._checkpoint, has_weights=has_weights)
@@ -160,7 +160,7 @@ class Check:
                 "--plan predicts decoders, but this model has an encoder; leave --plan out"
             )
         plan_one = partial(self._plan_one, counts=report.counts, roofs=roofs)
-        runs = plan_runs(self._config, roofs, plan_one, keeps_offload=self._keeps_offload)
+        runs = plan_runs(self._config, roofs, plan_one, kept=self._kept)
         kind = "this machine's device" if is_this else asked.device_kind or "devices"
         return replace(report, plans=PlanReport(kind, runs, roofs))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -82,17 +82,24 @@ class PlannedRun:
         ]
 
 
-def find_spreads(roofs: Roofs, asked: GroupSizes) -> Iterator[tuple[int, int, int]]:
+def find_spreads(
+    roofs: Roofs, asked: GroupSizes, kept: Collection[str] = ()
+) -> Iterator[tuple[int, int, int]]:
     """Yield the data groups, stages and shards that use all devices.
 
     Shards of a stage are on one node. A pipeline takes part of a node, or whole nodes.
+
+    Args:
+        kept: names of options that were given, so that 1 means 1.
     """
     num, size = roofs.num_devices, roofs.num_devices * roofs.num_nodes
-    told = (asked.data_group_size, asked.told_stages, asked.tensor_parallel_size)
+    named = {n: getattr(asked, n) for n in ("data_group_size", "tensor_parallel_size")}
+    groups, tp = (n if n > 1 or name in kept else None for name, n in named.items())
+    told = (groups, asked.told_stages, tp)
     for shards in (n for n in range(1, num + 1) if num % n == 0):
         for stages in (n for n in range(1, size + 1) if size // shards % n == 0):
             found = (size // (shards * stages), stages, shards)
-            is_told = all(n in (None, 1, own) for own, n in zip(found, told, strict=True))
+            is_told = all(n in (None, own) for own, n in zip(found, told, strict=True))
             if is_told and (num % (shards * stages) == 0 or shards * stages % num == 0):
                 yield found
 
@@ -102,18 +109,19 @@ def plan_runs(
     roofs: Roofs,
     plan_one: Callable[[EngineConfig], PlannedRun],
     *,
-    keeps_offload: bool,
+    kept: Collection[str],
 ) -> list[PlannedRun]:
     """Plan a run in all ways; return the fastest first, and last those that do not fit.
 
     Args:
-        keeps_offload: otherwise layers that do not fit are streamed.
+        kept: names of options that were given. Without `offload`, layers that do not fit are
+            streamed.
 
     Raises:
         UsageError: no way has the stages and ranks that flags ask for.
     """
     found: list[PlannedRun] = []
-    for groups, stages, shards in find_spreads(roofs, config):
+    for groups, stages, shards in find_spreads(roofs, config, kept):
         for quantize in (config.quantize,) if config.quantized_to else ALL_BITS:
             asked = replace(
                 config,
@@ -124,7 +132,7 @@ def plan_runs(
                 quantize=quantize,
             )
             found.append(plan_one(asked))
-            if found[-1].why_not and not keeps_offload:
+            if found[-1].why_not and "offload" not in kept:
                 found.append(plan_one(replace(asked, offload="auto")))
     if not found:
         raise UsageError(

@@ -66,6 +66,8 @@ def test_spreads_use_all_devices_and_keep_shards_on_a_node() -> None:
     assert {s * t for _, s, t in find_spreads(roofs_of(2, 3), GroupSizes())} == {1, 2, 6}
     kept = [*find_spreads(roofs_of(8), GroupSizes(tensor_parallel_size=2))]
     assert {t for _, _, t in kept} == {2} and len(kept) == 3
+    ones = [*find_spreads(roofs_of(8), GroupSizes(), {"tensor_parallel_size"})]
+    assert {t for _, _, t in ones} == {1} and len(ones) == 4
 
 
 def test_a_large_model_on_eight_gpus(rows: Path) -> None:

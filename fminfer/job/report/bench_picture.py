@@ -45,7 +45,9 @@ def draw_bench(title: str, y_name: str, curves: Curves, ranks: Sequence[RankMemo
 def find_log_ticks(least: float, most: float) -> list[float]:
     """Return 1, 2 and 5 times powers of ten around both numbers, or the powers alone."""
     ticks = log_edges(least, most)
-    return ticks if len(ticks) <= MOST_TICKS else log_edges(least, most, digits=(1,))
+    if len(ticks) > MOST_TICKS:
+        ticks = log_edges(least, most, digits=(1,))
+    return ticks[:-1] if len(ticks) > 2 and ticks[-2] >= most else ticks
 
 
 def _draw_curves(y_name: str, curves: Curves) -> Iterator[str]:
