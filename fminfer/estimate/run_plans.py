@@ -94,7 +94,8 @@ def find_spreads(
     """
     num, size = roofs.num_devices, roofs.num_devices * roofs.num_nodes
     named = {n: getattr(asked, n) for n in ("data_group_size", "tensor_parallel_size")}
-    groups, tp = (n if n > 1 or name in kept else None for name, n in named.items())
+    is_whole = asked.world_size is not None  # all numbers of ranks are told then
+    groups, tp = (n if is_whole or n > 1 or name in kept else None for name, n in named.items())
     told = (groups, asked.told_stages, tp)
     for shards in (n for n in range(1, num + 1) if num % n == 0):
         for stages in (n for n in range(1, size + 1) if size // shards % n == 0):

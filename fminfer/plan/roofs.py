@@ -90,9 +90,11 @@ class PlanOptions(Options):
     )
 
     def check(self) -> None:
-        """Refuse --num-nodes without --plan."""
-        if self.num_nodes > 1 and not self.is_plan:
-            raise UsageError("--num-nodes needs --plan, which spreads a run over nodes")
+        """Refuse --num-devices and --num-nodes without --plan."""
+        if (self.num_nodes > 1 or self.num_devices) and not self.is_plan:
+            raise UsageError(
+                "--num-devices and --num-nodes need --plan, which spreads a run over them"
+            )
 
     @property
     def known(self) -> Roofs | None:
@@ -116,9 +118,10 @@ class PlanOptions(Options):
             return replace(known, **told)
         names = ("memory_rate", "arithmetic_rate", "link_rate", "host_rate")
         missing = [options_of(PlanOptions)[name].told for name in names if name not in told]
-        if missing or device_bytes is None:
+        missing = ["--device-memory"] * (device_bytes is None) + missing
+        if missing:
             raise UsageError(
-                "nothing is known of the devices: give --device-kind (one of "
-                f"{', '.join(get_args(DeviceKind))}), or {', '.join(['--device-memory', *missing])}"
+                "too little is known of the devices: give --device-kind (one of "
+                f"{', '.join(get_args(DeviceKind))}), or {', '.join(missing)}"
             )
         return Roofs(**told)

@@ -130,7 +130,7 @@ def describe_streaming(plan: RunPlan, disk_speed: float = 0.0) -> str:
         how = "are read from the disk in each pass"
         if disk_speed:
             seconds = own.num_bytes / disk_speed
-            how += f", which takes at least {seconds:,.1f} s at {show_bytes(int(disk_speed))}/s"
+            how += f", which takes about {seconds:,.1f} s at {show_bytes(int(disk_speed))}/s"
     rows = min(plan.sizes.max_rows, max(1, plan.num_kv_tokens // plan.config.block_size))
     told = f"rank {rank.rank}: " * (len(plan.ranks) > 1)
     told += f"{layers} {how}. A pass computes up to {rows:,} rows, or {plan.chunk_size:,} tokens"

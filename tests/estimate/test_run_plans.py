@@ -68,6 +68,8 @@ def test_spreads_use_all_devices_and_keep_shards_on_a_node() -> None:
     assert {t for _, _, t in kept} == {2} and len(kept) == 3
     ones = [*find_spreads(roofs_of(8), GroupSizes(), {"tensor_parallel_size"})]
     assert {t for _, _, t in ones} == {1} and len(ones) == 4
+    assert [*find_spreads(roofs_of(8), GroupSizes(world_size=8))] == [(1, 8, 1)]
+    assert not [*find_spreads(roofs_of(8), GroupSizes(world_size=4))], "four of eight"
 
 
 def test_a_large_model_on_eight_gpus(rows: Path) -> None:
@@ -136,6 +138,9 @@ def test_devices_without_a_kind_are_told_by_flags(rows: Path) -> None:
     found = check(rows, "--plan", *flags, "--memory-bandwidth", "1T")
     assert found.exit_code == 2
     assert "--arithmetic-rate, --link-bandwidth, --host-bandwidth" in found.output
+    assert "--device-memory," not in found.output, "it was given"
+    found = check(rows, *flags, "--num-devices", "8")
+    assert found.exit_code == 2 and "--num-devices and --num-nodes need --plan" in found.output
     found = check(rows, "--plan", *flags, "--device-kind", "this")
     assert found.exit_code == 2 and "contradict each other" in found.output
     found = check(rows, "--plan", *flags, "--memory-bandwidth", "fast")
