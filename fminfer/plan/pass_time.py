@@ -25,7 +25,7 @@ from fminfer.plan.streaming import describe_streaming, find_conversion
 # without a CUDA graph: from an H200's steps of an 8B and a 1B (docs/performance.md, On a GPU).
 MEMORY_SHARE, ARITHMETIC_SHARE, LINK_SHARE = 0.7, 0.65, 0.8
 HOST_STEP_S, HOST_ROW_S, LAUNCH_S = 1e-3, 40e-6, 0.7e-3
-# Stored bytes, in 16 bits, that a core quantizes a second: a Zen 3 (docs/performance.md).
+# Stored bytes, in 16 bits, that a core quantizes a second: a Zen 3 beside other work.
 QUANTIZING_RATES = {"int8": 0.2e9, "int4": 0.1e9}
 SUM_S = 30e-6  # latency of a sum over ranks, or of sending: not measured
 START_S = 10.0  # of a process: imports, tokenizer, kernels' trials
@@ -51,8 +51,8 @@ class RankWork:
     head_bytes: float  # if there are logits
     logit_operations: float
     streamed_bytes: int
-    quantized_bytes: int  # of them, what is quantized in each pass, as it is stored
     place: str  # where streamed layers come from
+    quantized_bytes: int = 0  # of them, what is quantized in each pass, as it is stored
     weight_bytes: float = 0.0  # of every pass
     expert_bytes: float = 0.0  # of all experts; a pass reads those that its tokens choose
     chosen_bytes: float = 0.0  # of the experts that one token chooses
@@ -71,7 +71,6 @@ def measure_rank(plan: RunPlan, rank: RankPlan) -> RankWork:
         head_bytes=head_size * plan.formats["head"].num_bytes((1, 1024)) / 1024,
         logit_operations=2 * head_size,
         streamed_bytes=0 if streamed is None else streamed.num_bytes,
-        quantized_bytes=0,
         place="" if streamed is None else streamed.place,
     )
     if streamed and plan.config.quantized_to and find_conversion(plan, streamed):

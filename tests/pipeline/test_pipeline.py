@@ -357,8 +357,9 @@ def in_namespace(number: int) -> str:
 
 
 @pytest.fixture
-def two_machines() -> Iterator[None]:
+def two_machines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Two network namespaces with a cable between; it takes root, and iproute2."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)  # of an engine in this very process
     names, ends = [in_namespace(0), in_namespace(1)], [f"fm{os.getpid() % 99999}{e}" for e in "ab"]
     commands = [f"ip netns add {name}" for name in names]
     commands += [f"ip link add {ends[0]} type veth peer name {ends[1]}"]
@@ -383,14 +384,7 @@ def two_machines() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("how", ["folder", "address"])
-def test_two_machines(
-    how: str,
-    alone: dict[str, Any],
-    tmp_path: Path,
-    two_machines: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)  # of an engine in this very process
+def test_two_machines(how: str, alone: dict[str, Any], tmp_path: Path, two_machines: None) -> None:
     where = tmp_path / "meet" if how == "folder" else "192.168.77.1:4400"
     shared = [*inputs(), "--output", tmp_path, "--world-size", 2, "--rendezvous", where]
     ranks = [start(*shared, network=in_namespace(number)) for number in (0, 1)]

@@ -137,14 +137,8 @@ def test_torchrun(alone: dict[str, Any], tmp_path: Path) -> None:
     check_same(tmp_path, alone)
 
 
-def test_two_machines(
-    alone: dict[str, Any],
-    tmp_path: Path,
-    two_machines: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_two_machines(alone: dict[str, Any], tmp_path: Path, two_machines: None) -> None:
     """Tensor parallelism inside each, and a stage on each."""
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)  # of an engine in this very process
     shared = [*inputs(), *FLAGS, "--output", tmp_path, "--world-size", 4, "--tp", 2]
     shared += ["--dist-url", "tcp://192.168.77.1:4410"]
     places = [(rank, in_namespace(rank // 2)) for rank in range(4)]
