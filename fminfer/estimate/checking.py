@@ -21,15 +21,17 @@ from fminfer.core.config import EngineConfig, StepSizes
 from fminfer.core.errors import UsageError
 from fminfer.core.option import options_of
 from fminfer.engine.answer import AnswerForm
+from fminfer.engine.intake import Intake
 from fminfer.engine.loop import EngineLoop
 from fminfer.engine.start import Starter
+from fminfer.engine.stats import EngineStats
 from fminfer.estimate.check_report import CheckReport, FirstPrompt, Work
 from fminfer.estimate.cost_model import CostModel
 from fminfer.estimate.cost_store import find_costs_path, load_costs
 from fminfer.estimate.line_checks import SAMPLE_TOKENS, LineChecker, LineCounts
 from fminfer.estimate.measured_roofs import measure_roofs
 from fminfer.estimate.run_plans import PlannedRun, PlanReport, plan_runs
-from fminfer.estimate.simulation import PretendPipeline, Simulation, simulate
+from fminfer.estimate.simulation import LongestRows, PretendPipeline, average_of
 from fminfer.files.line_reader import count_rows, read_lines
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.known_sizes import folder_of
@@ -41,8 +43,9 @@ from fminfer.plan.planning import make_plan
 from fminfer.plan.roofs import PlanOptions, Roofs
 from fminfer.plan.run_plan import RunPlan
 from fminfer.runtime.build.assembly import build_loop, load_tokenizer, make_intake
+from fminfer.runtime.lines.asked import RecordForm
 from fminfer.runtime.lines.line_intake import LineIntake
-from fminfer.runtime.lines.runner import LOOKAHEAD, WINDOW
+from fminfer.runtime.lines.runner import LOOKAHEAD, WINDOW, LineRunner
 from fminfer.text.tokenizer import Tokenizer
 
 # The options on which the time of steps depends.
@@ -120,7 +123,13 @@ class Check:
         intake = self._intake
         checker = LineChecker(
             LineIntake(intake),
-            self._build_loop(),
+            self._build_loop(
+                Starter,
+                PretendPipeline(config.block_size),
+                self._plan.sizes,
+                self._num_blocks,
+                self._plan.machine.num_stages,
+            ),
             has_prefix_cache=config.prefix_cache,
             on_wrong=on_wrong,
         )
@@ -185,12 +194,14 @@ class Check:
         most = min(counts.reserved_tokens, 2 * SAMPLE_TOKENS + counts.longest_row)
         most += 2 * counts.num_sequences * config.block_size  # a larger KV cache is of no use
         num_blocks = min(most, plan.num_kv_tokens) // config.block_size
-        steps = self._simulate(config.data_group_size, plan.sizes, num_blocks, config.num_stages)
-        loads = [(each.average, each.num_steps) for each in steps.parts(self._scale)]
-        seconds, bound = predict_run(plan, loads, steps.stats.max_rows_running, roofs)
+        sizes, num_stages = plan.sizes, config.num_stages
+        steps, stats = self._simulate(config.data_group_size, sizes, num_blocks, num_stages)
+        most_rows = stats.max_rows_running
+        loads = [(average_of(each), each[0]) for each in steps.parts(self._scale, most_rows)]
+        seconds, bound = predict_run(plan, loads, most_rows, roofs)
         costs, _ = self._find_costs(plan)
         if costs is not None:
-            seconds = costs.whole_run * costs.predict_s(steps.scaled(self._scale).costs)
+            seconds = costs.whole_run * costs.predict_s(steps.scaled(self._scale, most_rows))
             bound = "as calibrated"
         num_tokens = counts.tokens_to_draw or counts.tokens_to_compute
         ms_token = 1e3 * seconds / max(1.0, num_tokens)
@@ -204,18 +215,23 @@ class Check:
         text = "--random-init counts a token for each byte, about four times too many; give the "
         return {f"{text}model's own --tokenizer": num_lines} if num_lines else {}
 
-    def _build_loop(self) -> EngineLoop:
-        plan = self._plan
+    def _build_loop(
+        self,
+        starter: type[Starter],
+        pipeline: PretendPipeline,
+        sizes: StepSizes,
+        num_blocks: int,
+        num_stages: int,
+    ) -> EngineLoop:
+        config, plan, limits = self._config, self._plan, self._limits
         return build_loop(
-            self._config,
-            Starter(
-                self._tokenizer, self._limits.eos_ids, self._config.seed, self._limits.vocab_size
-            ),
-            PretendPipeline(self._config.block_size),
-            AnswerForm(self._tokenizer, self._config.token_format),
-            sizes=plan.sizes,
-            num_blocks=self._num_blocks,
-            num_stages=plan.machine.num_stages,
+            config,
+            starter(self._tokenizer, limits.eos_ids, config.seed, limits.vocab_size),
+            pipeline,
+            AnswerForm(self._tokenizer, config.token_format),
+            sizes=sizes,
+            num_blocks=num_blocks,
+            num_stages=num_stages,
             has_memories=self._checkpoint.model.encoder is not None,
             most_read=plan.most_read(plan.room_bytes - plan.own.takes.total(plan.num_kv_tokens)),
         )
@@ -229,32 +245,36 @@ class Check:
 
     def _simulate_lines(
         self, num_pipelines: int, sizes: StepSizes, num_blocks: int, num_stages: int
-    ) -> Simulation:
-        """Return the steps of one pipeline; all of them share the lines."""
-        return simulate(
-            iter(self._sample[::num_pipelines]),
-            self._tokenizer,
-            self._limits,
-            sizes=sizes,
-            num_blocks=num_blocks,
-            num_stages=num_stages,
+    ) -> tuple[PretendPipeline, EngineStats]:
+        """Answer one pipeline's part of the lines without a model; all pipelines share them."""
+        config, pipeline = self._config, PretendPipeline(self._config.block_size)
+        loop = self._build_loop(LongestRows, pipeline, sizes, num_blocks, num_stages)
+        runner = LineRunner(
+            loop,
+            LineIntake(Intake(self._tokenizer, self._limits)),
+            RecordForm("", 0),
+            engine=loop,
             read_ahead=self._read_ahead,
+            has_long_steps=sizes.micro_batches > 0,
+            joins_equal=config.prefix_cache,
             is_only_run=self._is_whole,  # a part says nothing of the file's end
-            has_memories=self._checkpoint.model.encoder is not None,
         )
+        for record in runner.run(iter(self._sample[::num_pipelines])):
+            assert record.error is None, record.error
+        return pipeline, loop.stats
 
     def _predict(self) -> Work:
         plan, scale = self._plan, self._scale
-        found = self._simulate(1, plan.sizes, self._num_blocks, plan.machine.num_stages)
-        steps = found.scaled(scale)
+        found, stats = self._simulate(1, plan.sizes, self._num_blocks, plan.machine.num_stages)
+        steps = found.scaled(scale, stats.max_rows_running)
         costs, why_not = self._find_costs(plan)
-        step_s = 0.0 if costs is None else costs.predict_s(steps.costs)
+        step_s = 0.0 if costs is None else costs.predict_s(steps)
         num_blocks = found.num_blocks_used
         if self._config.prefix_cache:  # it keeps blocks of rows that ended until others need them
             num_blocks = min(self._num_blocks, round(num_blocks * scale))
         return Work(
-            num_steps=round(steps.num_steps),
-            max_rows_running=found.stats.max_rows_running,
+            num_steps=round(steps[0]),
+            max_rows_running=stats.max_rows_running,
             num_kv_tokens=num_blocks * self._config.block_size,
             seconds=None if costs is None else costs.whole_run * step_s,
             seconds_range=None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -34,10 +35,18 @@ SPREAD_COSTS = (
     "a token that is drawn or scored",
     "a token that is drawn at random",
 )
+IS_SPREAD = np.array([cost in SPREAD_COSTS for cost in COSTS])
+PROMPTS, ROWS = slice(1, 3), slice(5, 8)  # of COSTS: tokens of prompts, and decode rows
 # A token's share of a product depends on how many there are: of few, reading weights sets the pace.
 MANY_TOKENS, FEW_ROWS, MANY_ROWS = 128, 8, 32
 MAX_SWEEPS = 20_000
 Sample = tuple["StepWork", float]  # a step and its seconds
+Counts = np.ndarray[Any, np.dtype[np.float64]]  # how often each of COSTS is to be paid
+
+
+def no_counts() -> Counts:
+    """Return the counts of no step."""
+    return np.zeros(len(COSTS))
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,22 +78,14 @@ class StepWork:
         )
 
     @property
-    def counts(self) -> tuple[int, ...]:
+    def counts(self) -> Counts:
         """Return how often each of COSTS is to be paid."""
-        return (
-            1,
-            min(self.num_prompt_tokens, MANY_TOKENS),
-            max(0, self.num_prompt_tokens - MANY_TOKENS),
-            self.num_prompt_keys,
-            self.num_chunk_keys,
-            min(self.num_rows, FEW_ROWS),
-            min(max(0, self.num_rows - FEW_ROWS), MANY_ROWS - FEW_ROWS),
-            max(0, self.num_rows - MANY_ROWS),
-            self.num_row_keys,
-            int(self.num_logits > 0),
-            self.num_logits,
-            self.num_random,
-        )
+        few, more = min(self.num_rows, FEW_ROWS), min(self.num_rows, MANY_ROWS)
+        first = min(self.num_prompt_tokens, MANY_TOKENS)
+        counts = [1, first, self.num_prompt_tokens - first, self.num_prompt_keys]
+        counts += [self.num_chunk_keys, few, more - few, self.num_rows - more, self.num_row_keys]
+        counts += [self.num_logits > 0, self.num_logits, self.num_random]
+        return np.array(counts, np.float64)
 
 
 @dataclass(slots=True, frozen=True)
@@ -100,9 +101,9 @@ class CostModel:
         """Return how long a run takes beside the sum of its steps' predicted seconds."""
         return statistics.median(self.whole_runs)
 
-    def predict_s(self, counts: Sequence[float]) -> float:
+    def predict_s(self, counts: Counts) -> float:
         """Return the seconds of a step, or of many whose counts were added up."""
-        return sum(cost * count for cost, count in zip(self.seconds, counts, strict=True))
+        return float(np.dot(self.seconds, counts))
 
 
 def fit(samples: Sequence[Sample]) -> CostModel:
@@ -110,21 +111,20 @@ def fit(samples: Sequence[Sample]) -> CostModel:
 
     Relative, so that short steps, which are many, count as much as long ones.
     """
-    rows = [[count / seconds for count in shape.counts] for shape, seconds in samples]
+    rows = np.array([shape.counts / seconds for shape, seconds in samples])
     model = CostModel(_solve(rows), 0.0)
     errors = [abs(model.predict_s(shape.counts) / seconds - 1) for shape, seconds in samples]
     return CostModel(model.seconds, statistics.median(errors))
 
 
-def _solve(rows: list[list[float]]) -> tuple[float, ...]:
+def _solve(rows: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, ...]:
     """Return the x >= 0 for which every row · x is as near to 1 as can be, by coordinate descent.
 
     Each column is scaled to length 1 first.
     """
-    scaled = np.array(rows)
-    lengths = np.sqrt((scaled**2).sum(axis=0))
+    lengths = np.sqrt((rows**2).sum(axis=0))
     lengths[lengths == 0] = 1.0
-    scaled /= lengths
+    scaled = rows / lengths
     products, targets, x = scaled.T @ scaled, scaled.sum(axis=0), np.zeros(len(lengths))
     for _ in range(MAX_SWEEPS):
         before = x.copy()

@@ -6,77 +6,46 @@ no seconds.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections import defaultdict, deque
+from dataclasses import replace
 
 import numpy as np
 
 from fminfer.compute.step import BlockTables, Step, StepResult, TokenLogprobs
-from fminfer.contract.line import Line
-from fminfer.core.config import StepSizes
-from fminfer.engine.answer import AnswerForm
-from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.engine.sequence import Prepared, RequestState
 from fminfer.engine.start import Starter
-from fminfer.engine.stats import EngineStats
-from fminfer.estimate.cost_model import COSTS, SPREAD_COSTS, StepWork
+from fminfer.estimate.cost_model import IS_SPREAD, PROMPTS, ROWS, Counts, StepWork, no_counts
 from fminfer.plan.pass_time import StepLoad
-from fminfer.runtime.build.assembly import build_loop
-from fminfer.runtime.lines.asked import RecordForm
-from fminfer.runtime.lines.line_intake import LineIntake
-from fminfer.runtime.lines.runner import LineRunner
 from fminfer.text.detokenizer import Detokenizer
-from fminfer.text.tokenizer import Tokenizer
 
 DRAWN_ID = 0  # any
 
 
-@dataclass(slots=True)
-class StepCounts:
-    """What several steps are, together."""
+def num_rows_of(counts: Counts) -> float:
+    """Return the rows of one token in some steps."""
+    return float(counts[ROWS].sum())
 
-    num_steps: float = 0
-    num_rows: float = 0  # of one token
-    costs: list[float] = field(default_factory=lambda: [0.0] * len(COSTS))  # how often each
 
-    @classmethod
-    def of(cls, shape: StepWork) -> StepCounts:
-        """Count one step."""
-        return cls(1, shape.num_rows, [*shape.counts])
+def num_tokens_of(counts: Counts) -> float:
+    """Return the tokens that some steps compute."""
+    return num_rows_of(counts) + float(counts[PROMPTS].sum())
 
-    @property
-    def num_tokens(self) -> float:
-        """Tokens that these steps compute."""
-        return self.num_rows + self.costs[1] + self.costs[2]
 
-    @property
-    def average(self) -> StepLoad:
-        """The average of these steps."""
-        num, costs = self.num_steps, [each / self.num_steps for each in self.costs]
-        num_tokens, num_rows = self.num_tokens / num, self.num_rows / num
-        return StepLoad(num_tokens, num_rows, costs[4] + costs[8], costs[3] + costs[8], costs[10])
+def average_of(counts: Counts) -> StepLoad:
+    """Return the average of some steps."""
+    each = counts / counts[0]
+    keys = each[3] + each[8], each[4] + each[8]
+    return StepLoad(num_tokens_of(each), num_rows_of(each), keys[1], keys[0], each[10])
 
-    def add(self, other: StepCounts, times: float = 1.0) -> None:
-        """Add other steps, so many times."""
-        self.num_steps += other.num_steps * times
-        self.num_rows += other.num_rows * times
-        for place, count in enumerate(other.costs):
-            self.costs[place] += count * times
 
-    def in_steps_of(self, num_rows: int) -> StepCounts:
-        """Return the same rows of one token in steps of so many, without prompts."""
-        step = StepCounts.of(StepWork(0, 0, 0, num_rows, 0, num_rows, 0))
-        full = StepCounts()
-        full.add(step, self.num_rows / num_rows)
-        for place, cost in enumerate(COSTS):
-            if cost in SPREAD_COSTS:
-                full.costs[place] = self.costs[place]
-        return full
+def in_steps_of(num_rows: int, counts: Counts) -> Counts:
+    """Return the same rows of one token in steps of so many, without prompts."""
+    step = StepWork(0, 0, 0, num_rows, 0, num_rows, 0).counts
+    return np.where(IS_SPREAD, counts, step * (num_rows_of(counts) / num_rows))
 
 
 class PretendPipeline:
-    """What the engine sees of a pipeline: every row draws the same token, at once.
+    """What the engine sees of a pipeline: every row draws the same token, at once. It counts steps.
 
     Args:
         block_size: tokens a KV block.
@@ -87,23 +56,22 @@ class PretendPipeline:
         self._steps: deque[Step] = deque()
         self.num_in_flight = 0
         # The steps up to the last one that feeds several tokens of a row, grouped by their tokens.
-        self.kinds: dict[int, StepCounts] = {}
-        self.rest = StepCounts()  # those after it, in which rows end and none comes
+        self.kinds: dict[int, Counts] = defaultdict(no_counts)
+        self.rest = no_counts()  # those after it, in which rows end and none comes
         self.num_blocks_used = 0  # the KV blocks that were ever written, which are the first ones
 
     def submit(self, step: Step) -> None:
         """Take note of a step."""
         self._steps.append(step)
         self.num_in_flight += 1
-        shape = StepWork.of(step)
-        counts = StepCounts.of(shape)
-        if shape.num_prompt_tokens:
+        counts = StepWork.of(step).counts
+        if counts[PROMPTS].any():
             for part in (self.rest, counts):  # steps since the last prompt, and this one
-                kind = int(part.num_tokens / max(1, part.num_steps)).bit_length()
-                self.kinds.setdefault(kind, StepCounts()).add(part)
-            self.rest = StepCounts()
+                kind = int(num_tokens_of(part) / max(1, part[0])).bit_length()
+                self.kinds[kind] += part
+            self.rest = no_counts()
         else:
-            self.rest.add(counts)
+            self.rest += counts
         if step.is_whole:
             return
         rows = [self._tables.take(step)]
@@ -130,6 +98,21 @@ class PretendPipeline:
         self._steps.clear()
         self.num_in_flight = 0
 
+    def scaled(self, scale: float, most_rows: int) -> Counts:
+        """Return the steps of a file so many times as long, of which these lines are the beginning.
+
+        Once only do the last rows end without others that take their places. All other times what
+        the rest draws is drawn in steps of as many rows as ever ran here.
+        """
+        return sum(self.parts(scale, most_rows), no_counts())
+
+    def parts(self, scale: float, most_rows: int) -> list[Counts]:
+        """Return the same steps, grouped by about how many tokens they have."""
+        parts = [each * scale for each in self.kinds.values()] + [self.rest]
+        if num_rows_of(self.rest):
+            parts.append((scale - 1) * in_steps_of(most_rows, self.rest))
+        return [each for each in parts if each[0]]
+
 
 class _Silent(Detokenizer):
     """Detokenizes nothing: no text is looked at."""
@@ -146,7 +129,7 @@ class _Silent(Detokenizer):
         return ""
 
 
-class _LongestRows(Starter):
+class LongestRows(Starter):
     """Starts requests so that nothing but max_tokens ends them."""
 
     def start(self, request_id: int, prepared: Prepared) -> RequestState:
@@ -158,82 +141,3 @@ class _LongestRows(Starter):
             for sequence in prompt.sequences:
                 sequence.detokenizer = sequence.detokenizer and _Silent()
         return state
-
-
-@dataclass(slots=True, frozen=True)
-class Simulation:
-    """What the engine did."""
-
-    kinds: list[StepCounts]  # the steps up to the last one that feeds several tokens of a row
-    rest: StepCounts  # those after it
-    num_blocks_used: int
-    stats: EngineStats
-
-    def scaled(self, scale: float) -> StepCounts:
-        """Return the steps of a file so many times as long, of which these lines are the beginning.
-
-        Once only do the last rows end without others that take their places. All other times what
-        the rest draws is drawn in steps of as many rows as ever ran here.
-        """
-        steps = StepCounts()
-        for part in self.parts(scale):
-            steps.add(part)
-        return steps
-
-    def parts(self, scale: float) -> list[StepCounts]:
-        """Return the same steps, grouped by about how many tokens they have."""
-        parts = [(each, scale) for each in self.kinds] + [(self.rest, 1.0)]
-        if self.rest.num_rows:
-            parts.append((self.rest.in_steps_of(self.stats.max_rows_running), scale - 1))
-        found = [StepCounts() for _ in parts]
-        for total, (each, times) in zip(found, parts, strict=True):
-            total.add(each, times)
-        return [each for each in found if each.num_steps]
-
-
-def simulate(
-    lines: Iterator[Line],
-    tokenizer: Tokenizer,
-    limits: RequestLimits,
-    *,
-    sizes: StepSizes,
-    num_blocks: int,
-    num_stages: int,
-    read_ahead: int,
-    is_only_run: bool,
-    has_memories: bool = False,
-) -> Simulation:
-    """Answer lines without a model.
-
-    Args:
-        num_blocks: the size of the KV cache.
-        num_stages: of the pipeline.
-        read_ahead: prompts that a run reads before there is room for them.
-        is_only_run: the lines are all that the engine answers.
-        has_memories: a decoder attends to what an encoder has read.
-    """
-    config, pipeline = limits.config, PretendPipeline(limits.config.block_size)
-    loop = build_loop(
-        config,
-        _LongestRows(tokenizer, limits.eos_ids, config.seed),
-        pipeline,
-        AnswerForm(tokenizer, config.token_format),
-        sizes=sizes,
-        num_blocks=num_blocks,
-        num_stages=num_stages,
-        has_memories=has_memories,
-    )
-    runner = LineRunner(
-        loop,
-        LineIntake(Intake(tokenizer, limits)),
-        RecordForm("", 0),
-        engine=loop,
-        read_ahead=read_ahead,
-        has_long_steps=sizes.micro_batches > 0,
-        joins_equal=config.prefix_cache,
-        is_only_run=is_only_run,
-    )
-    for record in runner.run(lines):
-        assert record.error is None, record.error
-    kinds = [*pipeline.kinds.values()]
-    return Simulation(kinds, pipeline.rest, pipeline.num_blocks_used, loop.stats)
