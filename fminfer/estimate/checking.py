@@ -40,7 +40,7 @@ from fminfer.plan.machine_facts import Machine, find_machine
 from fminfer.plan.opening import open_model
 from fminfer.plan.pass_time import predict_load, predict_run, tell_passes
 from fminfer.plan.planning import make_plan
-from fminfer.plan.roofs import PlanOptions, Roofs
+from fminfer.plan.roofs import ASSUMED_DISK_RATE, PlanOptions, Roofs
 from fminfer.plan.run_plan import RunPlan
 from fminfer.runtime.build.assembly import build_loop, load_tokenizer, make_intake
 from fminfer.runtime.lines.asked import RecordForm
@@ -97,6 +97,11 @@ class Check:
         )
         machine = find_machine(config, machine)
         self._plan = plan = make_plan(config, self._checkpoint, machine)
+        if (told := asked.told_rates) and not (asked.is_plan or self._streams):
+            raise UsageError(
+                f"{', '.join(told)}: rates count with --plan, or if layers are streamed "
+                "(--offload). Add --plan, or leave them out"
+            )
         # Without room no line is judged by it: the plan says what is wrong.
         num_tokens = plan.most_kv_tokens if asked.is_plan else plan.num_kv_tokens
         self._num_blocks = (num_tokens or plan.most_kv_tokens) // config.block_size
@@ -155,12 +160,16 @@ class Check:
         )
         return self._compare(report)
 
+    @property
+    def _streams(self) -> bool:
+        return any(rank.streamed for rank in self._plan.ranks)
+
     def _compare(self, report: CheckReport) -> CheckReport:
         """Add to a report the other plans, or what a pass with streamed layers takes."""
         plan, asked, device_bytes = self._plan, self._asked, self._plan.machine.device_bytes
         is_this, roofs = asked.is_this(device_bytes), None
-        streams = any(rank.streamed for rank in plan.ranks)
-        if asked.is_plan or (streams and (is_this or asked.known is not None)):
+        is_known = is_this or asked.known is not None or bool(asked.told_rates)
+        if asked.is_plan or (self._streams and is_known):
             roofs = asked.roofs_of(measure_roofs(plan) if is_this else asked.known, device_bytes)
         if not asked.is_plan or roofs is None:
             return replace(report, passes=tell_passes(plan, roofs))
@@ -170,7 +179,9 @@ class Check:
             )
         plan_one = partial(self._plan_one, counts=report.counts, roofs=roofs)
         runs = plan_runs(self._config, roofs, plan_one, kept=self._kept)
-        kind = "this machine's device" if is_this else asked.device_kind or "devices"
+        kind: str = "this machine's device" if is_this else asked.device_kind or "devices"
+        if is_this and roofs.disk_rate == ASSUMED_DISK_RATE:
+            kind += " (no weights are here: its disk is assumed)"
         return replace(report, plans=PlanReport(kind, runs, roofs))
 
     def _plan_one(self, config: EngineConfig, counts: LineCounts, roofs: Roofs) -> PlannedRun:

@@ -11,7 +11,7 @@ from fminfer.machine.host_memory import free_host_bytes
 from fminfer.machine.threads import count_cores
 from fminfer.models.stored.direct_reads import UNIT, DirectReads, Lent, Span, finish, size_of
 from fminfer.models.stored.weight_folder import find_weight_files
-from fminfer.plan.roofs import KINDS, Roofs
+from fminfer.plan.roofs import ASSUMED_DISK_RATE, Roofs
 from fminfer.plan.run_plan import RunPlan
 
 SIZE = 1 << 28  # bytes that are read: more than processors' caches
@@ -42,7 +42,7 @@ def measure_roofs(plan: RunPlan) -> Roofs:
         link_rate=host_rate,
         host_rate=host_rate,
         host_bytes=plan.machine.host_free or free_host_bytes(),
-        disk_rate=_measure_disk(plan) or KINDS["h200"].disk_rate,
+        disk_rate=_measure_disk(plan) or ASSUMED_DISK_RATE,
         num_cores=count_cores(),
         num_devices=max(1, plan.machine.num_gpus),
     )

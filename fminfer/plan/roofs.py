@@ -15,6 +15,7 @@ from fminfer.core.errors import UsageError
 from fminfer.core.option import Bytes, Count, Options, Rate, option, options_of
 
 DeviceKind = Literal["this", "a100-40gb", "a100-80gb", "h100-80gb", "h200", "l4", "l40s"]
+ASSUMED_DISK_RATE = 7e9
 _check = partial(option, group="Check", commands=("check",))
 
 
@@ -28,7 +29,7 @@ class Roofs:
     link_rate: float  # from a device to another one of its node
     host_rate: float  # from the host's memory to a device
     host_bytes: int = 128 << 30
-    disk_rate: float = 7e9  # of a node
+    disk_rate: float = ASSUMED_DISK_RATE  # of a node
     network_rate: float = 25e9  # from a node to another one
     num_cores: int = 32  # of a node, for its processes
     num_devices: int = 1  # of a node
@@ -95,6 +96,12 @@ class PlanOptions(Options):
             raise UsageError(
                 "--num-devices and --num-nodes need --plan, which spreads a run over them"
             )
+
+    @property
+    def told_rates(self) -> list[str]:
+        """The flags of rates that were given."""
+        names = (n for n in options_of(PlanOptions) if n.endswith("_rate"))
+        return [options_of(PlanOptions)[n].told for n in names if getattr(self, n) is not None]
 
     @property
     def known(self) -> Roofs | None:

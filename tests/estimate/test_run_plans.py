@@ -141,6 +141,10 @@ def test_devices_without_a_kind_are_told_by_flags(rows: Path) -> None:
     assert "--device-memory," not in found.output, "it was given"
     found = check(rows, *flags, "--num-devices", "8")
     assert found.exit_code == 2 and "--num-devices and --num-nodes need --plan" in found.output
+    found = check(rows, *flags, "--disk-bandwidth", "2G", "--link-bandwidth", "50G")
+    assert found.exit_code == 2 and "--link-bandwidth, --disk-bandwidth: rates" in found.output
+    found = check(rows, *flags, "--offload", "disk", "--disk-bandwidth", "2G")
+    assert found.exit_code == 2 and "too little is known of the devices" in found.output
     found = check(rows, "--plan", *flags, "--device-kind", "this")
     assert found.exit_code == 2 and "contradict each other" in found.output
     found = check(rows, "--plan", *flags, "--memory-bandwidth", "fast")
@@ -158,6 +162,7 @@ def test_this_machine_is_measured_and_its_calibration_is_used(rows: Path) -> Non
     flags = {"dtype": "float32", "kernels": "off"}
     words = [word for name, value in flags.items() for word in (f"--{name}", value)]
     plans = plans_of(rows, *words, "--num-devices", "2")
+    assert plans["kind"] == "this machine's device"
     assert plans["roofs"]["memory_rate"] > 1e8 and plans["roofs"]["disk_rate"] > 1e6
     assert {run["flags"] for run in plans["runs"]} >= {"--tp 2", "--data-group-size 2"}
     assert all(run["run_s"] > 0 for run in plans["runs"] if not run["why_not"])
@@ -180,6 +185,7 @@ def test_a_folder_with_an_index_alone_has_plans_here(rows: Path, tmp_path: Path)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": homes}))
     plans = plans_of(rows, "--model-name", folder, "--no-weights")
     assert plans["runs"] and plans["roofs"]["disk_rate"] == KINDS["h200"].disk_rate
+    assert "its disk is assumed" in plans["kind"]
 
 
 def test_an_encoder_has_no_plan(rows: Path) -> None:
