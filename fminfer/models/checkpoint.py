@@ -22,8 +22,8 @@ from fminfer.models.families.table import architecture_of, check_model_type
 from fminfer.models.families.tensor_names import Architecture
 from fminfer.models.gguf.configs import config_of
 from fminfer.models.gguf.metadata import read_model
-from fminfer.models.gguf.small_files import small_files
 from fminfer.models.gguf.sources import gguf_architecture
+from fminfer.models.gguf.tokenizer_files import small_files
 from fminfer.models.hub import SMALL_FILES, fetch, fetch_weights, refuse_gguf
 from fminfer.models.known_sizes import DEMO_MODEL as DEMO_MODEL
 from fminfer.models.known_sizes import DEMO_NAMES, SIZES, folder_of, size_fields
