@@ -14,9 +14,10 @@ from fminfer.compute.quantized.own_forms import OWN_FORMS
 from fminfer.compute.spec import Layer, Mlp, Model, Moe
 from fminfer.compute.weights import Shape, TensorSpec
 from fminfer.core.errors import CheckpointError
+from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.families.tensor_names import AS_STORED, Architecture, Layout, Source, source_of
 from fminfer.models.formats import FORMATS, StoredFormat
-from fminfer.models.sharding import Cuts, ModelShare, TensorCut
+from fminfer.models.sharding import WHOLE, ModelShare, TensorCut
 from fminfer.models.stored.gguf_types import BLOCKS
 from fminfer.models.stored.stored_tensors import FLOATS
 from fminfer.models.tensor_specs import TensorSpecs, entry_specs, exit_specs, layer_specs
@@ -51,12 +52,12 @@ class Origin:
     spec: TensorSpec
     pieces: tuple[Piece, ...]
     layout: Layout
-    cut: TensorCut | None = None  # the part that this rank holds; None: all
+    cut: TensorCut = WHOLE  # the part that this rank holds
 
     @property
     def held(self) -> TensorSpec:
         """What this rank holds of it."""
-        return self.spec if self.cut is None else self.cut.held(self.spec)
+        return self.cut.held(self.spec)
 
     @property
     def is_one_piece(self) -> bool:
@@ -84,15 +85,13 @@ class ModelOrigins:
 
     def cut(self, share: ModelShare | None) -> ModelOrigins:
         """Return the same with the parts that one rank holds; None: it holds all."""
-        if share is None:
-            return self
+        cuts = {} if share is None else share.cuts()
 
-        def cut(origins: Origins, cuts: Cuts) -> Origins:
-            return {name: replace(each, cut=cuts.get(name)) for name, each in origins.items()}
+        def cut(origins: Origins, top: str = "") -> Origins:
+            return {n: replace(each, cut=cuts.get(top + n, WHOLE)) for n, each in origins.items()}
 
-        layers = [cut(own, share.layer_cuts(number)) for number, own in enumerate(self.layers)]
-        entry, last = cut(self.entry, share.entry_cuts()), cut(self.exit, share.exit_cuts())
-        return replace(self, entry=entry, layers=tuple(layers), exit=last)
+        layers = tuple(cut(own, f"{number}.") for number, own in enumerate(self.layers))
+        return replace(self, entry=cut(self.entry), layers=layers, exit=cut(self.exit))
 
 
 def is_left_out(name: str, others: str) -> bool:
@@ -105,40 +104,32 @@ def is_left_out(name: str, others: str) -> bool:
 
 
 def find_origins(
-    architecture: Architecture,
+    checkpoint: Checkpoint,
     stored: Mapping[str, Shape | None],
-    *,
-    is_tied: bool,
-    name: str,
     types: Mapping[str, str] | None = None,
 ) -> ModelOrigins:
     """Find every tensor of the model among the stored ones.
 
+    A model that stores no head uses the embedding as its head, if its config says so.
+
     Args:
         stored: the shape of each tensor of the checkpoint; None: it is not known.
-        is_tied: a model that stores no head uses the embedding as its head.
-        name: of the checkpoint, for messages.
         types: of the stored tensors; None: they are not known.
 
     Raises:
         CheckpointError: tensors are missing, of another shape or type, or not part of the model.
     """
-    search = _Search(architecture, stored, types or {}, name)
-    model = architecture.model
+    architecture, model = checkpoint.architecture, checkpoint.model
+    search = _Search(architecture, stored, types or {}, checkpoint.name)
     layers = tuple(search.find_layer(layer, number) for number, layer in enumerate(model.layers))
     outside, has_own_head = exit_specs(model), True
-    if is_tied and not model.is_pooled:
+    if checkpoint.config.tie_word_embeddings and not model.is_pooled:
         has_own_head = search.has(architecture.outer["head"], outside["head.weight"].shape)
         if not has_own_head:
             del outside["head.weight"]
-    found = ModelOrigins(
-        search.find_outside(entry_specs(model)),
-        layers,
-        search.find_outside(outside),
-        has_own_head,
-    )
+    entry, outer = search.find_outside(entry_specs(model)), search.find_outside(outside)
     search.refuse_what_is_wrong()
-    return found
+    return ModelOrigins(entry, layers, outer, has_own_head)
 
 
 def drawn_origins(model: Model, *, is_tied: bool) -> ModelOrigins:
