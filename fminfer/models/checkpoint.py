@@ -55,16 +55,9 @@ class Checkpoint:
         if self.unfetched is None:
             return self
         folder = fetch_weights(*self.unfetched)
-        own = (self.tokenizer_folder, self.generation_folder)
-        tokenizer, generation = (folder if each == self.folder else each for each in own)
-        return replace(
-            self,
-            folder=folder,
-            tokenizer_folder=tokenizer,
-            generation_folder=generation,
-            unfetched=None,
-            sentence=read_sentence_folder(folder),
-        )
+        names = ("folder", "tokenizer_folder", "generation_folder")
+        own: dict[str, Any] = {n: folder for n in names if getattr(self, n) == self.folder}
+        return replace(self, **own, unfetched=None, sentence=read_sentence_folder(folder))
 
     @property
     def model(self) -> Model:

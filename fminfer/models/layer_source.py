@@ -126,14 +126,10 @@ class LayerSource:
         if not self._part.is_last:
             return {}
         found, embed = self._make(self._origins.exit), entry.get("embed.weight")
+        own = found.get("head.weight")
         if not self._origins.has_own_head:
             found["head.weight"] = embed or self._make(self._of_embed)["embed.weight"]
-        elif (
-            self._is_tied
-            and embed
-            and "head.weight" in found
-            and embed.equals(found["head.weight"])
-        ):
+        elif self._is_tied and embed and own and embed.equals(own):
             found["head.weight"] = embed  # stored twice: kept once
             self.num_bytes -= embed.num_bytes
         return found
@@ -159,10 +155,10 @@ class LayerSource:
             self._leave(self._of_embed.values())
 
     def _leave(self, origins: Iterable[Origin]) -> None:
-        pieces = (piece for origin in origins for piece in origin.pieces)
-        for name in (name for piece in pieces for name in piece.stored):
-            assert self.files is not None, "what is stored"
-            self.files.drop(name)
+        for piece in (piece for origin in origins for piece in origin.pieces):
+            for name in piece.stored:
+                assert self.files is not None, "what is stored"
+                self.files.drop(name)
 
     def _make(
         self, origins: Origins, where: str = "", attention: Attention | None = None
@@ -205,8 +201,7 @@ def open_weights(
         origins = find_origins(checkpoint, files.shapes, files.types).cut(share)
         reader = Reader(files, device, holding, keeps_parts)
         return LayerSource(checkpoint, part, origins, reader, on_progress, streamed)
-    is_tied = checkpoint.config.tie_word_embeddings
-    origins = drawn_origins(checkpoint.model, is_tied=is_tied).cut(share)
+    origins = drawn_origins(checkpoint).cut(share)
     spread = float(getattr(checkpoint.config, "initializer_range", 0.02))
     model = checkpoint.model
     norm = model.final_norm or (model.encoder and model.encoder.final_norm)

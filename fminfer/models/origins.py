@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from fminfer.compute.quantized.own_forms import OWN_FORMS
-from fminfer.compute.spec import Layer, Mlp, Model, Moe
+from fminfer.compute.spec import Layer, Mlp, Moe
 from fminfer.compute.weights import Shape, TensorSpec
 from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.families.tensor_names import AS_STORED, Architecture, Layout, Source, source_of
+from fminfer.models.families.tensor_names import AS_STORED, Layout, Source, source_of
 from fminfer.models.formats import FORMATS, StoredFormat
 from fminfer.models.sharding import WHOLE, ModelShare, TensorCut
 from fminfer.models.stored.gguf_types import BLOCKS
@@ -119,12 +119,11 @@ def find_origins(
     Raises:
         CheckpointError: tensors are missing, of another shape or type, or not part of the model.
     """
-    architecture, model = checkpoint.architecture, checkpoint.model
-    search = _Search(architecture, stored, types or {}, checkpoint.name)
+    model, search = checkpoint.model, _Search(checkpoint, stored, types or {})
     layers = tuple(search.find_layer(layer, number) for number, layer in enumerate(model.layers))
     outside, has_own_head = exit_specs(model), True
     if checkpoint.config.tie_word_embeddings and not model.is_pooled:
-        has_own_head = search.has(architecture.outer["head"], outside["head.weight"].shape)
+        has_own_head = search.has_head(outside["head.weight"].shape)
         if not has_own_head:
             del outside["head.weight"]
     entry, outer = search.find_outside(entry_specs(model)), search.find_outside(outside)
@@ -132,8 +131,9 @@ def find_origins(
     return ModelOrigins(entry, layers, outer, has_own_head)
 
 
-def drawn_origins(model: Model, *, is_tied: bool) -> ModelOrigins:
+def drawn_origins(checkpoint: Checkpoint) -> ModelOrigins:
     """Return the tensors of a model that is stored nowhere."""
+    model, is_tied = checkpoint.model, checkpoint.config.tie_word_embeddings
 
     def drawn(specs: TensorSpecs) -> Origins:
         return {name: Origin(spec, (), AS_STORED) for name, spec in specs.items()}
@@ -148,17 +148,15 @@ def drawn_origins(model: Model, *, is_tied: bool) -> ModelOrigins:
 class _Search:
     def __init__(
         self,
-        architecture: Architecture,
+        checkpoint: Checkpoint,
         stored: Mapping[str, Shape | None],
         types: Mapping[str, str],
-        name: str,
     ) -> None:
-        self._architecture = architecture
+        self._name, self._architecture = checkpoint.name, checkpoint.architecture
         self._stored, self._types = stored, types
         known = {*types.values()}
         self._forms = [form for form in FORMATS if not types or known.intersection(form.types)]
-        self._name = name
-        self._prefixes = tuple(dict.fromkeys((*PREFIXES, *architecture.base.split("|"))))
+        self._prefixes = tuple(dict.fromkeys((*PREFIXES, *self._architecture.base.split("|"))))
         self._by_core = {self._core(each): each for each in stored}
         self._used: dict[str, StoredFormat | None] = {}
         self._missing: list[str] = []
@@ -171,8 +169,9 @@ class _Search:
     def find_outside(self, specs: TensorSpecs) -> Origins:
         return self._find(specs, self._architecture.outer, "", None)
 
-    def has(self, source: Source, shape: Shape) -> bool:
-        """Tell whether the checkpoint has the weight of a module outside layers."""
+    def has_head(self, shape: Shape) -> bool:
+        """Tell whether the checkpoint has a weight of the head."""
+        source = self._architecture.outer["head"]
         names = [f"{name}.weight" for name in source.names[0].split("|")]
         return self._has(self._piece(names, shape, source.layout))
 

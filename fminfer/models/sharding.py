@@ -104,14 +104,8 @@ class ModelShare:
         layer, share = self.whole.layers[number], self.layers[number]
         specs = layer_specs(layer, self.whole.hidden_size)
         found = _cut_attention(layer.attention, share) | _cut_mlps(layer.mlp, share)
-        for name in (
-            "out.bias",
-            "cross_out.bias",
-            "down.bias",
-            "experts.down.bias",
-            "shared.down.bias",
-        ):
-            found[name] = TensorCut(is_zero=self.shard > 0)
+        for name in ("out", "cross_out", "down", "experts.down", "shared.down"):
+            found[f"{name}.bias"] = TensorCut(is_zero=self.shard > 0)
         return {name: cut for name, cut in found.items() if name in specs}
 
     def cuts(self) -> Cuts:

@@ -277,7 +277,7 @@ def compute(model: Model, share: ModelShare | None = None, shards: Any = None) -
     checkpoint: Any = SimpleNamespace(
         model=model, config=SimpleNamespace(tie_word_embeddings=False)
     )
-    origins = drawn_origins(model, is_tied=False).cut(share)
+    origins = drawn_origins(checkpoint).cut(share)
     numbers = Numbers(0, 0.0, 1.0, torch.device("cpu"), Holding(torch.float32))
     source = LayerSource(checkpoint, whole_model(model), origins, numbers)
     tokens = None if share is None else share.tokens[share.shard]
