@@ -26,8 +26,7 @@ from fminfer.models.origins import (
 )
 from fminfer.models.sharding import WHOLE, ModelShare, outputs_dim
 from fminfer.models.stored.direct_reads import Lent, Span, merge
-from fminfer.models.stored.read_ahead import Waiting, reading_ahead
-from fminfer.models.stored.tensor_table import TensorFiles
+from fminfer.models.stored.tensor_table import TensorFiles, Waiting, reading_ahead
 from fminfer.models.tensor_specs import Weights
 from fminfer.models.weight_headers import open_files, stored_parts
 

@@ -18,8 +18,7 @@ from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.families.tensor_names import AS_STORED, Layout, Source, source_of
 from fminfer.models.formats import FORMATS, StoredFormat
 from fminfer.models.sharding import WHOLE, ModelShare, TensorCut
-from fminfer.models.stored.gguf_types import BLOCKS
-from fminfer.models.stored.stored_tensors import FLOATS
+from fminfer.models.stored.stored_tensors import BLOCKS, FLOATS
 from fminfer.models.tensor_specs import TensorSpecs, entry_specs, exit_specs, layer_specs
 
 # Old checkpoints hold causal masks and tables of positions, which nothing reads.
