@@ -19,7 +19,6 @@ from fminfer.core.errors import CheckpointError
 from fminfer.models.families.gpt_like import FAIRSEQ_INNER
 from fminfer.models.families.tensor_names import (
     AS_ROW,
-    AS_STORED,
     Architecture,
     Sources,
     parameter,
@@ -105,6 +104,16 @@ def _t5_names(side: str, mlp: Mlp, *, is_shared: bool) -> Sources:
     )
 
 
+BART_OUTER = sources(
+    embed="model.shared",
+    positions="model.decoder.embed_positions",
+    embed_norm="model.decoder.layernorm_embedding",
+    final_norm="model.decoder.layer_norm",
+    encoder__positions="model.encoder.embed_positions",
+    encoder__embed_norm="model.encoder.layernorm_embedding",
+    encoder__final_norm="model.encoder.layer_norm",
+    head="lm_head",
+) | {"head.bias": parameter("final_logits_bias", AS_ROW)}
 BART_INNER = FAIRSEQ_INNER | sources(
     before_cross="encoder_attn_layer_norm",
     sum_cross="encoder_attn_layer_norm",
@@ -163,24 +172,9 @@ def _bart(c: Any, *, is_before: bool) -> Architecture:
         encoder=Encoder(len(encoder), final_norm=final_norm, **tables),
         **tables,
     )
-    outer = sources(
-        AS_STORED,
-        embed="model.shared",
-        head="lm_head",
-        **{
-            f"{ours}{name}": f"model.{side}.{theirs}"
-            for ours, side in (("", "decoder"), ("encoder__", "encoder"))
-            for name, theirs in (
-                ("positions", "embed_positions"),
-                ("embed_norm", "layernorm_embedding"),
-                ("final_norm", "layer_norm"),
-            )
-        },
-    )
-    outer["head.bias"] = parameter("final_logits_bias", AS_ROW)
     return Architecture(
         model,
-        outer,
+        BART_OUTER,
         BART_INNER,
         prefix="model.decoder.layers.{}.",
         base="model.",

@@ -272,18 +272,15 @@ def nemotron(c: Any) -> Architecture:
 
 
 def apertus(c: Any) -> Architecture:
+    own = sources(
+        before_attention="attention_layernorm",
+        before_mlp="feedforward_layernorm",
+        up="mlp.up_proj",
+    )
+    names = {"positive": "alpha_p", "negative": "alpha_n", "beta": "beta", "eps": "eps"}
     return llama_like(
         c,
-        inner=sources(
-            before_attention="attention_layernorm",
-            before_mlp="feedforward_layernorm",
-            up="mlp.up_proj",
-        )
-        | {
-            f"xielu.{ours}": parameter(f"mlp.act_fn.{theirs}")
-            for ours, theirs in (("positive", "alpha_p"), ("negative", "alpha_n"))
-        }
-        | {f"xielu.{name}": parameter(f"mlp.act_fn.{name}") for name in ("beta", "eps")},
+        inner=own | {f"xielu.{n}": parameter(f"mlp.act_fn.{each}") for n, each in names.items()},
         attention=biases(c) | {"qk_norm": Norm(c.rms_norm_eps)},
         mlp=same(plain_mlp(c, has_bias=False)),
     )
