@@ -22,8 +22,8 @@ from fminfer.models.families.table import architecture_of, check_model_type
 from fminfer.models.families.tensor_names import Architecture
 from fminfer.models.gguf.configs import config_of
 from fminfer.models.gguf.metadata import read_model
-from fminfer.models.gguf.small_files import small_files
 from fminfer.models.gguf.sources import gguf_architecture
+from fminfer.models.gguf.tokenizer_files import small_files
 from fminfer.models.hub import SMALL_FILES, fetch, fetch_weights, refuse_gguf
 from fminfer.models.known_sizes import DEMO_MODEL as DEMO_MODEL
 from fminfer.models.known_sizes import DEMO_NAMES, SIZES, folder_of, size_fields
@@ -55,16 +55,9 @@ class Checkpoint:
         if self.unfetched is None:
             return self
         folder = fetch_weights(*self.unfetched)
-        own = (self.tokenizer_folder, self.generation_folder)
-        tokenizer, generation = (folder if each == self.folder else each for each in own)
-        return replace(
-            self,
-            folder=folder,
-            tokenizer_folder=tokenizer,
-            generation_folder=generation,
-            unfetched=None,
-            sentence=read_sentence_folder(folder),
-        )
+        names = ("folder", "tokenizer_folder", "generation_folder")
+        own: dict[str, Any] = {n: folder for n in names if getattr(self, n) == self.folder}
+        return replace(self, **own, unfetched=None, sentence=read_sentence_folder(folder))
 
     @property
     def model(self) -> Model:

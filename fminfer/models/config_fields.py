@@ -14,82 +14,52 @@ import transformers
 
 from fminfer.core.errors import CheckpointError
 
-# A field that no row reads -> why it changes no answer.
-HARMLESS: dict[str, str] = dict.fromkeys(
-    (
-        *("attention_dropout", "attn_pdrop", "classifier_dropout", "dropout", "emb_pdrop"),
-        *("embd_pdrop", "embed_dropout", "embedding_dropout", "hidden_dropout", "layerdrop"),
-        *("resid_dropout", "resid_pdrop", "residual_dropout", "activation_dropout"),
-        *("router_jitter_noise", "input_jitter_noise", "hidden_dropout_prob"),
-        *("attention_probs_dropout_prob", "qa_dropout", "seq_classif_dropout", "mlp_dropout"),
-    ),
-    "of training",
-)
-HARMLESS |= dict.fromkeys(
-    (
-        *("initializer_range", "init_std", "init_device", "initializer_factor"),
-        *("embedding_initializer_range", "initializer_cutoff_factor"),
-    ),
-    "of weights before training",
-)
-HARMLESS |= dict.fromkeys(
-    (
-        *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "tie_word_embeddings"),
-        *("cls_token_id", "sep_token_id"),
-    ),
-    "other code reads it",
-)
-HARMLESS |= dict.fromkeys(
-    ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"),
-    "context.context_length reads it",
-)
-HARMLESS |= dict.fromkeys(
-    (
-        *("is_encoder_decoder", "decoder_start_token_id", "forced_bos_token_id"),
-        *("forced_eos_token_id", "encoder_layerdrop", "decoder_layerdrop"),
-    ),
-    "of an encoder and a decoder: other code reads it, or training does",
-)
-HARMLESS |= dict.fromkeys(
-    ("output_router_logits", "router_aux_loss_coef", "embedding_fraction"), "of training's loss"
-)
-HARMLESS |= dict.fromkeys(
-    (
-        *("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
-        *("summary_type", "summary_use_proj", "is_decoder", "decoder_bias"),
-        *("sparse_prediction", "sparse_pred_ignore_index"),
-    ),
-    "of heads that generate nothing",
-)
-HARMLESS |= dict.fromkeys(
-    (
-        *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
-        *("reorder_and_upcast_attn", "attn_config.attn_impl", "pretraining_tp"),
-        *("deterministic_flash_attn", "reference_compile"),
-    ),
-    "it chooses how transformers computes, not what",
-)
-HARMLESS |= dict.fromkeys(
-    (
-        *("use_sliding_window", "max_window_layers", "attention_types", "sliding_window_pattern"),
-        *("no_rope_layer_interval", "first_k_dense_replace", "feed_forward_proj"),
-    ),
-    "the config's class makes other fields of it: layer_types, sliding_window, dense_act_fn",
-)
-HARMLESS |= dict.fromkeys(
-    (
-        *("vision_config", "image_token_index", "boi_token_index", "eoi_token_index"),
-        *("mm_tokens_per_image", "projector_hidden_act", "vision_feature_layer"),
-        *("multimodal_projector_bias", "spatial_merge_size"),
-    ),
-    "of images",
-)
-HARMLESS |= {
-    "original_max_position_embeddings": "the config's class puts it into rope_parameters",
-    "attn_config.attn_pdrop": "of training",
-    "sinusoidal_pos_embds": "a checkpoint of DistilBERT stores them, too",
-    "learned_pos_emb": "transformers' MPT has ALiBi whatever it says",
+# Why a field that no row reads changes no answer -> such fields.
+_BY_REASON = {
+    "of training": """
+        attention_dropout attn_pdrop classifier_dropout dropout emb_pdrop embd_pdrop embed_dropout
+        embedding_dropout hidden_dropout layerdrop resid_dropout resid_pdrop residual_dropout
+        activation_dropout router_jitter_noise input_jitter_noise hidden_dropout_prob
+        attention_probs_dropout_prob qa_dropout seq_classif_dropout mlp_dropout
+        attn_config.attn_pdrop
+    """,
+    "of weights before training": """
+        initializer_range init_std init_device initializer_factor embedding_initializer_range
+        initializer_cutoff_factor
+    """,
+    "other code reads it": """
+        bos_token_id eos_token_id pad_token_id use_cache tie_word_embeddings cls_token_id
+        sep_token_id
+    """,
+    "checkpoint.context_length reads it": """
+        max_position_embeddings n_positions n_ctx max_seq_len seq_length
+    """,
+    "of an encoder and a decoder: other code reads it, or training does": """
+        is_encoder_decoder decoder_start_token_id forced_bos_token_id forced_eos_token_id
+        encoder_layerdrop decoder_layerdrop
+    """,
+    "of training's loss": "output_router_logits router_aux_loss_coef embedding_fraction",
+    "of heads that generate nothing": """
+        summary_activation summary_first_dropout summary_proj_to_labels summary_type
+        summary_use_proj is_decoder decoder_bias sparse_prediction sparse_pred_ignore_index
+    """,
+    "it chooses how transformers computes, not what": """
+        attention_softmax_in_fp32 scale_attention_softmax_in_fp32 reorder_and_upcast_attn
+        attn_config.attn_impl pretraining_tp deterministic_flash_attn reference_compile
+    """,
+    "the config's class makes other fields of it: layer_types, sliding_window, dense_act_fn": """
+        use_sliding_window max_window_layers attention_types sliding_window_pattern
+        no_rope_layer_interval first_k_dense_replace feed_forward_proj
+    """,
+    "of images": """
+        vision_config image_token_index boi_token_index eoi_token_index mm_tokens_per_image
+        projector_hidden_act vision_feature_layer multimodal_projector_bias spatial_merge_size
+    """,
+    "the config's class puts it into rope_parameters": "original_max_position_embeddings",
+    "a checkpoint of DistilBERT stores them, too": "sinusoidal_pos_embds",
+    "transformers' MPT has ALiBi whatever it says": "learned_pos_emb",
 }
+HARMLESS = {name: why for why, names in _BY_REASON.items() for name in names.split()}
 # Fields with several values that all mean the same.
 SAME: dict[str, tuple[object, ...]] = {
     "norm_type": ("low_precision_layernorm", "layernorm"),

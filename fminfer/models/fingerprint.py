@@ -25,6 +25,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
+SUFFIXES = (".model", ".tiktoken")
 FURTHER_TEMPLATES = "additional_chat_templates/*.jinja"  # such as one for requests with tools
 # What of a fingerprint either shows in a request once it is prepared (its ids, its params), decides
 # whether there is an answer at all, or stands around it. Kept answers do not depend on it.
@@ -128,24 +129,20 @@ def name_differences(mine: dict[str, str], theirs: dict[str, str]) -> str:
 
 
 def _add_weights(digest: hashlib.blake2b, file: Path) -> None:
-    try:
-        _add_pieces(digest, file)
-    except OSError as error:
-        raise CheckpointError(f"{file} is broken ({error}); fetch it again") from error
-
-
-def _add_pieces(digest: hashlib.blake2b, file: Path) -> None:
     stored = read_weight_file(file)
     first, last = stored.header
-    digest.update(f"\n{file.name} {file.stat().st_size}\n".encode())
-    with file.open("rb") as tensors:
-        tensors.seek(first)
-        digest.update(tensors.read(last - first))
-        for first, last in dict.fromkeys(tensor.span for tensor in stored.tensors.values()):
-            for place in ((first + last - PIECE_BYTES) // 2, last - PIECE_BYTES):
-                place = max(first, place)
-                tensors.seek(place)
-                digest.update(tensors.read(min(PIECE_BYTES, last - place)))
+    try:
+        digest.update(f"\n{file.name} {file.stat().st_size}\n".encode())
+        with file.open("rb") as tensors:
+            tensors.seek(first)
+            digest.update(tensors.read(last - first))
+            for first, last in dict.fromkeys(tensor.span for tensor in stored.tensors.values()):
+                for place in ((first + last - PIECE_BYTES) // 2, last - PIECE_BYTES):
+                    place = max(first, place)
+                    tensors.seek(place)
+                    digest.update(tensors.read(min(PIECE_BYTES, last - place)))
+    except OSError as error:
+        raise CheckpointError(f"{file} is broken ({error}); fetch it again") from error
 
 
 def _files_digest(checkpoint: Checkpoint) -> str:
@@ -153,7 +150,8 @@ def _files_digest(checkpoint: Checkpoint) -> str:
     digest = hashlib.blake2b(digest_size=8)
     folder, files = checkpoint.tokenizer_folder, []
     if folder is not None:
-        files = sorted(file for file in folder.iterdir() if _is_of_tokenizer(file))
+        own = (f for f in folder.iterdir() if f.name in TOKENIZER_FILES or f.suffix in SUFFIXES)
+        files = sorted(file for file in own if file.is_file())
         files += sorted(folder.glob(FURTHER_TEMPLATES))
     if checkpoint.generation_folder is not None:
         files.append(checkpoint.generation_folder / GENERATION)
@@ -161,8 +159,3 @@ def _files_digest(checkpoint: Checkpoint) -> str:
         digest.update(f"\n{file.name}\n".encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()
-
-
-def _is_of_tokenizer(file: Path) -> bool:
-    is_named = file.name in TOKENIZER_FILES or file.suffix in (".model", ".tiktoken")
-    return is_named and file.is_file()

@@ -90,8 +90,7 @@ def _not_found(name: str) -> CheckpointError:
         return CheckpointError(
             f"the model {name!r} is a file; give its folder, {Path(name).parent}"
         )
-    found = "is no folder here"
     return CheckpointError(
-        f"the model {name!r} {found}, and no model of the hub can have that name. Give the folder "
-        "that holds its files, or a hub id such as facebook/opt-125m"
+        f"the model {name!r} is no folder here, and no model of the hub can have that name. Give "
+        "the folder that holds its files, or a hub id such as facebook/opt-125m"
     )

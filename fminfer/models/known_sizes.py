@@ -15,60 +15,43 @@ DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
 DEMO_NAMES = ("fminfer-demo", "demo")  # the first one stands in records
 
 
-def _bloom(hidden: int, layers: int, heads: int) -> Fields:
-    sizes = {"hidden_size": hidden, "n_layer": layers, "n_head": heads}
-    return {"model_type": "bloom", "vocab_size": 250880} | sizes
+# The fields of a size, in the order of their values below.
+_FIELDS = {
+    "bloom": "hidden_size n_layer n_head",
+    "gpt2": "n_embd n_layer n_head n_positions",
+    "llama": "hidden_size intermediate_size num_hidden_layers num_attention_heads "
+    "num_key_value_heads vocab_size max_position_embeddings",
+    "opt": "hidden_size num_hidden_layers num_attention_heads",
+    "t5": "d_model d_ff num_layers num_heads d_kv",
+}
 
 
-def _opt(hidden: int, layers: int, heads: int) -> Fields:
-    return {
-        "model_type": "opt",
-        "hidden_size": hidden,
-        "word_embed_proj_dim": hidden,
-        "ffn_dim": 4 * hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-    }
+def _size(model_type: str, *values: int, **more: Any) -> Fields:
+    fields = zip(_FIELDS[model_type].split(), values, strict=True)
+    return {"model_type": model_type, **dict(fields)} | more
 
 
-def _llama(
-    hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int, context: int
-) -> Fields:
-    return {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": context,
-        "tie_word_embeddings": False,
-    }
+def _llama(*values: int, **more: Any) -> Fields:
+    return _size("llama", *values, tie_word_embeddings=False, **more)
 
 
-def _t5(hidden: int, inner: int, layers: int, heads: int, head_dim: int) -> Fields:
-    return {
-        "model_type": "t5",
-        "d_model": hidden,
-        "d_ff": inner,
-        "num_layers": layers,
-        "num_heads": heads,
-        "d_kv": head_dim,
-    }
+def _bloom(*values: int) -> Fields:
+    return _size("bloom", *values, vocab_size=250880)
 
 
+def _opt(hidden: int, *values: int) -> Fields:
+    return _size("opt", hidden, *values, word_embed_proj_dim=hidden, ffn_dim=4 * hidden)
+
+
+OF_LLAMA3: Fields = {"rms_norm_eps": 1e-5, "rope_theta": 500000.0}
 # `llama-160m` is the benchmarks' own; a made-up text of it has no end.
 SIZES: dict[str, Fields] = {
     "llama-160m": _llama(768, 3072, 12, 12, 12, 32000, 2048)
     | {"bos_token_id": None, "eos_token_id": None},
-    "llama-7b": _llama(4096, 11008, 32, 32, 32, 32000, 4096) | {"rms_norm_eps": 1e-5},
-    "llama-8b": _llama(4096, 14336, 32, 32, 8, 128256, 8192)
-    | {"rms_norm_eps": 1e-5, "rope_theta": 500000.0},
-    "llama-70b": _llama(8192, 28672, 80, 64, 8, 128256, 8192)
-    | {"rms_norm_eps": 1e-5, "rope_theta": 500000.0},
-    "llama-405b": _llama(16384, 53248, 126, 128, 8, 128256, 8192)
-    | {"rms_norm_eps": 1e-5, "rope_theta": 500000.0},
+    "llama-7b": _llama(4096, 11008, 32, 32, 32, 32000, 4096, rms_norm_eps=1e-5),
+    "llama-8b": _llama(4096, 14336, 32, 32, 8, 128256, 8192, **OF_LLAMA3),
+    "llama-70b": _llama(8192, 28672, 80, 64, 8, 128256, 8192, **OF_LLAMA3),
+    "llama-405b": _llama(16384, 53248, 126, 128, 8, 128256, 8192, **OF_LLAMA3),
     "bloom-560m": _bloom(1024, 24, 16),
     "bloom-7b1": _bloom(4096, 30, 32),
     "bloom-176b": _bloom(14336, 70, 112),
@@ -76,22 +59,16 @@ SIZES: dict[str, Fields] = {
     "deepseek-v3": {"model_type": "deepseek_v3"},
     "gpt-j-6b": {"model_type": "gptj"},
     "gpt-neox-20b": {"model_type": "gpt_neox"},
-    "gpt3-175b": {
-        "model_type": "gpt2",
-        "n_embd": 12288,
-        "n_layer": 96,
-        "n_head": 96,
-        "n_positions": 2048,
-    },
+    "gpt3-175b": _size("gpt2", 12288, 96, 96, 2048),
     "opt-125m": _opt(768, 12, 12),
     "opt-1.3b": _opt(2048, 24, 32),
     "opt-6.7b": _opt(4096, 32, 32),
     "opt-30b": _opt(7168, 48, 56),
     "opt-66b": _opt(9216, 64, 72),
     "opt-175b": _opt(12288, 96, 96),
-    "t5-small": _t5(512, 2048, 6, 8, 64),
-    "t5-11b": _t5(1024, 65536, 24, 128, 128),
-    "ul2": _t5(4096, 16384, 32, 16, 256)
+    "t5-small": _size("t5", 512, 2048, 6, 8, 64),
+    "t5-11b": _size("t5", 1024, 65536, 24, 128, 128),
+    "ul2": _size("t5", 4096, 16384, 32, 16, 256)
     | {"feed_forward_proj": "gated-silu", "tie_word_embeddings": False},
 }
 # What the users of earlier systems type.

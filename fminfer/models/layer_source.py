@@ -6,7 +6,6 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -17,37 +16,22 @@ from fminfer.core.partition import Part
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.families.tensor_names import AS_STORED
 from fminfer.models.formats import Holding
-from fminfer.models.origins import ModelOrigins, Origin, Origins, Piece, drawn_origins
-from fminfer.models.sharding import ModelShare, outputs_dim
+from fminfer.models.origins import (
+    ModelOrigins,
+    Origin,
+    Origins,
+    Piece,
+    drawn_origins,
+    find_origins,
+)
+from fminfer.models.sharding import WHOLE, ModelShare, outputs_dim
 from fminfer.models.stored.direct_reads import Lent, Span, merge
-from fminfer.models.stored.read_ahead import Waiting, reading_ahead
-from fminfer.models.stored.tensor_table import TensorFiles
+from fminfer.models.stored.tensor_table import TensorFiles, Waiting, reading_ahead
 from fminfer.models.tensor_specs import Weights
-from fminfer.models.weight_headers import find_stored, open_files, stored_parts
+from fminfer.models.weight_headers import open_files, stored_parts
 
 OnProgress = Callable[[int, int], None]
 MOST_BETWEEN = 64  # rows of other ranks that are read with those around them
-
-
-class Maker(Protocol):
-    """Makes the tensors of weights."""
-
-    device: torch.device
-    files: TensorFiles | None  # that they are read from
-
-    def format_of(self, origin: Origin) -> Format:
-        """Return the format in which a weight is held."""
-
-    def make(self, name: str, origin: Origin, attention: Attention | None) -> Weight:
-        """Return a weight. The name has the number of its layer, if it is of one."""
-
-    def waiting(self, origin: Origin, attention: Attention | None) -> Iterator[Waiting]:
-        """Give the parts of files that a weight is made of, to be read."""
-        return iter(())
-
-    def spans(self, origin: Origin, attention: Attention | None) -> Iterator[Span]:
-        """Give the same parts as spans."""
-        return iter(())
 
 
 class LayerSource:
@@ -55,7 +39,7 @@ class LayerSource:
 
     Args:
         origins: of the whole model.
-        dtype: of the arithmetic.
+        maker: makes the tensors of weights, in the formats and on the device that it says.
         on_progress: called with (bytes made, bytes in all) after each weight that stays.
         streamed: numbers of the streamed layers.
     """
@@ -65,12 +49,12 @@ class LayerSource:
         checkpoint: Checkpoint,
         part: Part,
         origins: ModelOrigins,
-        maker: Maker,
-        dtype: torch.dtype,
-        on_progress: OnProgress,
+        maker: Reader | Drawer,
+        on_progress: OnProgress = lambda done, total: None,
         streamed: Collection[int] = (),
     ) -> None:
-        self.dtype, self._origins, self._maker, self._part = dtype, origins, maker, part
+        self._origins, self._maker, self._part = origins, maker, part
+        self.dtype = maker.holding.dtype  # of the arithmetic
         self.device, self.files = maker.device, maker.files
         self._on_progress, self.numbers = on_progress, part.numbers
         self.streamed = [number for number in part.numbers if number in streamed]
@@ -106,21 +90,23 @@ class LayerSource:
 
     def spans(self, number: int) -> tuple[list[Span], list[Span]]:
         """Return where a layer's tensors are in files, and the parts that this rank needs."""
-        attention, origins = self._attention[number], self._origins.layers[number].values()
-        needed = merge(span for each in origins for span in self._maker.spans(each, attention))
-        uncut = (replace(each, cut=None) for each in origins)
-        return merge(span for each in uncut for span in self._maker.spans(each, attention)), needed
+        reader, attention = self._maker, self._attention[number]
+        assert isinstance(reader, Reader), "a model in files"
+        origins = self._origins.layers[number].values()
+        needed = merge(span for each in origins for span in reader.spans(each, attention))
+        uncut = (replace(each, cut=WHOLE) for each in origins)
+        return merge(span for each in uncut for span in reader.spans(each, attention)), needed
 
     def _size(self, origin: Origin) -> int:
         return self._maker.format_of(origin).num_bytes(origin.held.shape)
 
     def layers(self) -> Iterator[Weights]:
         """Give those of each layer that stays; read the next ones' meanwhile, then exit's."""
-        own = [(self._origins.layers[n], self._attention[n]) for n in self.resident]
-        groups = [*own, *[(self._origins.exit, None)] * self._part.is_last]
-        waiting = [
-            [w for one in g.values() for w in self._maker.waiting(one, a)] for g, a in groups
-        ]
+        waiting, reader = [], self._maker
+        if isinstance(reader, Reader):
+            own = [(self._origins.layers[n], self._attention[n]) for n in self.resident]
+            groups = [*own, *[(self._origins.exit, None)] * self._part.is_last]
+            waiting = [[w for one in g.values() for w in reader.waiting(one, a)] for g, a in groups]
         with reading_ahead(waiting) as next_group:
             for number in self.resident:
                 yield self.layer(number)
@@ -139,14 +125,10 @@ class LayerSource:
         if not self._part.is_last:
             return {}
         found, embed = self._make(self._origins.exit), entry.get("embed.weight")
+        own = found.get("head.weight")
         if not self._origins.has_own_head:
             found["head.weight"] = embed or self._make(self._of_embed)["embed.weight"]
-        elif (
-            self._is_tied
-            and embed
-            and "head.weight" in found
-            and embed.equals(found["head.weight"])
-        ):
+        elif self._is_tied and embed and own and embed.equals(own):
             found["head.weight"] = embed  # stored twice: kept once
             self.num_bytes -= embed.num_bytes
         return found
@@ -172,10 +154,10 @@ class LayerSource:
             self._leave(self._of_embed.values())
 
     def _leave(self, origins: Iterable[Origin]) -> None:
-        pieces = (piece for origin in origins for piece in origin.pieces)
-        for name in (name for piece in pieces for name in piece.stored):
-            assert self.files is not None, "what is stored"
-            self.files.drop(name)
+        for piece in (piece for origin in origins for piece in origin.pieces):
+            for name in piece.stored:
+                assert self.files is not None, "what is stored"
+                self.files.drop(name)
 
     def _make(
         self, origins: Origins, where: str = "", attention: Attention | None = None
@@ -215,21 +197,19 @@ def open_weights(
     """
     if checkpoint.folder is not None:
         files = open_files(checkpoint, checkpoint.folder)
-        origins = find_stored(checkpoint, files).cut(share)
+        origins = find_origins(checkpoint, files.shapes, files.types).cut(share)
         reader = Reader(files, device, holding, keeps_parts)
-        given = checkpoint, part, origins, reader, holding.dtype, on_progress
-        return LayerSource(*given, streamed)
-    is_tied = checkpoint.config.tie_word_embeddings
-    origins = drawn_origins(checkpoint.model, is_tied=is_tied).cut(share)
+        return LayerSource(checkpoint, part, origins, reader, on_progress, streamed)
+    origins = drawn_origins(checkpoint).cut(share)
     spread = float(getattr(checkpoint.config, "initializer_range", 0.02))
     model = checkpoint.model
     norm = model.final_norm or (model.encoder and model.encoder.final_norm)
     drawer = Drawer(seed, spread, 1.0 - (norm.offset if norm else 0.0), device, holding)
-    return LayerSource(checkpoint, part, origins, drawer, holding.dtype, lambda done, total: None)
+    return LayerSource(checkpoint, part, origins, drawer)
 
 
 @dataclass(slots=True, frozen=True)
-class Reader(Maker):
+class Reader:
     """Reads from one checkpoint's files."""
 
     files: TensorFiles
@@ -238,10 +218,12 @@ class Reader(Maker):
     keeps_parts: bool = False
 
     def format_of(self, origin: Origin) -> Format:
+        """Return the format in which a weight is held."""
         held = self.holding.of(origin.spec, stored_parts(origin, self.files.types))
-        return held if origin.cut is None else origin.cut.format(held)
+        return origin.cut.format(held)
 
     def make(self, name: str, origin: Origin, attention: Attention | None) -> Weight:
+        """Return a weight. The name has the number of its layer, if it is of one."""
         held, is_lent = self.format_of(origin), self.files.lent is not None
         if is_lent and self._stays_in_parts(origin, held):
             parts = tuple((held, piece.last - piece.first) for piece in origin.pieces)
@@ -251,7 +233,7 @@ class Reader(Maker):
 
     def _stays_in_parts(self, origin: Origin, held: Format) -> bool:
         """Tell whether a product's weight is one or more matrices, held as they are stored."""
-        is_as_stored = origin.layout == AS_STORED and origin.cut is None
+        is_as_stored = origin.layout == AS_STORED and origin.cut == WHOLE
         stored = stored_parts(origin, self.files.types)
         return (
             (self.keeps_parts and is_as_stored and isinstance(held, Dense))
@@ -262,7 +244,7 @@ class Reader(Maker):
 
     def _tensors(self, origin: Origin, held: Format, attention: Attention | None) -> Tensors:
         in_place, layout = self._in_place(origin), origin.layout
-        if origin.cut is not None and origin.cut.is_zero:
+        if origin.cut.is_zero:
             return tuple(t.zero_() for t in held.empty(origin.held.shape, self.device))
         if in_place is None:
             tensors = self._join(origin, held, _order(origin, attention))
@@ -279,6 +261,7 @@ class Reader(Maker):
         return tensors
 
     def waiting(self, origin: Origin, attention: Attention | None) -> Iterator[Waiting]:
+        """Give the parts of files that a weight is made of, to be read."""
         name, is_here = self._in_place(origin), self.device.type == "cpu"
         held, stored = self.format_of(origin), stored_parts(origin, self.files.types)
         stays = (  # as it is stored, where it lies
@@ -288,6 +271,7 @@ class Reader(Maker):
             yield self.files.waiting(span, is_used_there=stays)
 
     def spans(self, origin: Origin, attention: Attention | None) -> Iterator[Span]:
+        """Give the same parts as spans."""
         order = _order(origin, attention)
         for piece in origin.pieces:
             is_stacked = piece.item is None and outputs_dim(origin.spec) > 0
@@ -307,7 +291,7 @@ class Reader(Maker):
         held = self.format_of(origin)
         is_so = isinstance(held, Dense) if form is None else form == held
         is_one = is_so and not others and origin.is_one_piece
-        is_as_it_is = is_one and origin.layout.change is None and origin.cut is None
+        is_as_it_is = is_one and origin.layout.change is None and origin.cut == WHOLE
         return name if is_as_it_is and self.files.is_in_place(name) else None
 
     def _join(self, origin: Origin, held: Format, order: torch.Tensor | None) -> Tensors:
@@ -316,7 +300,7 @@ class Reader(Maker):
         Args:
             order: the number of the stored row of each row held; None: all rows, as stored.
         """
-        wholes, columns = held.empty(origin.held.shape, self.device), _columns_of(origin)
+        wholes, columns = held.empty(origin.held.shape, self.device), origin.cut.columns
         item: int | None = None
         at = 0  # the next row to be written
         for piece in origin.pieces:
@@ -370,7 +354,7 @@ class Reader(Maker):
 
 def _order(origin: Origin, attention: Attention | None) -> torch.Tensor | None:
     """Return the number of the stored row of each row held; None: all rows, as stored."""
-    change, rows = origin.layout.change, None if origin.cut is None else origin.cut.rows
+    change, rows = origin.layout.change, origin.cut.rows
     if change is None and rows is None:
         return None
     dim = outputs_dim(origin.spec)
@@ -405,10 +389,6 @@ def _spans_of(rows: torch.Tensor) -> Iterator[tuple[int, int]]:
         yield int(part[0]), int(part[-1]) + 1
 
 
-def _columns_of(origin: Origin) -> range | None:
-    return None if origin.cut is None else origin.cut.columns
-
-
 def _cut_columns(values: torch.Tensor, held: Format, columns: range | None) -> torch.Tensor:
     if columns is None:
         return values
@@ -427,7 +407,7 @@ def _part_at(row: int, held: Format, tensors: Tensors) -> tuple[Format, Tensors,
 
 
 @dataclass(slots=True, frozen=True)
-class Drawer(Maker):
+class Drawer:
     """Draws weights. Each has a seed of its own, by its name.
 
     Args:
@@ -463,4 +443,4 @@ class Drawer(Maker):
             tensor = tensor.index_select(outputs_dim(origin.spec), order.to(self.device))
         if isinstance(held, Blocks):
             tensor = held.quantize(tensor)
-        return (_cut_columns(tensor, held, _columns_of(origin)).contiguous(),)
+        return (_cut_columns(tensor, held, origin.cut.columns).contiguous(),)

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from fminfer.compute.quantized.own_forms import OWN_FORMS
-from fminfer.compute.spec import Layer, Mlp, Model, Moe
+from fminfer.compute.spec import Layer, Mlp, Moe
 from fminfer.compute.weights import Shape, TensorSpec
 from fminfer.core.errors import CheckpointError
-from fminfer.models.families.tensor_names import AS_STORED, Architecture, Layout, Source, source_of
+from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.families.tensor_names import AS_STORED, Layout, Source, source_of
 from fminfer.models.formats import FORMATS, StoredFormat
-from fminfer.models.sharding import Cuts, ModelShare, TensorCut
-from fminfer.models.stored.gguf_types import BLOCKS
-from fminfer.models.stored.stored_tensors import FLOATS
+from fminfer.models.sharding import WHOLE, ModelShare, TensorCut
+from fminfer.models.stored.stored_tensors import BLOCKS, FLOATS
 from fminfer.models.tensor_specs import TensorSpecs, entry_specs, exit_specs, layer_specs
 
 # Old checkpoints hold causal masks and tables of positions, which nothing reads.
@@ -51,12 +51,12 @@ class Origin:
     spec: TensorSpec
     pieces: tuple[Piece, ...]
     layout: Layout
-    cut: TensorCut | None = None  # the part that this rank holds; None: all
+    cut: TensorCut = WHOLE  # the part that this rank holds
 
     @property
     def held(self) -> TensorSpec:
         """What this rank holds of it."""
-        return self.spec if self.cut is None else self.cut.held(self.spec)
+        return self.cut.held(self.spec)
 
     @property
     def is_one_piece(self) -> bool:
@@ -84,15 +84,13 @@ class ModelOrigins:
 
     def cut(self, share: ModelShare | None) -> ModelOrigins:
         """Return the same with the parts that one rank holds; None: it holds all."""
-        if share is None:
-            return self
+        cuts = {} if share is None else share.cuts()
 
-        def cut(origins: Origins, cuts: Cuts) -> Origins:
-            return {name: replace(each, cut=cuts.get(name)) for name, each in origins.items()}
+        def cut(origins: Origins, top: str = "") -> Origins:
+            return {n: replace(each, cut=cuts.get(top + n, WHOLE)) for n, each in origins.items()}
 
-        layers = [cut(own, share.layer_cuts(number)) for number, own in enumerate(self.layers)]
-        entry, last = cut(self.entry, share.entry_cuts()), cut(self.exit, share.exit_cuts())
-        return replace(self, entry=entry, layers=tuple(layers), exit=last)
+        layers = tuple(cut(own, f"{number}.") for number, own in enumerate(self.layers))
+        return replace(self, entry=cut(self.entry), layers=layers, exit=cut(self.exit))
 
 
 def is_left_out(name: str, others: str) -> bool:
@@ -105,44 +103,36 @@ def is_left_out(name: str, others: str) -> bool:
 
 
 def find_origins(
-    architecture: Architecture,
+    checkpoint: Checkpoint,
     stored: Mapping[str, Shape | None],
-    *,
-    is_tied: bool,
-    name: str,
     types: Mapping[str, str] | None = None,
 ) -> ModelOrigins:
     """Find every tensor of the model among the stored ones.
 
+    A model that stores no head uses the embedding as its head, if its config says so.
+
     Args:
         stored: the shape of each tensor of the checkpoint; None: it is not known.
-        is_tied: a model that stores no head uses the embedding as its head.
-        name: of the checkpoint, for messages.
         types: of the stored tensors; None: they are not known.
 
     Raises:
         CheckpointError: tensors are missing, of another shape or type, or not part of the model.
     """
-    search = _Search(architecture, stored, types or {}, name)
-    model = architecture.model
+    model, search = checkpoint.model, _Search(checkpoint, stored, types or {})
     layers = tuple(search.find_layer(layer, number) for number, layer in enumerate(model.layers))
     outside, has_own_head = exit_specs(model), True
-    if is_tied and not model.is_pooled:
-        has_own_head = search.has(architecture.outer["head"], outside["head.weight"].shape)
+    if checkpoint.config.tie_word_embeddings and not model.is_pooled:
+        has_own_head = search.has_head(outside["head.weight"].shape)
         if not has_own_head:
             del outside["head.weight"]
-    found = ModelOrigins(
-        search.find_outside(entry_specs(model)),
-        layers,
-        search.find_outside(outside),
-        has_own_head,
-    )
+    entry, outer = search.find_outside(entry_specs(model)), search.find_outside(outside)
     search.refuse_what_is_wrong()
-    return found
+    return ModelOrigins(entry, layers, outer, has_own_head)
 
 
-def drawn_origins(model: Model, *, is_tied: bool) -> ModelOrigins:
+def drawn_origins(checkpoint: Checkpoint) -> ModelOrigins:
     """Return the tensors of a model that is stored nowhere."""
+    model, is_tied = checkpoint.model, checkpoint.config.tie_word_embeddings
 
     def drawn(specs: TensorSpecs) -> Origins:
         return {name: Origin(spec, (), AS_STORED) for name, spec in specs.items()}
@@ -157,17 +147,15 @@ def drawn_origins(model: Model, *, is_tied: bool) -> ModelOrigins:
 class _Search:
     def __init__(
         self,
-        architecture: Architecture,
+        checkpoint: Checkpoint,
         stored: Mapping[str, Shape | None],
         types: Mapping[str, str],
-        name: str,
     ) -> None:
-        self._architecture = architecture
+        self._name, self._architecture = checkpoint.name, checkpoint.architecture
         self._stored, self._types = stored, types
         known = {*types.values()}
         self._forms = [form for form in FORMATS if not types or known.intersection(form.types)]
-        self._name = name
-        self._prefixes = tuple(dict.fromkeys((*PREFIXES, *architecture.base.split("|"))))
+        self._prefixes = tuple(dict.fromkeys((*PREFIXES, *self._architecture.base.split("|"))))
         self._by_core = {self._core(each): each for each in stored}
         self._used: dict[str, StoredFormat | None] = {}
         self._missing: list[str] = []
@@ -180,8 +168,9 @@ class _Search:
     def find_outside(self, specs: TensorSpecs) -> Origins:
         return self._find(specs, self._architecture.outer, "", None)
 
-    def has(self, source: Source, shape: Shape) -> bool:
-        """Tell whether the checkpoint has the weight of a module outside layers."""
+    def has_head(self, shape: Shape) -> bool:
+        """Tell whether the checkpoint has a weight of the head."""
+        source = self._architecture.outer["head"]
         names = [f"{name}.weight" for name in source.names[0].split("|")]
         return self._has(self._piece(names, shape, source.layout))
 

@@ -112,18 +112,15 @@ def _groups(source: LayerSource) -> Iterator[Weights]:
 
 def _write_small_files(checkpoint: Checkpoint, folder: Path, quantized: str) -> None:
     """Write the config, and copy what a model has beside its weights."""
-    own = checkpoint.tokenizer_folder
-    files = [f for p in (*SMALL_FILES, FURTHER_TEMPLATES) for f in (own.glob(p) if own else ())]
-    for file in files:
-        target = folder / file.relative_to(str(own))
-        if not (file.name in (*TELLING_FILES, MODULES) or file.name.endswith(".index.json")):
-            target.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, target)
-    if (stored := checkpoint.folder) is not None:
-        for file in sentence_files(stored):
-            target = folder / file.relative_to(stored)
-            target.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, target)
+    own, stored = checkpoint.tokenizer_folder, checkpoint.folder
+    found = [f for p in (*SMALL_FILES, FURTHER_TEMPLATES) for f in (own.glob(p) if own else ())]
+    found = [f for f in found if f.name not in (*TELLING_FILES, MODULES)]
+    files = [(own, f) for f in found if not f.name.endswith(".index.json")]
+    files += [(stored, file) for file in (sentence_files(stored) if stored else ())]
+    for top, file in files:
+        target = folder / file.relative_to(str(top))
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, target)
     if (generation := checkpoint.generation_folder) and generation != own:
         shutil.copyfile(generation / GENERATION, folder / GENERATION)
     fields = checkpoint.config.to_dict()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from fminfer.compute.quantized.block_format import Joined
@@ -16,7 +17,7 @@ from fminfer.compute.spec import Attention, HeadsOfAll, Layer, Mlp, Model, Moe
 from fminfer.compute.weights import Format, TensorSpec
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import even_parts
-from fminfer.models.tensor_specs import TensorSpecs, entry_specs, exit_specs, layer_specs
+from fminfer.models.tensor_specs import entry_specs, exit_specs, layer_specs
 
 TOKENS_UNIT = 8  # masks of allowed tokens are bytes of 8
 MORE_RANKS = "--pipeline-group-size uses more ranks"
@@ -58,6 +59,7 @@ def outputs_dim(spec: TensorSpec) -> int:
     return len(spec.shape) - (2 if is_matrix else 1)
 
 
+WHOLE = TensorCut()
 Cuts = Mapping[str, TensorCut]  # by our names; others are whole
 
 
@@ -97,38 +99,23 @@ class ModelShare:
         """Return the spec of what this rank holds of a layer."""
         return _cut_layer(self.whole.layers[number], self.layers[number])
 
-    def entry_cuts(self) -> Cuts:
-        """Return the cuts of tensors before the first layer."""
-        return self._of_vocabulary(entry_specs(self.whole))
-
-    def exit_cuts(self) -> Cuts:
-        """Return the cuts of tensors after the last layer."""
-        return self._of_vocabulary(exit_specs(self.whole))
-
     def layer_cuts(self, number: int) -> Cuts:
         """Return the cuts of a layer's tensors."""
         layer, share = self.whole.layers[number], self.layers[number]
         specs = layer_specs(layer, self.whole.hidden_size)
         found = _cut_attention(layer.attention, share) | _cut_mlps(layer.mlp, share)
-        for name in (
-            "out.bias",
-            "cross_out.bias",
-            "down.bias",
-            "experts.down.bias",
-            "shared.down.bias",
-        ):
-            found[name] = TensorCut(is_zero=self.shard > 0)
+        for name in ("out", "cross_out", "down", "experts.down", "shared.down"):
+            found[f"{name}.bias"] = TensorCut(is_zero=self.shard > 0)
         return {name: cut for name, cut in found.items() if name in specs}
 
     def cuts(self) -> Cuts:
         """Return all cuts; names of a layer's tensors begin with its number."""
-        layers = range(len(self.layers))
-        inner = {f"{n}.{name}": cut for n in layers for name, cut in self.layer_cuts(n).items()}
-        return {**self.entry_cuts(), **inner, **self.exit_cuts()}
-
-    def _of_vocabulary(self, specs: TensorSpecs) -> Cuts:
-        names = specs.keys() & {"embed.weight", "head.weight", "head.bias"}
-        return {name: TensorCut((self.tokens[self.shard],)) for name in names}
+        outer = entry_specs(self.whole) | exit_specs(self.whole)
+        names = outer.keys() & {"embed.weight", "head.weight", "head.bias"}
+        found = dict.fromkeys(names, TensorCut((self.tokens[self.shard],)))
+        for number in range(len(self.layers)):
+            found |= {f"{number}.{name}": cut for name, cut in self.layer_cuts(number).items()}
+        return found
 
 
 @dataclass(slots=True, frozen=True)
@@ -151,18 +138,13 @@ def share_model(model: Model, shard: int, count: int, blocks: InputBlocks) -> Mo
     try:
         return _share_model(model, shard, count, blocks)
     except UsageError as error:
-        fewer = (each for each in range(count - 1, 1, -1) if _can_share(model, each, blocks))
-        most = next(fewer, None)
-        told = "nor among fewer" if most is None else f"but among {most}"
+        told = "nor among fewer"
+        for fewer in range(count - 1, 1, -1):
+            with suppress(UsageError):
+                _share_model(model, 0, fewer, blocks)
+                told = f"but among {fewer}"
+                break
         raise UsageError(f"{error}, {told}; {MORE_RANKS}") from None
-
-
-def _can_share(model: Model, count: int, blocks: InputBlocks) -> bool:
-    try:
-        _share_model(model, 0, count, blocks)
-    except UsageError:
-        return False
-    return True
 
 
 def _share_model(model: Model, shard: int, count: int, blocks: InputBlocks) -> ModelShare:

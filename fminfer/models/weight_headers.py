@@ -8,7 +8,7 @@ from pathlib import Path
 from fminfer.compute.weights import Dense, Format
 from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.origins import ModelOrigins, Origin, find_origins
+from fminfer.models.origins import Origin, find_origins
 from fminfer.models.stored.tensor_table import DTYPES, TensorFiles
 from fminfer.models.stored.weight_folder import indexed_names, weight_files
 from fminfer.models.tensor_specs import model_specs
@@ -26,9 +26,10 @@ def check_tensors(checkpoint: Checkpoint, *, has_weights: bool = True) -> None:
     if checkpoint.folder is None:
         return
     if has_weights:
-        find_stored(checkpoint, open_files(checkpoint, checkpoint.folder))
+        files = open_files(checkpoint, checkpoint.folder)
+        find_origins(checkpoint, files.shapes, files.types)
     elif names := indexed_names(checkpoint.folder):
-        _find_origins(checkpoint, dict.fromkeys(names))
+        find_origins(checkpoint, dict.fromkeys(names))
 
 
 def stored_formats(checkpoint: Checkpoint) -> dict[str, list[tuple[Format, int]]]:
@@ -43,7 +44,7 @@ def stored_formats(checkpoint: Checkpoint) -> dict[str, list[tuple[Format, int]]
     try:
         if weight_files(folder):
             files = open_files(checkpoint, folder)
-            origins = find_stored(checkpoint, files).by_name()
+            origins = find_origins(checkpoint, files.shapes, files.types).by_name()
             origins.setdefault("head.weight", origins["embed.weight"])  # one that is tied
             return {name: stored_parts(each, files.types) for name, each in origins.items()}
     except CheckpointError:
@@ -69,22 +70,3 @@ def stored_parts(origin: Origin, types: Mapping[str, str]) -> list[tuple[Format,
 def open_files(checkpoint: Checkpoint, folder: Path) -> TensorFiles:
     """Read the headers of all weight files."""
     return TensorFiles(folder, checkpoint.architecture.prefix, checkpoint.dense_folders)
-
-
-def find_stored(checkpoint: Checkpoint, files: TensorFiles) -> ModelOrigins:
-    """Return of which stored tensors each of ours is made.
-
-    Raises:
-        CheckpointError: a tensor is missing, unexpected, misshapen, or of a type that does not run.
-    """
-    return _find_origins(checkpoint, files.shapes, files.types)
-
-
-def _find_origins(
-    checkpoint: Checkpoint,
-    stored: Mapping[str, tuple[int, ...] | None],
-    types: Mapping[str, str] | None = None,
-) -> ModelOrigins:
-    is_tied = bool(checkpoint.config.tie_word_embeddings)
-    architecture, name = checkpoint.architecture, checkpoint.name
-    return find_origins(architecture, stored, is_tied=is_tied, name=name, types=types)

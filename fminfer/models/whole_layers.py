@@ -76,12 +76,6 @@ class Spent(ctypes.Structure):
     _fields_ = (("products", ctypes.c_double), ("attention", ctypes.c_double))
 
 
-def tensors_of_norms(weights: Weights) -> Tensors:
-    """Return those that a struct points to; who calls the library keeps them."""
-    norms = {n: each for n, each in weights.items() if each.spec.use in ("norm", "norm_bias")}
-    return {name: each.plain.contiguous() for name, each in norms.items()}
-
-
 def describe_layer(parts: LayerOf, tensors: Tensors, dtype: torch.dtype) -> LayerStruct:
     """Describe a layer that is served, all but its cache.
 
@@ -210,7 +204,9 @@ class WholeLayer(LayerOf):
         self.how, self.attention, self.mlp = parts.how, parts.attention, parts.mlp
         self.products = parts.products
         self.has_experts = isinstance(parts.how.mlp, spec.Moe)
-        self._kept = tensors_of_norms(weights)  # the library is told where they lie
+        norms = {n: each for n, each in weights.items() if each.spec.use in ("norm", "norm_bias")}
+        # The library is told where they lie.
+        self._kept = {name: each.plain.contiguous() for name, each in norms.items()}
         self.layer = describe_layer(parts, self._kept, dtype)
         self._run = library.fminfer_layer
         self._space = library.fminfer_layer_space(ctypes.byref(self.layer))

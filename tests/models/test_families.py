@@ -14,6 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from fminfer.cli.app import main
 from fminfer.cli.families_command import EXAMPLES
+from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.families.table import ROWS, architecture_of
 from fminfer.models.origins import find_origins
 from tests.conftest import model_class
@@ -71,8 +72,8 @@ def test_a_published_model_passes_the_loader(name: str) -> None:
         model = model_class(config).from_config(config)
     tensors = revert_weight_conversion(model, model.state_dict())  # as they are saved
     stored = {key: tuple(value.shape) for key, value in tensors.items()}
-    is_tied = bool(config.tie_word_embeddings)
-    found = find_origins(architecture_of(config), stored, is_tied=is_tied, name=name)
+    checkpoint = Checkpoint(name, None, config, architecture_of(config))
+    found = find_origins(checkpoint, stored)
     assert len(found.layers) == config.get_text_config().num_hidden_layers
 
 

@@ -22,7 +22,8 @@ from fminfer.models.checkpoint import open_checkpoint, open_random
 from fminfer.models.formats import Holding
 from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_source import open_weights
-from fminfer.models.weight_headers import find_stored, open_files, stored_parts
+from fminfer.models.origins import find_origins
+from fminfer.models.weight_headers import open_files, stored_parts
 from fminfer.plan.planning import plan_ahead
 from tests import conftest
 from tests.conftest import (
@@ -85,7 +86,7 @@ def round_weights(folder: Path, quantized: str) -> None:
     checkpoint, path = open_checkpoint(str(folder)), folder / "model.safetensors"
     files = open_files(checkpoint, folder)
     tensors, holding = load_file(path), Holding(torch.float32, quantized=quantized)
-    for origin in find_stored(checkpoint, files).by_name().values():
+    for origin in find_origins(checkpoint, files.shapes, files.types).by_name().values():
         held = holding.of(origin.spec, stored_parts(origin, files.types))
         for name in [n for piece in origin.pieces for n in piece.stored]:
             if isinstance(held, Blocks):

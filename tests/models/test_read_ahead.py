@@ -21,8 +21,8 @@ from fminfer.models.formats import Holding
 from fminfer.models.layer import LayerOf
 from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_source import open_weights
-from fminfer.models.stored import read_ahead
-from fminfer.models.stored.read_ahead import Waiting, reading_ahead
+from fminfer.models.stored import tensor_table
+from fminfer.models.stored.tensor_table import Waiting, reading_ahead
 from fminfer.models.tensor_specs import Weights
 from fminfer.models.transformer import Transformer
 from tests.models.test_transformer import one_stage
@@ -34,7 +34,7 @@ ALL = range(12)  # parts, two of a group, of 100 bytes
 def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Give the parts that are read, while three groups may be read ahead."""
     parts: list[int] = []
-    monkeypatch.setattr(read_ahead, "AHEAD", 3 * 200)
+    monkeypatch.setattr(tensor_table, "AHEAD", 3 * 200)
     yield parts
     assert not [thread for thread in threading.enumerate() if thread.name == "fminfer weights"]
 

@@ -24,8 +24,9 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_checkpoint, open_random
+from fminfer.models.formats import Holding
 from fminfer.models.layer_bodies import Bodies
-from fminfer.models.layer_source import LayerSource, Maker, open_weights
+from fminfer.models.layer_source import Drawer, LayerSource, open_weights
 from fminfer.models.layer_step import LayerStep
 from fminfer.models.origins import Origin, drawn_origins
 from fminfer.models.quantized_folder import write_quantized
@@ -252,10 +253,8 @@ def test_random_specs_are_cut_or_refused(data: st.DataObject) -> None:
     check_random_forward(model, shares)
 
 
-class Numbers(Maker):
+class Numbers(Drawer):
     """Draws each whole tensor by its name, biases too, and cuts it by the numbers of a cut."""
-
-    device, files = torch.device("cpu"), None
 
     def format_of(self, origin: Origin) -> Format:
         return Dense(torch.float32)
@@ -264,12 +263,12 @@ class Numbers(Maker):
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         x = torch.randn(origin.spec.shape, generator=generator) * 0.3
         cut = origin.cut
-        if cut is not None and cut.rows is not None:
+        if cut.rows is not None:
             dim = -2 if x.dim() > 1 and origin.spec.use != "bias" else -1
             x = torch.cat([x.narrow(dim, part.start, len(part)) for part in cut.rows], dim)
-        if cut is not None and cut.columns is not None:
+        if cut.columns is not None:
             x = x[..., cut.columns.start : cut.columns.stop]
-        found = torch.zeros_like(x) if cut is not None and cut.is_zero else x.contiguous()
+        found = torch.zeros_like(x) if cut.is_zero else x.contiguous()
         return Weight(origin.held, Dense(torch.float32), (found,))
 
 
@@ -278,9 +277,9 @@ def compute(model: Model, share: ModelShare | None = None, shards: Any = None) -
     checkpoint: Any = SimpleNamespace(
         model=model, config=SimpleNamespace(tie_word_embeddings=False)
     )
-    origins = drawn_origins(model, is_tied=False).cut(share)
-    given = (whole_model(model), origins, Numbers(), torch.float32)
-    source = LayerSource(checkpoint, *given, lambda done, total: None)
+    origins = drawn_origins(checkpoint).cut(share)
+    numbers = Numbers(0, 0.0, 1.0, torch.device("cpu"), Holding(torch.float32))
+    source = LayerSource(checkpoint, whole_model(model), origins, numbers)
     tokens = None if share is None else share.tokens[share.shard]
     own = model if share is None else share.model
     bodies = Bodies(plain_registry(), 64)

@@ -24,8 +24,9 @@ from fminfer.core.partition import split_layers
 from fminfer.models.checkpoint import open_checkpoint, open_random
 from fminfer.models.formats import FORMATS, Holding
 from fminfer.models.layer_source import LayerSource, open_weights
+from fminfer.models.origins import find_origins
 from fminfer.models.tensor_specs import part_specs
-from fminfer.models.weight_headers import check_tensors, find_stored, open_files, stored_formats
+from fminfer.models.weight_headers import check_tensors, open_files, stored_formats
 from fminfer.plan.planning import plan_ahead
 from tests.conftest import make_model, save_byte_tokenizer
 from tests.models.test_transformer import MAX_ERROR, error_of, logits_of, one_stage
@@ -76,7 +77,8 @@ def int8() -> Iterator[RowsOfInt8]:
 def quantize(folder: Path, *, is_stored_so: bool) -> None:
     """Round every matrix of a checkpoint to int8, and store it so or as the floats that it is."""
     checkpoint, path = open_checkpoint(str(folder)), folder / "model.safetensors"
-    found = find_stored(checkpoint, open_files(checkpoint, folder))
+    files = open_files(checkpoint, folder)
+    found = find_origins(checkpoint, files.shapes, files.types)
     origins = [o for group in (found.entry, *found.layers, found.exit) for o in group.values()]
     tensors = load_file(path)
     for origin in origins:

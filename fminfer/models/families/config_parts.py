@@ -169,19 +169,21 @@ def same(mlp: Mlp | Moe) -> Callable[[int], Mlp | Moe]:
 OF_IMAGES = r"(model\.)?(vision_tower|multi_modal_projector)\."
 
 
-def text_part(c: Any, *rows: Callable[[Any], Architecture]) -> Architecture:
+def text_part(c: Any, **rows: Callable[[Any], Architecture]) -> Architecture:
     """Return the text part of a model that reads images, too; what it has for these is left out.
 
+    Args:
+        rows: by the architectures that the text part may have.
+
     Raises:
-        CheckpointError: its architecture is none of the rows.
+        CheckpointError: it has another.
     """
     text_type = c.text_config.model_type
-    for row in rows:
-        if row.__name__ == text_type:
-            return replace(row(c.text_config), left_out=OF_IMAGES)
+    if (row := rows.get(text_type)) is not None:
+        return replace(row(c.text_config), left_out=OF_IMAGES)
     raise CheckpointError(
         f"config.json has a text_config of the architecture {text_type!r}, which does not run "
-        f"there; these do: {', '.join(row.__name__ for row in rows)}"
+        f"there; these do: {', '.join(rows)}"
     )
 
 

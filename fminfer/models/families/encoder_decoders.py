@@ -16,9 +16,9 @@ from fminfer.compute.spec import (
     Relative,
 )
 from fminfer.core.errors import CheckpointError
+from fminfer.models.families.gpt_like import FAIRSEQ_INNER
 from fminfer.models.families.tensor_names import (
     AS_ROW,
-    AS_STORED,
     Architecture,
     Sources,
     parameter,
@@ -104,6 +104,25 @@ def _t5_names(side: str, mlp: Mlp, *, is_shared: bool) -> Sources:
     )
 
 
+BART_OUTER = sources(
+    embed="model.shared",
+    positions="model.decoder.embed_positions",
+    embed_norm="model.decoder.layernorm_embedding",
+    final_norm="model.decoder.layer_norm",
+    encoder__positions="model.encoder.embed_positions",
+    encoder__embed_norm="model.encoder.layernorm_embedding",
+    encoder__final_norm="model.encoder.layer_norm",
+    head="lm_head",
+) | {"head.bias": parameter("final_logits_bias", AS_ROW)}
+BART_INNER = FAIRSEQ_INNER | sources(
+    before_cross="encoder_attn_layer_norm",
+    sum_cross="encoder_attn_layer_norm",
+    cross_q="encoder_attn.q_proj",
+    cross_kv="encoder_attn.k_proj encoder_attn.v_proj",
+    cross_out="encoder_attn.out_proj",
+)
+
+
 def bart(c: Any) -> Architecture:
     """Return BART (Lewis et al. 2019): norms stand behind the sums."""
     return _bart(c, is_before=False)
@@ -153,53 +172,15 @@ def _bart(c: Any, *, is_before: bool) -> Architecture:
         encoder=Encoder(len(encoder), final_norm=final_norm, **tables),
         **tables,
     )
-    top = "model.decoder."
-    outer = sources(
-        AS_STORED,
-        embed="model.shared",
-        head="lm_head",
-        **{
-            f"{ours}{name}": f"model.{side}.{theirs}"
-            for ours, side in (("", "decoder"), ("encoder__", "encoder"))
-            for name, theirs in (
-                ("positions", "embed_positions"),
-                ("embed_norm", "layernorm_embedding"),
-                ("final_norm", "layer_norm"),
-            )
-        },
-    )
-    outer["head.bias"] = parameter("final_logits_bias", AS_ROW)
-    inner = _bart_names(is_before=is_before)
     return Architecture(
         model,
-        outer,
-        inner,
-        prefix=f"{top}layers.{{}}.",
+        BART_OUTER,
+        BART_INNER,
+        prefix="model.decoder.layers.{}.",
         base="model.",
         left_out=r"(model\.)?(encoder|decoder)\.embed_tokens\.",
         encoder_prefix="model.encoder.layers.{}.",
-        encoder_inner=inner,
-    )
-
-
-def _bart_names(*, is_before: bool) -> Sources:
-    side = "before" if is_before else "sum"
-    norms = {
-        f"{side}_attention": "self_attn_layer_norm",
-        f"{side}_cross": "encoder_attn_layer_norm",
-        f"{side}_mlp": "final_layer_norm",
-    }
-    own, cross = "self_attn", "encoder_attn"
-    return sources(
-        AS_STORED,
-        **norms,
-        qkv=f"{own}.q_proj {own}.k_proj {own}.v_proj",
-        out=f"{own}.out_proj",
-        cross_q=f"{cross}.q_proj",
-        cross_kv=f"{cross}.k_proj {cross}.v_proj",
-        cross_out=f"{cross}.out_proj",
-        up="fc1",
-        down="fc2",
+        encoder_inner=BART_INNER,
     )
 
 

@@ -24,6 +24,7 @@ from fminfer.models.families.tensor_names import (
     Architecture,
     Sources,
     laid_out,
+    parameter,
     sources,
 )
 
@@ -51,6 +52,19 @@ BLOOM_INNER = sources(
     up="mlp.dense_h_to_4h",
     down="mlp.dense_4h_to_h",
 ) | sources(BY_HEAD, qkv="self_attention.query_key_value")
+NEOX_INNER = (
+    BLOOM_INNER | sources(out="attention.dense") | sources(BY_HEAD, qkv="attention.query_key_value")
+)
+FAIRSEQ_INNER = sources(
+    before_attention="self_attn_layer_norm",
+    sum_attention="self_attn_layer_norm",
+    qkv="self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+    out="self_attn.out_proj",
+    before_mlp="final_layer_norm",
+    sum_mlp="final_layer_norm",
+    up="fc1",
+    down="fc2",
+)
 
 
 def gpt_like(
@@ -94,41 +108,78 @@ def gpt_like(
     )
 
 
+def _fairseq(
+    c: Any,
+    top: str,
+    *,
+    norm: Norm | None = None,
+    outer: Sources | None = None,
+    **more: Any,
+) -> Architecture:
+    """Return a GPT with the names and positions of fairseq.
+
+    Args:
+        norm: at all places; None: fairseq's own, whatever the config says.
+        outer: names that differ.
+    """
+    own = sources(
+        embed=f"{top}embed_tokens",
+        positions=f"{top}embed_positions",
+        final_norm=f"{top}layer_norm",
+    )
+    return gpt_like(
+        c,
+        norm=norm or Norm(1e-5, is_rms=False, has_bias=True),
+        inner=FAIRSEQ_INNER,
+        outer=own | (outer or {}),
+        prefix=f"{top}layers.{{}}.",
+        num_positions=c.max_position_embeddings + 2,
+        position_offset=2,
+        **more,
+    )
+
+
 def opt(c: Any) -> Architecture:
     has_weights = c.layer_norm_elementwise_affine
     norm = Norm(1e-5, is_rms=False, has_weight=has_weights, has_bias=has_weights)
     top, is_before = "model.decoder.", c.do_layer_norm_before
     outer = sources(
-        embed=f"{top}embed_tokens",
-        positions=f"{top}embed_positions",
         final_norm=f"{top}final_layer_norm",
         project_in=f"{top}project_in",
         project_out=f"{top}project_out",
     )
-    first, second = "self_attn_layer_norm", "final_layer_norm"
-    inner = sources(
-        before_attention=first,
-        before_mlp=second,
-        sum_attention=first,
-        sum_mlp=second,
-        qkv="self_attn.q_proj self_attn.k_proj self_attn.v_proj",
-        out="self_attn.out_proj",
-        up="fc1",
-        down="fc2",
-    )
-    return gpt_like(
+    return _fairseq(
         c,
+        top,
         norm=norm,
         size=c.ffn_dim,
-        inner=inner,
         outer=outer,
-        prefix=f"{top}layers.{{}}.",
         has_bias=c.enable_bias,
         layer={} if is_before else {"before": (None, None), "of_sum": (norm, norm)},
         final_norm=norm if is_before and not c._remove_final_layer_norm else None,
         embed_size=c.word_embed_proj_dim,
-        num_positions=c.max_position_embeddings + 2,
-        position_offset=2,
+    )
+
+
+def biogpt(c: Any) -> Architecture:
+    return _fairseq(
+        c,
+        "biogpt.",
+        activation=c.hidden_act,
+        size=c.intermediate_size,
+        outer=sources(head="output_projection"),
+        embed_scale=c.hidden_size**0.5 if c.scale_embedding else 1.0,
+    )
+
+
+def xglm(c: Any) -> Architecture:
+    return _fairseq(
+        c,
+        "model.",
+        size=c.ffn_dim,
+        embed_scale=c.hidden_size**0.5 if c.scale_embedding else 1.0,
+        has_sinusoids=True,
+        left_out=r"model\.embed_positions\.weights$",  # stored by old releases
     )
 
 
@@ -269,4 +320,42 @@ def bloom(c: Any) -> Architecture:
     )
 
 
-ROWS = (opt, gpt2, gpt_bigcode, gpt_neo, gptj, codegen, falcon, mpt, bloom)
+def _neox_like(c: Any, top: str, head: str, inner: Sources, **more: Any) -> Architecture:
+    outer = sources(embed=f"{top}embed_in", final_norm=f"{top}final_layer_norm", head=head)
+    return gpt_like(
+        c,
+        norm=Norm(c.layer_norm_eps, is_rms=False, has_bias=True),
+        activation=c.hidden_act,
+        inner=inner,
+        outer=outer,
+        prefix=f"{top}layers.{{}}.",
+        **more,
+    )
+
+
+def gpt_neox(c: Any) -> Architecture:
+    bias = c.attention_bias
+    return _neox_like(
+        *(c, "gpt_neox.", "embed_out|lm_head", NEOX_INNER),
+        size=c.intermediate_size,
+        attention={"has_qkv_bias": bias, "has_out_bias": bias},
+        layer={"is_parallel": c.use_parallel_residual},
+    )
+
+
+def gpt_neox_japanese(c: Any) -> Architecture:
+    """Only the last layer has a bias, at the output of attention."""
+    inner = NEOX_INNER | {"out.bias": parameter("attention.dense_bias")}
+    last = c.num_hidden_layers - 1
+    return _neox_like(
+        *(c, "gpt_neox_japanese.", "embed_out", inner),
+        size=c.hidden_size * c.intermediate_multiple_size,
+        attention=lambda number: {"has_out_bias": number == last},
+        has_bias=False,
+    )
+
+
+ROWS = (
+    *(opt, gpt2, gpt_bigcode, gpt_neo, gptj, codegen, falcon, mpt, bloom),
+    *(biogpt, xglm, gpt_neox, gpt_neox_japanese),
+)

@@ -1,8 +1,9 @@
-"""Rows that resemble LLaMA: norms before, rotary positions, mostly a gated MLP."""
+"""Rows that resemble LLaMA: norms before, rotary positions, a gated MLP or one of two products."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from fminfer.compute.spec import Mlp, Moe, Norm
@@ -14,7 +15,14 @@ from fminfer.models.families.config_parts import (
     same,
     text_part,
 )
-from fminfer.models.families.tensor_names import Architecture, Sources, experts, sources
+from fminfer.models.families.tensor_names import (
+    BY_HEAD,
+    Architecture,
+    Sources,
+    experts,
+    parameter,
+    sources,
+)
 
 OUTER = sources(embed="model.embed_tokens", final_norm="model.norm", head="lm_head")
 INNER = sources(
@@ -67,6 +75,11 @@ def llama_like(
 
 def gated_mlp(c: Any, *, has_bias: bool = False) -> Mlp:
     return Mlp(c.hidden_act, c.intermediate_size, has_bias=has_bias)
+
+
+def plain_mlp(c: Any, *, has_bias: bool) -> Mlp:
+    """Return an MLP of two products, in some with a squared ReLU between them."""
+    return Mlp(c.hidden_act, c.intermediate_size, is_gated=False, has_bias=has_bias)
 
 
 def biases(c: Any) -> Changes:
@@ -129,33 +142,40 @@ def gemma3_text(c: Any) -> Architecture:
 
 
 def gemma3(c: Any) -> Architecture:
-    return text_part(c, gemma3_text)
+    return text_part(c, gemma3_text=gemma3_text)
 
 
-def phi(c: Any) -> Architecture:
+def _phi_like(c: Any, inner: Sources, **more: Any) -> Architecture:
+    """Return a LLaMA with LayerNorms and biases, and maybe norms of queries and keys."""
     norm = Norm(c.layer_norm_eps, is_rms=False, has_bias=True)
+    of_head = norm if c.qk_layernorm else None
     own = sources(
-        out="self_attn.dense",
-        up="mlp.fc1",
-        down="mlp.fc2",
-        q_norm="self_attn.q_layernorm",
-        k_norm="self_attn.k_layernorm",
+        out="self_attn.dense", q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm"
     )
-    attention = {
-        "has_qkv_bias": True,
-        "has_out_bias": True,
-        "qk_norm": norm if c.qk_layernorm else None,
-    }
     return llama_like(
         c,
         norm=norm,
-        inner=own,
+        inner=own | inner,
         outer=sources(final_norm="model.final_layernorm"),
-        attention=attention,
-        mlp=same(Mlp(c.hidden_act, c.intermediate_size, is_gated=False, has_bias=True)),
-        layer={"before": (norm, None), "is_parallel": True},
+        attention={"has_qkv_bias": True, "has_out_bias": True, "qk_norm": of_head},
+        mlp=same(plain_mlp(c, has_bias=True)),
+        **more,
+    )
+
+
+def phi(c: Any) -> Architecture:
+    before = Norm(c.layer_norm_eps, is_rms=False, has_bias=True), None
+    return _phi_like(
+        c,
+        sources(up="mlp.fc1", down="mlp.fc2"),
+        layer={"before": before, "is_parallel": True},
         has_head_bias=True,
     )
+
+
+def persimmon(c: Any) -> Architecture:
+    own = sources(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h")
+    return _phi_like(c, own | sources(BY_HEAD, qkv="self_attn.query_key_value"))
 
 
 def phi3(c: Any) -> Architecture:
@@ -187,7 +207,7 @@ def starcoder2(c: Any) -> Architecture:
         norm=Norm(c.norm_epsilon, is_rms=False, has_bias=True),
         inner=sources(up="mlp.c_fc", down="mlp.c_proj"),
         attention={"has_qkv_bias": c.use_bias, "has_out_bias": c.use_bias},
-        mlp=same(Mlp(c.hidden_act, c.intermediate_size, is_gated=False, has_bias=c.use_bias)),
+        mlp=same(plain_mlp(c, has_bias=c.use_bias)),
     )
 
 
@@ -229,7 +249,59 @@ def qwen3_moe(c: Any) -> Architecture:
     return llama_like(c, attention=attention, mlp=mixed_layers(c, moe))
 
 
+def _with_plain_mlp(c: Any, norm: Norm) -> Architecture:
+    return llama_like(
+        c,
+        norm=norm,
+        inner=sources(up="mlp.up_proj"),
+        attention=biases(c),
+        mlp=same(plain_mlp(c, has_bias=c.mlp_bias)),
+    )
+
+
+def arcee(c: Any) -> Architecture:
+    return _with_plain_mlp(c, Norm(c.rms_norm_eps))
+
+
+def jais2(c: Any) -> Architecture:
+    return _with_plain_mlp(c, Norm(c.layer_norm_eps, is_rms=False, has_bias=True))
+
+
+def nemotron(c: Any) -> Architecture:
+    return _with_plain_mlp(c, Norm(c.norm_eps, is_rms=False, has_bias=True, offset=1.0))
+
+
+def apertus(c: Any) -> Architecture:
+    own = sources(
+        before_attention="attention_layernorm",
+        before_mlp="feedforward_layernorm",
+        up="mlp.up_proj",
+    )
+    names = {"positive": "alpha_p", "negative": "alpha_n", "beta": "beta", "eps": "eps"}
+    return llama_like(
+        c,
+        inner=own | {f"xielu.{n}": parameter(f"mlp.act_fn.{each}") for n, each in names.items()},
+        attention=biases(c) | {"qk_norm": Norm(c.rms_norm_eps)},
+        mlp=same(plain_mlp(c, has_bias=False)),
+    )
+
+
+def nanochat(c: Any) -> Architecture:
+    """Its norms have no weights, and its rotary positions turn the other way."""
+    norm, rope = Norm(c.rms_norm_eps, has_weight=False), rope_of(c)
+    rope = replace(rope, inv_freq=tuple(-each for each in rope.inv_freq))
+    return llama_like(
+        c,
+        norm=norm,
+        inner=sources(up="mlp.fc1", down="mlp.fc2"),
+        attention=biases(c) | {"rope": rope, "qk_norm": norm, "qk_norm_is_last": True},
+        mlp=same(plain_mlp(c, has_bias=False)),
+        embed_norm=norm,
+        logit_cap=c.final_logit_softcapping,
+    )
+
+
 ROWS = (
-    *(llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, gemma3_text, phi, phi3),
-    *(stablelm, starcoder2, glm4, mixtral, qwen3_moe),
+    *(llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, gemma3_text, phi, persimmon, phi3),
+    *(stablelm, starcoder2, glm4, mixtral, qwen3_moe, apertus, arcee, jais2, nemotron, nanochat),
 )

@@ -25,7 +25,6 @@ from fminfer.models.families.llama_like import (
     biases,
     gated_mlp,
     gemma_like,
-    llama,
     llama_like,
     mistral,
 )
@@ -36,21 +35,8 @@ def cwm(c: Any) -> Architecture:
     return llama_like(c, mlp=same(gated_mlp(c, has_bias=c.mlp_bias)))
 
 
-def ministral(c: Any) -> Architecture:
-    return llama_like(c)
-
-
-def ministral3(c: Any) -> Architecture:
-    """Queries grow beyond the original length, which is the limit here: `context_length`."""
-    return llama_like(c)
-
-
 def mistral3(c: Any) -> Architecture:
-    return text_part(c, mistral, ministral3)
-
-
-def internlm3(c: Any) -> Architecture:
-    return llama(c)
+    return text_part(c, mistral=mistral, ministral3=mistral)
 
 
 def seed_oss(c: Any) -> Architecture:
@@ -260,10 +246,6 @@ def olmo2(c: Any, **more: Any) -> Architecture:
     )
 
 
-def olmo3(c: Any) -> Architecture:
-    return olmo2(c)
-
-
 def _experts(c: Any) -> Moe:
     expert = Mlp(c.hidden_act, c.intermediate_size)
     return Moe(c.num_experts, c.num_experts_per_tok, expert, is_normalized=c.norm_topk_prob)
@@ -278,8 +260,8 @@ def flex_olmo(c: Any) -> Architecture:
 
 
 ROWS = (
-    *(cwm, ministral, ministral3, mistral3, internlm3, seed_oss, ernie4_5, helium, glm, smollm3),
+    *(cwm, mistral3, seed_oss, ernie4_5, helium, glm, smollm3),
     *(vaultgemma, granite, granitemoe, granitemoeshared, hyperclovax, cohere, cohere2),
-    *(olmo, olmo2, olmo3, olmoe, flex_olmo, exaone4, exaone_moe),
+    *(olmo, olmo2, olmoe, flex_olmo, exaone4, exaone_moe),
     *(hunyuan_v1_dense, hunyuan_v1_moe),
 )

@@ -99,11 +99,15 @@ def ernie4_5_moe(c: Any) -> Architecture:
     )
 
 
-def _after_plain_ones(c: Any) -> Callable[[int], Mlp | Moe]:
-    """Return the MLP by a layer's number where the first layers have no experts."""
+def _after_plain_ones(c: Any, moe: Moe | None = None) -> Callable[[int], Mlp | Moe]:
+    """Return the MLP by a layer's number where the first layers have no experts.
+
+    Args:
+        moe: of the others; None: one that is chosen as in DeepSeek V3.
+    """
     plain, num_plain = gated_mlp(c), c.first_k_dense_replace
-    moe = sigmoid_moe(c, c.n_routed_experts, c.n_shared_experts)
-    return lambda number: plain if number < num_plain else moe
+    others = moe or sigmoid_moe(c, c.n_routed_experts, c.n_shared_experts)
+    return lambda number: plain if number < num_plain else others
 
 
 def glm4_moe(c: Any) -> Architecture:
@@ -128,8 +132,7 @@ def solar_open(c: Any) -> Architecture:
 
 def dots1(c: Any) -> Architecture:
     attention = biases(c) | {"qk_norm": Norm(c.rms_norm_eps)}
-    mlp = _after_plain_ones(c)
-    return llama_like(c, inner=SIGMOID, attention=attention, mlp=mlp)
+    return llama_like(c, inner=SIGMOID, attention=attention, mlp=_after_plain_ones(c))
 
 
 def minimax_m2(c: Any) -> Architecture:
@@ -186,13 +189,12 @@ def _latent_like(
     _ = c.num_key_value_heads  # whatever it says, every head has keys of its own
     # transformers norms latents with its own default, whatever rms_norm_eps says.
     norm = Norm(1e-6)
-    rope = rope_of(c, is_interleaved=is_interleaved)
     latent = Latent(c.kv_lora_rank, c.q_lora_rank, key_dim, turned, c.v_head_dim, norm)
     attention: Changes = {
         "kv_heads": 1,
         "head_dim": c.kv_lora_rank + turned,
         "scaling": (key_dim + turned) ** -0.5 * _yarn_scale(c.rope_parameters) ** 2,
-        "rope": rope,
+        "rope": rope_of(c, is_interleaved=is_interleaved),
         "latent": latent,
         "has_qkv_bias": c.attention_bias,
         "has_out_bias": c.attention_bias,
@@ -210,10 +212,6 @@ def _yarn_scale(rope: dict[str, Any]) -> float:
     return float(0.1 * by * math.log(factor) + 1.0)
 
 
-def _from(first: int, plain: Mlp, moe: Moe) -> Callable[[int], Mlp | Moe]:
-    return lambda number: plain if number < first else moe
-
-
 def deepseek_v2(c: Any) -> Architecture:
     has_groups = c.topk_method == "group_limited_greedy"
     num_groups, top_groups = (c.n_group, c.topk_group) if c.topk_group else (1, 1)
@@ -228,16 +226,15 @@ def deepseek_v2(c: Any) -> Architecture:
         scale=c.routed_scaling_factor,
         shared=Mlp(c.hidden_act, expert.size * c.n_shared_experts),
     )
-    mlp = _from(c.first_k_dense_replace, gated_mlp(c), moe)
-    return _latent_like(c, inner=shared_names("mlp.shared_experts"), mlp=mlp, is_interleaved=True)
+    own, mlp = shared_names("mlp.shared_experts"), _after_plain_ones(c, moe)
+    return _latent_like(c, inner=own, mlp=mlp, is_interleaved=True)
 
 
 def deepseek_v3(c: Any) -> Architecture:
-    moe = sigmoid_moe(c, c.n_routed_experts, c.n_shared_experts)
     return _latent_like(
         c,
         inner=SIGMOID,
-        mlp=_from(c.first_k_dense_replace, gated_mlp(c), moe),
+        mlp=_after_plain_ones(c),
         is_interleaved=c.rope_interleave,
         left_out=layers_beyond(c, c.num_mtp_layers),
     )
@@ -256,8 +253,7 @@ def glm4_moe_lite(c: Any) -> Architecture:
 
 
 def youtu(c: Any) -> Architecture:
-    plain = gated_mlp(c)
-    return _latent_like(c, mlp=lambda number: plain, is_interleaved=c.rope_interleave)
+    return _latent_like(c, mlp=same(gated_mlp(c)), is_interleaved=c.rope_interleave)
 
 
 ROWS = (

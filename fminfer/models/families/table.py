@@ -21,8 +21,6 @@ from fminfer.models.families import (
     llama_like,
     llama_variants,
     mixtures,
-    opt_like,
-    squared_relu,
 )
 from fminfer.models.families.heads import seen_both_ways, with_head
 from fminfer.models.families.tensor_names import Architecture, by_our_names
@@ -84,15 +82,21 @@ def _declared(config: Any) -> set[str]:
     return set() if config is None else {field.name for field in dataclasses.fields(config)}
 
 
-# A row's name is its `model_type`.
+# A row's name is its `model_type`, and some rows have further ones.
 ROWS: dict[str, Callable[[Any], Architecture]] = {
     row.__name__: row
     for rows in (
-        *(llama_like.ROWS, llama_variants.ROWS, squared_relu.ROWS, mixtures.ROWS),
-        *(gpt_like.ROWS, opt_like.ROWS, encoder_decoders.ROWS, encoders.ROWS),
+        *(llama_like.ROWS, llama_variants.ROWS, mixtures.ROWS),
+        *(gpt_like.ROWS, encoder_decoders.ROWS, encoders.ROWS),
     )
     for row in rows
-} | dict.fromkeys(("camembert", "xlm-roberta"), encoders.roberta)
+} | {
+    **dict.fromkeys(("camembert", "xlm-roberta"), encoders.roberta),
+    "internlm3": llama_like.llama,
+    # Queries of Ministral 3 grow beyond the original length, which is the limit: `context_length`.
+    **dict.fromkeys(("ministral", "ministral3"), llama_like.mistral),
+    "olmo3": llama_variants.olmo2,
+}
 
 
 def check_model_type(model_type: str, fields: dict[str, Any]) -> None:

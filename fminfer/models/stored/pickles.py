@@ -5,9 +5,11 @@ A small machine follows them. What a name would make is known beforehand, or the
 
 from __future__ import annotations
 
+import io
 import pickletools
 from dataclasses import dataclass
-from typing import Any, Protocol
+from mmap import mmap
+from typing import Any
 
 MOST_STEPS = 5_000_000  # 100,000 tensors have about 4 million
 STORAGES = {
@@ -56,14 +58,6 @@ class UnsafePickleError(ValueError):
     """A pickle names what weights do not need."""
 
 
-class Stream(Protocol):
-    """What a pickle is read from."""
-
-    def read(self, size: int, /) -> bytes: ...
-    def readline(self) -> bytes: ...
-    def tell(self) -> int: ...
-
-
 @dataclass(slots=True, frozen=True)
 class Storage:
     """Values that follow each other in a file."""
@@ -92,15 +86,11 @@ class Name:
     path: str
 
 
-class Thing:
-    """Stands for an object that nobody needs."""
-
-
-THING = Thing()
+THING = object()  # stands for one that nobody needs
 MARK = object()
 
 
-def read_pickle(stream: Stream, storages: dict[str, Storage] | None = None) -> Any:
+def read_pickle(stream: io.BytesIO | mmap, storages: dict[str, Storage] | None = None) -> Any:
     """Return what a pickle tells of: dicts, lists, numbers, strings, tensors.
 
     Args:
@@ -130,11 +120,10 @@ class _Machine:
             self.stack.append(argument)
         elif name in MADE:
             self.stack.append(MADE[name]())
+        elif name in ACTIONS:
+            ACTIONS[name](self, argument)
         else:
-            action = ACTIONS.get(name)
-            if action is None:
-                raise ValueError(f"the instruction {name} is not of torch.save")
-            action(self, argument)
+            raise ValueError(f"the instruction {name} is not of torch.save")
 
     def _put(self, argument: Any) -> None:
         self._memo[len(self._memo) if argument is None else argument] = self.stack[-1]

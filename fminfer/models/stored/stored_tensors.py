@@ -6,8 +6,20 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fminfer.models.stored.gguf_types import BLOCKS
-
+# Of GGUF: inputs of a block → types, each with the bytes of one. A row is blocks after each other.
+_SIZES = {
+    32: "Q4_0 18 Q4_1 20 Q5_0 22 Q5_1 24 Q8_0 34 Q8_1 40 IQ4_NL 18 MXFP4 17 Q4_0_4_4 18"
+    " Q4_0_4_8 18 Q4_0_8_8 18 IQ4_NL_4_4 18 IQ4_NL_4_8 18 IQ4_NL_8_8 18",
+    64: "NVFP4 36 Q2_0 18",
+    128: "Q1_0 18",
+    256: "Q2_K 84 Q3_K 110 Q4_K 144 Q5_K 176 Q6_K 210 Q8_K 292 IQ1_S 50 IQ1_M 56 IQ2_XXS 66"
+    " IQ2_XS 74 IQ2_S 82 IQ3_XXS 98 IQ3_S 110 IQ4_XS 136 TQ1_0 54 TQ2_0 66",
+}
+BLOCKS: dict[str, tuple[int, int]] = {
+    name: (size, int(num_bytes))
+    for size, words in _SIZES.items()
+    for name, num_bytes in zip(words.split()[::2], words.split()[1::2], strict=True)
+}
 # Bits of a value, by the type's name in safetensors.
 BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),

@@ -1,11 +1,16 @@
-"""Reads the weight files of a checkpoint as one table of tensors, whatever their form."""
+"""Reads the weight files of a checkpoint as one table of tensors, whatever their form.
+
+A thread reads ahead of those who use them, so that the disk works while others pack.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -16,10 +21,14 @@ from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import broken
 from fminfer.machine.host_memory import read_mapped
 from fminfer.models.stored.direct_reads import FileFacts, Lent, Span, facts_of
-from fminfer.models.stored.gguf_types import BLOCKS
 from fminfer.models.stored.metaseq import join_parts
-from fminfer.models.stored.read_ahead import Waiting
-from fminfer.models.stored.stored_tensors import BITS, JoinedTensor, StoredFile, StoredTensor
+from fminfer.models.stored.stored_tensors import (
+    BITS,
+    BLOCKS,
+    JoinedTensor,
+    StoredFile,
+    StoredTensor,
+)
 from fminfer.models.stored.weight_file import read_weight_file
 from fminfer.models.stored.weight_folder import LAYER, WeightFiles, find_weights, no_weights_error
 
@@ -28,6 +37,15 @@ DTYPES |= {"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "F8_E4M3": t
 DTYPES |= dict.fromkeys(BLOCKS, torch.uint8)
 PAGE = mmap.PAGESIZE
 COPIED_BYTES = 1 << 18  # at once, of what is not aligned
+AHEAD = 1 << 29  # bytes that are read before they are asked for; one group is in any case
+
+
+@dataclass(slots=True, frozen=True)
+class Waiting:
+    """A part of a file that somebody will use."""
+
+    nbytes: int
+    fetch: Callable[[], None]  # has the system read it
 
 
 class TensorFiles:
@@ -194,6 +212,39 @@ def _have_read(span: Span) -> None:
         with suppress(OSError), span.file.open("rb") as file:  # who needs it says what is wrong
             size = span.last - span.first
             os.posix_fadvise(file.fileno(), span.first, size, os.POSIX_FADV_WILLNEED)
+
+
+@contextmanager
+def reading_ahead(groups: Sequence[Sequence[Waiting]]) -> Iterator[Callable[[], None]]:
+    """Have a thread bring groups of tensors into memory, one after the other.
+
+    It waits when it is too far ahead. At the end it has read all, unless an error came first.
+
+    Yields:
+        what is to be called when a group has been used.
+    """
+    largest = max((sum(part.nbytes for part in group) for group in groups), default=0)
+    room = threading.Semaphore(max(1, AHEAD // max(1, largest)))
+    is_over = threading.Event()
+
+    def read() -> None:
+        for group in groups:
+            room.acquire()
+            for part in group:
+                if is_over.is_set():
+                    return
+                part.fetch()
+
+    thread = threading.Thread(target=read, name="fminfer weights", daemon=True)
+    thread.start()
+    try:
+        yield room.release
+    except BaseException:
+        is_over.set()
+        raise
+    finally:
+        room.release(len(groups) or 1)
+        thread.join()
 
 
 def _is_aligned(tensor: StoredTensor) -> bool:

@@ -8,7 +8,6 @@ import math
 import mmap
 import struct
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -150,12 +149,8 @@ def _read_zip(path: Path, file: BinaryIO) -> StoredFile:
     first, last = header = spans[found[0]]
     if last - first > MOST_HEADER_BYTES:
         raise ValueError(f"a data.pkl of {last - first} bytes; the most are {MOST_HEADER_BYTES}")
-    tensors = _tensors_of(read_pickle(io.BytesIO(_read(file, header))))
-
-    def span_of(storage: Storage) -> Span:
-        return spans[f"{top}data/{storage.key}"]
-
-    return StoredFile(path, _place_all(path, tensors, span_of), header)
+    value = read_pickle(io.BytesIO(_read(file, header)))
+    return StoredFile(path, _find_tensors(path, value, spans, f"{top}data/"), header)
 
 
 def _find_entry(file: BinaryIO, entry: zipfile.ZipInfo, size: int) -> Span:
@@ -180,7 +175,7 @@ def _read_older(path: Path, file: BinaryIO) -> StoredFile:
         if not read_pickle(stream).get("little_endian", True):
             raise ValueError("its numbers are big-endian")
         storages: dict[str, Storage] = {}
-        tensors = _tensors_of(read_pickle(stream, storages))
+        value = read_pickle(stream, storages)
         keys = [str(key) for key in read_pickle(stream)]
         first = end = stream.tell()
         spans: dict[str, Span] = {}
@@ -193,15 +188,27 @@ def _read_older(path: Path, file: BinaryIO) -> StoredFile:
             spans[key] = start, end
             if end > size:
                 raise ValueError(f"it is cut off: {size} bytes of at least {end}")
+    return StoredFile(path, _find_tensors(path, value, spans), (0, first))
 
-    def span_of(storage: Storage) -> Span:
-        return spans[storage.key]
 
-    return StoredFile(path, _place_all(path, tensors, span_of), (0, first))
+def _find_tensors(
+    path: Path, value: object, spans: dict[str, Span], top: str = ""
+) -> dict[str, StoredTensor]:
+    """Find the tensors of a state dict, which may stand in another dict, in their storages.
+
+    Args:
+        spans: of storages, by `top` and their keys.
+    """
+    found = {}
+    for name, tensor in _tensors_of(value).items():
+        try:
+            found[name] = _storage_place(path, tensor, spans[top + tensor.storage.key])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"tensor {name!r}: {error}") from error
+    return found
 
 
 def _tensors_of(value: object) -> dict[str, PickledTensor]:
-    """Return the tensors of a state dict, which may stand in another dict."""
     for each in (value, *(value.get(name) for name in WRAPPERS if isinstance(value, dict))):
         if isinstance(each, dict):
             found = {name: t for name, t in each.items() if isinstance(t, PickledTensor)}
@@ -210,18 +217,6 @@ def _tensors_of(value: object) -> dict[str, PickledTensor]:
                     raise ValueError("the names of its tensors are no strings")
                 return found
     raise ValueError("it holds no dict of tensors")
-
-
-def _place_all(
-    path: Path, tensors: dict[str, PickledTensor], span_of: Callable[[Storage], Span]
-) -> dict[str, StoredTensor]:
-    found = {}
-    for name, tensor in tensors.items():
-        try:
-            found[name] = _storage_place(path, tensor, span_of(tensor.storage))
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"tensor {name!r}: {error}") from error
-    return found
 
 
 def _storage_place(path: Path, pickled: PickledTensor, span: Span) -> StoredTensor:

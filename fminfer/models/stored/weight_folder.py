@@ -86,7 +86,11 @@ def find_weight_files(name: str) -> dict[Path, int]:
     Nothing: they are not there, or are broken, as loading will say.
     """
     try:
-        folder = _find_folder(name)
+        if (folder := folder_of(name)) is None:
+            from huggingface_hub import try_to_load_from_cache  # only for models that are not local
+
+            config = try_to_load_from_cache(name, "config.json")
+            folder = Path(config).parent if isinstance(config, str) else None
         files = [] if folder is None else weight_files(folder)
         return {file: file.stat().st_size for file in files}
     except (CheckpointError, OSError, ValueError):
@@ -204,12 +208,3 @@ def _all_there(folder: Path, names: list[str]) -> list[Path]:
         where, num = folder.absolute(), counted(len(missing), "file")
         raise CheckpointError(f"{where} lacks {name} ({num} missing); fetch what is missing")
     return [folder / name for name in names]
-
-
-def _find_folder(name: str) -> Path | None:
-    if (folder := folder_of(name)) is not None:
-        return folder
-    from huggingface_hub import try_to_load_from_cache  # only for models that are not local
-
-    config = try_to_load_from_cache(name, "config.json")
-    return Path(config).parent if isinstance(config, str) else None
