@@ -35,7 +35,6 @@ from fminfer.split.manifest import (
     folder_name,
     read_paths,
     write_manifest,
-    write_unfinished,
 )
 
 MAX_NAMED = 10  # folders
@@ -273,21 +272,15 @@ def _publish(folder: Path, staging: Path, manifest: Manifest, old: set[str]) -> 
     """Move the parts to their places, and remove those of the earlier split that are no more."""
     paths = [part.path for part in manifest.parts]
     stale = sorted(old.difference(paths))
-    write_unfinished(folder, manifest, [*paths, *stale])
+    write_manifest(folder, manifest, unfinished=[*paths, *stale])
     for path in paths:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         os.replace(staging / path, folder / path)
     for path in stale:
         (folder / path).unlink(missing_ok=True)
-        _remove_empty((folder / path).parent, folder)
+        with contextlib.suppress(OSError):  # something is in it, as the manifest is in the last
+            os.removedirs((folder / path).parent)
     write_manifest(folder, manifest)
-
-
-def _remove_empty(path: Path, root: Path) -> None:
-    with contextlib.suppress(OSError):  # something is in it
-        while path != root:
-            path.rmdir()
-            path = path.parent
 
 
 def _signature(path: Path) -> tuple[int, int, int] | None:

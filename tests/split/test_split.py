@@ -434,11 +434,15 @@ def test_killed_anywhere_and_repeated(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_an_unfinished_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise Killed
+    real = split_parts.write_manifest
+
+    def fail_if_complete(*given: Any, **named: Any) -> None:
+        if not named:
+            raise Killed
+        real(*given, **named)
 
     source = write(tmp_path, {"prompt": "1"})
-    monkeypatch.setattr(split_parts, "write_manifest", fail)
+    monkeypatch.setattr(split_parts, "write_manifest", fail_if_complete)
     with pytest.raises(Killed):
         split(source, tmp_path / "parts")
     assert read_paths(tmp_path / "parts") == {"default/request_0.jsonl"}
