@@ -20,13 +20,7 @@ from fminfer.files.completed import find_completed
 from fminfer.files.disk import lock, told
 from fminfer.files.earlier_answers import EarlierAnswers, JournalAnswers, OutputAnswers, Pace
 from fminfer.files.journal import Journal, journal_path
-from fminfer.files.journal_head import (
-    INPUT,
-    Fingerprint,
-    is_of_other_input,
-    read_fingerprint,
-)
-from fminfer.files.journal_rows import Row
+from fminfer.files.journal_rows import INPUT, Fingerprint, Row, is_of_other_input, read_fingerprint
 from fminfer.files.line_reader import read_lines
 from fminfer.files.reopening import check_unchanged, put_journal
 from fminfer.files.run_terms import LineCounter, RunTerms

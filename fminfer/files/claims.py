@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fminfer.files.disk import told
-from fminfer.files.file_names import beside
+from fminfer.files.disk import beside, told
 
 
 @dataclass(slots=True, frozen=True)

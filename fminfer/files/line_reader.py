@@ -15,8 +15,7 @@ from pathlib import Path
 from fminfer.contract.line import Line as Line
 from fminfer.core.errors import DamagedInputError
 from fminfer.files.first_bytes import explain_bytes, opens_array, packing_of
-from fminfer.files.json_values import split_values
-from fminfer.files.pieces import CutValue, ValueBytes
+from fminfer.files.json_values import CutValue, ValueBytes, split_values
 from fminfer.files.split_folders import find_num_equal
 from fminfer.files.spread import explain_spread
 from fminfer.files.streams import CHUNK_BYTES, COMPRESSED, STDIN, Digest, read_chunks, reading_file

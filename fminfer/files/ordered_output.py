@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from fminfer.files.disk import sync_folder, told
-from fminfer.files.file_names import beside
+from fminfer.files.disk import beside, sync_folder, told
 from fminfer.files.journal import Journal, journal_path
 from fminfer.files.vector_file import VectorWriter, vectors_path
 

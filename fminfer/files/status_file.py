@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fminfer.core.errors import StoppedError, UsageError
-from fminfer.files.disk import explain, replacing
-from fminfer.files.file_names import beside
+from fminfer.files.disk import beside, explain, replacing
 from fminfer.files.ordered_output import Seals, errors_path
 from fminfer.files.row_counts import Counts
 from fminfer.files.vector_file import vectors_path

@@ -32,9 +32,9 @@ from fminfer.contract.line import Line
 from fminfer.core.config import make_config
 from fminfer.core.errors import UsageError
 from fminfer.files.input_folders import find_inputs
+from fminfer.files.json_values import CutValue, cut_if_long
 from fminfer.files.line_reader import read_lines as read_file
 from fminfer.files.ordered_output import errors_path, written_together
-from fminfer.files.pieces import CutValue, cut_if_long
 from fminfer.files.streams import STDIN
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.lines.line_intake import EqualLines

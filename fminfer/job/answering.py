@@ -22,7 +22,7 @@ from fminfer.core.errors import (
 )
 from fminfer.core.quantities import counted
 from fminfer.files.input_folders import MOST_NAMED, describe_empty
-from fminfer.files.journal_head import Fingerprint
+from fminfer.files.journal_rows import Fingerprint
 from fminfer.files.output_paths import STDOUT, Plan
 from fminfer.files.run_facts import RunFacts
 from fminfer.files.run_terms import CountLines

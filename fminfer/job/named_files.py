@@ -13,7 +13,7 @@ from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import InUseError, OutputError, UsageError
 from fminfer.files.carrying_over import CarriedOver
-from fminfer.files.journal_head import Fingerprint
+from fminfer.files.journal_rows import Fingerprint
 from fminfer.files.line_reader import count_rows, read_lines
 from fminfer.files.output_paths import STDOUT
 from fminfer.files.row_counts import RowCounts

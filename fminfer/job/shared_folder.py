@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fminfer.core.errors import InUseError, UsageError
 from fminfer.files.disk import told
-from fminfer.files.journal_head import Fingerprint
+from fminfer.files.journal_rows import Fingerprint
 from fminfer.files.output_paths import Plan
 from fminfer.files.row_counts import RowCounts
 from fminfer.files.run_facts import RunFacts

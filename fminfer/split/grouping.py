@@ -74,22 +74,14 @@ class Groups:
         return number
 
     def _find(self, fields: dict[str, Any]) -> int:
-        own = find_hyperparameters(fields)
-        group = RequestGroup(find_engine(fields), own, tell_endpoint(fields))
+        named = (fields.get(name) for name in ("engine", "model"))
+        engine = next((name for name in named if isinstance(name, str) and name), None)
+        group = RequestGroup(engine, find_hyperparameters(fields), tell_endpoint(fields))
         key = (group.engine, group.endpoint, dump(group.hyperparameters))
         number = self._by_key.setdefault(key, len(self.seen))
         if number == len(self.seen):
             self.seen.append(group)
         return number
-
-
-def find_engine(fields: dict[str, Any]) -> str | None:
-    """Return the name that a request gives as its engine, or as its model."""
-    for name in ("engine", "model"):
-        value = fields.get(name)
-        if isinstance(value, str) and value:
-            return value
-    return None
 
 
 def find_hyperparameters(fields: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from fminfer.contract.envelope import open_envelope
 from fminfer.contract.record import make_id
 from fminfer.core.errors import FminferError, OutputError, UsageError
-from fminfer.core.quantities import counted
+from fminfer.core.quantities import counted, name_few
 from fminfer.files.disk import write_all
 from fminfer.files.journal import journal_path
 from fminfer.files.line_reader import read_lines
@@ -224,11 +224,10 @@ def _refuse_gaps(folder: Path, manifest: Manifest) -> None:
     if not missing:
         return
     num_lines = sum(len(part.lines) for part in missing)
-    paths = [f"{part.path} ({gaps[part.path]})" for part in missing[:MAX_NAMED]]
-    more = f" and {len(missing) - MAX_NAMED:,} more" if len(missing) > MAX_NAMED else ""
+    named = name_few([f"{part.path} ({gaps[part.path]})" for part in missing], MAX_NAMED)
     raise FminferError(
         f"{num_lines:,} of {manifest.num_lines:,} lines of {manifest.source} have no answer: lines "
-        f"{show_ranges(missing)}. They are in {', '.join(paths)}{more}. Answer each folder "
+        f"{show_ranges(missing)}. They are in {named}. Answer each folder "
         "with the model and the flags of its other parts, and merge then:\n"
         + "\n".join(_name_commands(folder, missing))
     )

@@ -91,7 +91,7 @@ def test_an_input_file_knows_when_all_is_answered(
 
 def test_counts_tell_own_rows_from_those_of_others() -> None:
     counts = Counts(num_rows=9)
-    counts.start_from(2, 1, [6, 0, 4])
+    counts.start_from(Counts(0, 2, 1, 6, 0, 4))
     counts.add(is_error=False, tokens=(3, 1, 2))
     counts.add(is_error=True, tokens=(0, 0, 0))
     assert (counts.done, counts.kept, counts.own) == (
@@ -131,7 +131,7 @@ def test_what_is_complete_says_which_run_made_it(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nothing tells which run wrote it"):
         require_completed(output, Path("in.jsonl"), FINGERPRINT)
     counts = Counts(3)
-    counts.start_from(2, 1, (0, 0, 0))
+    counts.start_from(Counts(0, 2, 1))
     status = StatusFile(Path("in.jsonl"), output, "m", FINGERPRINT, counts, limit=3)
     status.input_changed_ns = 7
     status.move("in_progress")

@@ -345,10 +345,7 @@ def _finalizing(batch: StoredBatch) -> StoredBatch:
 
 
 def _progress(counts: Counts) -> Progress:
-    return Progress(
-        *(counts.num_rows, counts.num_completed, counts.num_failed),
-        *(counts.input_tokens, counts.cached_tokens, counts.output_tokens),
-    )
+    return Progress(counts.num_rows, counts.num_completed, counts.num_failed, *counts.tokens)
 
 
 def _progress_of(completed: CompletedOutput) -> Progress:
