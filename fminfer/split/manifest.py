@@ -16,19 +16,17 @@ its paths stay in the folder, whoever wrote them.
 from __future__ import annotations
 
 import hashlib
-import json
 import unicodedata
 from array import array
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
+from fminfer.contract.json_object import load
 from fminfer.core.errors import UsageError
 from fminfer.files.disk import replacing
 from fminfer.files.split_folders import MANIFEST, NUM_EQUAL, PART_NAME
@@ -280,10 +278,10 @@ class _Reader:
                 self._refuse(f"{name} is missing, or not what it must be")
 
     def _load(self, text: bytes) -> Any:
-        for loads in (orjson.loads, json.loads):  # the other one takes lone surrogates
-            with suppress(ValueError, RecursionError):
-                return loads(text)
-        self._refuse("it is not JSON as fminfer split writes it")
+        try:
+            return load(text)
+        except (ValueError, RecursionError):
+            self._refuse("it is not JSON as fminfer split writes it")
 
     def _refuse(self, reason: str) -> NoReturn:
         raise UsageError(
