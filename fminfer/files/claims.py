@@ -190,9 +190,6 @@ class Claims:
         if any(rival.number > number or not rival.is_dead for rival in rivals):
             claim.release()
             return None
-        return self._hold(claim)
-
-    def _hold(self, claim: Claim) -> Claim:
         with self._lock:
             self._held.add(claim)
             if self._thread is None:

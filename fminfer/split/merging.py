@@ -23,6 +23,7 @@ from fminfer.core.errors import FminferError, OutputError, UsageError
 from fminfer.core.quantities import counted, name_few
 from fminfer.files.disk import write_all
 from fminfer.files.journal import journal_path
+from fminfer.files.journal_rows import INPUT
 from fminfer.files.line_reader import read_lines
 from fminfer.files.ordered_output import errors_path, written_together
 from fminfer.files.output_paths import NO_OUTPUT, answers_path, require_parent
@@ -79,8 +80,7 @@ def read_answers(folder: Path, part: SplitPart) -> Iterator[tuple[int, bytes, bo
 
 
 def _check_digest(answers: Path, part: SplitPart) -> None:
-    metadata = (read_status(answers) or {}).get("metadata")
-    found = metadata.get("the input") if isinstance(metadata, dict) else None
+    found = ((read_status(answers) or {}).get("metadata") or {}).get(INPUT)
     if found is not None and found != part.digest:
         raise FminferError(
             f"{answers} holds answers to another file than {part.path} of this split: "
