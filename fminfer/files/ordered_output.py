@@ -111,11 +111,8 @@ def read_seal(path: Path) -> Seal | None:
     """Return a file's seal as it is now; None: there is no such file."""
     if not path.exists():
         return None
-    digest = _new_digest()
     with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-        return _seal(file, digest.hexdigest())
+        return _seal(file, hashlib.file_digest(file, _new_digest).hexdigest())
 
 
 def _seal(file: BinaryIO, digest: str) -> Seal:

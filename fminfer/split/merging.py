@@ -38,12 +38,12 @@ _BATCH = re.compile(rb'\{"id":"batch_req_([0-9a-f]{32})"')
 def find_gap(folder: Path, part: SplitPart) -> str:
     """Say why a part has no answers yet; an empty text if it has."""
     answers = answers_path(folder / part.path)
-    status, has_journal = read_status(answers), journal_path(answers).exists()
-    if not answers.is_file():
-        return "not finished" if has_journal else "not answered"
-    if status is None:
-        return "not finished" if has_journal else ""
-    return "" if status.get("status") == "completed" else "not finished"
+    status, is_there = read_status(answers), answers.is_file()
+    if is_there and status is not None:
+        return "" if status.get("status") == "completed" else "not finished"
+    if journal_path(answers).exists():
+        return "not finished"
+    return "" if is_there else "not answered"
 
 
 def read_answers(folder: Path, part: SplitPart) -> Iterator[tuple[int, bytes, bool]]:

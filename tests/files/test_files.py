@@ -105,7 +105,7 @@ def test_bytes_tell_a_files_form_and_not_its_name(tmp_path: Path, name: str, dat
     assert values(path) == [(1, json.loads(ROW)), (2, json.loads(ROW))]
     assert answers_path(path).name == "output_a.jsonl"
     summary = split_file(path, tmp_path / "parts", SplitOptions(1, 100))
-    assert summary.manifest.num_lines == 2 and not summary.num_bad
+    assert summary.manifest.num_lines == 2 and not summary.index.num_bad
 
 
 @pytest.mark.parametrize("size", [1, 100_000], ids=["short", "long"])
