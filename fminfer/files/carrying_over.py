@@ -91,7 +91,7 @@ def drop_answerless(output: Path, fingerprint: Fingerprint, terms: RunTerms) -> 
     Otherwise it would pass for one that another run has completed meanwhile.
     """
     completed = find_completed(output) if output.exists() else None
-    if completed is None or completed.num_completed:
+    if completed is None or completed.counts.num_completed:
         return
     if terms.takes_over(completed.fingerprint, fingerprint):
         with told(output):

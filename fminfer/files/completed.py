@@ -21,7 +21,7 @@ from fminfer.files.journal_rows import (
 )
 from fminfer.files.ordered_output import Seals
 from fminfer.files.reopening import has_retryable
-from fminfer.files.row_counts import RowCounts
+from fminfer.files.row_counts import Counts
 from fminfer.files.status_file import has_ended_before, limit_of, read_status, seals_of
 from fminfer.files.streams import A_PIPE, changed_ns, digest_of
 
@@ -34,20 +34,10 @@ class CompletedOutput:
     status: dict[str, Any]
 
     @property
-    def num_rows(self) -> int:
-        return int(self.status["request_counts"]["total"])
-
-    @property
-    def num_completed(self) -> int:
-        return int(self.status["request_counts"]["completed"])
-
-    @property
-    def num_failed(self) -> int:
-        return int(self.status["request_counts"]["failed"])
-
-    @property
-    def done(self) -> RowCounts:
-        return RowCounts(self.num_completed + self.num_failed, self.num_failed)
+    def counts(self) -> Counts:
+        """Its rows, without their tokens."""
+        counts = self.status["request_counts"]
+        return Counts(int(counts["total"]), int(counts["completed"]), int(counts["failed"]))
 
     @property
     def limit(self) -> int | None:
@@ -107,7 +97,7 @@ class CompletedOutput:
         """
         if self.limit is not None and (limit is None or limit > self.limit):
             return True
-        if self.num_failed == 0 or not has_ended_before(self.output, started_s):
+        if self.counts.num_failed == 0 or not has_ended_before(self.output, started_s):
             return False
         return has_retryable(self.output, self.seals)
 

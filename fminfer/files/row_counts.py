@@ -63,8 +63,9 @@ class Counts:
         self.input_tokens, self.cached_tokens, self.output_tokens = earlier.tokens
         self.kept = self.done
 
-    def see_completed(self, num_rows: int, num_completed: int, num_failed: int) -> None:
+    def see_completed(self, whole: Counts) -> None:
         """Take in that another run has completed the output; this run's own rows stay its own."""
         own = self.own
-        self.num_rows, self.num_completed, self.num_failed = num_rows, num_completed, num_failed
+        self.num_rows, self.num_completed = whole.num_rows, whole.num_completed
+        self.num_failed = whole.num_failed
         self.kept = self.done.without(own)

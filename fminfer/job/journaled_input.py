@@ -321,9 +321,7 @@ class JournaledInput:
             self._to_reopen = completed
             return
         completed.check_unedited()
-        self._counts.see_completed(
-            completed.num_rows, completed.num_completed, completed.num_failed
-        )
+        self._counts.see_completed(completed.counts)
         self.is_finished = True
         self.hold.settle()
 

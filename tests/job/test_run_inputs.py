@@ -100,7 +100,7 @@ def test_counts_tell_own_rows_from_those_of_others() -> None:
         RowCounts(2, 1),
     )
     assert (counts.input_tokens, counts.cached_tokens, counts.output_tokens) == (9, 1, 6)
-    counts.see_completed(9, 7, 2)
+    counts.see_completed(Counts(9, 7, 2))
     assert (counts.done, counts.kept, counts.own) == (
         RowCounts(9, 2),
         RowCounts(7, 1),
@@ -138,7 +138,7 @@ def test_what_is_complete_says_which_run_made_it(tmp_path: Path) -> None:
     assert find_completed(output) is None
     status.move("completed")
     found = require_completed(output, Path("in.jsonl"), FINGERPRINT)
-    assert (found.num_rows, found.done, found.limit) == (3, RowCounts(3, 1), 3)
+    assert (found.counts.num_rows, found.counts.done, found.limit) == (3, RowCounts(3, 1), 3)
     assert found.is_of_input_changed_at(7) and not found.is_of_input_changed_at(8)
     assert [found.leaves_rows(limit, 0.0) for limit in (2, 3, 4, None)] == [
         False,
