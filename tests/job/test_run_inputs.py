@@ -15,6 +15,7 @@ from fminfer.files.hold import Hold
 from fminfer.files.input_file import InputFile
 from fminfer.files.output_paths import STDOUT, plan_outputs
 from fminfer.files.row_counts import Counts, RowCounts
+from fminfer.files.run_terms import RunTerms
 from fminfer.files.status_file import StatusFile, read_status
 from fminfer.job.named_files import NamedFiles, open_files
 from fminfer.job.run_inputs import RunInputs
@@ -161,7 +162,7 @@ def test_named_and_shared_files_are_inputs_of_one_kind(tmp_path: Path, kind: str
     output = tmp_path / "output_a.jsonl"
     inputs: RunInputs
     if kind == "named":
-        inputs = open_files([path], [output], {}, model="none", restart=False)
+        inputs = open_files([path], [output], RunTerms("none", {}))
     else:
         inputs = shared = share(tmp_path)
         assert shared.look()
@@ -190,7 +191,7 @@ def test_named_and_shared_files_are_inputs_of_one_kind(tmp_path: Path, kind: str
 def test_of_a_stream_the_next_run_keeps_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "x"}\n')
-    files = open_files([path], [STDOUT], {}, model="none", restart=False)
+    files = open_files([path], [STDOUT], RunTerms("none", {}))
     assert files.num_saved_rows is None and files.num_rows == 1 and not files.is_finished
 
 
