@@ -26,6 +26,7 @@ from fminfer.core.rank_memory import RankMemory
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.engine_core import Facts
 from fminfer.engine.start import Starter
+from fminfer.files.run_terms import RunTerms
 from fminfer.job.file_job import run_job
 from fminfer.job.named_files import open_files
 from fminfer.job.run_summary import JobSummary
@@ -105,7 +106,7 @@ def answer(num_rows: int, folder: Path) -> None:
     source, output = folder / "rows.jsonl", folder / "answers.jsonl"
     write_rows(source, num_rows)
     started = time.perf_counter()
-    files = open_files([source], [output], {}, model="stub", restart=False)
+    files = open_files([source], [output], RunTerms("stub", {}))
     summary = JobSummary("stub", "none", [source], [output])
     run_job(Engine(compute=StubComputing), files, summary, is_quiet=True)
     assert summary.num_rows == num_rows, summary

@@ -318,14 +318,14 @@ def run_files(engine: Any, inputs: list[Path], outputs: list[Path], **terms: Any
     """Answer files with an engine, as the command does.
 
     Args:
-        terms: as `open_files` takes them.
+        terms: as `RunTerms` has them.
     """
+    from fminfer.files.run_terms import RunTerms
     from fminfer.job.file_job import run_job
     from fminfer.job.named_files import open_files
     from fminfer.job.run_summary import JobSummary
 
-    terms = {"restart": False} | terms
-    files = open_files(inputs, outputs, {}, model=engine.model_name, **terms)
+    files = open_files(inputs, outputs, RunTerms(engine.model_name, {}, **terms))
     summary = JobSummary(engine.model_name, "float32", inputs, outputs)
     return run_job(engine, files, summary, is_quiet=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -44,13 +45,7 @@ from fminfer.core.quantities import counted
     is_flag=True,
     help="Put the parts into the output folder itself, for a loop over request_<N>.jsonl.",
 )
-def split(
-    input_file: Path,
-    output_dir: Path,
-    min_generate_token: int,
-    generate_token_chunk_size: int,
-    is_flat: bool,
-) -> None:
+def split(input_file: Path, output_dir: Path, **options: Any) -> None:
     """Split a file into parts of one engine and equal parameters, long prompts first.
 
     \b
@@ -75,8 +70,7 @@ def split(
     """
     from fminfer.split.splitting import SplitOptions, split_file
 
-    options = SplitOptions(min_generate_token, generate_token_chunk_size, is_flat)
-    click.echo(split_file(input_file, output_dir, options).to_text(), err=True)
+    click.echo(split_file(input_file, output_dir, SplitOptions(**options)).to_text(), err=True)
 
 
 @click.command()

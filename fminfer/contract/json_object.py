@@ -60,6 +60,18 @@ def dump(value: object) -> bytes:
     return data
 
 
+def load(data: bytes) -> Any:
+    """Return a value of JSON, such as `dump` writes: also one with half a surrogate pair.
+
+    Raises:
+        ValueError, RecursionError: it is none.
+    """
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return json.loads(data)
+
+
 def _load_leniently(raw: bytes, error: orjson.JSONDecodeError, what: str) -> Any:
     """Accept what JSON allows and orjson refuses (lone surrogates); explain the rest."""
 

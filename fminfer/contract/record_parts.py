@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 
 from fminfer.contract.envelope import Envelope
+from fminfer.contract.json_object import load
 from fminfer.contract.json_spans import find_members
 from fminfer.contract.line import Line
 from fminfer.contract.record import make_id, make_request_id
@@ -69,10 +70,7 @@ def load_record(record: bytes) -> dict[str, Any]:
     Raises:
         ValueError: it is no object of JSON.
     """
-    try:
-        fields = orjson.loads(record)
-    except ValueError:
-        fields = json.loads(record)  # which takes lone surrogates
+    fields = load(record)
     if not isinstance(fields, dict):
         raise ValueError("a record is no object")
     return fields

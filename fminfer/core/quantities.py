@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
     """Return a number with its noun: `1 row`, `1,234 rows`.
@@ -10,6 +12,14 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
         plural: of the noun, if it is not the noun with an s.
     """
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def name_few(names: Sequence[object], most: int, noun: str = "") -> str:
+    """Name the first few of some things: `a, b and 3 more`, or `a, b and 3 more folders`."""
+    named, rest = ", ".join(map(str, names[:most])), len(names) - most
+    if rest <= 0:
+        return named
+    return f"{named} and {counted(rest, f'more {noun}') if noun else f'{rest:,} more'}"
 
 
 def show_bytes(count: int) -> str:

@@ -176,14 +176,9 @@ class AnswerFile:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        self._database.execute("BEGIN IMMEDIATE")
-        try:
+        with self._database:  # which ends it: whole, or not at all
+            self._database.execute("BEGIN IMMEDIATE")
             yield
-            self._database.execute("COMMIT")
-        except BaseException:
-            if self._database.in_transaction:
-                self._database.execute("ROLLBACK")
-            raise
 
     @contextmanager
     def _told(self) -> Iterator[None]:

@@ -20,13 +20,7 @@ from fminfer.files.completed import find_completed
 from fminfer.files.disk import lock, told
 from fminfer.files.earlier_answers import EarlierAnswers, JournalAnswers, OutputAnswers, Pace
 from fminfer.files.journal import Journal, journal_path
-from fminfer.files.journal_head import (
-    INPUT,
-    Fingerprint,
-    is_of_other_input,
-    read_fingerprint,
-)
-from fminfer.files.journal_rows import Row
+from fminfer.files.journal_rows import INPUT, Fingerprint, Row, is_of_other_input, read_fingerprint
 from fminfer.files.line_reader import read_lines
 from fminfer.files.reopening import check_unchanged, put_journal
 from fminfer.files.run_terms import LineCounter, RunTerms
@@ -85,8 +79,9 @@ def carry_over(
         if earlier is None:
             return None
         found = CarriedOver()
-        rows = _Rows(source, fingerprint[INPUT], terms.limit, earlier, terms.count_lines(), found)
-        put_journal(output, fingerprint, rows.take(old_input))
+        inputs, counter = (old_input, fingerprint[INPUT]), terms.count_lines()
+        rows = _take_rows(source, terms.limit, inputs, earlier, counter, found)
+        put_journal(output, fingerprint, rows)
     return found
 
 
@@ -96,7 +91,7 @@ def drop_answerless(output: Path, fingerprint: Fingerprint, terms: RunTerms) -> 
     Otherwise it would pass for one that another run has completed meanwhile.
     """
     completed = find_completed(output) if output.exists() else None
-    if completed is None or completed.num_completed:
+    if completed is None or completed.counts.num_completed:
         return
     if terms.takes_over(completed.fingerprint, fingerprint):
         with told(output):
@@ -130,91 +125,77 @@ def _open(
         yield JournalAnswers(path, file, pace), old[INPUT]
 
 
-class _Rows:
-    """The rows of a new form of an input that have an answer already."""
+def _take_rows(
+    source: Path,
+    limit: int | None,
+    inputs: tuple[str, str],
+    earlier: EarlierAnswers,
+    counter: LineCounter,
+    found: CarriedOver,
+) -> Iterator[Row]:
+    """Yield the rows of a new form of an input that have an answer already, and count all.
 
-    def __init__(
-        self,
-        source: Path,
-        input_digest: str,
-        limit: int | None,
-        earlier: EarlierAnswers,
-        counter: LineCounter,
-        found: CarriedOver,
-    ) -> None:
-        self._source, self._input_digest = source, input_digest
-        self._limit = limit
-        self._earlier, self._counter = earlier, counter
-        self._found = found
+    Args:
+        inputs: what the input was, and what it is.
 
-    def take(self, old_input: str) -> Iterator[Row]:
-        """Yield them, and count all.
+    Raises:
+        UsageError: there are none, or the limit would leave some out, or the input was edited.
+    """
+    digest = Digest()
+    num_unasked: int | None = None  # answers that no line within the limit asks for
+    for line in read_lines(source, 0, digest):
+        is_beyond = found.num_rows == limit
+        if is_beyond and num_unasked is None:
+            num_unasked = earlier.num_left_out
+        row, repeat = _row_of(line, earlier, counter, found)
+        if is_beyond:
+            continue
+        found.num_rows += 1
+        found.last_number = line.number
+        if row is not None:
+            found.num_taken += 1
+            earlier.pace.look("Taking them", found.num_taken, earlier.num_answers)
+            yield row
+        elif found.repeats is not None:
+            found.repeats[line.number] = repeat
+            if len(found.repeats) > MAX_REPEATS:
+                found.repeats = None
+    old_input, input_digest = inputs
+    if str(digest) != input_digest:
+        raise UsageError(f"{source} was changed just now; run the same command again")
+    if num_unasked is not None:
+        found.num_beyond = num_unasked - earlier.num_left_out
+    if earlier.num_answers and not found.num_taken + found.num_beyond:
+        raise UsageError(
+            f"{earlier.path} belongs to a run that differs: the input was {old_input}, is "
+            f"{input_digest}, and none of the answers ({earlier.num_answers:,}) belongs to a line "
+            f"of it. Give --restart to replace them by answers to {source}, or give another "
+            "--output"
+        )
+    if found.num_beyond:
+        raise UsageError(
+            f"an earlier run has answered lines of {source} beyond the first {limit} "
+            f"({found.num_beyond:,}); give a larger --limit or none to keep these answers, or "
+            "--restart"
+        )
+    found.num_left_out = earlier.num_left_out
 
-        Raises:
-            UsageError: there are none, or the limit would leave some out, or the input was edited.
-        """
-        found, earlier, digest = self._found, self._earlier, Digest()
-        num_unasked: int | None = None  # answers that no line within the limit asks for
-        for line in read_lines(self._source, 0, digest):
-            if self._is_beyond and num_unasked is None:
-                num_unasked = earlier.num_left_out
-            row = self._row_of(line)
-            if self._is_beyond:
-                continue
-            found.num_rows += 1
-            found.last_number = line.number
-            if row is not None:
-                found.num_taken += 1
-                earlier.pace.look("Taking them", found.num_taken, earlier.num_answers)
-                yield row
-        if str(digest) != self._input_digest:
-            raise UsageError(f"{self._source} was changed just now; run the same command again")
-        if num_unasked is not None:
-            found.num_beyond = num_unasked - earlier.num_left_out
-        if earlier.num_answers and not found.num_taken + found.num_beyond:
-            raise UsageError(
-                f"{earlier.path} belongs to a run that differs: the input was {old_input}, is "
-                f"{self._input_digest}, and none of the answers ({earlier.num_answers:,}) belongs "
-                f"to a line of it. Give --restart to replace them by answers to {self._source}, or "
-                "give another --output"
-            )
-        if found.num_beyond:
-            raise UsageError(
-                f"an earlier run has answered lines of {self._source} beyond the first "
-                f"{self._limit} ({found.num_beyond:,}); give a larger --limit or none to keep "
-                "these answers, or --restart"
-            )
-        found.num_left_out = earlier.num_left_out
 
-    @property
-    def _is_beyond(self) -> bool:
-        """Whether the lines within the limit were all read."""
-        return self._found.num_rows == self._limit
-
-    def _row_of(self, line: Line) -> Row | None:
-        """Return a line's row, if there is an answer to it."""
-        envelope = open_envelope(line)
-        try:
-            repeat = self._counter.count(line, envelope)
-        except Exception as error:
-            refused = row_error(error, f"line {line.number}")
-            if refused.code == "duplicate_custom_id":  # it depends on another line
-                self._found.repeats = None
-            self._leave(line, 0)
-            return None
-        key = make_key(envelope, repeat or 0)
-        answer = self._earlier.find(line, envelope, key)
-        if answer is None:
-            self._leave(line, repeat or 0)
-            return None
-        record, tokens = answer
-        return Row(line.number, False, tokens, zlib.crc32(line.raw), record, key=key)
-
-    def _leave(self, line: Line, repeat: int) -> None:
-        """Note a line that is left to answer."""
-        repeats = self._found.repeats
-        if repeats is None or self._is_beyond:
-            return
-        repeats[line.number] = repeat
-        if len(repeats) > MAX_REPEATS:
-            self._found.repeats = None
+def _row_of(
+    line: Line, earlier: EarlierAnswers, counter: LineCounter, found: CarriedOver
+) -> tuple[Row | None, int]:
+    """Return a line's row, if there is an answer to it, and how many equal lines came before it."""
+    envelope = open_envelope(line)
+    try:
+        repeat = counter.count(line, envelope) or 0
+    except Exception as error:
+        refused = row_error(error, f"line {line.number}")
+        if refused.code == "duplicate_custom_id":  # it depends on another line
+            found.repeats = None
+        return None, 0
+    key = make_key(envelope, repeat)
+    answer = earlier.find(line, envelope, key)
+    if answer is None:
+        return None, repeat
+    record, tokens = answer
+    return Row(line.number, False, tokens, zlib.crc32(line.raw), record, key=key), repeat

@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fminfer.files.disk import told
-from fminfer.files.file_names import beside
+from fminfer.files.disk import beside, told
 
 
 @dataclass(slots=True, frozen=True)
@@ -191,9 +190,6 @@ class Claims:
         if any(rival.number > number or not rival.is_dead for rival in rivals):
             claim.release()
             return None
-        return self._hold(claim)
-
-    def _hold(self, claim: Claim) -> Claim:
         with self._lock:
             self._held.add(claim)
             if self._thread is None:

@@ -9,9 +9,9 @@ from typing import Any
 
 from fminfer.core.errors import UsageError
 from fminfer.files.disk import told
-from fminfer.files.edits import Edit, find_edit_of_complete
+from fminfer.files.edits import Edit, find_edit
 from fminfer.files.journal import journal_path
-from fminfer.files.journal_head import (
+from fminfer.files.journal_rows import (
     CLOCK,
     INPUT,
     Fingerprint,
@@ -21,7 +21,7 @@ from fminfer.files.journal_head import (
 )
 from fminfer.files.ordered_output import Seals
 from fminfer.files.reopening import has_retryable
-from fminfer.files.row_counts import RowCounts
+from fminfer.files.row_counts import Counts
 from fminfer.files.status_file import has_ended_before, limit_of, read_status, seals_of
 from fminfer.files.streams import A_PIPE, changed_ns, digest_of
 
@@ -34,20 +34,10 @@ class CompletedOutput:
     status: dict[str, Any]
 
     @property
-    def num_rows(self) -> int:
-        return int(self.status["request_counts"]["total"])
-
-    @property
-    def num_completed(self) -> int:
-        return int(self.status["request_counts"]["completed"])
-
-    @property
-    def num_failed(self) -> int:
-        return int(self.status["request_counts"]["failed"])
-
-    @property
-    def done(self) -> RowCounts:
-        return RowCounts(self.num_completed + self.num_failed, self.num_failed)
+    def counts(self) -> Counts:
+        """Its rows, without their tokens."""
+        counts = self.status["request_counts"]
+        return Counts(int(counts["total"]), int(counts["completed"]), int(counts["failed"]))
 
     @property
     def limit(self) -> int | None:
@@ -77,7 +67,7 @@ class CompletedOutput:
 
     def find_edit(self) -> Edit | None:
         """Return which of its files is not as it was written; None: neither."""
-        return find_edit_of_complete(self.output, self.seals)
+        return find_edit(self.output, self.seals)
 
     def check_unedited(self) -> None:
         """See that it is as it was written.
@@ -100,24 +90,20 @@ class CompletedOutput:
         return int(self.status.get("completed_at") or 0) < int(time_s)
 
     def leaves_rows(self, limit: int | None, started_s: float) -> bool:
-        """Tell whether a run with this limit, which began then, is to go on with it."""
-        return self._is_short_of(limit) or self._is_worth_another_try(started_s)
+        """Tell whether a run with this limit, which began then, is to go on with it.
+
+        It is short of the limit, or has failed rows that another run may answer. What has failed
+        since that run began was tried by one beside it.
+        """
+        if self.limit is not None and (limit is None or limit > self.limit):
+            return True
+        if self.counts.num_failed == 0 or not has_ended_before(self.output, started_s):
+            return False
+        return has_retryable(self.output, self.seals)
 
     @property
     def fingerprint(self) -> Fingerprint:
         return dict(self.status.get("metadata") or {})
-
-    def _is_short_of(self, limit: int | None) -> bool:
-        return self.limit is not None and (limit is None or limit > self.limit)
-
-    def _is_worth_another_try(self, started_s: float) -> bool:
-        """Tell whether it has failed rows that another run may answer.
-
-        What has failed since that run began was tried by one beside it.
-        """
-        if self.num_failed == 0 or not has_ended_before(self.output, started_s):
-            return False
-        return has_retryable(self.output, self.seals)
 
 
 def find_completed(output: Path) -> CompletedOutput | None:

@@ -1,4 +1,4 @@
-"""What the disk has to do: lock, write all, keep names; and its errors, in words.
+"""What the disk has to do: names of files, locks, whole writes; and its errors, in words.
 
 It knows files, not what stands in them.
 """
@@ -8,16 +8,35 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from fminfer.core.errors import InUseError, OutputError
-from fminfer.files.file_names import beside
 
 NEW = ".new"  # added to the name of a file while it is being written
+MOST_BYTES = 255  # of a file's name, on nearly every file system
 HAS_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
+
+def beside(path: Path, ending: str, *, without: str = "") -> Path:
+    """Return the file beside `path` whose name is its own with another ending.
+
+    Args:
+        without: an ending that is taken off first, if it is there.
+    """
+    return path.with_name(fit_name(path.name.removesuffix(without), ending))
+
+
+def fit_name(start: str, ending: str) -> str:
+    """Join a name; one that is too long is cut in the middle, and a digest tells it from others."""
+    if len(os.fsencode(start + ending)) <= MOST_BYTES:
+        return start + ending
+    raw = os.fsencode(start)
+    end = f"~{hashlib.blake2b(raw, digest_size=6).hexdigest()}{ending}"
+    return raw[: MOST_BYTES - len(end)].decode(errors="ignore") + end
 
 
 def lock(fd: int, path: Path, output: Path) -> bool:

@@ -19,38 +19,22 @@ class Edit:
     what: str  # differs, for people
 
 
-def find_edit(output: Path, seals: Seals | None) -> Edit | None:
-    """Read an output and its errors file, and return which one was edited; None: neither.
+def find_edit(output: Path, seals: Seals | None, *, is_read: bool = False) -> Edit | None:
+    """Return which file of a complete output was edited; None: none.
 
     Args:
         seals: with which they were written; None: they are not known.
+        is_read: compare the bytes of all. Otherwise of a file that is older than its status file,
+            which a run writes last, only the size is compared: there may be thousands of outputs,
+            each too large to be read at every run. And an errors file that is gone was removed, to
+            leave the output as it is.
 
     Raises:
         UsageError: a file cannot be read.
     """
     for path, then in _sealed(output, seals):
         with reading_file(path):
-            now = read_seal(path)
-        if now != then:
-            return Edit(path, _show(then, now))
-    return None
-
-
-def find_edit_of_complete(output: Path, seals: Seals | None) -> Edit | None:
-    """Do as `find_edit`, but compare only the size of a file that is older than its status file.
-
-    A run writes the status file last. There may be thousands of outputs, each too large to be read
-    at every run. An errors file that is gone was removed, to leave the output as it is.
-
-    Raises:
-        UsageError: a file cannot be read.
-    """
-    for path, then in _sealed(output, seals):
-        is_gone = not path.exists()
-        if is_gone and path == errors_path(output):
-            continue
-        with reading_file(path):
-            if then is not None and not is_gone and _looks_as_written(path, then, output):
+            if not is_read and _looks_as_written(path, then, output):
                 continue
             now = read_seal(path)
         if now != then:
@@ -68,11 +52,15 @@ def _sealed(output: Path, seals: Seals | None) -> list[tuple[Path, Seal | None]]
     return [(path, seals.get(name)) for name, path in paths.items()]
 
 
-def _looks_as_written(path: Path, seal: Seal, output: Path) -> bool:
+def _looks_as_written(path: Path, seal: Seal | None, output: Path) -> bool:
     """Tell whether a file has its size, and was written before the status file.
 
     A file that takes the place of another may have an old time of writing, but its entry is new.
     """
+    if not path.exists():
+        return path == errors_path(output)
+    if seal is None:
+        return False
     file, status = path.stat(), status_path(output).stat()
     is_older = file.st_mtime_ns < status.st_mtime_ns and file.st_ctime_ns <= status.st_ctime_ns
     return is_older and file.st_size == seal.get("bytes")

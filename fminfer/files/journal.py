@@ -12,43 +12,28 @@ import os
 import threading
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Literal
 
 from fminfer.core.errors import InUseError, OutputError
-from fminfer.files.disk import lock, sync_folder, told, unlock, write_all
-from fminfer.files.file_names import beside
-from fminfer.files.journal_head import (
+from fminfer.files.disk import beside, lock, sync_folder, told, unlock, write_all
+from fminfer.files.journal_rows import (
     CLOCK,
     Fingerprint,
+    Row,
     check_fingerprint,
     head_line,
     is_of_other_input,
     read_fingerprint,
+    read_row,
 )
-from fminfer.files.journal_rows import Row, read_row
+from fminfer.files.row_counts import Counts
 
 Peeked = Literal["mine", "other input"]  # whose rows a journal has
 JOURNAL = ".journal"  # added to the output's name
 TRIED = -1  # in the place of a row
 SYNC_EVERY_S = 0.5  # a power cut costs at most a second's rows
-
-
-@dataclass(slots=True)
-class Kept:
-    """What an earlier run had finished."""
-
-    num_answers: int = 0
-    num_errors: int = 0
-    tokens: list[int] = field(default_factory=lambda: [0, 0, 0])  # as Row.tokens, of answers
-
-    def add(self, row: Row) -> None:
-        self.num_errors += row.is_error
-        self.num_answers += not row.is_error
-        for place, num_tokens in enumerate(row.tokens):
-            self.tokens[place] += num_tokens
 
 
 def journal_path(output: Path) -> Path:
@@ -76,7 +61,7 @@ class Journal:
         self._places = array("q")
         # Of the line that each row answers. These 12 bytes a line are all that grows with the file.
         self._input_crcs = array("I")
-        self.kept = Kept()
+        self.kept = Counts()  # of what an earlier run had finished
         self.num_rows = 0
         self.vector_bytes = 0  # of each row's vector; 0: rows have none
         self.num_tried = 0  # rows of earlier runs that are to be tried again
@@ -137,7 +122,7 @@ class Journal:
     def begin_anew(self, fingerprint: Fingerprint) -> None:
         """Drop all rows: those that come are of another run."""
         self._places, self._input_crcs = array("q"), array("I")
-        self.kept, self.num_rows = Kept(), 0
+        self.kept, self.num_rows = Counts(), 0
         self.num_damaged = self.num_tried = 0
         with told(self.path):
             self._begin(fingerprint)
@@ -237,7 +222,7 @@ class Journal:
             self._places[row.number] = TRIED
         else:
             self._note(row, self._end)
-            self.kept.add(row)
+            self.kept.add(is_error=row.is_error, tokens=row.tokens)
 
     def _begin(self, fingerprint: Fingerprint) -> None:
         head = head_line(fingerprint)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, islice, repeat
 from pathlib import Path
@@ -15,8 +15,7 @@ from pathlib import Path
 from fminfer.contract.line import Line as Line
 from fminfer.core.errors import DamagedInputError
 from fminfer.files.first_bytes import explain_bytes, opens_array, packing_of
-from fminfer.files.json_values import split_values
-from fminfer.files.pieces import CutValue, ValueBytes
+from fminfer.files.json_values import CutValue, ValueBytes, split_values
 from fminfer.files.split_folders import find_num_equal
 from fminfer.files.spread import explain_spread
 from fminfer.files.streams import CHUNK_BYTES, COMPRESSED, STDIN, Digest, read_chunks, reading_file
@@ -127,12 +126,12 @@ def _numbered(path: Path, chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes 
     is_json = _without_compression(path).suffix == ".json"
     is_array = head.lstrip().startswith(b"[")
     if is_array and not is_json:  # a stream has lines, and may not have more of them yet
-        more = _read_until(chunks, bool) if path.is_file() else b""
+        more = _read_ahead(chunks, 1) if path.is_file() else b""
         is_array = path.is_file() and opens_array(head, is_whole=not more)
         head += more
     if is_array:
         values, first = split_values(chain([head.lstrip()[1:]], chunks), is_array=True), 1
-    elif is_json and _is_spread(head := _read_until(chain([head], chunks), _HeadIsRead())):
+    elif is_json and _is_spread(head := _read_ahead(chain([head], chunks), MAX_HEAD_BYTES)):
         values, first = split_values(chain([head], chunks), is_array=False), 1
     else:
         values = split_lines(chain([head], chunks))
@@ -223,27 +222,18 @@ def _pass_blank(chunks: Iterator[bytes]) -> tuple[int, bytes]:
     return number, head
 
 
-def _read_until(chunks: Iterator[bytes], is_last: Callable[[bytes], bool]) -> bytes:
-    """Read chunks up to the first that `is_last` holds of, or to the end, or to damaged data."""
+def _read_ahead(chunks: Iterator[bytes], num_bytes: int) -> bytes:
+    """Read chunks until so many bytes or `HEAD_LINES` lines are there, or to damaged data."""
     parts: list[bytes] = []
+    num_lines = HEAD_LINES
     with contextlib.suppress(DamagedInputError):  # whoever reads on meets it
         for chunk in chunks:
             parts.append(chunk)
-            if is_last(chunk):
+            num_bytes -= len(chunk)
+            num_lines -= chunk.count(b"\n")
+            if num_bytes <= 0 or num_lines <= 0:
                 break
     return b"".join(parts)
-
-
-class _HeadIsRead:
-    """Tells when enough of a file has come by to see how its objects stand in it."""
-
-    def __init__(self) -> None:
-        self._num_lines = self._num_bytes = 0
-
-    def __call__(self, chunk: bytes) -> bool:
-        self._num_lines += chunk.count(b"\n")
-        self._num_bytes += len(chunk)
-        return self._num_lines >= HEAD_LINES or self._num_bytes >= MAX_HEAD_BYTES
 
 
 def _is_object(text: bytes) -> bool:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from fminfer.files.disk import explain, sync_folder
-from fminfer.files.file_names import beside
+from fminfer.files.disk import beside, sync_folder, told
 from fminfer.files.journal import Journal, journal_path
 from fminfer.files.vector_file import VectorWriter, vectors_path
 
@@ -50,34 +49,41 @@ def put_in_order(journal: Journal, *, has_older_vectors: bool = False) -> Seals:
         OutputError: the disk is full or gone; the journal is left as it was.
     """
     journal.sync()
-    answers, errors = journal.output, errors_path(journal.output)
-    vectors = [vectors_path(answers)] * (journal.vector_bytes > 0)
+    answers = journal.output
+    paths = [answers, errors_path(answers)]
+    if journal.vector_bytes or has_older_vectors:
+        paths.append(vectors_path(answers))
+    with told(answers), written_together(*paths) as files:
+        return _write_in_order(journal, files)
+
+
+@contextlib.contextmanager
+def written_together(output: Path, *others: Path) -> Iterator[Sequence[BinaryIO]]:
+    """Write an output and what stands beside it under other names, and give them theirs at the end.
+
+    The output gets its name last: where it is, all is complete. Others to which nothing was written
+    are left out; so are those that an earlier run may have left.
+    """
+    paths = [output, *others]
     try:
         with contextlib.ExitStack() as open_files:
-            files = [
-                open_files.enter_context(draft_path(path).open("wb"))
-                for path in (answers, errors, *vectors)
-            ]
-            seals = _write_in_order(journal, files)
+            files = [open_files.enter_context(draft_path(path).open("wb")) for path in paths]
+            yield files
             for file in files:
                 file.flush()
                 os.fsync(file.fileno())
-        if seals["errors"] is not None:
-            os.replace(draft_path(errors), errors)
-        else:  # also what an earlier run may have left
-            draft_path(errors).unlink()
-            errors.unlink(missing_ok=True)
-        if has_older_vectors and not vectors:
-            vectors_path(answers).unlink(missing_ok=True)
-        for path in (*vectors, answers):
-            os.replace(draft_path(path), path)
-        sync_folder(answers.parent)
-        return seals
-    except OSError as error:
-        for path in (answers, errors, *vectors):
+        for path in reversed(paths):
+            if path == output or draft_path(path).stat().st_size:
+                os.replace(draft_path(path), path)
+            else:
+                draft_path(path).unlink()
+                path.unlink(missing_ok=True)
+        sync_folder(output.parent)
+    except BaseException:
+        for path in paths:
             with contextlib.suppress(OSError):
                 draft_path(path).unlink(missing_ok=True)
-        raise explain(answers, error) from error
+        raise
 
 
 def _write_in_order(journal: Journal, files: Sequence[BinaryIO]) -> Seals:
@@ -95,8 +101,9 @@ def _write_in_order(journal: Journal, files: Sequence[BinaryIO]) -> Seals:
             writer.add(row.number, row.vector)
     if writer is not None:
         writer.finish()
+    names = ["output", "errors", *["vectors"] * (writer is not None)]
     seals = [_seal(file, digest.hexdigest()) for file, digest in zip(files, digests, strict=True)]
-    found: Seals = dict(zip(("output", "errors", "vectors"), seals, strict=False))
+    found: Seals = dict(zip(names, seals, strict=False))
     return found if seals[1]["bytes"] else found | {"errors": None}
 
 
@@ -104,11 +111,8 @@ def read_seal(path: Path) -> Seal | None:
     """Return a file's seal as it is now; None: there is no such file."""
     if not path.exists():
         return None
-    digest = _new_digest()
     with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-        return _seal(file, digest.hexdigest())
+        return _seal(file, hashlib.file_digest(file, _new_digest).hexdigest())
 
 
 def _seal(file: BinaryIO, digest: str) -> Seal:

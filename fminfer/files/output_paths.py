@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fminfer.core.errors import UsageError
-from fminfer.files.file_names import fit_name
+from fminfer.files.disk import fit_name
 from fminfer.files.line_reader import stem
 from fminfer.files.ordered_output import traces
 from fminfer.files.status_file import status_path

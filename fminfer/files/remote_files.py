@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.core.errors import FminferError, OutputError, UsageError
-from fminfer.files.file_names import beside
+from fminfer.files.disk import beside
 from fminfer.files.line_reader import NAMED_ENDINGS, is_input_name
 from fminfer.files.urls import hide_secrets, show_url, split_query
 

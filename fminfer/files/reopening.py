@@ -19,8 +19,7 @@ from fminfer.core.errors import RETRYABLE, UsageError, row_error
 from fminfer.files.disk import replacing, told
 from fminfer.files.edits import find_edit
 from fminfer.files.journal import journal_path
-from fminfer.files.journal_head import Fingerprint, head_line
-from fminfer.files.journal_rows import Row
+from fminfer.files.journal_rows import Fingerprint, Row, head_line
 from fminfer.files.line_reader import read_lines
 from fminfer.files.ordered_output import Seals, draft_path, errors_path
 from fminfer.files.run_terms import LineCounter
@@ -99,7 +98,7 @@ def put_journal(output: Path, fingerprint: Fingerprint, rows: Iterable[Row]) -> 
 
 def check_unchanged(output: Path, seals: Seals | None, *, has_changed_input: bool = False) -> None:
     """Refuse files that were edited since they were written."""
-    if (edit := find_edit(output, seals)) is not None:
+    if (edit := find_edit(output, seals, is_read=True)) is not None:
         can_stay = edit.path != output and not has_changed_input
         raise _changed(output, edit.path, edit.what, can_stay=can_stay)
 

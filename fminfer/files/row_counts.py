@@ -52,14 +52,20 @@ class Counts:
         self.cached_tokens += tokens[1]
         self.output_tokens += tokens[2]
 
-    def start_from(self, num_completed: int, num_failed: int, tokens: Sequence[int]) -> None:
+    @property
+    def tokens(self) -> tuple[int, int, int]:
+        """Tokens of the prompt, those not computed again, and drawn ones."""
+        return self.input_tokens, self.cached_tokens, self.output_tokens
+
+    def start_from(self, earlier: Counts) -> None:
         """Begin with what earlier runs have done."""
-        self.num_completed, self.num_failed = num_completed, num_failed
-        self.input_tokens, self.cached_tokens, self.output_tokens = tokens
+        self.num_completed, self.num_failed = earlier.num_completed, earlier.num_failed
+        self.input_tokens, self.cached_tokens, self.output_tokens = earlier.tokens
         self.kept = self.done
 
-    def see_completed(self, num_rows: int, num_completed: int, num_failed: int) -> None:
+    def see_completed(self, whole: Counts) -> None:
         """Take in that another run has completed the output; this run's own rows stay its own."""
         own = self.own
-        self.num_rows, self.num_completed, self.num_failed = num_rows, num_completed, num_failed
+        self.num_rows, self.num_completed = whole.num_rows, whole.num_completed
+        self.num_failed = whole.num_failed
         self.kept = self.done.without(own)

@@ -99,6 +99,5 @@ def _num_before(run: dict[str, Any]) -> int:
 
 def runs_in(status: dict[str, Any] | None) -> list[dict[str, Any]]:
     """Return the runs that a status file tells of; none if an older version wrote it."""
-    own = (status or {}).get("fminfer")
-    runs = own.get("runs") if isinstance(own, dict) else None
+    runs = ((status or {}).get("fminfer") or {}).get("runs")
     return [run for run in runs if isinstance(run, dict)] if isinstance(runs, list) else []

@@ -11,7 +11,7 @@ from fminfer.contract.endpoints import Endpoint
 from fminfer.contract.envelope import Envelope
 from fminfer.contract.line import Line
 from fminfer.files.claims import Claims
-from fminfer.files.journal_head import Fingerprint, is_of_other_input
+from fminfer.files.journal_rows import Fingerprint, is_of_other_input
 from fminfer.files.run_facts import RunFacts
 
 

@@ -7,8 +7,7 @@ from array import array
 from functools import lru_cache
 from pathlib import Path
 
-import orjson
-
+from fminfer.contract.json_object import load
 from fminfer.core.errors import UsageError
 from fminfer.files.streams import changed_ns, digest_of
 
@@ -33,15 +32,8 @@ def find_num_equal(path: Path) -> array[int] | None:
     try:
         place = _find_entries(manifest, changed_ns(manifest)).get(name)
         return None if place is None else _load_num_equal(path, changed_ns(path), manifest, place)
-    except (
-        OSError,
-        UsageError,
-        ValueError,
-        TypeError,
-        KeyError,
-        OverflowError,
-    ):  # `fminfer merge` tells it
-        return None
+    except (OSError, UsageError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return None  # `fminfer merge` tells it
 
 
 @lru_cache(maxsize=8)
@@ -53,7 +45,7 @@ def _find_entries(manifest: Path, changed_at: int) -> dict[str, int]:
             return {}
         for line in file:
             if match := _NUM_EQUAL.match(line):
-                found[str(orjson.loads(match[1]))] = place
+                found[str(load(match[1]))] = place
             place += len(line)
     return found
 
@@ -62,7 +54,7 @@ def _find_entries(manifest: Path, changed_at: int) -> dict[str, int]:
 def _load_num_equal(path: Path, changed_at: int, manifest: Path, place: int) -> array[int] | None:
     with manifest.open("rb") as file:
         file.seek(place)
-        entry = orjson.loads(file.readline().rstrip(b",\n"))
+        entry = load(file.readline().rstrip(b",\n"))
     found = array("I", entry[NUM_EQUAL])
     return found if entry["digest"] == digest_of(path) else None
 

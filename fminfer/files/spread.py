@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from fminfer.core.errors import DamagedInputError
-from fminfer.files.pieces import CutValue
+from fminfer.files.json_values import CutValue
 
 Numbered = tuple[int, bytes | CutValue]  # a line's number, and its bytes
 NumberedPiece = tuple[int, bytes]

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fminfer.core.errors import StoppedError, UsageError
-from fminfer.files.disk import explain, replacing
-from fminfer.files.file_names import beside
+from fminfer.files.disk import beside, explain, replacing
 from fminfer.files.ordered_output import Seals, errors_path
 from fminfer.files.row_counts import Counts
 from fminfer.files.vector_file import vectors_path
@@ -56,15 +55,13 @@ def _is_ours(fields: dict[str, Any]) -> bool:
 
 def limit_of(status: dict[str, Any]) -> int | None:
     """Return how many lines of its input an output was to answer; None: all."""
-    own = status.get("fminfer")
-    limit = own.get("limit") if isinstance(own, dict) else None
+    limit = (status.get("fminfer") or {}).get("limit")
     return limit if isinstance(limit, int) else None
 
 
 def seals_of(status: dict[str, Any]) -> Seals | None:
     """Return the seals that a complete output was written with; None: by an older version."""
-    own = status.get("fminfer")
-    seals = own.get("written") if isinstance(own, dict) else None
+    seals = (status.get("fminfer") or {}).get("written")
     if not isinstance(seals, dict):
         return None
     return seals if all(isinstance(seal, dict | None) for seal in seals.values()) else None
@@ -72,8 +69,8 @@ def seals_of(status: dict[str, Any]) -> Seals | None:
 
 def has_vectors(output: Path) -> bool:
     """Tell whether the file of vectors beside an output, if there is one, is the output's own."""
-    own = (read_status(output) or {}).get("fminfer")
-    return isinstance(own, dict) and own.get("has_vectors") is True
+    own = (read_status(output) or {}).get("fminfer") or {}
+    return own.get("has_vectors") is True
 
 
 def refuse_other_vectors(output: Path) -> None:
@@ -152,18 +149,15 @@ class StatusFile:
     def _write(self) -> None:
         batch = self._to_batch()
         try:
-            self._replace(json.dumps(batch, indent=2) + "\n")
+            # What follows an end relies on it, also after a power cut.
+            with replacing(self._path, is_durable=self._status in ENDS) as file:
+                file.write(json.dumps(batch, indent=2).encode() + b"\n")
         except OSError as error:
             batch["fminfer"].pop("runs")  # they grow, and there may be room only for what was there
             text = json.dumps(batch, indent=2) + "\n"
             if self._status not in BROKEN_OFF or not self._overwrite(text):
                 raise explain(self._path, error) from error
         self._written_s = time.perf_counter()
-
-    def _replace(self, text: str) -> None:
-        # What follows an end relies on it, also after a power cut.
-        with replacing(self._path, is_durable=self._status in ENDS) as file:
-            file.write(text.encode())
 
     def _overwrite(self, text: str) -> bool:
         """Write into the file that is there, for which a full disk has room; False: it has not."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 from fminfer.core.errors import UsageError
-from fminfer.files.file_names import beside
+from fminfer.files.disk import beside
 from fminfer.files.journal import journal_path
 from fminfer.files.line_reader import ENDINGS, NAMED_ENDINGS
 from fminfer.files.ordered_output import errors_path

@@ -7,7 +7,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
-from fminfer.files.file_names import beside
+from fminfer.files.disk import beside
 
 MOST_GAP = 1 << 20  # bytes of absent rows that are written at once
 

@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +31,10 @@ from fminfer.contract.envelope import open_envelope
 from fminfer.contract.line import Line
 from fminfer.core.config import make_config
 from fminfer.core.errors import UsageError
-from fminfer.files.file_names import beside
 from fminfer.files.input_folders import find_inputs
+from fminfer.files.json_values import CutValue, cut_if_long
 from fminfer.files.line_reader import read_lines as read_file
-from fminfer.files.ordered_output import ORDERED, errors_path
-from fminfer.files.pieces import CutValue, cut_if_long
+from fminfer.files.ordered_output import errors_path, written_together
 from fminfer.files.streams import STDIN
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.lines.line_intake import EqualLines
@@ -132,19 +129,10 @@ def write_lines(dataset: ray.data.Dataset, output: str | Path) -> None:
     They come in the order of the dataset's rows, and under their names when all are written.
     """
     dataset.context.execution_options.preserve_order = True
-    finals = Path(output), errors_path(Path(output))
-    drafts = [beside(path, ORDERED) for path in finals]
-    with ExitStack() as open_files:
-        files = [open_files.enter_context(draft.open("wb")) for draft in drafts]
+    with written_together(Path(output), errors_path(Path(output))) as files:
         for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
             for record, is_error in zip(batch["record"], batch["is_error"], strict=True):
                 files[is_error.as_py()].write(record.as_py().encode() + b"\n")
-    if drafts[1].stat().st_size:
-        os.replace(drafts[1], finals[1])
-    else:  # also what an earlier run may have left
-        drafts[1].unlink()
-        finals[1].unlink(missing_ok=True)
-    os.replace(drafts[0], finals[0])
 
 
 class Answer:

@@ -22,10 +22,10 @@ from fminfer.core.errors import (
 )
 from fminfer.core.quantities import counted
 from fminfer.files.input_folders import MOST_NAMED, describe_empty
-from fminfer.files.journal_head import Fingerprint
+from fminfer.files.journal_rows import Fingerprint
 from fminfer.files.output_paths import STDOUT, Plan
 from fminfer.files.run_facts import RunFacts
-from fminfer.files.run_terms import CountLines
+from fminfer.files.run_terms import CountLines, RunTerms
 from fminfer.files.status_file import refuse_other_vectors
 from fminfer.job.file_job import run_job
 from fminfer.job.named_files import open_files
@@ -33,7 +33,7 @@ from fminfer.job.report_at_end import name_settings, reporting, write_at_end
 from fminfer.job.run_inputs import RunInputs
 from fminfer.job.run_paths import JobPaths, RunContext, refuse_other_models
 from fminfer.job.run_summary import JobSummary
-from fminfer.job.shared_folder import share_files
+from fminfer.job.shared_folder import SharedFiles
 from fminfer.machine.processor import chosen_name
 from fminfer.machine.stopper import AGAIN, Stopper
 from fminfer.models.checkpoint import Checkpoint
@@ -265,29 +265,17 @@ def _open(
     facts: RunFacts,
 ) -> tuple[RunInputs, bool]:
     """Open the inputs and their journals; return whether nothing is left to answer."""
-    tell = _say_nothing if job.is_quiet else say
-    if job.is_shared:
-        shared = share_files(
-            job.plan if job.is_watching else lambda: plan,
-            fingerprint,
-            model=model,
-            restart=job.restart,
-            is_watching=job.is_watching,
-            limit=job.limit,
-            count_lines=count_lines,
-            facts=facts,
-            tell=tell,
-        )
-        return shared, not shared.look()
-    named = open_files(
-        *(plan.inputs, plan.outputs, fingerprint),
-        model=model,
-        restart=job.restart,
-        limit=job.limit,
+    terms = RunTerms(
+        *(model, fingerprint, job.restart, job.limit),
         count_lines=count_lines,
         facts=facts,
-        tell=tell,
+        tell=_say_nothing if job.is_quiet else say,
     )
+    if job.is_shared:
+        find = job.plan if job.is_watching else lambda: plan
+        shared = SharedFiles(find, terms, is_watching=job.is_watching)
+        return shared, not shared.look()
+    named = open_files(plan.inputs, plan.outputs, terms)
     return named, named.is_finished
 
 

@@ -118,7 +118,7 @@ class FreeFiles:
             return False
         if completed is None:
             return path not in self._refused
-        self.complete[path] = completed.done
+        self.complete[path] = completed.counts.done
         self._settled.add(path)
         self._refused.pop(path, None)
         if output in has_claim:

@@ -22,8 +22,7 @@ from fminfer.files.disk import told
 from fminfer.files.hold import Hold
 from fminfer.files.input_file import InputFile
 from fminfer.files.journal import Journal, journal_path, peek
-from fminfer.files.journal_head import CLOCK, INPUT
-from fminfer.files.journal_rows import Row
+from fminfer.files.journal_rows import CLOCK, INPUT, Row
 from fminfer.files.ordered_output import put_in_order
 from fminfer.files.reopening import reopen
 from fminfer.files.row_counts import Counts, RowCounts
@@ -284,8 +283,7 @@ class JournaledInput:
         self._counts.num_rows = self._input.num_rows or 0
 
     def _count_kept(self, journal: Journal) -> None:
-        kept = journal.kept
-        self._counts.start_from(kept.num_answers, kept.num_errors, kept.tokens)
+        self._counts.start_from(journal.kept)
         self.num_damaged_rows, self.num_tried_rows = journal.num_damaged, journal.num_tried
 
     def _finish_if_complete(self) -> None:
@@ -323,9 +321,7 @@ class JournaledInput:
             self._to_reopen = completed
             return
         completed.check_unedited()
-        self._counts.see_completed(
-            completed.num_rows, completed.num_completed, completed.num_failed
-        )
+        self._counts.see_completed(completed.counts)
         self.is_finished = True
         self.hold.settle()
 

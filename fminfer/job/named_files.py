@@ -13,12 +13,10 @@ from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import InUseError, OutputError, UsageError
 from fminfer.files.carrying_over import CarriedOver
-from fminfer.files.journal_head import Fingerprint
 from fminfer.files.line_reader import count_rows, read_lines
 from fminfer.files.output_paths import STDOUT
 from fminfer.files.row_counts import RowCounts
-from fminfer.files.run_facts import RunFacts
-from fminfer.files.run_terms import CountLines, RunTerms
+from fminfer.files.run_terms import RunTerms
 from fminfer.job.journaled_input import JournaledInput
 from fminfer.job.run_inputs import RunInput, add_files, sum_saved
 from fminfer.job.run_summary import JobSummary
@@ -170,43 +168,18 @@ class NamedFiles:
         add_files(self.files, sum((file.kept for file in self.files), RowCounts()), summary)
 
 
-def open_files(
-    inputs: list[Path],
-    outputs: list[Path],
-    fingerprint: Fingerprint,
-    *,
-    model: str,
-    restart: bool,
-    limit: int | None = None,
-    count_lines: CountLines | None = None,
-    facts: RunFacts | None = None,
-    tell: Callable[[str], None] = lambda text: None,
-) -> NamedFiles:
+def open_files(inputs: list[Path], outputs: list[Path], terms: RunTerms) -> NamedFiles:
     """Open each input with the rows of earlier runs; write nothing if anything is wrong.
-
-    Args:
-        fingerprint: of the run: what must be the same for rows to be kept.
-        model: its name, for people.
-        restart: keep no rows.
-        limit: of each input, answer the first so many lines.
-        count_lines: begins to count a file's lines; None: no answers to an earlier form of a file
-            are taken.
-        facts: of the run, for the status files.
-        tell: told how far it is where taking earlier answers takes long.
 
     Raises:
         UsageError: an output is another run's.
     """
     stream = OrderedStream(sys.stdout.buffer, write_beside_bar)
-    facts = facts or RunFacts()
-    terms = RunTerms(
-        *(model, fingerprint, restart, limit), count_lines=count_lines, facts=facts, tell=tell
-    )
     files: list[RunInput] = []
     journaled = []
     for source, (path, output) in enumerate(zip(inputs, outputs, strict=True)):
         if output == STDOUT:
-            files.append(StreamedInput(path, source, stream, limit))
+            files.append(StreamedInput(path, source, stream, terms.limit))
         else:
             file = JournaledInput(path, source, output, terms)
             journaled.append(file)

@@ -18,8 +18,8 @@ import orjson
 from fminfer.core.errors import UsageError
 from fminfer.files.claims import look_at
 from fminfer.files.completed import has_changed
-from fminfer.files.edits import find_edit_of_complete
-from fminfer.files.file_names import beside
+from fminfer.files.disk import beside
+from fminfer.files.edits import find_edit
 from fminfer.files.input_folders import (
     describe_left_out,
     find_inputs,
@@ -192,7 +192,7 @@ def _state_of(
     counts = status.get("request_counts") or {}
     source = source or (Path(status["input_file_id"]) if status.get("input_file_id") else None)
     name = _name_state(output, status)
-    edit = find_edit_of_complete(output, seals_of(status)) if name == "done" else None
+    edit = find_edit(output, seals_of(status)) if name == "done" else None
     is_whole = name == "done" and edit is None
     has_grown = is_whole and source is not None and has_changed(source, status)
     state = FileState(

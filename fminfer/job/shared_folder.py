@@ -8,11 +8,9 @@ from pathlib import Path
 
 from fminfer.core.errors import InUseError, UsageError
 from fminfer.files.disk import told
-from fminfer.files.journal_head import Fingerprint
 from fminfer.files.output_paths import Plan
 from fminfer.files.row_counts import RowCounts
-from fminfer.files.run_facts import RunFacts
-from fminfer.files.run_terms import CountLines, RunTerms
+from fminfer.files.run_terms import RunTerms
 from fminfer.job.free_files import FreeFiles
 from fminfer.job.journaled_input import JournaledInput
 from fminfer.job.run_inputs import RunInput, add_files, sum_saved
@@ -22,7 +20,7 @@ SCAN_EVERY_S = 2.0  # while no file is free
 
 
 class SharedFiles:
-    """The inputs of a run that shares them with others, opened one by one.
+    """The inputs of a run that shares them with others, opened one by one, when it is their turn.
 
     Args:
         find: lists the inputs and the output of each, as they are now.
@@ -164,36 +162,3 @@ class SharedFiles:
     def _count_rows(self) -> None:
         rows = [*(file.num_left for file in self.files), *self._free.num_rows.values()]
         self.num_rows = None if None in rows else sum(row or 0 for row in rows)
-
-
-def share_files(
-    find: Callable[[], Plan],
-    fingerprint: Fingerprint,
-    *,
-    model: str,
-    restart: bool,
-    is_watching: bool,
-    limit: int | None = None,
-    count_lines: CountLines | None = None,
-    facts: RunFacts | None = None,
-    tell: Callable[[str], None] = lambda text: None,
-) -> SharedFiles:
-    """Prepare to answer files together with other runs; nothing is opened yet.
-
-    Args:
-        find: lists the inputs and the output of each, as they are now.
-        fingerprint: of the run, without the inputs' own.
-        model: its name, for people.
-        restart: answer again what was complete before this run began.
-        is_watching: wait for more files when all are answered.
-        limit: of each input, answer the first so many lines.
-        count_lines: begins to count a file's lines; None: no answers to an earlier form of a file
-            are taken.
-        facts: of the run, for the status files.
-        tell: told how far it is where taking earlier answers takes long.
-    """
-    facts = facts or RunFacts()
-    terms = RunTerms(
-        *(model, fingerprint, restart, limit), count_lines=count_lines, facts=facts, tell=tell
-    )
-    return SharedFiles(find, terms, is_watching=is_watching)

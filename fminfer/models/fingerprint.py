@@ -11,6 +11,7 @@ import torch
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import CheckpointError, UsageError
 from fminfer.core.option import FILE, Option, marks_of, options_of
+from fminfer.core.quantities import name_few
 from fminfer.core.version import DRAWING, __version__
 from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.models.sentence_folder import sentence_files
@@ -123,9 +124,7 @@ def _weight_files(checkpoint: Checkpoint) -> dict[str, Path]:
 
 def name_differences(mine: dict[str, str], theirs: dict[str, str]) -> str:
     """Name the weight files in which two processes differ, three at most; "": none."""
-    names = [n for n in sorted({**mine, **theirs}) if mine.get(n) != theirs.get(n)]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+    return name_few([n for n in sorted({**mine, **theirs}) if mine.get(n) != theirs.get(n)], 3)
 
 
 def _add_weights(digest: hashlib.blake2b, file: Path) -> None:

@@ -14,9 +14,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 
-import orjson
-
-from fminfer.contract.json_object import dump
+from fminfer.contract.json_object import dump, load
 from fminfer.contract.request import SamplingParams
 from fminfer.engine.events import Finished
 from fminfer.engine.noise import meaning_of
@@ -204,10 +202,7 @@ def _add_prompt(digest: hashlib.blake2b, prompt: EncodedPrompt) -> None:
 
 
 def _from_bytes(value: bytes, kind: AnswerKind) -> Finished:
-    try:
-        choices, usage = orjson.loads(value)
-    except orjson.JSONDecodeError:  # of half a surrogate pair, which `dump` wrote all the same
-        choices, usage = json.loads(value)
+    choices, usage = load(value)
     return copy_answer(Finished(NO_REQUEST, choices, usage, {}, kind), queue_s=0.0)
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
-
-import orjson
 
 from fminfer.contract.chat_messages import count_chars
 from fminfer.contract.endpoints import Endpoint, tell_endpoint
 from fminfer.contract.field_table import FIELDS, FIELDS_OF_LINES
 from fminfer.contract.fields import is_integral
+from fminfer.contract.json_object import dump
 from fminfer.contract.request import DEFAULTS
 
 # What a group's lines may differ in: nothing of it changes how tokens are drawn.
@@ -38,16 +36,12 @@ class RequestGroup:
     @property
     def max_tokens(self) -> int:
         """How many tokens an answer has at most, or may be expected to have."""
-        names = ("max_completion_tokens", "max_tokens") if self._is_chat else ("max_tokens",)
-        for name in names:
+        is_chat = self.endpoint == "chat"
+        for name in ("max_completion_tokens", "max_tokens") if is_chat else ("max_tokens",):
             value: Any = self.hyperparameters.get(name)
             if is_integral(value) and value >= 0:
                 return int(value)
-        return CHAT_TOKENS if self._is_chat else DEFAULTS.max_tokens
-
-    @property
-    def _is_chat(self) -> bool:
-        return self.endpoint == "chat"
+        return CHAT_TOKENS if is_chat else DEFAULTS.max_tokens
 
 
 class Groups:
@@ -56,9 +50,8 @@ class Groups:
     def __init__(self) -> None:
         self.seen: list[RequestGroup] = []
         self._by_key: dict[tuple[str | None, Endpoint, bytes], int] = {}
-        self._by_spelling: dict[
-            tuple[Endpoint, bytes], int
-        ] = {}  # so that a line's fields are looked at just once
+        # So that a line's fields are looked at just once.
+        self._by_spelling: dict[tuple[Endpoint, bytes], int] = {}
 
     def add(self, fields: dict[str, Any]) -> int:
         """Count a request; return the number of its group."""
@@ -74,22 +67,14 @@ class Groups:
         return number
 
     def _find(self, fields: dict[str, Any]) -> int:
-        own = find_hyperparameters(fields)
-        group = RequestGroup(find_engine(fields), own, tell_endpoint(fields))
+        named = (fields.get(name) for name in ("engine", "model"))
+        engine = next((name for name in named if isinstance(name, str) and name), None)
+        group = RequestGroup(engine, find_hyperparameters(fields), tell_endpoint(fields))
         key = (group.engine, group.endpoint, dump(group.hyperparameters))
         number = self._by_key.setdefault(key, len(self.seen))
         if number == len(self.seen):
             self.seen.append(group)
         return number
-
-
-def find_engine(fields: dict[str, Any]) -> str | None:
-    """Return the name that a request gives as its engine, or as its model."""
-    for name in ("engine", "model"):
-        value = fields.get(name)
-        if isinstance(value, str) and value:
-            return value
-    return None
 
 
 def find_hyperparameters(fields: dict[str, Any]) -> dict[str, Any]:
@@ -132,14 +117,6 @@ def find_most_varied(groups: list[RequestGroup]) -> tuple[str, int]:
             values.setdefault(name, set()).add(dump(value))
     counts = {name: len(found) for name, found in values.items()} or {"engine": len(groups)}
     return max(counts.items(), key=lambda item: item[1])
-
-
-def dump(value: object) -> bytes:
-    """Return a value as JSON, whatever JSON it was read from."""
-    try:
-        return orjson.dumps(value)
-    except orjson.JSONEncodeError:  # a lone surrogate, a huge integer, or deep nesting
-        return json.dumps(value).encode()
 
 
 def _length(prompt: object) -> int:

@@ -16,21 +16,21 @@ its paths stay in the folder, whoever wrote them.
 from __future__ import annotations
 
 import hashlib
-import json
 import unicodedata
 from array import array
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
-import orjson
+import numpy as np
+import numpy.typing as npt
 
+from fminfer.contract.json_object import dump, load
 from fminfer.core.errors import UsageError
 from fminfer.files.disk import replacing
 from fminfer.files.split_folders import MANIFEST, NUM_EQUAL, PART_NAME
-from fminfer.split.grouping import dump
+from fminfer.files.streams import reading_file
 
 NO_ENGINE = "default"  # of requests that name none
 MAX_BYTES = 200  # of a folder's name, all components together
@@ -122,18 +122,41 @@ class Manifest:
     parts: list[SplitPart] = field(default_factory=list)
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest of a split that is complete."""
-    _write(folder, manifest, True, [part.path for part in manifest.parts])
-
-
-def write_unfinished(folder: Path, manifest: Manifest, paths: list[str]) -> None:
-    """Write, before the first of its files is put in place, what files a split may have left.
+def write_manifest(folder: Path, manifest: Manifest, unfinished: list[str] | None = None) -> None:
+    """Write the manifest of a split.
 
     Args:
-        paths: of its parts and of those that it will remove.
+        unfinished: before the first of its files is put in place: what files the split may leave,
+            by the paths of its parts and of those that it will remove. None: it is complete.
     """
-    _write(folder, manifest, False, paths)
+    head = {
+        "fminfer_split": VERSION,
+        "is_complete": unfinished is None,
+        "source": manifest.source,
+        "digest": manifest.digest,
+        "options": manifest.options,
+        "num_lines": manifest.num_lines,
+        "num_parts": len(manifest.parts if unfinished is None else unfinished),
+    }
+    parts = (part.to_dict() for part in manifest.parts)
+    check = hashlib.blake2b(digest_size=8)
+    with replacing(folder / MANIFEST) as file:
+
+        def write(text: bytes) -> None:
+            check.update(text)
+            file.write(text)
+
+        write(dump(head)[:-1] + b"," + _HEAD_END)
+        for number, entry in enumerate(parts if unfinished is None else unfinished):
+            write((b",\n" if number else b"\n") + dump(entry))
+        write(b"\n")
+        file.write(_END + b'"%s"}\n' % check.hexdigest().encode())
+
+
+def sorted_numbers(parts: list[SplitPart]) -> npt.NDArray[np.int64]:
+    """Return the numbers of all lines of parts, in order."""
+    lines = [np.frombuffer(part.lines, np.int64) for part in parts]
+    return np.sort(np.concatenate([np.zeros(0, np.int64), *lines]))
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -174,34 +197,6 @@ def read_paths(folder: Path) -> set[str]:
     }
 
 
-def _write(folder: Path, manifest: Manifest, is_complete: bool, paths: list[str]) -> None:
-    head = {
-        "fminfer_split": VERSION,
-        "is_complete": is_complete,
-        "source": manifest.source,
-        "digest": manifest.digest,
-        "options": manifest.options,
-        "num_lines": manifest.num_lines,
-        "num_parts": len(paths),
-    }
-    entries: Iterable[object] = (part.to_dict() for part in manifest.parts)
-    check = hashlib.blake2b(digest_size=8)
-    with replacing(folder / MANIFEST) as file:
-        for text in _to_text(head, entries if is_complete else paths):
-            check.update(text)
-            file.write(text)
-        file.write(_END + b'"%s"}\n' % check.hexdigest().encode())
-
-
-def _to_text(head: dict[str, Any], entries: Iterable[object]) -> Iterator[bytes]:
-    yield dump(head)[:-1] + b"," + _HEAD_END
-    before = b"\n"
-    for entry in entries:
-        yield before + dump(entry)
-        before = b",\n"
-    yield b"\n"
-
-
 class _Reader:
     """Reads a manifest line by line, and believes nothing."""
 
@@ -212,21 +207,23 @@ class _Reader:
     def entries(self) -> Iterator[Any]:
         """Yield the head, then what stands for each part."""
         check = hashlib.blake2b(digest_size=8)
-        with self._opened() as file:
+        with reading_file(self._path), self._path.open("rb") as file:
             for self._number, line in enumerate(file, start=1):
-                is_head = self._number == 1
-                if line.startswith(_END) and not is_head:
-                    self._check_end(line, check.hexdigest(), file.read(1))
+                if self._number == 1:
+                    yield self._head(line)
+                elif not line.startswith(_END):
+                    yield self._load(line.rstrip(b",\n"))
+                elif line == _END + b'"%s"}\n' % check.hexdigest().encode() and not file.read(1):
                     return
-                yield self._head(line) if is_head else self._load(line.rstrip(b",\n"))
+                else:
+                    self._refuse("it was changed after it was written")
                 check.update(line)
         self._refuse("it breaks off here")
 
     def part(self, entry: Any) -> SplitPart:
         """Check what stands for a part."""
-        names = ("path", "engine", "hyperparameters", "num_rows", "digest", "lines")
-        if not isinstance(entry, dict) or any(name not in entry for name in names):
-            self._refuse(f"it must be an object with {', '.join(names)}")
+        if not isinstance(entry, dict):
+            self._refuse("it must be an object")
         self._check_types(entry, engine=str | None, hyperparameters=dict, digest=str)
         self._check_types(entry, num_rows=int, lines=list)
         lines = entry["lines"]
@@ -239,7 +236,7 @@ class _Reader:
             self._refuse(f"{NUM_EQUAL} must have a number for each line")
         if not all(type(number) is int and 0 <= number < 2**32 for number in equal):
             self._refuse(f"{NUM_EQUAL} must be counts of lines")
-        path = self.part_path(entry["path"])
+        path = self.part_path(entry.get("path"))
         engine, hyperparameters = entry["engine"], entry["hyperparameters"]
         numbers, counts = array("q", lines), array("I", equal)
         return SplitPart(path, engine, hyperparameters, entry["digest"], numbers, counts)
@@ -257,19 +254,11 @@ class _Reader:
             self._refuse("two parts have the same path")
         if len(parts) != head["num_parts"]:
             self._refuse(f"num_parts is {head['num_parts']}, and there are {len(parts)}")
-        num_lines = sum(len(part.lines) for part in parts)
-        if num_lines != head["num_lines"]:
-            self._refuse(f"num_lines is {head['num_lines']}, and the parts hold {num_lines}")
-        if has_doubles([part.lines for part in parts]):
+        numbers = sorted_numbers(parts)
+        if len(numbers) != head["num_lines"]:
+            self._refuse(f"num_lines is {head['num_lines']}, and the parts hold {len(numbers)}")
+        if (numbers[1:] == numbers[:-1]).any():
             self._refuse("a line of the source is in two places")
-
-    @contextmanager
-    def _opened(self) -> Iterator[BinaryIO]:
-        try:
-            with self._path.open("rb") as file:
-                yield file
-        except OSError as error:
-            raise UsageError(f"{self._path} cannot be read: {error.strerror or error}") from error
 
     def _head(self, line: bytes) -> dict[str, Any]:
         text = line.rstrip(b"\n")
@@ -283,20 +272,13 @@ class _Reader:
     def _check_types(self, entry: dict[str, Any], **types: Any) -> None:
         for name, kind in types.items():
             value = entry.get(name)
-            if not isinstance(value, kind) or (kind is int and type(value) is not int):
+            is_kind = isinstance(value, kind) and (kind is not int or type(value) is int)
+            if name not in entry or not is_kind:
                 self._refuse(f"{name} is missing, or not what it must be")
-
-    def _check_end(self, line: bytes, check: str, rest: bytes) -> None:
-        if line != _END + b'"%s"}\n' % check.encode() or rest:
-            self._refuse("it was changed after it was written")
 
     def _load(self, text: bytes) -> Any:
         try:
-            return orjson.loads(text)
-        except orjson.JSONDecodeError:
-            pass
-        try:
-            return json.loads(text)  # which takes lone surrogates
+            return load(text)
         except (ValueError, RecursionError):
             self._refuse("it is not JSON as fminfer split writes it")
 
@@ -305,13 +287,3 @@ class _Reader:
             f"{self._path} is damaged, in its line {self._number}: {reason}. Split the file again "
             "into a new folder"
         )
-
-
-def has_doubles(numbers: list[array[int]]) -> bool:
-    """Tell whether a number comes twice in several arrays."""
-    import numpy as np
-
-    if not numbers:
-        return False
-    every = np.sort(np.concatenate([np.frombuffer(some, np.int64) for some in numbers]))
-    return bool((every[1:] == every[:-1]).any())

@@ -7,7 +7,6 @@ few files are open at once.
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from array import array
@@ -21,45 +20,37 @@ import numpy.typing as npt
 from fminfer.contract.envelope import open_envelope
 from fminfer.contract.record import make_id
 from fminfer.core.errors import FminferError, OutputError, UsageError
-from fminfer.core.quantities import counted
-from fminfer.files.disk import sync_folder, write_all
-from fminfer.files.file_names import beside
+from fminfer.core.quantities import counted, name_few
+from fminfer.files.disk import write_all
 from fminfer.files.journal import journal_path
+from fminfer.files.journal_rows import INPUT
 from fminfer.files.line_reader import read_lines
-from fminfer.files.ordered_output import ORDERED, errors_path
+from fminfer.files.ordered_output import errors_path, written_together
 from fminfer.files.output_paths import NO_OUTPUT, answers_path, require_parent
 from fminfer.files.status_file import read_status, seals_of, status_path
-from fminfer.files.streams import digest_of
-from fminfer.split.manifest import Manifest, SplitPart, read_manifest
+from fminfer.files.streams import A_PIPE, digest_of
+from fminfer.split.manifest import Manifest, SplitPart, read_manifest, sorted_numbers
 
 _LINE = re.compile(rb'(\A\{\s*"line"\s*:\s*|"error":null,"line":)(\d{1,18})(?=\s*[,}])')
 _BATCH = re.compile(rb'\{"id":"batch_req_([0-9a-f]{32})"')
 
 
-@dataclass(slots=True, frozen=True)
-class AnsweredRow:
-    """One record, as it will stand in the merged file."""
-
-    row: int  # of the part, from 0
-    record: bytes  # with its newline
-    is_error: bool
-
-
 def find_gap(folder: Path, part: SplitPart) -> str:
     """Say why a part has no answers yet; an empty text if it has."""
     answers = answers_path(folder / part.path)
-    status, has_journal = read_status(answers), journal_path(answers).exists()
-    if not answers.is_file():
-        return "not finished" if has_journal else "not answered"
-    if status is None:
-        return "not finished" if has_journal else ""
-    return "" if status.get("status") == "completed" else "not finished"
+    status, is_there = read_status(answers), answers.is_file()
+    if is_there and status is not None:
+        return "" if status.get("status") == "completed" else "not finished"
+    if journal_path(answers).exists():
+        return "not finished"
+    return "" if is_there else "not answered"
 
 
-def read_answers(folder: Path, part: SplitPart) -> Iterator[AnsweredRow]:
+def read_answers(folder: Path, part: SplitPart) -> Iterator[tuple[int, bytes, bool]]:
     """Yield all records of a part that was answered, its errors first.
 
-    Errors get the numbers that their lines have in the source.
+    With each come the row of the part that it is of, from 0, and whether it is an error. Errors get
+    the numbers that their lines have in the source.
 
     Raises:
         FminferError: they are not, or not all, of this part.
@@ -70,14 +61,14 @@ def read_answers(folder: Path, part: SplitPart) -> Iterator[AnsweredRow]:
     is_taken = bytearray(len(part.lines))
     for row, record in _read_errors(path, part):
         is_taken[row] = 1
-        yield AnsweredRow(row, record, True)
+        yield row, record, True
     row = num_answers = 0
     for record in _records(answers):
         row = is_taken.find(0, row)
         num_answers += 1
         if row < 0:
             break
-        yield AnsweredRow(row, record, False)
+        yield row, record, False
         row += 1
     num_errors = is_taken.count(1)
     if num_answers + num_errors != len(part.lines):
@@ -89,8 +80,7 @@ def read_answers(folder: Path, part: SplitPart) -> Iterator[AnsweredRow]:
 
 
 def _check_digest(answers: Path, part: SplitPart) -> None:
-    metadata = (read_status(answers) or {}).get("metadata")
-    found = metadata.get("the input") if isinstance(metadata, dict) else None
+    found = ((read_status(answers) or {}).get("metadata") or {}).get(INPUT)
     if found is not None and found != part.digest:
         raise FminferError(
             f"{answers} holds answers to another file than {part.path} of this split: "
@@ -149,6 +139,8 @@ def _show(record: bytes) -> str:
 
 MAX_NAMED = 10  # files, or ranges of lines, in a message
 Places = npt.NDArray[np.int64]
+# Each part, and where its lines stand among those of all parts in the order of the source.
+Ranked = list[tuple[SplitPart, Places]]
 
 
 @dataclass(slots=True, frozen=True)
@@ -173,10 +165,11 @@ def merge_parts(folder: Path, output: Path) -> MergeSummary:
     manifest = read_manifest(folder)
     _refuse_gaps(folder, manifest)
     _refuse_vectors(folder, manifest)
+    numbers = sorted_numbers(manifest.parts)
+    ranked = [(part, np.searchsorted(numbers, part.lines)) for part in manifest.parts]
     try:
-        sizes = _measure(folder, manifest.parts)
-        places = _place(manifest.parts, sizes)
-        _write(folder, manifest.parts, sizes, places, output)
+        sizes = _measure(folder, ranked, len(numbers))
+        _write(folder, ranked, sizes, output)
     except OSError as error:
         raise OutputError(
             f"{error.filename or output}: {error.strerror or error}. Nothing is merged; see that "
@@ -202,13 +195,11 @@ def _refuse_vectors(folder: Path, manifest: Manifest) -> None:
 def _source_change(manifest: Manifest) -> str:
     """Say how the source differs from what was split; nothing if it is gone or was a pipe."""
     source = Path(manifest.source)
-    if not source.is_file():
-        return ""
     try:
         digest = digest_of(source)
     except UsageError:  # the answers can be merged without it
         return ""
-    if digest == manifest.digest:
+    if digest in (manifest.digest, A_PIPE):
         return ""
     return (
         f"{source} has changed since it was split: it had {manifest.digest}, and has {digest} now. "
@@ -233,11 +224,10 @@ def _refuse_gaps(folder: Path, manifest: Manifest) -> None:
     if not missing:
         return
     num_lines = sum(len(part.lines) for part in missing)
-    paths = [f"{part.path} ({gaps[part.path]})" for part in missing[:MAX_NAMED]]
-    more = f" and {len(missing) - MAX_NAMED:,} more" if len(missing) > MAX_NAMED else ""
+    named = name_few([f"{part.path} ({gaps[part.path]})" for part in missing], MAX_NAMED)
     raise FminferError(
         f"{num_lines:,} of {manifest.num_lines:,} lines of {manifest.source} have no answer: lines "
-        f"{show_ranges(missing)}. They are in {', '.join(paths)}{more}. Answer each folder "
+        f"{show_ranges(missing)}. They are in {named}. Answer each folder "
         "with the model and the flags of its other parts, and merge then:\n"
         + "\n".join(_name_commands(folder, missing))
     )
@@ -260,7 +250,7 @@ def _name_commands(folder: Path, parts: list[SplitPart]) -> list[str]:
 
 def show_ranges(parts: list[SplitPart]) -> str:
     """Return the line numbers of parts for people: `1-4, 7, 9-12`."""
-    numbers = np.sort(np.concatenate([np.frombuffer(part.lines, np.int64) for part in parts]))
+    numbers = sorted_numbers(parts)
     breaks = np.flatnonzero(np.diff(numbers) != 1)
     firsts = numbers[np.r_[0, breaks + 1]].tolist()
     lasts = numbers[np.r_[breaks, len(numbers) - 1]].tolist()
@@ -272,74 +262,45 @@ def show_ranges(parts: list[SplitPart]) -> str:
     return ", ".join(ranges) + (f" and {counted(more, 'more place')}" if more > 0 else "")
 
 
-def _measure(folder: Path, parts: list[SplitPart]) -> Places:
-    """Return the size of each record, part after part; those of errors are negative."""
-    every = np.zeros(sum(len(part.lines) for part in parts), np.int64)
+def _measure(folder: Path, ranked: Ranked, num_lines: int) -> Places:
+    """Return the size of each line's record, in the order of the source; of errors it is negative.
+
+    Raises:
+        FminferError: answers are not of their part, or not of all its lines.
+    """
+    sizes = np.zeros(num_lines, np.int64)
     wrong = []
-    first = 0
-    for part in parts:
-        sizes = array("q", bytes(8 * len(part.lines)))
+    for part, ranks in ranked:
+        own = array("q", bytes(8 * len(ranks)))
         try:
-            for answer in read_answers(folder, part):
-                size = len(answer.record)
-                sizes[answer.row] = -size if answer.is_error else size
+            for row, record, is_error in read_answers(folder, part):
+                own[row] = -len(record) if is_error else len(record)
         except FminferError as error:
             wrong.append(str(error))
-        every[first : first + len(sizes)] = sizes
-        first += len(sizes)
+        sizes[ranks] = np.frombuffer(own, np.int64)
     if wrong:
         more = f"\n… and {len(wrong) - MAX_NAMED:,} more" if len(wrong) > MAX_NAMED else ""
         raise FminferError("\n".join(wrong[:MAX_NAMED]) + more)
-    return every
+    return sizes
 
 
-def _place(parts: list[SplitPart], sizes: Places) -> Places:
+def _place(sizes: Places) -> Places:
     """Return where each record begins in its file: behind those of all lines before its own."""
-    empty = np.zeros(0, np.int64)
-    numbers = np.concatenate([empty, *(np.frombuffer(part.lines, np.int64) for part in parts)])
-    order = np.argsort(numbers)
     places = np.zeros_like(sizes)
-    for are_errors in (False, True):
-        chosen = order[(sizes[order] < 0) == are_errors]
-        ends = np.cumsum(np.abs(sizes[chosen]))
-        places[chosen] = ends - np.abs(sizes[chosen])
+    for is_chosen in (sizes < 0, sizes >= 0):
+        chosen = np.abs(sizes[is_chosen])
+        places[is_chosen] = np.cumsum(chosen) - chosen
     return places
 
 
-def _write(
-    folder: Path, parts: list[SplitPart], sizes: Places, places: Places, output: Path
-) -> None:
-    """Write both files under other names, and give them theirs when they are complete."""
-    finals = [output, errors_path(output)] if (sizes < 0).any() else [output]
-    drafts = [beside(path, ORDERED) for path in finals]
-    fds: list[int] = []
-    try:
-        for draft in drafts:
-            fds.append(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666))
-        for place, size, record in _sized(folder, parts, sizes, places):
-            if abs(size) != len(record):
-                raise FminferError("answers changed while they were being merged; merge them again")
-            write_all(fds[size < 0], record, place)
-        for fd in fds:
-            os.fsync(fd)
-        for draft, final in reversed(list(zip(drafts, finals, strict=True))):
-            os.replace(draft, final)  # the answers last: where they are, all is complete
-        sync_folder(output.parent)
-    finally:
-        for fd in fds:
-            os.close(fd)
-        for draft in drafts:
-            draft.unlink(missing_ok=True)
-
-
-def _sized(
-    folder: Path, parts: list[SplitPart], sizes: Places, places: Places
-) -> Iterator[tuple[int, int, bytes]]:
-    """Yield each record with its place and the size that it had before."""
-    first = 0
-    for part in parts:
-        last = first + len(part.lines)
-        part_places, part_sizes = places[first:last].tolist(), sizes[first:last].tolist()
-        for answer in read_answers(folder, part):
-            yield part_places[answer.row], part_sizes[answer.row], answer.record
-        first = last
+def _write(folder: Path, ranked: Ranked, sizes: Places, output: Path) -> None:
+    places = _place(sizes)
+    with written_together(output, errors_path(output)) as files:
+        for part, ranks in ranked:
+            own_places, own_sizes = places[ranks].tolist(), sizes[ranks].tolist()
+            for row, record, is_error in read_answers(folder, part):
+                if own_sizes[row] != (-len(record) if is_error else len(record)):
+                    raise FminferError(
+                        "answers changed while they were being merged; merge them again"
+                    )
+                write_all(files[is_error].fileno(), record, own_places[row])

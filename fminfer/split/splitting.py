@@ -12,31 +12,135 @@ import shlex
 import shutil
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from fminfer.core.errors import FminferError, OutputError, UsageError
-from fminfer.core.quantities import counted
+from fminfer.contract.envelope import open_envelope
+from fminfer.contract.fields import show
+from fminfer.contract.json_spans import on_one_line
+from fminfer.contract.line import Line
+from fminfer.core.errors import DamagedInputError, FminferError, OutputError, UsageError
+from fminfer.core.quantities import counted, name_few
 from fminfer.files.input_folders import find_inputs
+from fminfer.files.json_values import CutValue
+from fminfer.files.line_reader import UTF8_BOM, holds_plain_lines, read_lines, split_lines
 from fminfer.files.ordered_output import traces
 from fminfer.files.output_paths import answers_path, require_parent
 from fminfer.files.split_folders import MANIFEST, PART_NAME
 from fminfer.files.status_file import status_path
-from fminfer.files.streams import A_PIPE, digest_of
-from fminfer.split.grouping import Groups, RequestGroup, find_most_varied
-from fminfer.split.line_index import BLANK, LineIndex, read_index
-from fminfer.split.manifest import (
-    Manifest,
-    SplitPart,
-    folder_name,
-    read_paths,
-    write_manifest,
-    write_unfinished,
-)
+from fminfer.files.streams import A_PIPE, digest_of, read_chunks
+from fminfer.runtime.lines.line_intake import EqualLines, digest_id
+from fminfer.runtime.lines.seen_counts import SeenCounts
+from fminfer.split.grouping import Groups, RequestGroup, find_length, find_most_varied
+from fminfer.split.manifest import Manifest, SplitPart, folder_name, read_paths, write_manifest
+
+BLANK = -1  # instead of a group
+MAX_DOUBLES = 5  # lines in a message
+
+
+class LineIndex:
+    """Where each line of a file stands, how long its prompt is, and to which group it belongs.
+
+    It has an entry of 20 bytes for each line, blank ones too, in the order of the file. A file that
+    cannot be read at any place (packed ones, stdin, arrays) is copied to a plain one as it is read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path  # of the plain file
+        self.groups = array("i")
+        self.lengths = array("I")  # of prompts
+        self.starts = array("q")  # and, once all are read, the end of the last
+        self.num_equal = array("I")  # equal ones before each in the file that count, for draws
+        self.num_bad = 0  # lines that hold no request
+        self.num_doubles = 0  # lines with a custom_id that an earlier one has
+        self.doubles: list[str] = []  # the first few of them, for people
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def add(self, start: int, group: int = BLANK, length: int = 0, num_equal: int = 0) -> None:
+        self.starts.append(start)
+        self.num_equal.append(num_equal)
+        self.groups.append(group)
+        self.lengths.append(length)
+
+
+def read_index(path: Path, copy: Path, groups: Groups) -> LineIndex:
+    """Read all lines of a file.
+
+    Args:
+        copy: where a plain copy is written if it is needed.
+        groups: filled in.
+
+    Raises:
+        DamagedInputError: the file breaks off.
+    """
+    is_plain = holds_plain_lines(path)
+    index = LineIndex(path if is_plain else copy)
+    equal, ids, end = EqualLines(), SeenCounts(), 0
+    for line, start, stop in _read_plain(path) if is_plain else _read_copied(path, copy):
+        while len(index) < line.number - 1:
+            index.add(end)  # blank lines between
+        envelope = open_envelope(line)
+        if envelope.error is not None:
+            index.num_bad += 1
+        name, fields = envelope.custom_id_text, envelope.fields
+        is_double = name is not None and bool(ids.add(digest_id(name)))
+        index.num_doubles += is_double
+        if is_double and index.num_doubles <= MAX_DOUBLES:
+            index.doubles.append(f"{show(name)} of line {line.number}")
+        num_equal = 0 if is_double else equal.count(line, envelope)
+        index.add(start, groups.add(fields), find_length(fields), num_equal)
+        end = stop
+    index.starts.append(end)
+    return index
+
+
+def _read_plain(path: Path) -> Iterator[tuple[Line, int, int]]:
+    """Yield lines that are not blank, each with the places where it begins and ends."""
+    place, size = 0, path.stat().st_size
+    for number, value in enumerate(split_lines(read_chunks(path)), start=1):
+        if isinstance(value, CutValue):
+            raw, num_bytes, fault = value.head, value.num_bytes, value.fault
+        else:
+            raw, num_bytes, fault = value, len(value), ""
+        start, place = place, min(place + num_bytes + 1, size)
+        if number == 1 and raw.startswith(UTF8_BOM):
+            start, raw = len(UTF8_BOM), raw[len(UTF8_BOM) :]
+        if raw.strip():
+            yield Line(0, number, raw, fault=fault, is_cut=bool(fault)), start, place
+
+
+def _read_copied(path: Path, copy: Path) -> Iterator[tuple[Line, int, int]]:
+    place = 0
+    with copy.open("wb") as file:
+        for line in read_lines(path, 0):
+            if line.damage:
+                raise DamagedInputError(
+                    f"{path} breaks off at line {line.number}, and its rest would be lost: "
+                    f"{line.damage.partition('. What stands')[0]}. Mend the file, and split it then"
+                )
+            if line.is_cut:
+                raise DamagedInputError(f"line {line.number} of {path}: {line.fault}")
+            raw = _one_line(line) + b"\n"
+            file.write(raw)
+            start, place = place, place + len(raw)
+            yield line, start, place
+
+
+def _one_line(line: Line) -> bytes:
+    """Return a line's bytes; a value that is spread over lines, as a run would write it."""
+    if b"\n" not in line.raw:
+        return line.raw
+    if open_envelope(line).error is None:
+        return on_one_line(line.raw.strip())
+    # What is no request must not become one where its pieces meet.
+    return line.raw.strip().replace(b"\r", b" ").replace(b"\n", b" ")
+
 
 MAX_NAMED = 10  # folders
 MANY_GROUPS, FEW_ROWS = 100, 10  # more groups than that, with fewer rows each, are told
@@ -49,17 +153,18 @@ class SplitSummary:
     folder: Path
     manifest: Manifest
     groups: list[RequestGroup]
-    num_bad: int  # lines that hold no request
-    doubles: list[str]  # custom_ids that an earlier line has, each with its line
+    index: LineIndex
 
     def to_text(self) -> str:
         """Return the summary for people."""
+        parts, index = self.manifest.parts, self.index
         num_lines, num_groups = self.manifest.num_lines, len(self.groups)
-        bad = f", {self.num_bad:,} of them no requests" if self.num_bad else ""
+        folders = list(dict.fromkeys(str((self.folder / part.path).parent) for part in parts))
+        bad = f", {index.num_bad:,} of them no requests" if index.num_bad else ""
         lines = [
             f"split     {counted(num_lines, 'line')}{bad}",
-            f"parts     {counted(len(self.manifest.parts), 'file')} for "
-            f"{counted(num_groups, 'set')} of hyperparameters, in {self._folders()}",
+            f"parts     {counted(len(parts), 'file')} for {counted(num_groups, 'set')} of "
+            f"hyperparameters, in {name_few(folders, MAX_NAMED, 'folder')}",
         ]
         if num_groups > max(MANY_GROUPS, num_lines / FEW_ROWS):
             name, count = find_most_varied(self.groups)
@@ -67,21 +172,15 @@ class SplitSummary:
                 f"note      most parts hold few lines: {name} alone has {count:,} values. fminfer "
                 f"run answers {self.manifest.source} without splitting"
             )
-        if self.doubles:
+        if index.doubles:
+            more = index.num_doubles - len(index.doubles)
             lines.append(
-                f"warning   custom_ids of earlier lines come again: {', '.join(self.doubles)}. "
+                f"warning   custom_ids of earlier lines come again: {', '.join(index.doubles)}"
+                f"{f', … ({more:,} more)' if more else ''}. "
                 "A run over the whole file would refuse these lines"
             )
         merge = ["fminfer", "merge", "--input-dir", str(self.folder), "--output", "FILE"]
         return "\n".join([*lines, f"answers   merge them with: {shlex.join(merge)}"])
-
-    def _folders(self) -> str:
-        parts = self.manifest.parts
-        found = list(dict.fromkeys(str((self.folder / part.path).parent) for part in parts))
-        more = len(found) - MAX_NAMED
-        return ", ".join(found[:MAX_NAMED]) + (
-            f" and {counted(more, 'more folder')}" if more > 0 else ""
-        )
 
 
 STAGING = ".split"  # in the output folder while a split is at work; no engine's folder has a dot
@@ -152,10 +251,7 @@ def _split(
     }
     manifest = Manifest(str(source), digest, sizes, num_lines, parts)
     _publish(folder, staging, manifest, old)
-    doubles = index.doubles[:]
-    if more := index.num_doubles - len(doubles):
-        doubles.append(f"… ({more:,} more)")
-    return SplitSummary(folder, manifest, groups.seen, index.num_bad, doubles)
+    return SplitSummary(folder, manifest, groups.seen, index)
 
 
 @contextlib.contextmanager
@@ -225,7 +321,8 @@ def _refuse_several_engines(source: Path, groups: Groups) -> None:
     if len(engines) > 1:
         raise UsageError(
             f"{source} names {len(engines)} engines, whose parts --flat would mix: "
-            f"{_name(sorted(engines))}. Leave out --flat; each engine's parts then have a folder"
+            f"{name_few(sorted(engines), MAX_NAMED_FILES)}. Leave out --flat; each engine's parts "
+            "then have a folder"
         )
 
 
@@ -243,8 +340,8 @@ def _refuse_unknown(folder: Path, old: set[str]) -> None:
         unknown += [file for file in found if file.relative_to(folder).as_posix() not in old]
     if unknown:
         raise UsageError(
-            f"{folder} holds request files that no {MANIFEST} names: {_name(unknown)}. Move them "
-            "away, or give another --output-dir"
+            f"{folder} holds request files that no {MANIFEST} names: "
+            f"{name_few(unknown, MAX_NAMED_FILES)}. Move them away, or give another --output-dir"
         )
 
 
@@ -264,8 +361,9 @@ def _refuse_answered(folder: Path, parts: list[SplitPart], old: set[str]) -> Non
             found.append(left[0])
     if found:
         raise UsageError(
-            f"{folder} holds answers to parts that this split would change: {_name(found)}. Merge "
-            "them (fminfer merge) and remove the folder, or give another --output-dir"
+            f"{folder} holds answers to parts that this split would change: "
+            f"{name_few(found, MAX_NAMED_FILES)}. Merge them (fminfer merge) and remove the "
+            "folder, or give another --output-dir"
         )
 
 
@@ -273,21 +371,15 @@ def _publish(folder: Path, staging: Path, manifest: Manifest, old: set[str]) -> 
     """Move the parts to their places, and remove those of the earlier split that are no more."""
     paths = [part.path for part in manifest.parts]
     stale = sorted(old.difference(paths))
-    write_unfinished(folder, manifest, [*paths, *stale])
+    write_manifest(folder, manifest, unfinished=[*paths, *stale])
     for path in paths:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         os.replace(staging / path, folder / path)
     for path in stale:
         (folder / path).unlink(missing_ok=True)
-        _remove_empty((folder / path).parent, folder)
+        with contextlib.suppress(OSError):  # something is in it, as the manifest is in the last
+            os.removedirs((folder / path).parent)
     write_manifest(folder, manifest)
-
-
-def _remove_empty(path: Path, root: Path) -> None:
-    with contextlib.suppress(OSError):  # something is in it
-        while path != root:
-            path.rmdir()
-            path = path.parent
 
 
 def _signature(path: Path) -> tuple[int, int, int] | None:
@@ -295,10 +387,3 @@ def _signature(path: Path) -> tuple[int, int, int] | None:
         return None
     found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _name(paths: Sequence[object]) -> str:
-    rest = len(paths) - MAX_NAMED_FILES
-    return ", ".join(map(str, paths[:MAX_NAMED_FILES])) + (
-        f" and {rest:,} more" if rest > 0 else ""
-    )

@@ -22,7 +22,7 @@ import fminfer
 from fminfer.cli.app import main
 from fminfer.contract.line import Line
 from fminfer.core.errors import UsageError
-from fminfer.files import pieces, streams
+from fminfer.files import json_values, streams
 from fminfer.files.input_folders import (
     describe_empty,
     describe_left_out,
@@ -105,7 +105,7 @@ def test_bytes_tell_a_files_form_and_not_its_name(tmp_path: Path, name: str, dat
     assert values(path) == [(1, json.loads(ROW)), (2, json.loads(ROW))]
     assert answers_path(path).name == "output_a.jsonl"
     summary = split_file(path, tmp_path / "parts", SplitOptions(1, 100))
-    assert summary.manifest.num_lines == 2 and not summary.num_bad
+    assert summary.manifest.num_lines == 2 and not summary.index.num_bad
 
 
 @pytest.mark.parametrize("size", [1, 100_000], ids=["short", "long"])
@@ -395,7 +395,7 @@ def test_a_giant_line_is_not_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """One line of 200 MB, in 194 KB of gzip, took 5.6 GB and wrote 1.2 GB of errors."""
-    monkeypatch.setattr(pieces, "MAX_VALUE_BYTES", 300_000)
+    monkeypatch.setattr(json_values, "MAX_VALUE_BYTES", 300_000)
     giant = b'{"prompt": "' + b"\x01" * 5_000_000 + b'"}'
     data = b'{"a":1}\n' + giant + b'\n{"a":3}\n'
     if name == "b.json":

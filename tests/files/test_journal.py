@@ -80,7 +80,7 @@ def test_rows_are_kept_byte_for_byte(tmp_path: Path) -> None:
     assert [n for n in range(9) if n in journal] == [1, 4, 5]
     assert list(journal.rows()) == sorted(rows, key=lambda each: each.number)
     kept = journal.kept
-    assert (kept.num_answers, kept.num_errors, kept.tokens) == (2, 1, [10, 0, 6])
+    assert (kept.num_completed, kept.num_failed, kept.tokens) == (2, 1, (10, 0, 6))
     assert journal.is_of(4, 4 * 77) and not journal.is_of(4, 5)
     journal.close()
 

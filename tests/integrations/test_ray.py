@@ -220,7 +220,7 @@ def test_a_line_that_is_too_long_is_out_of_range_as_in_a_run(
     stage: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its code was invalid_json; a row whose own line was as long was parsed and answered."""
-    monkeypatch.setattr("fminfer.files.pieces.MAX_VALUE_BYTES", 500)
+    monkeypatch.setattr("fminfer.files.json_values.MAX_VALUE_BYTES", 500)
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "A" * 600, "max_tokens": 1}) + "\n")
     (table,) = _read_files(pyarrow.table({"path": [str(tmp_path / "a.jsonl")]}))
     for batch in (table, pyarrow.table({"line": [(tmp_path / "a.jsonl").read_bytes().strip()]})):

@@ -24,7 +24,7 @@ from fminfer.files.status_file import read_status
 from fminfer.files.streams import digest_of, find_zstd
 from fminfer.job.file_job import _lines
 from fminfer.job.journaled_input import JournaledInput
-from fminfer.job.shared_folder import SharedFiles, share_files
+from fminfer.job.shared_folder import SharedFiles
 from fminfer.machine.stopper import Stopper
 from tests.shards.answer_shards import share
 
@@ -138,12 +138,8 @@ def test_a_file_of_a_folder_edited_while_it_was_answered_is_not_taken_for_comple
     path.write_bytes(rows("old"))
 
     def look() -> SharedFiles:
-        files = share_files(
-            lambda: Plan([path], [output]),
-            {"seed": "1"},
-            model="m",
-            restart=False,
-            is_watching=False,
+        files = SharedFiles(
+            lambda: Plan([path], [output]), RunTerms("m", {"seed": "1"}), is_watching=False
         )
         files.look()
         return files

@@ -23,11 +23,12 @@ from fminfer.files.completed import is_complete
 from fminfer.files.journal import journal_path
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.output_paths import Plan
+from fminfer.files.run_terms import RunTerms
 from fminfer.files.status_file import read_status, status_path
 from fminfer.job import journaled_input
 from fminfer.job.overview import look_over
 from fminfer.job.run_summary import JobSummary
-from fminfer.job.shared_folder import share_files
+from fminfer.job.shared_folder import SharedFiles
 from fminfer.plan.opening import open_model
 from fminfer.runtime.build.assembly import line_counting
 from fminfer.runtime.lines.runner import LOOKAHEAD
@@ -312,9 +313,7 @@ def test_other_settings_are_refused_by_name(
     run_files(engine, [source], [output])
     write(source, [ANCHOR, ANCHOR])
     with pytest.raises(UsageError, match="--seed was not given, is 5"):
-        open_files(
-            *([source], [output], {"--seed": "5"}), model="m", restart=False, count_lines=counting
-        )
+        open_files([source], [output], RunTerms("m", {"--seed": "5"}, count_lines=counting))
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
@@ -551,7 +550,6 @@ def test_two_runs_on_one_grown_file(
     engine: fminfer.Engine, counting: CountLines, tmp_path: Path
 ) -> None:
     """The second waits for nothing: it is refused while the first holds the file."""
-    from fminfer.files.run_terms import RunTerms
     from fminfer.job.journaled_input import JournaledInput
 
     source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
@@ -575,7 +573,6 @@ def test_a_run_that_begins_anew_in_between(
     engine: fminfer.Engine, counting: CountLines, tmp_path: Path
 ) -> None:
     """Its journal has other rows than those that were taken, and as many."""
-    from fminfer.files.run_terms import RunTerms
     from fminfer.job.journaled_input import JournaledInput
 
     source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
@@ -604,13 +601,10 @@ def test_a_folder_whose_files_grow(
         write(source, [ANCHOR])
 
     def share() -> JobSummary:
-        files = share_files(
+        files = SharedFiles(
             lambda: Plan(sources, outputs),
-            {},
-            model="m",
-            restart=False,
+            RunTerms("m", {}, count_lines=counting),
             is_watching=False,
-            count_lines=counting,
         )
         is_left = files.look()
         summary = JobSummary("m", "float32", sources, outputs)

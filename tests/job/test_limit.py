@@ -10,15 +10,16 @@ import pytest
 from fminfer.core.errors import UsageError
 from fminfer.files.journal import journal_path
 from fminfer.files.output_paths import Plan
+from fminfer.files.run_terms import RunTerms
 from fminfer.files.status_file import read_status
 from fminfer.job.journaled_input import JournaledInput
 from fminfer.job.named_files import open_files
-from fminfer.job.shared_folder import share_files
+from fminfer.job.shared_folder import SharedFiles
 from tests.job.test_try_again import ALL, LASTING, answer, read, record_of, write_input
 
 
 def open_limited(source: Path, output: Path, limit: int | None) -> JournaledInput:
-    files = open_files([source], [output], {}, model="m", restart=False, limit=limit)
+    files = open_files([source], [output], RunTerms("m", {}, limit=limit))
     (file,) = files.files
     assert isinstance(file, JournaledInput)
     return file
@@ -97,13 +98,8 @@ def test_it_is_noticed_once_a_packed_file_is_read(tmp_path: Path) -> None:
 def test_files_of_a_folder_are_limited_each(tmp_path: Path) -> None:
     source, output = write_input(tmp_path)
     for limit, expected in ((2, [1, 2]), (2, None), (4, [4, 5])):
-        shared = share_files(
-            lambda: Plan([source], [output]),
-            {},
-            model="m",
-            restart=False,
-            is_watching=False,
-            limit=limit,
+        shared = SharedFiles(
+            lambda: Plan([source], [output]), RunTerms("m", {}, limit=limit), is_watching=False
         )
         is_left = shared.look()
         assert is_left == (expected is not None)

@@ -15,6 +15,7 @@ import fminfer
 from fminfer.core.errors import StoppedError
 from fminfer.files.row_counts import Counts
 from fminfer.files.run_facts import MAX_RUNS, RunFacts, RunHistory, runs_in
+from fminfer.files.run_terms import RunTerms
 from fminfer.files.status_file import StatusFile, read_status, status_path
 from fminfer.files.time_line import MAX_POINTS, Point, TimeLine, read_time_line
 from fminfer.job.file_job import run_job
@@ -54,7 +55,7 @@ def answer(
 ) -> JobSummary:
     """Answer a file as a run of its own."""
     facts = RunFacts(place={"device": "cpu", "ready_s": 1.5})
-    files = open_files([source], [output], {}, model="m", restart=restart, facts=facts)
+    files = open_files([source], [output], RunTerms("m", {}, restart=restart, facts=facts))
     summary = JobSummary("m", "float32", [source], [output])
     return run_job(engine, files, summary, is_quiet=True, run_facts=facts)
 
@@ -143,7 +144,7 @@ def test_files_of_one_run_share_its_time_line(engine: fminfer.Engine, tmp_path: 
     sources = [write_rows(tmp_path / f"{name}.jsonl", 12) for name in "ab"]
     outputs = [tmp_path / f"out_{name}.jsonl" for name in "ab"]
     facts = RunFacts()
-    files = open_files(sources, outputs, {}, model="m", restart=False, facts=facts)
+    files = open_files(sources, outputs, RunTerms("m", {}, facts=facts))
     summary = JobSummary("m", "float32", sources, outputs)
     run_job(engine, files, summary, is_quiet=True, run_facts=facts)
     (run,) = find_runs([open_output(output) for output in outputs])

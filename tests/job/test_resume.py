@@ -22,6 +22,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import StoppedError, UsageError
 from fminfer.files.journal import Journal, journal_path
 from fminfer.files.journal_rows import Row
+from fminfer.files.run_terms import RunTerms
 from fminfer.files.streams import STDIN
 from fminfer.job.file_job import run_job
 from fminfer.job.named_files import open_files
@@ -203,11 +204,11 @@ def test_an_input_that_changed_is_refused(engine: fminfer.Engine, tmp_path: Path
     source.write_text(text)
     summary = run_files(engine, [source], [output])
     assert (summary.num_rows, summary.num_kept_rows) == (4, 5)
-    files = open_files([source], [output], {}, model="m", restart=False)
+    files = open_files([source], [output], RunTerms("m", {}))
     again = run_job(None, files, JobSummary("m", "d", [source], [output]), is_quiet=True)
     assert (again.num_rows, again.num_kept_rows) == (0, 9) and "9 kept" in again.to_text()
     with pytest.raises(UsageError, match="--seed was not given, is 5"):
-        open_files([source], [output], {"--seed": "5"}, model="m", restart=False)
+        open_files([source], [output], RunTerms("m", {"--seed": "5"}))
 
 
 def test_lines_of_stdin_are_compared_one_by_one(
@@ -318,14 +319,14 @@ def test_a_run_that_was_killed_while_it_finished_needs_no_model(
     run_files(engine, [source], [output])
     output.rename(tmp_path / "answers")
     records = (tmp_path / "answers").read_bytes().splitlines()
-    files = open_files([source], [tmp_path / "other.jsonl"], {}, model="m", restart=False)
+    files = open_files([source], [tmp_path / "other.jsonl"], RunTerms("m", {}))
     fingerprint = files.files[0]._fingerprint  # type: ignore[union-attr]
     journal = Journal(output, fingerprint)
     for number, record in enumerate(records, 1):
         journal.append(Row(number, False, (1, 0, 2), 0, record))
     journal.close()
     (tmp_path / "out.jsonl.ordered").write_bytes(records[0][:9])
-    files = open_files([source], [output], {}, model="m", restart=False)
+    files = open_files([source], [output], RunTerms("m", {}))
     assert files.is_finished
     assert output.read_bytes() == (tmp_path / "answers").read_bytes()
     assert not (tmp_path / "out.jsonl.ordered").exists()

@@ -15,6 +15,7 @@ from fminfer.files.hold import Hold
 from fminfer.files.input_file import InputFile
 from fminfer.files.output_paths import STDOUT, plan_outputs
 from fminfer.files.row_counts import Counts, RowCounts
+from fminfer.files.run_terms import RunTerms
 from fminfer.files.status_file import StatusFile, read_status
 from fminfer.job.named_files import NamedFiles, open_files
 from fminfer.job.run_inputs import RunInputs
@@ -91,7 +92,7 @@ def test_an_input_file_knows_when_all_is_answered(
 
 def test_counts_tell_own_rows_from_those_of_others() -> None:
     counts = Counts(num_rows=9)
-    counts.start_from(2, 1, [6, 0, 4])
+    counts.start_from(Counts(0, 2, 1, 6, 0, 4))
     counts.add(is_error=False, tokens=(3, 1, 2))
     counts.add(is_error=True, tokens=(0, 0, 0))
     assert (counts.done, counts.kept, counts.own) == (
@@ -100,7 +101,7 @@ def test_counts_tell_own_rows_from_those_of_others() -> None:
         RowCounts(2, 1),
     )
     assert (counts.input_tokens, counts.cached_tokens, counts.output_tokens) == (9, 1, 6)
-    counts.see_completed(9, 7, 2)
+    counts.see_completed(Counts(9, 7, 2))
     assert (counts.done, counts.kept, counts.own) == (
         RowCounts(9, 2),
         RowCounts(7, 1),
@@ -131,14 +132,14 @@ def test_what_is_complete_says_which_run_made_it(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nothing tells which run wrote it"):
         require_completed(output, Path("in.jsonl"), FINGERPRINT)
     counts = Counts(3)
-    counts.start_from(2, 1, (0, 0, 0))
+    counts.start_from(Counts(0, 2, 1))
     status = StatusFile(Path("in.jsonl"), output, "m", FINGERPRINT, counts, limit=3)
     status.input_changed_ns = 7
     status.move("in_progress")
     assert find_completed(output) is None
     status.move("completed")
     found = require_completed(output, Path("in.jsonl"), FINGERPRINT)
-    assert (found.num_rows, found.done, found.limit) == (3, RowCounts(3, 1), 3)
+    assert (found.counts.num_rows, found.counts.done, found.limit) == (3, RowCounts(3, 1), 3)
     assert found.is_of_input_changed_at(7) and not found.is_of_input_changed_at(8)
     assert [found.leaves_rows(limit, 0.0) for limit in (2, 3, 4, None)] == [
         False,
@@ -161,7 +162,7 @@ def test_named_and_shared_files_are_inputs_of_one_kind(tmp_path: Path, kind: str
     output = tmp_path / "output_a.jsonl"
     inputs: RunInputs
     if kind == "named":
-        inputs = open_files([path], [output], {}, model="none", restart=False)
+        inputs = open_files([path], [output], RunTerms("none", {}))
     else:
         inputs = shared = share(tmp_path)
         assert shared.look()
@@ -190,7 +191,7 @@ def test_named_and_shared_files_are_inputs_of_one_kind(tmp_path: Path, kind: str
 def test_of_a_stream_the_next_run_keeps_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "x"}\n')
-    files = open_files([path], [STDOUT], {}, model="none", restart=False)
+    files = open_files([path], [STDOUT], RunTerms("none", {}))
     assert files.num_saved_rows is None and files.num_rows == 1 and not files.is_finished
 
 

@@ -24,13 +24,14 @@ from fminfer.files import claims as claims_module
 from fminfer.files.claims import BEAT_S, STALE_S, TRUSTED_S, Claims, look_at, remove_dead
 from fminfer.files.output_paths import Plan, plan_outputs
 from fminfer.files.row_counts import RowCounts
+from fminfer.files.run_terms import RunTerms
 from fminfer.files.status_file import read_status
 from fminfer.job import shared_folder
 from fminfer.job.file_job import run_job
 from fminfer.job.journaled_input import JournaledInput
 from fminfer.job.named_files import open_files
 from fminfer.job.run_summary import JobSummary
-from fminfer.job.shared_folder import SharedFiles, share_files
+from fminfer.job.shared_folder import SharedFiles
 from tests.shards import answer_shards
 from tests.shards.answer_shards import share
 
@@ -331,7 +332,7 @@ def test_a_named_file_that_another_run_has_completed_is_done(tmp_path: Path, fai
     """It was told as taken over and to be run again, with status 2, though it was complete."""
     (path,) = write_shards(tmp_path / "in", 1)
     output = plan_outputs([path], None)[0]
-    files = open_files([path], [output], {}, model="none", restart=False)
+    files = open_files([path], [output], RunTerms("none", {}))
     (file,) = files.files
     assert isinstance(file, JournaledInput)
     lines = list(file.lines(lambda line: None))
@@ -406,7 +407,7 @@ def test_rows_of_a_file_that_is_taken_again_are_counted_once(
 def test_a_named_file_that_was_lost_is_told(tmp_path: Path) -> None:
     (path,) = write_shards(tmp_path / "in", 1)
     output = plan_outputs([path], None)[0]
-    files = open_files([path], [output], {}, model="m", restart=False)
+    files = open_files([path], [output], RunTerms("m", {}))
     (file,) = files.files
     assert isinstance(file, JournaledInput)
     lines = list(file.lines(lambda line: None))
@@ -529,9 +530,7 @@ def test_a_run_with_an_engine(tmp_path: Path) -> None:
     assert other is not None
 
     def run() -> JobSummary:
-        inputs = share_files(
-            lambda: Plan(paths, outputs), {}, model="m", restart=False, is_watching=False
-        )
+        inputs = SharedFiles(lambda: Plan(paths, outputs), RunTerms("m", {}), is_watching=False)
         inputs.look()
         return run_job(engine, inputs, JobSummary("m", "d", paths, outputs), is_quiet=True)
 

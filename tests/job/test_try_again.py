@@ -25,12 +25,13 @@ from fminfer.files.ordered_output import draft_path, errors_path
 from fminfer.files.output_paths import Plan
 from fminfer.files.reopening import is_retryable
 from fminfer.files.row_counts import RowCounts
+from fminfer.files.run_terms import RunTerms
 from fminfer.files.status_file import read_status, status_path
 from fminfer.job import journaled_input
 from fminfer.job.journaled_input import JournaledInput
 from fminfer.job.named_files import NamedFiles, open_files
 from fminfer.job.overview import look_over
-from fminfer.job.shared_folder import share_files
+from fminfer.job.shared_folder import SharedFiles
 from tests.conftest import run_files
 from tests.files.test_journal import kill_at
 
@@ -75,7 +76,7 @@ def answer(file: JournaledInput, codes: dict[int, ErrorCode]) -> list[int]:
 
 
 def open_one(source: Path, output: Path, seed: int = 0) -> JournaledInput:
-    files = open_files([source], [output], {"--seed": str(seed)}, model="m", restart=False)
+    files = open_files([source], [output], RunTerms("m", {"--seed": str(seed)}))
     (file,) = files.files
     assert isinstance(files, NamedFiles) and isinstance(file, JournaledInput)
     return file
@@ -83,7 +84,7 @@ def open_one(source: Path, output: Path, seed: int = 0) -> JournaledInput:
 
 def open_shared(source: Path, output: Path) -> JournaledInput | None:
     plan, fingerprint = Plan([source], [output]), {"--seed": "0"}
-    files = share_files(lambda: plan, fingerprint, model="m", restart=False, is_watching=False)
+    files = SharedFiles(lambda: plan, RunTerms("m", fingerprint), is_watching=False)
     return next(iter(files.turns()), None) if files.look() else None
 
 
@@ -363,9 +364,7 @@ def test_runs_over_one_folder_try_them_once_each(tmp_path: Path) -> None:
     output = source.with_name("output_in.jsonl")
 
     def share() -> Any:
-        return share_files(
-            lambda: Plan([source], [output]), {}, model="m", restart=False, is_watching=False
-        )
+        return SharedFiles(lambda: Plan([source], [output]), RunTerms("m", {}), is_watching=False)
 
     first, beside = share(), share()
     assert first.look()

@@ -17,8 +17,9 @@ from fminfer.contract.record import Record
 from fminfer.core.errors import StoppedError
 from fminfer.files.input_folders import find_inputs
 from fminfer.files.output_paths import Plan, plan_each
+from fminfer.files.run_terms import RunTerms
 from fminfer.job.journaled_input import JournaledInput
-from fminfer.job.shared_folder import SharedFiles, share_files
+from fminfer.job.shared_folder import SharedFiles
 
 PAUSE_S = 0.03  # at most, before a row
 
@@ -33,7 +34,7 @@ def share(
     def find() -> Plan:
         return plan_each(find_inputs([folder], may_be_empty=True), output)
 
-    return share_files(find, {}, model="none", restart=restart, is_watching=is_watching)
+    return SharedFiles(find, RunTerms("none", {}, restart=restart), is_watching=is_watching)
 
 
 def answer_all(file: JournaledInput, lines: Iterable[Line] | None = None) -> None:

@@ -26,6 +26,7 @@ from fminfer.contract.request import SamplingParams
 from fminfer.core.errors import DamagedInputError, FminferError, OutputError, UsageError
 from fminfer.files.input_folders import find_inputs
 from fminfer.files.line_reader import read_lines
+from fminfer.files.split_folders import find_num_equal
 from fminfer.files.streams import digest_of, find_zstd
 from fminfer.split import splitting as split_parts
 from fminfer.split.grouping import find_hyperparameters, find_length
@@ -254,6 +255,15 @@ def test_shapes_are_told_apart(tmp_path: Path) -> None:
     ]
 
 
+def test_equal_lines_are_known_whatever_their_fields_hold(tmp_path: Path) -> None:
+    """Half a surrogate pair in a field hid them from the run: its lines drew alike."""
+    source = tmp_path / "all.jsonl"
+    source.write_text('{"prompt": "a", "note": "\\ud800", "max_tokens": 100}\n' * 3)
+    split(source, tmp_path / "parts", chunk=200)
+    found = [find_num_equal(tmp_path / "parts" / name) for name in parts_of(tmp_path / "parts")]
+    assert [list(each or ()) for each in found] == [[0, 1], [2]]
+
+
 def gz(data: bytes) -> bytes:
     return gzip.compress(data)
 
@@ -434,11 +444,15 @@ def test_killed_anywhere_and_repeated(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_an_unfinished_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise Killed
+    real = split_parts.write_manifest
+
+    def fail_if_complete(*given: Any, **named: Any) -> None:
+        if not named:
+            raise Killed
+        real(*given, **named)
 
     source = write(tmp_path, {"prompt": "1"})
-    monkeypatch.setattr(split_parts, "write_manifest", fail)
+    monkeypatch.setattr(split_parts, "write_manifest", fail_if_complete)
     with pytest.raises(Killed):
         split(source, tmp_path / "parts")
     assert read_paths(tmp_path / "parts") == {"default/request_0.jsonl"}

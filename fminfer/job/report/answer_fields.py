@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import orjson
+from fminfer.contract.record_parts import load_record
 
 Shape = Literal["bare", "wrapped", "batch"]
 # What a record raises that has the names of a record, and other values.
@@ -45,13 +44,8 @@ class AnswerFields:
 def read_answer(raw: bytes) -> AnswerFields | None:
     """Read a record of an output or of an errors file; None: it is none."""
     try:
-        fields = orjson.loads(raw)
-    except orjson.JSONDecodeError:
-        try:
-            fields = json.loads(raw)  # which takes lone surrogates
-        except (ValueError, RecursionError):
-            return None
-    if not isinstance(fields, dict):
+        fields = load_record(raw)
+    except (ValueError, RecursionError):
         return None
     found = _from_batch(fields) if "response" in fields else _from_result(fields)
     if found is None or (found.error is None and not _are_choices(found.choices)):

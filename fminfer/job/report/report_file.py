@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -10,10 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from fminfer.contract.envelope import open_envelope, tell_shape
 from fminfer.contract.record import make_id
+from fminfer.contract.record_parts import load_record
 from fminfer.core.errors import FminferError, OutputError
 from fminfer.core.quantities import counted
 from fminfer.files.disk import replacing
@@ -102,13 +100,10 @@ class InputRequests:
 def _fields_of(raw: bytes) -> dict[str, Any]:
     """Return the fields of a Batch line; of any other line, none."""
     try:
-        fields = orjson.loads(raw)
-    except orjson.JSONDecodeError:
-        try:
-            fields = json.loads(raw)  # which takes lone surrogates
-        except (ValueError, RecursionError):
-            return {}
-    return fields if isinstance(fields, dict) and tell_shape(fields) == "batch" else {}
+        fields = load_record(raw)
+    except (ValueError, RecursionError):
+        return {}
+    return fields if tell_shape(fields) == "batch" else {}
 
 
 def wanted_ids(scan: Scan, answers: dict[int, dict[str, str]]) -> dict[int, dict[str, str]]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fminfer.core.quantities import counted, show_seconds
+from fminfer.core.quantities import counted, name_few, show_seconds
 from fminfer.files.run_facts import runs_in
 from fminfer.job.report.charts import make_table, show_exactly, show_number
 from fminfer.job.report.plain_text import escape, shorten
@@ -73,7 +73,7 @@ def find_notes(outputs: Sequence[ToldOutput], scan: Scan, runs: Sequence[ToldRun
     without = [each.path.name for each in outputs if each.status is None]
     if without:
         notes.append(
-            f"{_name_some(without)}: there is no status file, as after a download. So the model, "
+            f"{name_few(without, 5)}: there is no status file, as after a download. So the model, "
             "the input, the settings and the speed are not known."
         )
     if not runs and len(without) < len(outputs):
@@ -84,7 +84,7 @@ def find_notes(outputs: Sequence[ToldOutput], scan: Scan, runs: Sequence[ToldRun
         )
     untimed = [each.path.name for each in outputs if not runs_in(each.status)]
     if runs and untimed:
-        notes.append(f"{_name_some(untimed)}: no run has left its times in a status file.")
+        notes.append(f"{name_few(untimed, 5)}: no run has left its times in a status file.")
     num_before = sum(run.num_before for run in runs)
     if num_before:
         notes.append(f"{counted(num_before, 'earlier run')} took part, whose times are not kept.")
@@ -99,11 +99,6 @@ def find_notes(outputs: Sequence[ToldOutput], scan: Scan, runs: Sequence[ToldRun
             "(--on-too-long)."
         )
     return notes
-
-
-def _name_some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
 
 
 def make_asked(outputs: Sequence[ToldOutput], scan: Scan, runs: Sequence[ToldRun]) -> str:
@@ -123,7 +118,7 @@ def make_asked(outputs: Sequence[ToldOutput], scan: Scan, runs: Sequence[ToldRun
         facts.append(("Run", f"{began}, {tell_times(run)}"))
     sources = [str(each.source) for each in outputs if each.source is not None]
     if sources:
-        facts.append(("Inputs" if len(sources) > 1 else "Input", _name_some(sources)))
+        facts.append(("Inputs" if len(sources) > 1 else "Input", name_few(sources, 5)))
     facts.append(("Requests", _describe_requests(whole)))
     settings = _settings(terms, runs)
     if settings:

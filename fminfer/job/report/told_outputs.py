@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.core.errors import UsageError
-from fminfer.files.edits import Edit, find_edit_of_complete
+from fminfer.files.edits import Edit, find_edit
 from fminfer.files.input_folders import holds_answers, holds_requests
 from fminfer.files.journal import journal_path
 from fminfer.files.line_reader import ENDINGS
@@ -34,7 +34,7 @@ class ToldOutput:
         """Return which of its files is not as it was written; None: nothing is known of that."""
         if self.is_unfinished or not self.path.exists():
             return None
-        return find_edit_of_complete(self.path, seals_of(self.status or {}))
+        return find_edit(self.path, seals_of(self.status or {}))
 
     @property
     def files(self) -> list[Path]:

@@ -5,15 +5,13 @@ A message is JSON that says what it is, and after it the bytes that it holds, as
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from dataclasses import dataclass, field, fields, is_dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-import orjson
-
+from fminfer.contract.json_object import dump, load
 from fminfer.contract.request import SamplingParams
 from fminfer.contract.vector_wish import VectorFacts, VectorWish
 from fminfer.core.config import Constraint
@@ -116,7 +114,7 @@ def encode(what: object) -> bytes:
     """Return a message's bytes."""
     parts: list[bytes] = []
     value = _plain(what, parts)
-    head = _dumps([value, [len(part) for part in parts]])
+    head = dump([value, [len(part) for part in parts]])
     return b"".join((struct.pack("<I", len(head)), head, *parts))
 
 
@@ -124,7 +122,7 @@ def decode(data: bytes) -> Any:
     """Return what `encode` was given."""
     (size,) = struct.unpack_from("<I", data)
     start = 4 + size
-    value, sizes = _loads(data[4:start])
+    value, sizes = load(data[4:start])
     parts = []
     for length in sizes:
         parts.append(data[start : start + length])
@@ -144,7 +142,7 @@ def _plain(value: object, parts: list[bytes]) -> object:
     if isinstance(value, RequestError):
         return ["error", *value.__reduce__()[1]]
     if isinstance(value, list) and len(value) > 8 and all(type(each) is int for each in value):
-        parts.append(_dumps(value))  # token ids
+        parts.append(dump(value))  # token ids
         return ["json", len(parts) - 1]
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
@@ -152,7 +150,7 @@ def _plain(value: object, parts: list[bytes]) -> object:
     if isinstance(value, dict):
         if any(isinstance(each, bytes) for each in value.values()):
             return ["dict", [[name, _plain(each, parts)] for name, each in value.items()]]
-        parts.append(_dumps(value))  # an answer, or counts: JSON already
+        parts.append(dump(value))  # an answer, or counts: JSON already
         return ["json", len(parts) - 1]
     name = type(value).__name__
     assert is_dataclass(value) and name in _CLASSES, f"{name} does not travel"
@@ -169,7 +167,7 @@ def _restored(value: Any, parts: list[bytes]) -> Any:
         case "bytes":
             return parts[rest[0]]
         case "json":
-            return _loads(parts[rest[0]])
+            return load(parts[rest[0]])
         case "error":
             return RequestError(*rest)
         case "dict":
@@ -182,17 +180,3 @@ def _restored(value: Any, parts: list[bytes]) -> Any:
     names = [field.name for field in fields(cls)]
     values = [_restored(each, parts) for each in rest[1:]]
     return cls(**dict(zip(names, values, strict=True)))
-
-
-def _dumps(value: object) -> bytes:
-    try:
-        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)  # vectors
-    except (orjson.JSONEncodeError, TypeError):  # half a surrogate pair, or a very large number
-        return json.dumps(value).encode()
-
-
-def _loads(data: bytes) -> Any:
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError:
-        return json.loads(data)

@@ -255,7 +255,7 @@ class BatchRun:
 
     def _complete(self, completed: CompletedOutput) -> None:
         """Publish an output that is there."""
-        if not completed.num_rows:
+        if not completed.counts.num_rows:
             self._fail(EMPTY)
             return
         self._publish("completed", _progress_of(completed))
@@ -345,17 +345,14 @@ def _finalizing(batch: StoredBatch) -> StoredBatch:
 
 
 def _progress(counts: Counts) -> Progress:
-    return Progress(
-        *(counts.num_rows, counts.num_completed, counts.num_failed),
-        *(counts.input_tokens, counts.cached_tokens, counts.output_tokens),
-    )
+    return Progress(counts.num_rows, counts.num_completed, counts.num_failed, *counts.tokens)
 
 
 def _progress_of(completed: CompletedOutput) -> Progress:
     """Return what a complete output's status file says."""
-    usage = completed.status["usage"]
+    counts, usage = completed.counts, completed.status["usage"]
     return Progress(
-        *(completed.num_rows, completed.num_completed, completed.num_failed),
+        *(counts.num_rows, counts.num_completed, counts.num_failed),
         *(usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]),
         usage["output_tokens"],
     )

@@ -9,11 +9,9 @@ from fminfer.contract.envelope import find_custom_id, open_envelope
 from fminfer.contract.json_object import dump
 from fminfer.contract.line import Line
 from fminfer.contract.record import make_id
-from fminfer.files.disk import NEW
-from fminfer.files.file_names import beside
+from fminfer.files.disk import NEW, beside
 from fminfer.files.journal import Journal, journal_path
-from fminfer.files.journal_head import Fingerprint, read_fingerprint
-from fminfer.files.journal_rows import Row
+from fminfer.files.journal_rows import Fingerprint, Row, read_fingerprint
 from fminfer.files.line_reader import read_lines
 from fminfer.files.ordered_output import put_in_order
 from fminfer.files.status_file import status_path
@@ -53,7 +51,7 @@ def end_early(output: Path, source: Path | None, total: int) -> Progress:
 def progress_of(journal: Journal, total: int) -> Progress:
     """Count the rows of a journal."""
     kept = journal.kept
-    return Progress(max(total, journal.num_rows), kept.num_answers, kept.num_errors, *kept.tokens)
+    return Progress(max(total, journal.num_rows), kept.num_completed, kept.num_failed, *kept.tokens)
 
 
 def count_kept(output: Path, total: int) -> Progress | None:
@@ -100,7 +98,7 @@ def _add_expired(journal: Journal, source: Path) -> int:
         if line.number not in journal:
             row = Row(line.number, True, (0, 0, 0), zlib.crc32(line.raw), _expired_record(line))
             journal.append(row)
-            journal.kept.add(row)
+            journal.kept.add(is_error=True, tokens=row.tokens)
     return num_lines
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fminfer.core.errors import FminferError, InUseError, MachineError, UsageError
 from fminfer.files.journal import journal_path
-from fminfer.files.journal_head import INPUT, Fingerprint, read_fingerprint, show_changes
+from fminfer.files.journal_rows import INPUT, Fingerprint, read_fingerprint, show_changes
 from fminfer.server.batches.stored_batches import StoredBatch, Trouble
 
 LATER = "Finished lines are kept, and the server tries again by itself"
