@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from fminfer.cli.config_file import NOTICES, ConfiguredCommand, tell_notices
-from fminfer.cli.config_aliases import OLD_SERVE_OPTIONS, translate_old_flags
+from fminfer.cli.config_keys import OLD_SERVE_OPTIONS, translate_old_flags
 from fminfer.cli.ending import Ending
 from fminfer.cli.options.flags import flags_of
 from fminfer.cli.process_start import importing_engine, starting_process
