@@ -73,18 +73,15 @@ def _read_bytes(file: str, name: str) -> int | None:
 def _left_in_groups() -> Iterator[int]:
     """Give what each control group of this process with a limit, and each above it, has left."""
     for folder, version in group_folders("memory"):
+        limit, used, prefix = NAMES[version]
+        cached = [f"{prefix}{name}" for name in CACHED]
         with suppress(OSError, ValueError):  # "max": no limit
-            yield _left_in(folder, *NAMES[version])
-
-
-def _left_in(folder: Path, limit: str, used: str, prefix: str) -> int:
-    left = int((folder / limit).read_text()) - int((folder / used).read_text())
-    cached = [f"{prefix}{name}" for name in CACHED]
-    with suppress(OSError):  # not told: then files count as used
-        for line in (folder / "memory.stat").read_text().splitlines():
-            name, count = line.split()[:2]
-            left += int(count) * (name in cached)
-    return left
+            left = int((folder / limit).read_text()) - int((folder / used).read_text())
+            with suppress(OSError):  # not told: then files count as used
+                for line in (folder / "memory.stat").read_text().splitlines():
+                    name, count = line.split()[:2]
+                    left += int(count) * (name in cached)
+            yield left
 
 
 def use_small_pages(address: int, num_bytes: int) -> None:

@@ -77,10 +77,6 @@ def is_repeat(number: int, since_s: float) -> bool:
     return number in WARNINGS or since_s < least_s
 
 
-def _end_process(reason: StoppedError) -> None:
-    os._exit(1)
-
-
 class Stopper:
     """Hears that a run is to stop, and tells it.
 
@@ -98,7 +94,7 @@ class Stopper:
         grace_s: float,
         *,
         is_quiet: bool = True,
-        end: Callable[[StoppedError], None] = _end_process,
+        end: Callable[[StoppedError], None] = lambda reason: os._exit(1),
     ) -> None:
         self.grace_s = grace_s
         self._is_quiet = is_quiet
