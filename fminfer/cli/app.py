@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from fminfer.cli.families_command import families
 from fminfer.cli.foreign_names import say_of_command, say_of_option
 from fminfer.cli.options.flags import flags_of
 from fminfer.cli.options.value_types import PathOrUrl
-from fminfer.cli.process_start import elapsed_s, importing_engine, start_children
+from fminfer.cli.process_start import elapsed_s, importing_engine, starting_process
 from fminfer.cli.quantize_command import quantize
 from fminfer.cli.report_command import report
 from fminfer.cli.serve_command import serve, service
@@ -35,10 +36,10 @@ from fminfer.core.option import take
 from fminfer.core.version import __version__
 from fminfer.files.cache_place import KeptAnswers
 from fminfer.files.storage import Location, RemoteFolders, default_work_dir
-from fminfer.job.run_paths import JobOptions, JobPaths, refuse_other_models
+from fminfer.job.run_paths import JobOptions, JobPaths, RunContext, refuse_other_models
 from fminfer.job.synthetic import NUM_BATCHES, Hyperparameters, Synthetic
 from fminfer.machine.processor import cap_libraries
-from fminfer.machine.stopper import ProcessOptions, Stopper, check_times
+from fminfer.machine.stopper import ProcessOptions, check_times
 from fminfer.pipeline.ranks import RankConfig
 from fminfer.runtime.launch.role import Role, find_role
 
@@ -131,8 +132,8 @@ def run(paths: tuple[Location, ...], **options: Any) -> None:
     older one would.
     """
     process, flags = take(ProcessOptions, options), take(Hyperparameters, options)
-    ending, is_quiet = Ending(is_verbose=process.is_verbose), process.is_quiet
-    stopper = Stopper(process.grace_s, is_quiet=is_quiet, end=ending.stop)
+    is_quiet = process.is_quiet
+    ending = Ending(process.grace_s, is_quiet=is_quiet, is_verbose=process.is_verbose)
     try:
         asked, named = take(JobOptions, options), infer_data_of(os.environ)
         given = [*asked.infer_data, *paths]
@@ -159,7 +160,7 @@ def run(paths: tuple[Location, ...], **options: Any) -> None:
             config = replace(config, request_args=flags.request_fields)
         check_times(process.grace_s, job.deadline_s)
         if job.deadline_s is not None:
-            stopper.set_deadline(time.monotonic() + job.deadline_s - elapsed_s())
+            ending.stopper.deadline_s = time.monotonic() + job.deadline_s - elapsed_s()
         role = find_role(ranks, os.environ)
         if role.is_first:
             tell_notices(is_quiet=is_quiet)
@@ -167,9 +168,9 @@ def run(paths: tuple[Location, ...], **options: Any) -> None:
             click.echo(f"Answering {named}, which is in this job's name.", err=True)
         if files and role.is_first and not is_quiet:
             _tell_ignored(flags)
-        status = _run(job, config, role, stopper, ending)
+        status = _run(job, config, role, ending)
     except (Exception, KeyboardInterrupt) as error:
-        ending.fail(error, stopper.reason)
+        ending.fail(error)
     sys.exit(status)
 
 
@@ -193,29 +194,18 @@ def _make_up(
     return replace(job, synthetic=synthetic), replace(config, max_steps=None, max_rows=max_rows)
 
 
-def _run(job: JobPaths, config: EngineConfig, role: Role, stopper: Stopper, ending: Ending) -> int:
+def _run(job: JobPaths, config: EngineConfig, role: Role, ending: Ending) -> int:
     """Do this process's part of a run; return the exit status."""
     if job.trace is not None and role.spread.num_pipelines > 1:
         raise UsageError("--trace shows one pipeline; leave out --trace or --data-group-size")
     # Mistakes in the plan are told before anything is started or loaded; a rank's are told to all.
     plan = job.plan() if role.kind != "apart" else None
     refuse_other_models(config, plan.inputs if plan else [])
-    children = start_children(config, role, stopper, ending)
-    with importing_engine(config, role):
-        from fminfer.job.answering import run_process
-        from fminfer.job.run_paths import RunContext
-
-    run = RunContext(
-        *(config, role, children, stopper, ending.at_once, elapsed_s),
-        is_quiet=job.is_quiet,
-        is_verbose=ending.is_verbose,
-        job=job,
-        plan=plan,
-    )
-    try:
-        summary = run_process(run)
-    finally:
-        children.end()
+    make = partial(RunContext, job=job, plan=plan)
+    with starting_process(make, config, role, ending, is_quiet=job.is_quiet) as process:
+        with importing_engine(config, role):
+            from fminfer.job.answering import run_process
+        summary = run_process(process)
     if summary is not None and summary.refused:
         return EXIT_USAGE
     return EXIT_SOME_ERRORS if summary is not None and summary.has_errors else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -13,15 +14,15 @@ from fminfer.cli.config_file import ConfiguredCommand, tell_notices
 from fminfer.cli.ending import EXIT_FAILED, Ending
 from fminfer.cli.options.flags import flags_of
 from fminfer.cli.options.option_table import BenchOptions
-from fminfer.cli.process_start import elapsed_s, importing_engine, start_children, start_kernels
+from fminfer.cli.process_start import importing_engine, start_kernels, starting_process
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import OutputError, UsageError
 from fminfer.core.option import take
 from fminfer.job.progress import TimeBar
 from fminfer.job.report.bench_picture import draw_bench
-from fminfer.machine.start_up import importing, prepare_torch
-from fminfer.machine.stopper import Stopper
+from fminfer.machine.library_imports import importing
 from fminfer.pipeline.ranks import RankConfig
+from fminfer.runtime.launch.processes import ProcessContext
 from fminfer.runtime.launch.role import Role, find_role
 
 
@@ -48,7 +49,6 @@ def bench(**options: Any) -> None:
     130 interrupted; 143 terminated.
     """
     ending = Ending()
-    stopper = Stopper(0.0, end=ending.stop)
     try:
         asked, ranks = take(BenchOptions, options), take(RankConfig, {**options})
         config, role = take(EngineConfig, options), find_role(ranks, os.environ)
@@ -56,15 +56,13 @@ def bench(**options: Any) -> None:
             tell_notices(is_quiet=False)
         if asked.calibrate:
             return _calibrate(config, role)
-        is_timed = _time(config, role, asked, stopper, ending)
+        is_timed = _time(config, role, asked, ending)
     except (Exception, KeyboardInterrupt) as error:
-        ending.fail(error, stopper.reason)
+        ending.fail(error)
     ending.leave(0 if is_timed else EXIT_FAILED)  # at once: ranks may have run out of memory
 
 
-def _time(
-    config: EngineConfig, role: Role, asked: BenchOptions, stopper: Stopper, ending: Ending
-) -> bool:
+def _time(config: EngineConfig, role: Role, asked: BenchOptions, ending: Ending) -> bool:
     """Do this process's part of a bench; return False only if no batch size was timed."""
     most = max(asked.batch_sizes)
     if config.max_rows is not None and most > config.max_rows:
@@ -73,21 +71,10 @@ def _time(
             "or take smaller batches"
         )
     config = replace(config, max_rows=config.max_rows or most)
-    children = start_children(config, role, stopper, ending)
-    with importing_engine(config, role):
-        from fminfer.estimate.bench import BenchContext, bench_process
-
-    run = BenchContext(
-        *(config, role, children, stopper, ending.at_once, elapsed_s),
-        is_quiet=False,
-        is_verbose=ending.is_verbose,
-        batch_sizes=asked.batch_sizes,
-        new_tokens=asked.new_tokens,
-    )
-    try:
-        result = bench_process(run, click.echo)
-    finally:
-        children.end()
+    with starting_process(ProcessContext, config, role, ending, is_quiet=False) as process:
+        with importing_engine(config, role):
+            from fminfer.estimate.bench import bench_process
+        result = bench_process(process, asked.batch_sizes, asked.new_tokens, click.echo)
     if result is None:
         return True
     click.echo(result.to_text())
@@ -106,7 +93,6 @@ def _calibrate(config: EngineConfig, role: Role) -> None:
         raise UsageError(
             "--calibrate times the steps of one process; leave out --world-size and the like"
         )
-    prepare_torch()
     start_kernels(config)
     with importing():
         from fminfer.estimate.calibration import calibrate
@@ -115,11 +101,8 @@ def _calibrate(config: EngineConfig, role: Role) -> None:
     click.echo(
         "Loading the model, then timing its steps: some 30 s, longer if it is slow.", err=True
     )
-    bar = TimeBar("calibrate")
-    try:
+    with closing(TimeBar("calibrate")) as bar:
         found = calibrate(config, bar.update)
-    finally:
-        bar.close()
     for cost, seconds in zip(COSTS, found.costs.seconds, strict=True):
         click.echo(f"{seconds * 1000:12.5f} ms  {cost}")
     error, runs = found.costs.error, found.costs.whole_runs

@@ -70,8 +70,7 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
     from fminfer.estimate.checking import Check  # imports torch
 
     with tempfile.TemporaryFile() as spool:
-        most = None if asked.is_all or asked.is_json else MAX_TOLD
-        errors = _Errors(inputs, spool, most, asked.is_json)
+        errors = _Errors(inputs, spool, asked)
         context = click.get_current_context()
         sources = {name: context.get_parameter_source(name) for name in context.params}
         found = Check(
@@ -93,10 +92,9 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
 class _Errors:
     """Tells wrong lines as they are met; for JSON they go to a file, however many there are."""
 
-    def __init__(
-        self, inputs: list[Path], spool: BinaryIO, most: int | None, is_json: bool
-    ) -> None:
-        self._inputs, self._spool, self._most, self._is_json = inputs, spool, most, is_json
+    def __init__(self, inputs: list[Path], spool: BinaryIO, asked: CheckOptions) -> None:
+        self._inputs, self._spool, self._is_json = inputs, spool, asked.is_json
+        self._most = sys.maxsize if asked.is_all else MAX_TOLD
         self._num = 0
 
     def add(self, record: Any) -> None:
@@ -107,13 +105,13 @@ class _Errors:
             fields |= {"message": error.message, "param": error.param}
             comma = b", " if self._num > 1 else b""
             self._spool.write(comma + json.dumps(fields).encode())
-        elif self._most is None or self._num <= self._most:
+        elif self._num <= self._most:
             from tqdm import tqdm
 
             tqdm.write(f"{file}:{record.line.number}: {error.message} ({error.code})", sys.stdout)
 
     def tell_rest(self) -> None:
-        if self._most is not None and self._num > self._most:
+        if self._num > self._most:
             click.echo(f"… and {self._num - self._most:,} more; --all shows them")
 
 

@@ -14,16 +14,19 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from fminfer.cli.config_aliases import ALIASES, Entry, key_of, translate
 from fminfer.cli.config_keys import (
+    ALIASES,
     RIVALS,
     TABLES,
+    Entry,
     Setting,
     flags_of,
+    key_of,
     known_flags,
     known_keys,
     nearest,
     setting_of,
+    translate,
 )
 from fminfer.cli.options.flags import GroupedCommand
 from fminfer.core.errors import UsageError

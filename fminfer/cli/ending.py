@@ -19,6 +19,7 @@ from fminfer.core.errors import (
     printable,
 )
 from fminfer.files.urls import hide_secrets
+from fminfer.machine.stopper import Stopper
 from fminfer.runtime.launch.processes import Processes
 
 EXIT_FAILED, EXIT_USAGE, EXIT_SOME_ERRORS = 1, 2, 3
@@ -37,11 +38,6 @@ def status_of(error: BaseException) -> int:
     return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED
 
 
-def status_of_kind(kind: str) -> int:
-    """Return the same by the error's kind, which another process has told."""
-    return status_of(error_of(kind, ""))
-
-
 def tell(error: BaseException, *, is_verbose: bool = False) -> int:
     """Say what ended the process; return its exit status."""
     if isinstance(error, StoppedError):
@@ -56,29 +52,33 @@ def tell(error: BaseException, *, is_verbose: bool = False) -> int:
 
 
 class Ending:
-    """Ends a process of a run, and before it those that it has started."""
+    """Ends a process of a run, and before it those that it has started.
 
-    def __init__(self, *, is_verbose: bool = False) -> None:
+    Args:
+        grace_s, is_quiet: of its `stopper`, which hears that it is to end.
+        is_verbose: show tracebacks.
+    """
+
+    def __init__(
+        self, grace_s: float = 0.0, *, is_quiet: bool = True, is_verbose: bool = False
+    ) -> None:
         self.is_verbose = is_verbose
+        self.stopper = Stopper(grace_s, is_quiet=is_quiet, end=self.stop)
         self.is_alone = True  # otherwise its threads may wait for others that are gone
         self.children: Processes | None = None
 
     def at_once(self, kind: str) -> None:
         """End for an error of this kind, which is told already."""
-        self._end(status_of_kind(kind))
+        self._end(status_of(error_of(kind, "")))
 
     def stop(self, reason: StoppedError) -> None:
         """End for a signal, which is told already."""
         self._end(status_of(reason))
 
-    def fail(self, error: BaseException, reason: StoppedError | None) -> NoReturn:
-        """Say what is wrong and end.
-
-        Args:
-            reason: why the process was told to stop, if it was.
-        """
+    def fail(self, error: BaseException) -> NoReturn:
+        """Say what is wrong and end."""
         if isinstance(error, KeyboardInterrupt):  # told twice
-            error = reason or StoppedError("Interrupted.")
+            error = self.stopper.reason or StoppedError("Interrupted.")
         if isinstance(error, FminferError) and error.is_told and not self.is_verbose:
             status = status_of(error)
         else:

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from fminfer.cli.ending import Ending
 from fminfer.compute.kernels.kernel_build import start_build
 from fminfer.core.config import ComputeOptions, EngineConfig
 from fminfer.machine.host_memory import reading_files, touching_memory
-from fminfer.machine.start_up import importing, prepare_torch
-from fminfer.machine.stopper import Stopper
+from fminfer.machine.library_imports import importing
 from fminfer.models.layer_count import check_split
 from fminfer.models.stored.weight_folder import find_weight_files
-from fminfer.runtime.launch.processes import Processes
+from fminfer.runtime.launch.processes import ProcessContext, Processes
 from fminfer.runtime.launch.role import Role
 
 STARTED_S = time.perf_counter()
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
+Context = TypeVar("Context", bound=ProcessContext)
 
 
 def elapsed_s() -> float:
@@ -28,23 +29,36 @@ def elapsed_s() -> float:
     return time.perf_counter() - STARTED_S
 
 
-def start_children(config: EngineConfig, role: Role, stopper: Stopper, ending: Ending) -> Processes:
-    """Start the processes that this one starts; they import beside it.
+@contextmanager
+def starting_process(
+    make: Callable[..., Context],
+    config: EngineConfig,
+    role: Role,
+    ending: Ending,
+    *,
+    is_quiet: bool,
+) -> Iterator[Context]:
+    """Start the processes that this one starts, which import beside it; at last end them.
+
+    Args:
+        make: makes what is given of this process, a `ProcessContext`.
 
     Raises:
         UsageError: more stages than layers, or layers that do not fit the model.
     """
-    spread = role.spread
     if role.kind == "starter":
-        check_split(config, spread.num_stages)
-    is_team = spread.num_pipelines > 1
-    children = Processes(
-        role.children, num_ranks=spread.num_ranks - 1 if is_team else 0, has_line=is_team
-    )
-    ending.children = children
-    stopper.on_second = children.kill
+        check_split(config, role.spread.num_stages)
     ending.is_alone = role.kind == "alone"
-    return children
+    children = ending.children = Processes.of(role)
+    ending.stopper.on_second = children.kill
+    try:
+        yield make(
+            *(config, role, children, ending.stopper, ending.at_once, elapsed_s),
+            is_quiet=is_quiet,
+            is_verbose=ending.is_verbose,
+        )
+    finally:
+        children.end()
 
 
 @contextmanager
@@ -52,7 +66,6 @@ def importing_engine(config: EngineConfig, role: Role) -> Iterator[None]:
     """Let what has the engine be imported, while kernels are built and weights are read."""
     if role.kind != "alone":  # torch's own words on broken connections say less than ours
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    prepare_torch()
     start_kernels(config)
     files: dict[Path, int] = {}
     if role.kind == "alone" and config.model is not None and _is_for_cpu(config.device):

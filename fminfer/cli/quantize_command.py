@@ -16,7 +16,7 @@ from fminfer.cli.options.option_table import QuantizeOptions
 from fminfer.core.config import ModelOptions
 from fminfer.core.option import take
 from fminfer.core.quantities import show_bytes, show_seconds
-from fminfer.machine.start_up import importing
+from fminfer.machine.library_imports import importing
 from fminfer.runtime.bars import LoadingBar
 
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import click
 
-from fminfer.cli.config_aliases import OLD_SERVE_OPTIONS, translate_old_flags
 from fminfer.cli.config_file import NOTICES, ConfiguredCommand, tell_notices
+from fminfer.cli.config_keys import OLD_SERVE_OPTIONS, translate_old_flags
 from fminfer.cli.ending import Ending
 from fminfer.cli.options.flags import flags_of
-from fminfer.cli.process_start import elapsed_s, importing_engine, start_children
+from fminfer.cli.process_start import importing_engine, starting_process
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.core.option import take
-from fminfer.machine.stopper import Stopper
 from fminfer.pipeline.ranks import RankConfig
+from fminfer.runtime.launch.processes import ProcessContext
 from fminfer.runtime.launch.role import Role, find_role
 from fminfer.server.settings import ServerSettings
 
@@ -60,8 +60,8 @@ def serve(**options: Any) -> None:
     Exit status: 0 told to stop, and every request that ran has its answer; 1 it failed;
     2 wrong usage; 129 hung up, 130 interrupted, 143 terminated before that.
     """
-    ending = Ending(is_verbose=options["is_verbose"])
-    stopper = Stopper(options["grace_s"], is_quiet=options["is_quiet"], end=ending.stop)
+    is_quiet, is_verbose = options["is_quiet"], options["is_verbose"]
+    ending = Ending(options["grace_s"], is_quiet=is_quiet, is_verbose=is_verbose)
     try:
         settings, ranks = take(ServerSettings, options), take(RankConfig, {**options})
         config, role = take(EngineConfig, options), find_role(ranks, os.environ)
@@ -69,9 +69,9 @@ def serve(**options: Any) -> None:
             tell_notices(is_quiet=settings.is_quiet)
             _require_extra()
             _warn_of_open_door(settings)
-        _serve(settings, config, role, stopper, ending)
+        _serve(settings, config, role, ending)
     except (Exception, KeyboardInterrupt) as error:
-        ending.fail(error, stopper.reason)
+        ending.fail(error)
 
 
 def _require_extra() -> None:
@@ -96,24 +96,13 @@ def _warn_of_open_door(settings: ServerSettings) -> None:
         )
 
 
-def _serve(
-    settings: ServerSettings, config: EngineConfig, role: Role, stopper: Stopper, ending: Ending
-) -> None:
+def _serve(settings: ServerSettings, config: EngineConfig, role: Role, ending: Ending) -> None:
     """Do this process's part of a server."""
-    children = start_children(config, role, stopper, ending)
-    with importing_engine(config, role):
-        from fminfer.server.http import ServeContext, serve_process
-
-    run = ServeContext(
-        *(config, role, children, stopper, ending.at_once, elapsed_s),
-        is_quiet=settings.is_quiet,
-        is_verbose=ending.is_verbose,
-        settings=settings,
-    )
-    try:
-        serve_process(run)
-    finally:
-        children.end()
+    is_quiet = settings.is_quiet
+    with starting_process(ProcessContext, config, role, ending, is_quiet=is_quiet) as process:
+        with importing_engine(config, role):
+            from fminfer.server.http import serve_process
+        serve_process(process, settings)
 
 
 @click.group(hidden=True)

@@ -12,8 +12,7 @@ import click
 
 from fminfer.cli.ending import Ending
 from fminfer.cli.process_start import start_kernels
-from fminfer.machine.start_up import importing, prepare_torch
-from fminfer.machine.stopper import Stopper
+from fminfer.machine.library_imports import importing
 from fminfer.runtime.launch.processes import MEANT_FOR_FIRST, Processes, end_after, end_parent
 from fminfer.runtime.launch.role import Task, rank_names
 
@@ -32,23 +31,21 @@ def serve_part(name: str, num_ranks: int) -> None:
     end_after(parent)
     ending = Ending()
     ending.is_alone = False
-    stopper = Stopper(0.0, end=ending.stop)
-    stopper.leave_to_rank_0()
+    ending.stopper.leave_to_rank_0()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, MEANT_FOR_FIRST)
     sys.stdout = sys.stderr = _Named(sys.stderr, name)
     ending.children = Processes(rank_names(num_ranks + 1))  # they import beside this one
     try:
-        _serve(ending, stopper, parent)
+        _serve(ending, parent)
     except (Exception, KeyboardInterrupt) as error:
-        ending.fail(error, None)
+        ending.fail(error)
     sys.stderr.flush()
     ending.children.end(END_S)
     os._exit(0)
 
 
-def _serve(ending: Ending, stopper: Stopper, parent: int) -> None:
+def _serve(ending: Ending, parent: int) -> None:
     assert ending.children is not None
-    prepare_torch()
     with importing():
         from fminfer.runtime.process_roles import do_task
 
@@ -56,10 +53,11 @@ def _serve(ending: Ending, stopper: Stopper, parent: int) -> None:
     if not line:  # there is nothing to do, or whoever would say it is gone
         return
     task = Task.from_json(line)
-    stopper.grace_s, ending.is_verbose = task.child_options.grace_s, task.child_options.is_verbose
-    if not task.child_options.is_of_command:  # a program may hear SIGTERM and go on
+    options = task.child_options
+    ending.stopper.grace_s, ending.is_verbose = options.grace_s, options.is_verbose
+    if not options.is_of_command:  # a program may hear SIGTERM and go on
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if not task.child_options.is_verbose:
+    if not options.is_verbose:
         import transformers
 
         transformers.logging.set_verbosity_error()
@@ -67,7 +65,7 @@ def _serve(ending: Ending, stopper: Stopper, parent: int) -> None:
 
     def end(kind: str) -> None:
         sys.stderr.flush()
-        if task.child_options.is_of_command:
+        if options.is_of_command:
             end_parent(parent, END_S)
         ending.at_once(kind)
 

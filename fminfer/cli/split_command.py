@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,15 @@ import click
 from fminfer.cli.ending import EXIT_SOME_ERRORS
 from fminfer.core.quantities import counted
 
+_path = partial(click.option, type=click.Path(path_type=Path), required=True)
+
 
 @click.command()
-@click.option(
+@_path(
     "--input-file",
-    type=click.Path(path_type=Path),
-    required=True,
     help="The file to split: .jsonl, .ndjson or .json, also .gz or .zst; - is stdin.",
 )
-@click.option(
-    "--output-dir",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="The folder for the parts, created if its parent is there.",
-)
+@_path("--output-dir", help="The folder for the parts, created if its parent is there.")
 @click.option(
     "--min-generate-token",
     type=click.IntRange(min=0),
@@ -74,18 +70,11 @@ def split(input_file: Path, output_dir: Path, **options: Any) -> None:
 
 
 @click.command()
-@click.option(
+@_path(
     "--input-dir",
-    type=click.Path(path_type=Path),
-    required=True,
     help="The folder that fminfer split wrote, with the answers beside its parts.",
 )
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="The file for the answers; it must not exist yet.",
-)
+@_path("--output", help="The file for the answers; it must not exist yet.")
 def merge(input_dir: Path, output: Path) -> None:
     """Merge the answers to a split file into one file, in the order of its lines.
 

@@ -78,7 +78,8 @@ def submit(run_flags: tuple[str, ...], **options: Any) -> None:
         asked.max_running,
     )
     if asked.dry_run:
-        submission = Submission(DryRun(chosen, _show), form, outputs, asked.max_queued, _ignore, 0)
+        cluster, tell = DryRun(chosen, _show), lambda text: None  # its commands are shown alone
+        submission = Submission(cluster, form, outputs, asked.max_queued, tell, 0)
     else:
         submission = Submission(Cluster(chosen), form, outputs, asked.max_queued, _say)
     try:
@@ -156,7 +157,3 @@ def _show(text: str) -> None:
 
 def _say(text: str) -> None:
     click.echo(os.fsencode(text), err=True)
-
-
-def _ignore(text: str) -> None:
-    """Say nothing: a dry run shows its commands alone."""

@@ -1,20 +1,4 @@
-"""Every error that fminfer raises on purpose. Its class is its kind, which also travels.
-
-FminferError                 the run cannot go on; the message says what to do
-├── UsageError               a flag, a path or an argument is wrong
-│   └── InUseError           another run is answering into an output
-├── CheckpointError          the model cannot be loaded or run
-├── PipelineError            a rank failed, died, fell silent or never came
-├── OutputError              finished rows cannot be written: a full disk, a folder that is gone
-├── MachineError             no room for temporary files, no memory, a failing disk: no row's error
-├── SchedulerError           a cluster's sbatch, bsub, squeue or bjobs failed
-├── OutOfMemoryError         memory for the smallest step cannot be had
-├── StoppedError             the run was told to stop; the same command goes on from there
-├── StepLimitError           as many micro-batches have run as were allowed
-├── DamagedInputError        the rest of an input file cannot be read; what came before it can
-├── UncompiledError          a request's grammar has to be compiled first, which may take seconds
-└── RequestError             one input line is wrong; it costs that line only
-"""
+"""Every error that fminfer raises on purpose. Its class is its kind, which also travels."""
 
 from __future__ import annotations
 
@@ -70,19 +54,19 @@ class CheckpointError(FminferError):
 
 
 class PipelineError(FminferError):
-    """What became of the ranks of a run, and whose fault it is."""
+    """A rank failed, died, fell silent or never came: which, and whose fault it is."""
 
 
 class OutputError(FminferError):
-    """A file that cannot be written; what was written before is kept."""
+    """Rows that cannot be written: a full disk, a folder that is gone. Earlier ones are kept."""
 
 
 class MachineError(FminferError):
-    """The machine failed in the middle of a run: never the error of the row at hand."""
+    """No room for temporary files, no memory, a failing disk: never a row's error."""
 
 
 class SchedulerError(FminferError):
-    """A cluster's scheduler did not do what it was asked for; its own words are told."""
+    """A cluster's sbatch, bsub, squeue or bjobs failed; its own words are told."""
 
 
 class OutOfMemoryError(FminferError):
@@ -90,7 +74,7 @@ class OutOfMemoryError(FminferError):
 
 
 class StoppedError(FminferError):
-    """The run was told to stop, and rows are left."""
+    """The run was told to stop, and rows are left; the same command goes on from there."""
 
     def __init__(self, message: str, reason: StopReason = "interrupted") -> None:
         super().__init__(message)
@@ -115,11 +99,11 @@ class DamagedInputError(FminferError):
 
 
 class UncompiledError(FminferError):
-    """A request's grammar is not compiled, and whoever prepares it does not wait for that."""
+    """A request's grammar has to be compiled first; whoever prepares it does not wait for that."""
 
 
 class RequestError(FminferError):
-    """What is wrong with one request: what was found, what is allowed, what to do."""
+    """What is wrong with one line, which costs it alone: what was found, is allowed, is to do."""
 
     def __init__(self, code: ErrorCode, message: str, param: str | None = None) -> None:
         super().__init__(message)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
@@ -21,8 +22,7 @@ from fminfer.models.checkpoint import Checkpoint
 from fminfer.runtime.computing import Compute
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.launch.processes import ProcessContext
-from fminfer.runtime.process_roles import Opening, lead_or_join
-from fminfer.runtime.start_engine import start_engine
+from fminfer.runtime.process_roles import Opening, lead_or_join, start_engine
 
 TOO_SMALL = "the KV cache is too small; raise --budget, or take smaller batches"
 LENGTHS = (16, 64, 256, 512)  # of rows that become vectors
@@ -146,15 +146,9 @@ class BenchResult:
         return "\n".join([*lines, "", *memory_table(self.ranks)])
 
 
-@dataclass(slots=True, frozen=True)
-class BenchContext(ProcessContext):
-    """A bench in one of its processes."""
-
-    batch_sizes: Sequence[int]
-    new_tokens: int
-
-
-def bench_process(run: BenchContext, tell: Callable[[str], None]) -> BenchResult | None:
+def bench_process(
+    run: ProcessContext, batch_sizes: Sequence[int], new_tokens: int, tell: Callable[[str], None]
+) -> BenchResult | None:
     """Load the model once and time each batch size; ranks other than 0 return None.
 
     Args:
@@ -164,31 +158,27 @@ def bench_process(run: BenchContext, tell: Callable[[str], None]) -> BenchResult
         FminferError: the model cannot be loaded, or a row fails.
     """
 
-    def lead(run: BenchContext, checkpoint: Checkpoint, compute: Compute) -> BenchResult:
-        engine = start_engine(run, checkpoint, compute)
+    def lead(checkpoint: Checkpoint, compute: Compute) -> BenchResult:
         rows: list[Row] = []
-        try:
-            for row in _Bench(engine, run).time_all():
+        with closing(start_engine(run, checkpoint, compute)) as engine:
+            for row in _Bench(engine, run, batch_sizes, new_tokens).time_all():
                 tell(row.to_text())
                 rows.append(row)
-        finally:
-            engine.close()
-        return BenchResult(_title_of(engine), rows, engine.memory)
+        facts = engine.facts
+        types = show_dtypes(facts.dtype, facts.weight_dtype)
+        place = f"{facts.device}, {counted(facts.num_ranks, 'rank')}"
+        return BenchResult(f"{engine.model_name}: {types} on {place}", rows, engine.memory)
 
     return lead_or_join(run, Opening(run.config), lead)
-
-
-def _title_of(engine: Engine) -> str:
-    facts = engine.facts
-    types, ranks = show_dtypes(facts.dtype, facts.weight_dtype), counted(facts.num_ranks, "rank")
-    return f"{engine.model_name}: {types} on {facts.device}, {ranks}"
 
 
 class _Bench:
     """Times the batch sizes with one engine."""
 
-    def __init__(self, engine: Engine, run: BenchContext) -> None:
-        self._engine, self._run = engine, run
+    def __init__(
+        self, engine: Engine, run: ProcessContext, batch_sizes: Sequence[int], new_tokens: int
+    ) -> None:
+        self._engine, self._sizes, self._new_tokens = engine, batch_sizes, new_tokens
         self._ready_s = run.elapsed_s()
         self._gives_vectors = engine.intake.limits.vectors is not None
         self._kv_tokens = engine.facts.num_kv_blocks * engine.config.block_size
@@ -204,13 +194,13 @@ class _Bench:
         if self._gives_vectors:
             most = self._engine.context_length
             lengths = [each for each in LENGTHS if each <= most] or [most]
-        sizes = sorted(set(self._run.batch_sizes))
+        sizes = sorted(set(self._sizes))
         pairs = sorted(product(lengths, sizes), key=lambda each: (each[0] or 1) * each[1])
         if self._needed_kv_tokens(1, 4) <= self._kv_tokens:
             self._answer(1, 8 * self._gives_vectors, 4)
         failed = ""
         for length, size in pairs:
-            needed = self._needed_kv_tokens(size, self._run.new_tokens)
+            needed = self._needed_kv_tokens(size, self._new_tokens)
             no_room = partial(NoRoom, size, length, needed, self._kv_tokens)
             why = TOO_SMALL if needed > self._kv_tokens else failed
             try:
@@ -228,13 +218,13 @@ class _Bench:
         return batch_size * -(-(len(prompt.ids) + new_tokens - 1) // block) * block
 
     def _time(self, batch_size: int, length: int) -> Figures:
-        seconds = self._answer(batch_size, length, self._run.new_tokens)
+        seconds = self._answer(batch_size, length, self._new_tokens)
         facts, num_rows = self._engine.facts, batch_size * self._num_pipelines
         return Figures(
             batch_size=batch_size,
             length=length,
             num_rows=num_rows,
-            num_tokens=num_rows * (length or self._run.new_tokens),
+            num_tokens=num_rows * (length or self._new_tokens),
             seconds=seconds,
             ready_s=self._ready_s,
             dtype=facts.dtype,

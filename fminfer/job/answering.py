@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,8 @@ from fminfer.runtime.build.assembly import find_vectors, line_counting
 from fminfer.runtime.computing import Compute
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.lines.line_intake import FILLS
-from fminfer.runtime.process_roles import Opening, lead_or_join
+from fminfer.runtime.process_roles import Opening, lead_or_join, start_engine
 from fminfer.runtime.result_cache import open_result_cache
-from fminfer.runtime.start_engine import start_engine
 
 
 def run_process(run: RunContext) -> JobSummary | None:
@@ -57,7 +56,7 @@ def run_process(run: RunContext) -> JobSummary | None:
     """
     prepare = _Preparing(run)
 
-    def lead(run: RunContext, checkpoint: Checkpoint, compute: Compute) -> JobSummary:
+    def lead(checkpoint: Checkpoint, compute: Compute) -> JobSummary:
         is_awaited = run.role.kind == "apart" and run.role.spread.num_pipelines == 1
         return answer(run, prepare.plan, checkpoint, compute, is_awaited=is_awaited)
 
@@ -146,17 +145,14 @@ def _answer_prompt(
             f"--prompt prints a text, and {checkpoint.name} gives vectors; put the text into a "
             'line, as in: echo \'{"input": "a text"}\' | fminfer run -'
         )
-    engine = start_engine(run, checkpoint, compute)
     tell = _say_nothing if run.is_quiet else say
-    try:
+    with closing(start_engine(run, checkpoint, compute)) as engine:
         request = _make_request(run, prompt, engine)
         engine.intake.on_warning = lambda text: None if FILLS.kind in text else tell(text)
         tell(_describe_asking(request, engine, is_raw=run.job.is_raw))
         foreseen = plan_ahead(run.config, checkpoint, run.role.spread.num_stages)
         with _keeping_answers(run, engine, foreseen.fingerprint()):
             (record,) = engine.run([request])
-    finally:
-        engine.close()
     if record.error is not None:
         raise FminferError(f"{record.error.message} ({record.error.code})")
     for number, choice in enumerate(record.choices, start=1):

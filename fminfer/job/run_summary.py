@@ -132,11 +132,9 @@ class JobSummary:
 
     def _shared_text(self) -> str:
         """Say how many tokens of rows that is, if some were shared or copied."""
-        stats = self.engine
         taken = ("num_cached_tokens", "num_copied_requests", "num_kept_requests")
-        if not any(stats[name] for name in taken):
-            return ""
-        return f" ({self.answered_per_s:,.0f} with those that were shared)"
+        is_any = any(self.engine[name] for name in taken)
+        return f" ({self.answered_per_s:,.0f} with those that were shared)" * is_any
 
     def _place(self) -> str:
         if not self.device:
@@ -146,15 +144,6 @@ class JobSummary:
             threads = f", {self.num_ranks} ranks of {threads[2:]}"
         limit = f", FMINFER_CPU={self.cpu_limit}" if self.cpu_limit else ""
         return f" on {self.device}{threads}{limit}"
-
-    def _kept_text(self) -> str:
-        if not self.num_kept_rows:
-            return ""
-        errors = f", {self.num_kept_errors:,} of them in error" if self.num_kept_errors else ""
-        return f"; {self.num_kept_rows:,} kept from earlier runs{errors}"
-
-    def _tried_text(self) -> str:
-        return f"; {self.num_tried_rows:,} had failed before" if self.num_tried_rows else ""
 
     def _changed_line(self) -> str:
         """Say what became of answers to an earlier form of the inputs."""
@@ -268,13 +257,12 @@ class JobSummary:
     def to_text(self) -> str:
         """Return the summary for people."""
         codes = ", ".join(f"{count} {code}" for code, count in self.errors_by_code.items())
-        lines = [
-            f"model     {self.model} ({self.types}{self._place()})",
-            f"rows      {self.num_rows:,} answered, {self.num_errors:,} in error"
-            + (f" ({codes})" if codes else "")
-            + self._tried_text()
-            + self._kept_text(),
-        ]
+        rows = f"{self.num_rows:,} answered, {self.num_errors:,} in error"
+        rows += f" ({codes})" * bool(codes)
+        rows += f"; {self.num_tried_rows:,} had failed before" * bool(self.num_tried_rows)
+        rows += f"; {self.num_kept_rows:,} kept from earlier runs" * bool(self.num_kept_rows)
+        rows += f", {self.num_kept_errors:,} of them in error" * bool(self.num_kept_errors)
+        lines = [f"model     {self.model} ({self.types}{self._place()})", f"rows      {rows}"]
         if self.num_changed_inputs:
             lines.append(self._changed_line())
         if self.made_up:

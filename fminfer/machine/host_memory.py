@@ -36,7 +36,7 @@ CACHED = ("inactive_file", "active_file")
 
 def free_host_bytes() -> int:
     """Return the bytes that can be used without swapping, by the system and its control groups."""
-    available = _read_meminfo("MemAvailable")
+    available = _read_bytes("proc/meminfo", "MemAvailable")
     if available is None:
         available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([available, *_left_in_groups()])
@@ -44,7 +44,12 @@ def free_host_bytes() -> int:
 
 def free_swap_bytes() -> int:
     """Return the bytes of swap that are free: what is swapped is slow, but the system goes on."""
-    return _read_meminfo("SwapFree") or 0
+    return _read_bytes("proc/meminfo", "SwapFree") or 0
+
+
+def own_bytes() -> int:
+    """Return the memory that this process has now; 0 where the system does not tell."""
+    return _read_bytes("proc/self/status", "VmRSS") or 0
 
 
 def peak_host_bytes() -> int:
@@ -54,10 +59,6 @@ def peak_host_bytes() -> int:
     """
     peak = _read_bytes("proc/self/status", "VmHWM")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if peak is None else peak
-
-
-def _read_meminfo(name: str) -> int | None:
-    return _read_bytes("proc/meminfo", name)
 
 
 def _read_bytes(file: str, name: str) -> int | None:
@@ -72,18 +73,15 @@ def _read_bytes(file: str, name: str) -> int | None:
 def _left_in_groups() -> Iterator[int]:
     """Give what each control group of this process with a limit, and each above it, has left."""
     for folder, version in group_folders("memory"):
+        limit, used, prefix = NAMES[version]
+        cached = [f"{prefix}{name}" for name in CACHED]
         with suppress(OSError, ValueError):  # "max": no limit
-            yield _left_in(folder, *NAMES[version])
-
-
-def _left_in(folder: Path, limit: str, used: str, prefix: str) -> int:
-    left = int((folder / limit).read_text()) - int((folder / used).read_text())
-    cached = [f"{prefix}{name}" for name in CACHED]
-    with suppress(OSError):  # not told: then files count as used
-        for line in (folder / "memory.stat").read_text().splitlines():
-            name, count = line.split()[:2]
-            left += int(count) * (name in cached)
-    return left
+            left = int((folder / limit).read_text()) - int((folder / used).read_text())
+            with suppress(OSError):  # not told: then files count as used
+                for line in (folder / "memory.stat").read_text().splitlines():
+                    name, count = line.split()[:2]
+                    left += int(count) * (name in cached)
+            yield left
 
 
 def use_small_pages(address: int, num_bytes: int) -> None:

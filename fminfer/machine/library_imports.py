@@ -1,4 +1,4 @@
-"""Imports what transformers' configs need, without what they load for its models' sake.
+"""Imports torch, and what transformers' configs need without what they load for models' sake.
 
 A run takes configs and tokenizers from transformers, no model. But the import of a config brings
 torch's compiler, sharded tensors and a list of all models. On two Zen 3 cores that takes 2.7 s
@@ -9,6 +9,7 @@ processes: transformers has no sharded tensors there afterwards.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib
 import json
@@ -22,9 +23,35 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fminfer.machine.threads import wait_briefly
 from fminfer.machine.user_cache import cache_folder
 
 COMPILER = "torch._dynamo"
+# What comes and goes in a few steps of hundreds of rows. Python's own 700 had the collector look at
+# all rows' tokens so often that it took a third of the time between steps.
+MOST_NEW_OBJECTS = 10_000
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Settle how torch works, which is not imported yet, and let it and others be imported.
+
+    It takes pages of 2 MB for what is larger than that: weights and KV cache are read from end to
+    end at each step. docs/performance.md has the figures. Python's collector of garbage is kept
+    away from half a million objects that stay to the end. It would look at all of them again and
+    again: that takes a third of the imports' time.
+    """
+    wait_briefly()
+    if os.path.exists("/sys/kernel/mm/transparent_hugepage"):
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    gc.disable()
+    try:
+        import_transformers()
+        yield
+    finally:
+        gc.freeze()
+        gc.set_threshold(MOST_NEW_OBJECTS)
+        gc.enable()
 
 
 def import_transformers() -> None:

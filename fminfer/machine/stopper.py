@@ -77,10 +77,6 @@ def is_repeat(number: int, since_s: float) -> bool:
     return number in WARNINGS or since_s < least_s
 
 
-def _end_process(reason: StoppedError) -> None:
-    os._exit(1)
-
-
 class Stopper:
     """Hears that a run is to stop, and tells it.
 
@@ -89,7 +85,8 @@ class Stopper:
         is_quiet: say nothing when a signal is heard.
         end: ends this process at once, for a reason. The command gives it an exit status.
 
-    `on_second` is called when a second signal ends the run at once.
+    `on_second` is called when a second signal ends the run at once. `deadline_s` is when it must
+    have ended, in time.monotonic().
     """
 
     def __init__(
@@ -97,13 +94,13 @@ class Stopper:
         grace_s: float,
         *,
         is_quiet: bool = True,
-        end: Callable[[StoppedError], None] = _end_process,
+        end: Callable[[StoppedError], None] = lambda reason: os._exit(1),
     ) -> None:
         self.grace_s = grace_s
         self._is_quiet = is_quiet
         self._end = end
         self.on_second: Callable[[], None] = lambda: None
-        self._deadline_s: float | None = None
+        self.deadline_s: float | None = None
         self._stop: Callable[[float], None] | None = None  # the engine's, while it runs
         self._needed_s: Callable[[], float | None] = lambda: None
         self.num_open: Callable[[], int] | None = None  # requests of a server; None: a run's rows
@@ -112,10 +109,6 @@ class Stopper:
         self._heard_s = float("-inf")
         self.reason: StoppedError | None = None
 
-    def set_deadline(self, deadline_s: float) -> None:
-        """Have the run end by a moment, in time.monotonic()."""
-        self._deadline_s = deadline_s
-
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Hear signals, and mind the deadline; in the main thread. Afterwards they are ignored."""
@@ -123,8 +116,8 @@ class Stopper:
         for number in numbers:
             signal.signal(number, self._hear)
         timer: threading.Timer | None = None
-        if self._deadline_s is not None:
-            left_s = max(0.0, self._last_call_s(self._deadline_s) - time.monotonic())
+        if self.deadline_s is not None:
+            left_s = max(0.0, self._last_call_s(self.deadline_s) - time.monotonic())
             main = threading.main_thread().ident
             assert main is not None
             # A signal to itself is heard wherever the main thread waits.
@@ -192,7 +185,7 @@ class Stopper:
             return StoppedError("Terminated.", "terminated")
         if number == signal.SIGHUP:
             return StoppedError("Hung up.", "hung_up")
-        last_call_s = math.inf if self._deadline_s is None else self._last_call_s(self._deadline_s)
+        last_call_s = math.inf if self.deadline_s is None else self._last_call_s(self.deadline_s)
         is_deadline = number == DEADLINE and time.monotonic() >= last_call_s
         name = "--deadline" if is_deadline else number.name
         return StoppedError(f"Out of time ({name}).", "out_of_time")

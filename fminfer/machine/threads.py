@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 
 from fminfer.machine.control_groups import group_folders
 
@@ -58,18 +57,13 @@ def _quotas() -> Iterator[int]:
     """Give the cores that each control group with a quota allows, rounded up."""
     for folder, version in group_folders("cpu"):
         with suppress(OSError, ValueError):  # "max": no limit
-            quota_us, period_us = _quota(folder, version)
+            if version == 2:
+                texts = (folder / "cpu.max").read_text().split()
+            else:
+                texts = [(folder / f"cpu.cfs_{n}_us").read_text() for n in ("quota", "period")]
+            quota_us, period_us = map(int, texts)
             if quota_us > 0:  # -1 is no limit in version 1
                 yield -(-quota_us // period_us)
-
-
-def _quota(folder: Path, version: int) -> tuple[int, int]:
-    """Return the microseconds of computing that a group has in each period, and the period."""
-    if version == 2:
-        quota, period = (folder / "cpu.max").read_text().split()
-        return int(quota), int(period)
-    quota = (folder / "cpu.cfs_quota_us").read_text()
-    return int(quota), int((folder / "cpu.cfs_period_us").read_text())
 
 
 def choose_num_threads(asked: int | None, current: int, num_processes: int) -> int:

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from fminfer.compute.linear.product_kernel import head_takes, kernel_takes
-from fminfer.compute.spec import Layer, Mlp, Model, Moe
+from fminfer.compute.spec import Mlp, Model, Moe
 from fminfer.compute.weights import Dense
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import Checkpoint
@@ -18,7 +18,7 @@ from fminfer.models.families.tensor_names import AS_STORED, Architecture, source
 from fminfer.models.layer_stream import SLOTS
 from fminfer.models.sharding import ModelShare, TensorCut
 from fminfer.models.stage import MAX_LOGITS
-from fminfer.models.tensor_specs import TensorSpecs, layer_specs, part_specs
+from fminfer.models.tensor_specs import layer_specs, part_specs
 from fminfer.plan.run_plan import ExpectedBytes, RunPlan, Streamed
 
 # Measured on CPUs with models of 125 to 560 million parameters; see docs/performance.md.
@@ -57,14 +57,12 @@ def expect_bytes(
     formats = {name: plan.held[name] for name in specs}
     formats |= {name: cuts[name].format(formats[name]) for name in specs.keys() & cuts.keys()}
     sizes = {name: formats[name].num_bytes(spec.shape) for name, spec in specs.items()}
-    packed: TensorSpecs = {}
-    if plan.packed_by:  # a packed form takes a product's place
-        products = {name: spec for name, spec in specs.items() if spec.use == "product"}
-        packed = {
-            n: s
-            for n, s in products.items()
-            if isinstance(formats[n], Dense) or kernel_takes(formats[n], plan.dtype)
-        }
+    packed = {  # the packed form takes a product's place
+        name: spec
+        for name, spec in specs.items()
+        if plan.packed_by and spec.use == "product"
+        if isinstance(formats[name], Dense) or kernel_takes(formats[name], plan.dtype)
+    }
     # Joined tensors are copies, which packing replaces; what they were joined of leaves memory.
     # Of files in this very format the system keeps what was read, for it is mapped and not copied.
     in_files = specs.keys() - cuts.keys() if on_cpu else ()
@@ -210,13 +208,9 @@ def _token_numbers(part: Part, model: Model) -> int:
     """Return how many numbers of each token exist at once in a step of one stage."""
     layers = [model.layers[number] for number in part.numbers]
     widths = [max(sum(each.attention.qkv_sizes), _up_size(each.mlp)) for each in layers]
-    copies = HIDDEN_COPIES + max(map(_copies, layers))
+    experts = [each.mlp.top_k if isinstance(each.mlp, Moe) else 0 for each in layers]
+    copies = HIDDEN_COPIES + EXPERT_COPIES * max(experts)  # to each of them, and back
     return copies * model.hidden_size + WIDE_COPIES * max(widths)
-
-
-def _copies(layer: Layer) -> int:
-    """Return how often each hidden state is copied for experts: to each of them, and back."""
-    return EXPERT_COPIES * layer.mlp.top_k if isinstance(layer.mlp, Moe) else 0
 
 
 def _up_size(mlp: Mlp | Moe) -> int:

@@ -6,9 +6,7 @@ loaded, takes the place of a fact: `dataclasses.replace(machine, …)`.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -19,7 +17,7 @@ from fminfer.compute.weights import Dense
 from fminfer.core.config import ComputeOptions
 from fminfer.core.errors import UsageError
 from fminfer.machine.device import free_bytes, is_fast_in_bfloat16
-from fminfer.machine.host_memory import free_host_bytes, free_swap_bytes
+from fminfer.machine.host_memory import free_host_bytes, free_swap_bytes, own_bytes
 
 PACKED_BY_TORCH = (torch.float32, torch.bfloat16)  # by MKL and by oneDNN, where these are there
 
@@ -135,12 +133,3 @@ def count_sharers(config: ComputeOptions, machine: Machine) -> int:
         any(choose_device(config, machine, rank, engine) == device for rank in ranks)
         for engine in range(machine.num_engines)
     )
-
-
-def own_bytes() -> int:
-    """Return the memory that this process has now; 0 where the system does not tell."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0

@@ -31,7 +31,13 @@ def open_model(config: ModelOptions, *, has_weights: bool = True) -> Checkpoint:
             without_adapter=config.without_adapter,
             needs_tokenizer=not config.skip_tokenizer_init,
         )
-    _check_model_type(config.model_type, str(checkpoint.config.model_type))
+    name, of_config = config.model_type, str(checkpoint.config.model_type)
+    plain = (name or "").replace("_", "").replace("-", "").lower()  # as gptneox, gpt-j
+    if name is not None and plain != of_config.replace("_", ""):
+        raise UsageError(
+            f"--model-type {name} clashes with the model's config, which says {of_config}; "
+            "leave the flag out"
+        )
     if config.max_model_len is None:
         return checkpoint
     if config.max_model_len > checkpoint.context_length:
@@ -40,13 +46,3 @@ def open_model(config: ModelOptions, *, has_weights: bool = True) -> Checkpoint:
             f"{checkpoint.context_length} tokens; give a smaller one, or leave the flag out"
         )
     return replace(checkpoint, max_model_len=config.max_model_len)
-
-
-def _check_model_type(name: str | None, of_config: str) -> None:
-    """Refuse a model type that is not the config's; old spellings (gptneox, gpt-j) are known."""
-    plain = (name or "").replace("_", "").replace("-", "").lower()
-    if name is not None and plain != of_config.replace("_", ""):
-        raise UsageError(
-            f"--model-type {name} clashes with the model's config, which says {of_config}; "
-            "leave the flag out"
-        )

@@ -112,8 +112,8 @@ def find_shortage(plan: RunPlan) -> str:
         cache = f"libraries, a step and {cache}"
     return (
         f"{plan.checkpoint.name} does not fit: rank {rank} would take {show_bytes(max(needs))} "
-        f"({show_bytes(takes[rank].held_weights)} for {_weights(plan)}, the rest for {cache}), and "
-        f"its device has {show_bytes(room)}. {_device_remedy(plan)}"
+        f"({show_bytes(takes[rank].held_weights)} for weights in {plan.held_in}, the rest for "
+        f"{cache}), and its device has {show_bytes(room)}. {_device_remedy(plan)}"
     )
 
 
@@ -128,8 +128,8 @@ def _find_host_shortage(plan: RunPlan) -> str:
     who = "its run" if num_pipelines == 1 else f"{num_pipelines} pipelines of it"
     return (
         f"{plan.checkpoint.name} does not fit: {who} would take {show_bytes(need)} "
-        f"({show_bytes(libraries)} for Python and its libraries, the rest for {_weights(plan)} and "
-        f"a block of KV cache), and {show_bytes(room)} are free. {_remedy(plan)}"
+        f"({show_bytes(libraries)} for Python and its libraries, the rest for weights in "
+        f"{plan.held_in} and a block of KV cache), and {show_bytes(room)} are free. {_remedy(plan)}"
     )
 
 
@@ -144,7 +144,8 @@ def find_rank_shortage(plan: RunPlan, rooms: Sequence[RankRoom]) -> str:
             return (
                 f"{plan.checkpoint.name} does not fit: "
                 f"{f'rank {here[0]}' if len(here) == 1 else who} would take {show_bytes(need)} of "
-                f"{name} for {_weights(plan)}, and {show_bytes(free)} are free. {_remedy(plan)}"
+                f"{name} for weights in {plan.held_in}, and {show_bytes(free)} are free. "
+                f"{_remedy(plan)}"
             )
     return ""
 
@@ -158,10 +159,6 @@ def _least_bytes(plan: RunPlan, rank: RankPlan) -> int:
 def _taken_budget(plan: RunPlan) -> int | None:
     """Return a --budget that takes memory at once: a GPU's. A CPU's does block by block."""
     return plan.config.budget if plan.device.type == "cuda" else None
-
-
-def _weights(plan: RunPlan) -> str:
-    return f"weights in {plan.held_in}"
 
 
 def _remedy(plan: RunPlan) -> str:

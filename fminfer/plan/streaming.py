@@ -12,7 +12,7 @@ from fminfer.core.errors import UsageError
 from fminfer.core.quantities import counted, show_bytes
 from fminfer.plan.expected_bytes import expect_bytes, layer_bytes
 from fminfer.plan.machine_facts import count_sharers
-from fminfer.plan.run_plan import ExpectedBytes, RankPlan, RunPlan, Streamed
+from fminfer.plan.run_plan import RankPlan, RunPlan, Streamed
 
 # Shares of a rank's memory for the KV cache. `auto` streams layers where less than the first is
 # left, and then enough of them to leave the second, so that a pass computes many tokens.
@@ -91,19 +91,15 @@ def _count(plan: RunPlan, rank: RankPlan) -> int:
     if plan.config.offload != "auto":
         return num
     room = _room(plan)
-    if _fits(rank.takes, room * (1 - LEAST_CACHE)):
+    if rank.takes.total(0) <= room * (1 - LEAST_CACHE):
         return 0
 
     def fits(count: int) -> bool:
         own = Streamed("disk", False, _spread(rank.part.numbers, count), 0)
         takes = expect_bytes(plan, rank.part, rank.share, own)
-        return _fits(takes, room * (1 - STREAMED_CACHE))
+        return takes.total(0) <= room * (1 - STREAMED_CACHE)
 
     return 1 + bisect_left(range(1, num), True, key=fits)
-
-
-def _fits(takes: ExpectedBytes, room: float) -> bool:
-    return takes.libraries + takes.weights + takes.work <= room
 
 
 def _spread(numbers: list[int], count: int) -> tuple[int, ...]:
@@ -134,7 +130,14 @@ def describe_streaming(plan: RunPlan, disk_speed: float = 0.0) -> str:
     rows = min(plan.sizes.max_rows, max(1, plan.num_kv_tokens // plan.config.block_size))
     told = f"rank {rank.rank}: " * (len(plan.ranks) > 1)
     told += f"{layers} {how}. A pass computes up to {rows:,} rows, or {plan.chunk_size:,} tokens"
-    return told + _tell_conversion(plan, own)
+    if found := find_conversion(plan, own):
+        told += f". Weights are stored in {found[0]}, and "
+        told += (
+            "quantized again in each pass, which is slow: write them once with fminfer quantize"
+            if plan.config.quantized_to
+            else f"converted to {found[1]} in each pass"
+        )
+    return told
 
 
 def find_conversion(plan: RunPlan, own: Streamed) -> tuple[str, str] | None:
@@ -151,15 +154,3 @@ def find_conversion(plan: RunPlan, own: Streamed) -> tuple[str, str] | None:
         and (plan.formats["product"] == held or plan.config.quantized_to)
     )
     return next(pairs, None)
-
-
-def _tell_conversion(plan: RunPlan, own: Streamed) -> str:
-    if (found := find_conversion(plan, own)) is None:
-        return ""
-    stored, held = found
-    if plan.config.quantized_to:
-        return (
-            f". Weights are stored in {stored}, and quantized again in each pass, which is slow: "
-            "write them once with fminfer quantize"
-        )
-    return f". Weights are stored in {stored}, and converted to {held} in each pass"

@@ -20,7 +20,7 @@ from fminfer.runtime.bars import say
 from fminfer.runtime.build.agreement import require_room_for_all
 from fminfer.runtime.build.one_pipeline import OnePipeline, OnStep, OnWork
 from fminfer.runtime.launch.processes import ProcessContext, Processes
-from fminfer.runtime.launch.role import ChildOptions, Spread, pipeline_names, rank_names
+from fminfer.runtime.launch.role import ChildOptions, Role, Spread
 from fminfer.runtime.team.team_core import Team
 from fminfer.runtime.team.team_process import start_pipelines
 from fminfer.text.tokenizer import Tokenizer
@@ -73,7 +73,10 @@ def start_computing(
     is_team = spread.num_pipelines > 1
     if is_team:
         require_room_for_all(config, checkpoint, spread)
-    children = _start_children(config, spread) if run is None else run.children
+    elif run is None and spread.num_ranks > 1:
+        require_no_group()
+        check_split(config, spread.num_stages)
+    children = Processes.of(Role("starter", spread)) if run is None else run.children
     group = None
     try:
         if is_team:
@@ -92,17 +95,6 @@ def start_computing(
         if run is None:
             (children.end if group is None else group.abandon)()
         raise
-
-
-def _start_children(config: EngineConfig, spread: Spread) -> Processes:
-    """Start the other processes of an `Engine` in a program."""
-    if spread.num_pipelines > 1:
-        names = pipeline_names(spread.num_pipelines)
-        return Processes(names, num_ranks=spread.num_ranks - 1, has_line=True)
-    if spread.num_ranks > 1:
-        require_no_group()
-        check_split(config, spread.num_stages)
-    return Processes(rank_names(spread.num_ranks))
 
 
 def meet(

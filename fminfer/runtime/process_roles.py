@@ -1,4 +1,4 @@
-"""What a process of the command does by its role: it leads an engine, or is a rank of one.
+"""What a process of the command does by its role: it makes an engine, or is a rank of one.
 
 Ranks beside rank 0, and the members of a team, do not speak to the user.
 """
@@ -6,34 +6,37 @@ Ranks beside rank 0, and the members of a team, do not speak to the user.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from typing import TypeVar
 
+import click
 import transformers
 
+from fminfer.compute.kernels.kernel_build import is_building
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, StoppedError
+from fminfer.machine.user_cache import why_no_cache
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.pipeline.meeting import End
 from fminfer.pipeline.ranks import RankFacts
 from fminfer.plan.opening import open_model
 from fminfer.plan.planning import plan_ahead
-from fminfer.runtime.bars import say
+from fminfer.runtime.bars import LoadingBar, say
 from fminfer.runtime.build.one_pipeline import OnePipeline, serve_rank
 from fminfer.runtime.computing import Compute, meet, start_computing
+from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.launch.processes import ProcessContext, Processes
-from fminfer.runtime.launch.role import RunLink, Spread, Task
+from fminfer.runtime.launch.role import Spread, Task
 from fminfer.runtime.team.team_apart import Apart
 from fminfer.runtime.team.team_core import Team
 from fminfer.runtime.team.team_member import serve_pipeline
 
-Context = TypeVar("Context", bound=ProcessContext)
 Led = TypeVar("Led")
-Lead = Callable[[Context, Checkpoint, Compute], Led]
+Lead = Callable[[Checkpoint, Compute], Led]
 
 
-def lead_or_join(process: Context, prepare: Opening, lead: Lead[Context, Led]) -> Led | None:
+def lead_or_join(process: ProcessContext, prepare: Opening, lead: Lead[Led]) -> Led | None:
     """Lead the engine if this is its first process; otherwise be a rank of it, until it ends.
 
     Args:
@@ -51,28 +54,20 @@ def lead_or_join(process: Context, prepare: Opening, lead: Lead[Context, Led]) -
         if facts is None:
             with _naming_rank_0() if process.role.kind == "starter" else nullcontext():
                 compute = partial(start_computing, run=process)
-                return lead(process, open_model(process.config), compute)
+                return lead(open_model(process.config), compute)
         if process.role.spread.num_pipelines > 1:
             return _be_one_of_several(process, facts, prepare, lead)
-        return _be_a_rank(process, facts, prepare, lead)
-
-
-def _be_a_rank(
-    process: Context, facts: RankFacts, prepare: Opening, lead: Lead[Context, Led]
-) -> Led | None:
-    """Be one of the ranks of a pipeline; rank 0 leads."""
-    group = meet(facts, process.role.spread, prepare, process.end)
-    if group.rank > 0:
-        process.stopper.leave_to_rank_0()
-        serve_rank(group, process.config, prepare.checkpoint)
-        return None
-    with group.telling():
-        checkpoint = prepare.checkpoint.with_weights()
-        return lead(process, checkpoint, partial(OnePipeline, group=group))
+        group = meet(facts, process.role.spread, prepare, process.end)
+        if group.rank > 0:
+            process.stopper.leave_to_rank_0()
+            serve_rank(group, process.config, prepare.checkpoint)
+            return None
+        with group.telling():
+            return lead(prepare.checkpoint.with_weights(), partial(OnePipeline, group=group))
 
 
 def _be_one_of_several(
-    process: Context, facts: RankFacts, prepare: Opening, lead: Lead[Context, Led]
+    process: ProcessContext, facts: RankFacts, prepare: Opening, lead: Lead[Led]
 ) -> Led | None:
     """Be one of the ranks of several pipelines; rank 0 leads all of them."""
     config = process.config
@@ -93,7 +88,7 @@ def _be_one_of_several(
             return Team(checkpoint, start, say)
 
         with apart.leading():
-            return lead(process, checkpoint, compute)
+            return lead(checkpoint, compute)
     process.stopper.leave_to_rank_0()
     if not apart.await_start():
         return None
@@ -151,14 +146,14 @@ def be_a_stage(
     config: EngineConfig,
     facts: RankFacts,
     spread: Spread,
-    link: RunLink | None,
+    link: int | None,
     end: End,
     checkpoint: Checkpoint | None = None,
 ) -> None:
     """Meet the other ranks of a pipeline, and compute one of its stages.
 
     Args:
-        link: of rank 0 of one of several pipelines; None: this is another rank.
+        link: of rank 0 of one of several pipelines, as `Role` has it; None: this is another rank.
         checkpoint: the model, if it is opened already.
 
     Raises:
@@ -188,3 +183,36 @@ class Opening:
         """The model, once the others are met."""
         assert self._checkpoint is not None, "no rank meets others before it has opened the model"
         return self._checkpoint
+
+
+def start_engine(run: ProcessContext, checkpoint: Checkpoint, compute: Compute) -> Engine:
+    """Make the engine of a command, and print what the user should know about it."""
+    config, is_quiet = run.config, run.is_quiet
+
+    def tell(text: str) -> None:
+        if not is_quiet:
+            click.echo(text, err=True)
+
+    if config.is_unnamed_demo:
+        tell(
+            "Using the demo model, which knows only the way between rooms; "
+            "--model-name gives another."
+        )
+    if is_building():
+        often = "each time" if why_no_cache() else "once"
+        tell(f"Building kernels for this machine; this takes some seconds, {often}.")
+    with closing(LoadingBar(is_quiet=is_quiet)) as loading:
+        engine = Engine(config, checkpoint=checkpoint, on_progress=loading, compute=compute)
+    if not is_quiet:
+        engine.intake.on_warning = say
+    if config.cuda_ids and engine.device.type == "cpu":
+        tell("There is no GPU here: --cuda-id means nothing, the CPU computes.")
+    if not is_quiet and (why := why_no_cache()):
+        tell(f"Nothing is kept from run to run, which makes each slower: {why}.")
+    if told := engine.facts.streaming:
+        tell(f"Offload: {told}.")
+    elif config.offload != "off":
+        tell("Offload: all layers fit, and stay in memory.")
+    if why := engine.facts.why_plain if is_quiet else engine.facts.why_slower:
+        click.echo(f"The run is slower than it could be: {why}.", err=True)
+    return engine

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 
 import click
 import uvicorn
@@ -22,9 +22,8 @@ from fminfer.runtime.bars import say
 from fminfer.runtime.computing import Compute
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.launch.processes import ProcessContext
-from fminfer.runtime.process_roles import Opening, lead_or_join
+from fminfer.runtime.process_roles import Opening, lead_or_join, start_engine
 from fminfer.runtime.result_cache import ResultCache, open_result_cache
-from fminfer.runtime.start_engine import start_engine
 from fminfer.server.asgi_app import make_app
 from fminfer.server.batches.batch_metrics import BatchMetrics
 from fminfer.server.batches.desk import BatchService, ServerState
@@ -43,27 +42,22 @@ REPORT_S = 10  # between lines that say what goes on
 SWITCH_S = 0.0005  # between threads of Python
 
 
-@dataclass(slots=True, frozen=True)
-class ServeContext(ProcessContext):
-    """A server in one of its processes."""
-
-    settings: ServerSettings
-
-
-def serve_process(run: ServeContext) -> None:
+def serve_process(run: ProcessContext, settings: ServerSettings) -> None:
     """Serve until told to stop, or do another rank's part of it.
 
     Raises:
         FminferError: the server cannot go on.
     """
-    lead_or_join(run, Opening(run.config), _serve)
+    lead_or_join(run, Opening(run.config), partial(_serve, run, settings))
 
 
-def _serve(run: ServeContext, checkpoint: Checkpoint, compute: Compute) -> None:
+def _serve(
+    run: ProcessContext, settings: ServerSettings, checkpoint: Checkpoint, compute: Compute
+) -> None:
     """Make the engine, and let it answer over HTTP; only the first process does so."""
     # Both before a model is loaded for nothing.
-    address = open_socket(run.settings)
-    state = _open_state(run, checkpoint)
+    address = open_socket(settings)
+    state = _open_state(run, settings, checkpoint)
     if not run.is_quiet:
         click.echo(f"Loading {checkpoint.name} …", err=True)
     engine = start_engine(run, checkpoint, compute)
@@ -75,16 +69,18 @@ def _serve(run: ServeContext, checkpoint: Checkpoint, compute: Compute) -> None:
             place = f"{types} on {engine.device}, {ranks}{threads}"
             kernels = "compiled kernels" if engine.facts.has_kernel else "plain torch"
             click.echo(f"Ready after {run.elapsed_s():.1f} s: {place}, {kernels}.", err=True)
-        engine.runs.cache = _open_cache(run, checkpoint)
-        run_http(engine, run.settings, run.stopper, address, state)
+        engine.runs.cache = _open_cache(run, settings, checkpoint)
+        run_http(engine, settings, run.stopper, address, state)
     finally:
         if engine.runs.cache is not None:
             engine.runs.cache.close()
         engine.close()
 
 
-def _open_cache(run: ServeContext, checkpoint: Checkpoint) -> ResultCache | None:
-    settings, tell = run.settings, (lambda text: None) if run.is_quiet else say
+def _open_cache(
+    run: ProcessContext, settings: ServerSettings, checkpoint: Checkpoint
+) -> ResultCache | None:
+    tell = (lambda text: None) if run.is_quiet else say
     if settings.cache_place is None and not settings.cache_size:
         return None  # a fingerprint reads of every tensor
     return open_result_cache(
@@ -95,13 +91,15 @@ def _open_cache(run: ServeContext, checkpoint: Checkpoint) -> ResultCache | None
     )
 
 
-def _open_state(run: ServeContext, checkpoint: Checkpoint) -> ServerState | None:
+def _open_state(
+    run: ProcessContext, settings: ServerSettings, checkpoint: Checkpoint
+) -> ServerState | None:
     """Take the state folder, if there is to be one.
 
     Raises:
         UsageError: it cannot be used.
     """
-    path = run.settings.state
+    path = settings.state
     if path is None:
         return None
     os.umask(0o077)  # this process writes for nobody else

@@ -12,7 +12,7 @@ import click
 import pytest
 
 from fminfer.cli.app import main
-from fminfer.cli.config_aliases import ALIASES, OLD_FLAGS
+from fminfer.cli.config_keys import ALIASES, OLD_FLAGS
 from fminfer.cli.submit_command import run_stand_in
 from fminfer.core.errors import UsageError
 

@@ -78,7 +78,7 @@ def test_every_setting_has_a_flag_and_reaches_the_server(
         "--check-model --fp16"
     )
     assert (done.exit_code, done.output) == (0, "")
-    settings, config, role, _, _ = started
+    settings, config, role, _ = started
     assert settings == ServerSettings(
         host="::1",
         port=0,
@@ -200,7 +200,7 @@ def test_what_is_looked_for_is_what_the_extra_installs() -> None:
 def test_the_start_line_of_the_bloom_service_starts_it_whole(started: list[Any]) -> None:
     done = serve(OLD.format(tp=1))
     assert done.exit_code == 0, done.output
-    settings, config, role, _, _ = started
+    settings, config, role, _ = started
     assert (settings.host, settings.port) == ("H", 7070)
     assert config == EngineConfig(random_init="7b1", tokenizer="M", dtype="float16", max_rows=4)
     assert role.kind == "alone" and "tensor" not in done.stderr

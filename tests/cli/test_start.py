@@ -195,7 +195,7 @@ def test_the_collector_looks_at_rows_now_and_then() -> None:
     """Rows' tokens stay until their row ends: to look at them every 700 costs a third of a step."""
     code = """
 import gc
-from fminfer.machine.start_up import importing
+from fminfer.machine.library_imports import importing
 with importing():
     assert not gc.isenabled()
 print(gc.isenabled(), gc.get_threshold()[0], gc.get_freeze_count() > 100_000)

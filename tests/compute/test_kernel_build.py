@@ -24,7 +24,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.plan.opening import open_model
 from fminfer.runtime.build.one_pipeline import OnePipeline
-from fminfer.runtime.start_engine import start_engine
+from fminfer.runtime.process_roles import start_engine
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")

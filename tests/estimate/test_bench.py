@@ -134,10 +134,8 @@ def test_a_rank_without_memory_is_oom_too(tmp_path: Path) -> None:
 def time_all(engine: Any, sizes: list[int], spread: Spread = ALONE) -> list[Any]:
     """Time an engine of this process; it generates 7 tokens a row."""
     role = SimpleNamespace(spread=spread)
-    run: Any = SimpleNamespace(
-        batch_sizes=sizes, new_tokens=7, role=role, elapsed_s=lambda: 1.0, config=engine.config
-    )
-    return [*_Bench(engine, run).time_all()]
+    run: Any = SimpleNamespace(role=role, elapsed_s=lambda: 1.0)
+    return [*_Bench(engine, run, sizes, 7).time_all()]
 
 
 def test_each_batch_is_generated_whole() -> None:

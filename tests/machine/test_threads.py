@@ -17,7 +17,7 @@ import fminfer
 from fminfer.cli.app import main
 from fminfer.core.errors import UsageError
 from fminfer.core.quantities import counted
-from fminfer.machine import control_groups, processor, start_up, threads
+from fminfer.machine import control_groups, library_imports, processor, threads
 from fminfer.machine.threads import ThreadCount, choose_num_threads, count_cores, wait_briefly
 
 
@@ -94,11 +94,11 @@ def test_threads_are_settled_before_openmp_is_loaded(command: str) -> None:
     code = f"""
 import os, sys
 from fminfer.cli import app as cli
-from fminfer.machine import start_up
+from fminfer.machine import library_imports
 def look():
     print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules, flush=True)
     os._exit(0)
-start_up.import_transformers = look
+library_imports.import_transformers = look
 cli.main(["{command}", "-"] if "{command}" == "run" else ["{command}"])
 """
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_WAIT"))}
@@ -111,7 +111,7 @@ cli.main(["{command}", "-"] if "{command}" == "run" else ["{command}"])
         timeout=60,
     )
     assert done.stdout.split() == [str(threads.SPINS), "False"], done.stderr
-    assert start_up.wait_briefly is wait_briefly
+    assert library_imports.wait_briefly is wait_briefly
 
 
 def test_speed_counts_the_tokens_that_were_computed(tmp_path: Path) -> None:

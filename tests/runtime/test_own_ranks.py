@@ -23,7 +23,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import PipelineError, UsageError
 from fminfer.pipeline.ranks import RankConfig, RankFacts
 from fminfer.runtime.launch import processes
-from fminfer.runtime.launch.role import ChildOptions, Role, RunLink, Spread, Task, find_role
+from fminfer.runtime.launch.role import ChildOptions, Role, Spread, Task, find_role
 from tests.faults.torture import is_alive
 
 ROWS: list[dict[str, Any]] = [
@@ -288,7 +288,7 @@ def test_what_a_process_is_told_arrives_as_it_was() -> None:
         Task(
             Role("rank", Spread(2, 1, 5.0, 6.0, 4, 3), facts), config, ChildOptions(1.0, True, True)
         ),
-        Task(Role("member", Spread(1, 2), None, RunLink(5)), EngineConfig(), ChildOptions()),
+        Task(Role("member", Spread(1, 2), None, 5), EngineConfig(), ChildOptions()),
     ):
         line = task.to_json()
         assert Task.from_json(line) == task and "\n" not in line and json.loads(line)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from fminfer.core.quantities import counted
 from fminfer.files.time_line import Point
 from fminfer.job.report.charts import (
     Series,
     make_curves,
+    make_figure,
     make_histogram,
     make_shares,
     make_table,
@@ -19,7 +21,7 @@ from fminfer.job.report.charts import (
     show_time,
 )
 from fminfer.job.report.histogram import Histogram, make_bins
-from fminfer.job.report.plain_text import escape
+from fminfer.job.report.plain_text import Markup, escape
 from fminfer.job.report.row_choice import RowChoice
 from fminfer.job.report.scanning import Scan
 from fminfer.job.report.shown_rows import ShownRow
@@ -56,8 +58,7 @@ def make_distributions(whole: AnswerTally) -> str:
     return f'<div class="charts answers">{"".join(charts)}</div>'
 
 
-def _describe(histogram: Histogram, show: object) -> str:
-    assert callable(show), "it makes a text of a number"
+def _describe(histogram: Histogram, show: Callable[[float], str]) -> str:
     median, most = show(histogram.quantile(0.5)), show(histogram.most)
     tail = show(histogram.quantile(0.99))
     text = f"mean {show(histogram.mean)}, median {median}, 99 % up to {tail}, longest {most}"
@@ -98,10 +99,7 @@ def _make_seconds(whole: AnswerTally) -> str:
 
 
 def _make_unknown(title: str, why: str) -> str:
-    return (
-        f'<figure class="chart unknown"><figcaption><h3>{escape(title)}</h3></figcaption>'
-        f"<p>{escape(why)}</p></figure>"
-    )
+    return make_figure(title, "", f"<p>{escape(why)}</p>", css="unknown")
 
 
 def make_run_section(runs: Sequence[ToldRun], whole: AnswerTally) -> str:
@@ -117,10 +115,7 @@ def make_run_section(runs: Sequence[ToldRun], whole: AnswerTally) -> str:
 def _make_time_lines(runs: Sequence[ToldRun]) -> list[str]:
     widths = [width for run in runs for width in run.widths()]
     points = [p for run in runs if run.time_line is not None for p in run.time_line.points]
-    breaks, at_s = [], 0.0
-    for run in runs[:-1]:
-        at_s += sum(run.widths())
-        breaks.append(at_s)
+    breaks = [*accumulate(sum(run.widths()) for run in runs[:-1])]
 
     def rates(counts: Sequence[int]) -> list[float]:
         return [count / width for count, width in zip(counts, widths, strict=True)]
@@ -192,21 +187,14 @@ def make_slowest(scan: Scan, shown: Sequence[ShownRow]) -> str:
     for seconds, place in slow:
         row = shown[places[place]]
         usage, times = row.answer.usage, row.answer.times
-        link = f'<a href="#row-{places[place]}">{escape(names[place.file])}:{place.number}</a>'
-        figures = (
-            *(show_exactly(seconds), show_exactly(times.get("queue_time", 0.0))),
-            *(show_exactly(times.get("prefill_time", 0.0)), f"{usage.get('prompt_tokens', 0):,}"),
-            f"{usage.get('completion_tokens', 0):,}",
-        )
-        rows.append(
-            f"<tr><td>{link}</td>" + "".join(f"<td>{each}</td>" for each in figures) + "</tr>"
-        )
+        name = f"{escape(names[place.file])}:{place.number}"
+        shown_times = (seconds, times.get("queue_time", 0.0), times.get("prefill_time", 0.0))
+        counts = (usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0))
+        link = Markup(f'<a href="#row-{places[place]}">{name}</a>')
+        rows.append((link, *map(show_exactly, shown_times), *(f"{each:,}" for each in counts)))
     head = ("row", "time", "waited before", "to first token", "prompt tokens", "answer tokens")
-    table = make_table(head, [], css="slowest").replace("<tbody>", f"<tbody>{''.join(rows)}")
-    unknown = scan.whole.num_without_times
-    note = (
-        f'<p class="dim">{counted(unknown, "Batch line")} beside these: they hold no times.</p>'
-        if unknown
-        else ""
-    )
-    return f"<h3>The slowest rows</h3>{table}{note}"
+    note = ""
+    if unknown := scan.whole.num_without_times:
+        beside = f"{counted(unknown, 'Batch line')} beside these: they hold no times."
+        note = f'<p class="dim">{beside}</p>'
+    return f"<h3>The slowest rows</h3>{make_table(head, rows, css='slowest')}{note}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from fminfer.core.quantities import show_seconds
 from fminfer.job.report.histogram import Bin
@@ -85,7 +86,7 @@ class Series:
 
 
 def make_table(head: Sequence[str], rows: Sequence[Sequence[object]], *, css: str = "") -> str:
-    """Return an HTML table; all columns but the first are numbers."""
+    """Return an HTML table; all columns but the first are numbers. `Markup` stays as it is."""
     heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row) + "</tr>" for row in rows
@@ -94,12 +95,12 @@ def make_table(head: Sequence[str], rows: Sequence[Sequence[object]], *, css: st
     return f'<div class="scroll {css}" tabindex="0" role="group" aria-label="Table">{table}</div>'
 
 
-def make_figure(title: str, note: str, plot: str, numbers: str, *, css: str = "") -> str:
-    """Return a chart with its title, a line of figures, and its numbers as a table."""
+def make_figure(title: str, note: str, plot: str, numbers: str = "", *, css: str = "") -> str:
+    """Return a chart with its title, a line of figures, and a table of numbers if it has any."""
+    details = f"<details><summary>Numbers</summary>{numbers}</details>" * bool(numbers)
     return (
         f'<figure class="chart {css}"><figcaption><h3>{escape(title)}</h3>'
-        f"<p>{escape(note)}</p></figcaption>{plot}"
-        f"<details><summary>Numbers</summary>{numbers}</details></figure>"
+        f"{f'<p>{escape(note)}</p>' * bool(note)}</figcaption>{plot}{details}</figure>"
     )
 
 
@@ -147,11 +148,7 @@ def make_shares(title: str, note: str, counts: Sequence[tuple[str, int]]) -> str
         f'rx="2"/></svg></td><td>{count:,}</td><td>{show_share(count / total)}</td></tr>'
         for name, count in counts
     )
-    table = f'<table class="shares"><tbody>{rows}</tbody></table>'
-    return (
-        f'<figure class="chart"><figcaption><h3>{escape(title)}</h3><p>{escape(note)}</p>'
-        f"</figcaption>{table}</figure>"
-    )
+    return make_figure(title, note, f'<table class="shares"><tbody>{rows}</tbody></table>')
 
 
 def make_curves(
@@ -210,10 +207,7 @@ def _path(
     def place(at_s: float, value: float) -> str:
         return f"{1000 * at_s / total_s:.1f} {HEIGHT * (1 - value / top):.1f}"
 
-    ends, at_s = [], 0.0
-    for width in widths:
-        ends.append((at_s, at_s + width))
-        at_s += width
+    ends = [*pairwise(accumulate(widths, initial=0.0))]
     there = [place(at, height) for span, height in zip(ends, above, strict=True) for at in span]
     back = [place(at, height) for span, height in zip(ends, below, strict=True) for at in span]
     return f"M{' '.join(there)} {' '.join(reversed(back))}Z"

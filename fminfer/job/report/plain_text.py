@@ -27,9 +27,13 @@ def show(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()  # half surrogates
 
 
+class Markup(str):
+    """HTML, of which nothing is to be escaped."""
+
+
 def escape(value: object) -> str:
     """Return a value as text for HTML, also for an attribute."""
-    return html.escape(show(str(value)))
+    return value if isinstance(value, Markup) else html.escape(show(str(value)))
 
 
 def dump(value: object) -> str:

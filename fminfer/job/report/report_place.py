@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from fminfer.core.errors import UsageError
@@ -20,19 +21,13 @@ def check_place(path: Path, flag: str = "The report") -> None:
     """
     if path.is_dir() or not path.exists():  # a folder is never replaced
         return
-    start = _read_start(path)
+    start = b"?"  # of a pipe, a device, or a file that cannot be read
+    with suppress(OSError):
+        if path.is_file():
+            with path.open("rb") as file:
+                start = file.read(len(START))
     if start and start.lower() != START:
         raise UsageError(
             f"{flag} {path} exists and is no HTML page, and a report replaces nothing else; give "
             "another name"
         )
-
-
-def _read_start(path: Path) -> bytes:
-    if not path.is_file():  # a pipe or a device
-        return b"?"
-    try:
-        with path.open("rb") as file:
-            return file.read(len(START))
-    except OSError:  # what it holds is not known
-        return b"?"

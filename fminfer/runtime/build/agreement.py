@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 import torch
 import torch.distributed as dist
 
-from fminfer.core.config import EngineConfig, GroupSizes
+from fminfer.core.config import EngineConfig
 from fminfer.core.errors import PipelineError, UsageError
 from fminfer.machine.device import free_bytes, memory_name
 from fminfer.machine.out_of_memory import is_out_of_memory
@@ -49,7 +49,16 @@ def plan_run(
     Raises:
         UsageError: an option that cannot be, or weights or a --budget for which there is no room.
     """
-    place = _place_of(config, group, spread)
+    place = Machine(num_engines=spread.num_engines, engine_number=spread.engine_number)
+    if group is not None:
+        place = replace(
+            place,
+            num_stages=group.world_size // config.tensor_parallel_size,
+            num_shards=config.tensor_parallel_size,
+            rank=group.rank,
+            local_rank=group.local_rank,
+            local_size=group.local_size,
+        )
     if config.offload != "off" and checkpoint.folder is None:
         raise UsageError(
             "--offload streams layers from a model's files, and random weights have none. Use "
@@ -69,21 +78,6 @@ def plan_run(
             time.sleep(END_S)  # rank 0 says it, and ends the run
         raise UsageError(shortage)
     return plan
-
-
-def _place_of(config: GroupSizes, group: Group | None, spread: Spread) -> Machine:
-    """Return the facts of this process's place; others of the machine are left open."""
-    engine = Machine(num_engines=spread.num_engines, engine_number=spread.engine_number)
-    if group is None:
-        return engine
-    return replace(
-        engine,
-        num_stages=group.world_size // config.tensor_parallel_size,
-        num_shards=config.tensor_parallel_size,
-        rank=group.rank,
-        local_rank=group.local_rank,
-        local_size=group.local_size,
-    )
 
 
 def require_room_for_all(config: EngineConfig, checkpoint: Checkpoint, spread: Spread) -> None:

@@ -49,7 +49,18 @@ class Process:
         if has_line:
             self.line, theirs = socket.socketpair()
             self.descriptor = theirs.fileno()
-        self._process = _start([*COMMAND, name, "--ranks", str(num_ranks)], self.descriptor)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, MEANT_FOR_FIRST)  # which it inherits
+        try:
+            self._process = subprocess.Popen(
+                [*COMMAND, name, "--ranks", str(num_ranks)],
+                env=_environ(),
+                stdin=subprocess.PIPE,
+                stdout=2,  # this one's stderr
+                stderr=2,
+                pass_fds=() if theirs is None else (self.descriptor,),
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if theirs is not None:
             theirs.close()
 
@@ -99,6 +110,13 @@ class Processes:
             self.end()
             raise
 
+    @classmethod
+    def of(cls, role: Role) -> Processes:
+        """Start the processes that one of this role starts."""
+        is_team = role.spread.num_pipelines > 1
+        num_ranks = role.spread.num_ranks - 1 if is_team else 0
+        return cls(role.children, num_ranks=num_ranks, has_line=is_team)
+
     def become_ranks(
         self, config: EngineConfig, spread: Spread, child_options: ChildOptions
     ) -> RankFacts:
@@ -126,15 +144,17 @@ class Processes:
         if self._is_over or not ended:
             return ""
         first = min(ended, key=lambda process: process.status or 0)  # who was killed died first
-        return _how_ended(first.name, first.status or 0)
+        if (status := first.status or 0) >= 0:
+            return f"{first.name} ended by itself, with exit status {status}; see what it said"
+        why = " (the system does so when memory runs out)" if status == -signal.SIGKILL else ""
+        return f"{first.name} was ended by {signal.Signals(-status).name}{why}"
 
     def why_killed(self, wait_s: float) -> str:
         """Say which process a signal has ended within this time; "": none."""
         until_s = time.monotonic() + wait_s
         while not self._is_over:
-            for process in self.all:
-                if (process.status or 0) < 0:
-                    return _how_ended(process.name, process.status or 0)
+            if any((process.status or 0) < 0 for process in self.all):
+                return self.why_ended()
             if time.monotonic() > until_s:
                 break
             time.sleep(POLL_S)
@@ -181,29 +201,6 @@ def end_parent(parent: int, wait_s: float) -> None:
                 os.kill(parent, signal.SIGKILL)
             return
         time.sleep(POLL_S)
-
-
-def _how_ended(name: str, status: int) -> str:
-    if status >= 0:
-        return f"{name} ended by itself, with exit status {status}; see what it said"
-    why = " (the system does so when memory runs out)" if status == -signal.SIGKILL else ""
-    return f"{name} was ended by {signal.Signals(-status).name}{why}"
-
-
-def _start(command: list[str], descriptor: int) -> subprocess.Popen[bytes]:
-    """Start a process whose output goes to this one's stderr."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, MEANT_FOR_FIRST)  # which it inherits
-    try:
-        return subprocess.Popen(
-            command,
-            env=_environ(),
-            stdin=subprocess.PIPE,
-            stdout=2,
-            stderr=2,
-            pass_fds=() if descriptor < 0 else (descriptor,),
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _environ() -> dict[str, str]:

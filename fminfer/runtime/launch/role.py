@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from multiprocessing.connection import Connection
 from typing import Literal
 
 from typing_extensions import Self
@@ -46,42 +45,27 @@ ALONE = Spread()  # one process
 
 
 @dataclass(slots=True, frozen=True)
-class RunLink:
-    """The way of one of several pipelines to the run itself."""
-
-    descriptor: int
-
-    def connect(self) -> Connection:
-        """Return the way to the run, to which only one process of the pipeline speaks."""
-        return Connection(self.descriptor)
-
-
-@dataclass(slots=True, frozen=True)
 class Role:
     """One process's part in a run."""
 
     kind: Kind
     spread: Spread = field(default_factory=Spread)
     facts: RankFacts | None = None  # its place among ranks that meet; None: it meets none
-    link: RunLink | None = None  # of a member: its way to the run
+    link: int | None = None  # of a member: the descriptor of its connection to the run
 
     @property
     def is_first(self) -> bool:
         """Return whether this process speaks to the user; ranks without a number may all do so."""
-        return self.kind in ("alone", "starter") or (self.kind == "apart" and not self._rank)
-
-    @property
-    def _rank(self) -> int | None:
-        return None if self.facts is None else self.facts.rank
+        if self.kind == "apart":
+            return self.facts is not None and not self.facts.rank
+        return self.kind in ("alone", "starter")
 
     @property
     def children(self) -> list[str]:
-        """Name the processes that this one starts as soon as it can."""
-        if self.kind not in ("starter", "member"):
-            return []
+        """Name the processes that the run's own one starts: pipelines, or ranks of its own."""
         if self.kind == "starter" and self.spread.num_pipelines > 1:
-            return pipeline_names(self.spread.num_pipelines)
-        return [] if self.facts is not None else rank_names(self.spread.num_ranks)
+            return [f"pipeline {number}" for number in range(self.spread.num_pipelines)]
+        return rank_names(self.spread.num_ranks) if self.kind == "starter" else []
 
 
 def find_role(ranks: RankConfig, environ: Mapping[str, str]) -> Role:
@@ -102,11 +86,6 @@ def find_role(ranks: RankConfig, environ: Mapping[str, str]) -> Role:
 def rank_names(num_ranks: int) -> list[str]:
     """Name the ranks of a pipeline that its rank 0 starts."""
     return [f"rank {rank}" for rank in range(1, num_ranks)]
-
-
-def pipeline_names(count: int) -> list[str]:
-    """Name the pipelines of a run."""
-    return [f"pipeline {number}" for number in range(count)]
 
 
 @dataclass(slots=True, frozen=True)
@@ -137,9 +116,8 @@ class Task:
         told = json.loads(line)
         role = told["role"]
         facts = None if role["facts"] is None else RankFacts(**role["facts"])
-        link = None if role["link"] is None else RunLink(**role["link"])
         return cls(
-            Role(role["kind"], Spread(**role["spread"]), facts, link),
+            Role(role["kind"], Spread(**role["spread"]), facts, role["link"]),
             EngineConfig.from_fields(told["config"]),
             ChildOptions(**told["child_options"]),
         )

@@ -21,7 +21,7 @@ from fminfer.pipeline.addresses import end_when_silent
 from fminfer.pipeline.meeting import STOP_POLL_S, End, Meeting
 from fminfer.pipeline.ranks import RankFacts
 from fminfer.runtime.launch.processes import Processes
-from fminfer.runtime.launch.role import ChildOptions, RunLink, Spread
+from fminfer.runtime.launch.role import ChildOptions, Spread
 from fminfer.runtime.team.team_process import TeamPipeline, start_pipeline
 
 HEAR_S = 5.0  # time for the other ranks to hear that there is nothing to do
@@ -141,14 +141,14 @@ class Apart(Meeting):
             first.end(0)
             raise
 
-    def take_stage(self) -> tuple[RankFacts | None, RunLink | None]:
+    def take_stage(self) -> tuple[RankFacts | None, int | None]:
         """Return another rank's place in its pipeline, and its line to rank 0 if it has one."""
         facts = self._facts if self._num_ranks > 1 else None
         if self._rank_in_pipeline > 0:
             return facts, None
         peer = self._place.connect().become_line(self._number)
         end_when_silent(peer, self.spread.rank_timeout_s, is_always_read=False)
-        return facts, RunLink(peer.detach())
+        return facts, peer.detach()
 
     def _compare(self, mine: dict[str, str], theirs: dict[str, str]) -> None:
         names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]

@@ -19,7 +19,7 @@ from fminfer.pipeline.group import Group
 from fminfer.plan.opening import open_model
 from fminfer.runtime.build.assembly import load_tokenizer
 from fminfer.runtime.build.one_pipeline import OnePipeline
-from fminfer.runtime.launch.role import RunLink, Spread
+from fminfer.runtime.launch.role import Spread
 from fminfer.runtime.team.team_messages import (
     END,
     GO_ON,
@@ -40,7 +40,7 @@ STATS_EVERY_S = 0.5
 def serve_pipeline(
     config: EngineConfig,
     group: Group | None,
-    link: RunLink,
+    link: int,
     spread: Spread,
     checkpoint: Checkpoint | None = None,
 ) -> None:
@@ -48,13 +48,14 @@ def serve_pipeline(
 
     Args:
         group: the ranks of this pipeline, of which this process is the first.
+        link: the descriptor of the connection to the run, which no other process of it has.
         spread: with the pipeline's place among those on this machine.
         checkpoint: the model, if it was opened before.
 
     Raises:
         FminferError: the pipeline cannot go on; the run has been told.
     """
-    connection = link.connect()
+    connection = Connection(link)
     try:
         TeamMember(config, group, connection, spread, checkpoint).serve()
     except (EOFError, ConnectionError, TimeoutError):

@@ -15,7 +15,7 @@ from fminfer.engine.events import Delta
 from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.pipeline.ranks import RankFacts
 from fminfer.runtime.launch.processes import Process, Processes
-from fminfer.runtime.launch.role import ChildOptions, Role, RunLink, Spread, Task
+from fminfer.runtime.launch.role import ChildOptions, Role, Spread, Task
 from fminfer.runtime.team.team_messages import (
     Ask,
     Broken,
@@ -181,7 +181,7 @@ def start_pipeline(
         facts: its place among the pipeline's ranks, if these were started apart.
     """
     spread = replace(spread, engine_number=number)
-    role = Role("member", spread, facts, RunLink(process.descriptor))
+    role = Role("member", spread, facts, process.descriptor)
     process.give(Task(role, config, child_options))
     assert process.line is not None, "a member has a line"
     return TeamPipeline(number, Connection(process.line.detach()), process)
