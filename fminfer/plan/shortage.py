@@ -13,7 +13,6 @@ from fminfer.plan.run_plan import RankPlan, RunPlan, name_of
 CPU_SHARE = 0.5  # share of the memory that is free after loading; others use it as well
 # The same with --offload, of what a pass leaves: files need little of the system's cache.
 STREAMED_SHARE = 0.7
-OFFLOAD = "--offload auto, which streams the layers that do not fit"
 
 
 @dataclass(slots=True, frozen=True)
@@ -166,12 +165,22 @@ def _remedy(plan: RunPlan) -> str:
     has_floats = plan.held_in in ("float32", "bfloat16", "float16")
     smaller += "--quantize int8 or int4; " * (has_floats and plan.device.type == "cpu")
     budget = "a smaller --budget; " * (_taken_budget(plan) is not None)
-    smaller += f"{OFFLOAD}; " * (plan.config.offload == "off")
+    smaller += "".join(f"{way}; " for way in _offload_ways(plan))
     where = "a machine" if plan.device.type == "cpu" else "a GPU"
     return (
         f"Use {smaller}{budget}{where} with more memory; or spread its layers over machines with "
         "--world-size (fminfer check --world-size N --device-memory 80G foresees that)"
     )
+
+
+def _offload_ways(plan: RunPlan) -> list[str]:
+    if plan.config.offload != "off":
+        return []
+    # A check of random weights stands for a model that has files.
+    files = ", from a model's files: random weights have none" * (
+        plan.config.random_init is not None
+    )
+    return [f"--offload auto, which streams the layers that do not fit{files}"]
 
 
 def _device_remedy(plan: RunPlan) -> str:
@@ -193,8 +202,7 @@ def _device_remedy(plan: RunPlan) -> str:
         num_ranks = num_stages * plan.machine.num_shards * num_pipelines
         groups = f" with --data-group-size {num_pipelines}" * (num_pipelines > 1)
         ways.append(f"spread it over more: --world-size {num_ranks} or above{groups}")
-    if plan.config.offload == "off":
-        ways.append(f"use {OFFLOAD}")
+    ways += [f"use {way}" for way in _offload_ways(plan)]
     is_planned = plan.machine.device_bytes is not None
     ways.append("plan with more memory for each" if is_planned else "use GPUs with more memory")
     text = "; or ".join(ways)
