@@ -99,7 +99,8 @@ def _calibrate(config: EngineConfig, role: Role) -> None:
         from fminfer.estimate.cost_model import COSTS
 
     click.echo(
-        "Loading the model, then timing its steps: some 30 s, longer if it is slow.", err=True
+        "Loading the model, then timing its steps: half a minute, or minutes if it is slow.",
+        err=True,
     )
     with closing(TimeBar("calibrate")) as bar:
         found = calibrate(config, bar.update)

@@ -176,6 +176,8 @@ class PlanReport:
             lines += [f"  {run.name}: {run.why_not}" for run in others]
         for why, count in Counter(run.why_not.split(":")[0] for run in others).items():
             lines.append(f"not       {counted(count, 'way')}: {why}")
+        nearest = sorted(others, key=lambda run: run.rank_bytes) if not fitting else []
+        lines += [f"nearest   {r.name}: {r.plan.shortage}" for r in nearest if r.plan][:1]
         return "\n".join([*lines, *(f"fastest   {run.name}" for run in fitting[:1])])
 
     def _title(self) -> str:

@@ -97,6 +97,8 @@ def measure_rank(plan: RunPlan, rank: RankPlan) -> RankWork:
 def time_step(plan: RunPlan, work: RankWork, load: StepLoad, roofs: Roofs) -> dict[str, float]:
     """Return the seconds of what may bound a step; all but the last two go on at once."""
     on_gpu, num = plan.device.type == "cuda", _node_ranks(plan, roofs)
+    if _take_turns(plan):
+        num = max(1, num // plan.machine.num_stages)
     sharers = 1 if on_gpu else num  # of memory and cores
     unread = (1 - work.chosen_bytes / max(1.0, work.expert_bytes)) ** load.num_tokens
     num_bytes = work.weight_bytes + work.expert_bytes * (1 - unread)
@@ -128,6 +130,12 @@ def _node_ranks(plan: RunPlan, roofs: Roofs) -> int:
     return min(roofs.num_devices, len(plan.ranks) * plan.machine.num_pipelines)
 
 
+def _take_turns(plan: RunPlan) -> bool:
+    """Tell whether one stage of a pipeline computes at a time."""
+    num_steps = plan.config.micro_batches or plan.sizes.micro_batches
+    return plan.machine.num_stages > 1 and num_steps == 1
+
+
 def _quantizing_rate(plan: RunPlan, roofs: Roofs) -> float:
     """Return how many bytes of stored weights all cores of a node quantize a second."""
     return roofs.num_cores * QUANTIZING_RATES.get(plan.config.quantized_to, math.inf)
@@ -149,7 +157,8 @@ def predict_run(
 ) -> tuple[float, str]:
     """Predict the seconds of one pipeline's steps, and what bounds most of them.
 
-    Stages compute different steps at once. With fewer rows than stages, some of them wait.
+    Stages compute different steps at once, or take turns at one step. With fewer rows than stages,
+    some of them wait.
 
     Args:
         loads: kinds of steps, and how many there are of each.
@@ -158,14 +167,17 @@ def predict_run(
     works = [measure_rank(plan, rank) for rank in plan.ranks if rank.part.shard == 0]
     num_stages, bounds = plan.machine.num_stages, Counter[str]()
     for load, count in loads:
-        slowest = 0.0, ""
+        steps = []
         for work in works:
             seconds = time_step(plan, work, load, roofs)
-            *at_once, between, host = seconds.values()
-            step = max(host, max(at_once) + between + host * (num_stages == 1))
-            slowest = max(slowest, (step, max(seconds, key=seconds.__getitem__)))
-        bounds[slowest[1]] += slowest[0] * count  # type: ignore[assignment]  # of floats
-    waits = num_stages / min(num_stages, max(1.0, num_rows))
+            *together, between, host = seconds.values()
+            step = max(host, max(together) + between + host * (num_stages == 1))
+            steps.append((step, max(seconds, key=seconds.__getitem__)))
+        slowest, bound = max(steps)
+        step = sum(each for each, _ in steps) if _take_turns(plan) else slowest
+        bounds[bound] += step * count  # type: ignore[assignment]  # of floats
+    at_once = 1 if _take_turns(plan) else num_stages
+    waits = at_once / min(at_once, max(1.0, num_rows))
     return sum(bounds.values()) * waits, max(bounds, key=bounds.__getitem__, default="")
 
 

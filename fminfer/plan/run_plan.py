@@ -105,7 +105,10 @@ class RunPlan:
         """How much is computed at once."""
         if self.chunk_size:  # each step brings the layers again: few large steps are better
             rows = self.config.max_rows or STREAMED[self.device.type].max_rows
-            return StepSizes(self.chunk_size, rows, self.machine.num_stages)
+            # Stages that share a disk take turns: of two steps at once, each would read all layers.
+            from_disk = any(each.streamed and each.streamed.place == "disk" for each in self.ranks)
+            has_turns = from_disk and self.machine.local_size >= len(self.ranks)
+            return StepSizes(self.chunk_size, rows, 1 if has_turns else self.machine.num_stages)
         return self.config.step_sizes(self.device.type, self.machine.num_stages)
 
     @property

@@ -122,6 +122,10 @@ def test_nothing_fits(rows: Path) -> None:
     flags = ("--device-memory", "3G", "--no-weights")
     found = check(rows, "--random-init", "opt-30b", "--plan", *NODE[:2], *flags)
     assert found.exit_code == 1 and "fastest" not in found.output
+    (nearest,) = [line for line in found.output.splitlines() if line.startswith("nearest ")]
+    assert (
+        "--quantize int4 --offload auto: random opt-30b does not fit: rank 0 would take" in nearest
+    )
 
 
 def test_a_cache_too_small_for_a_line_is_no_plan(tmp_path: Path) -> None:

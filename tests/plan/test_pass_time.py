@@ -28,7 +28,7 @@ H200, A100 = KINDS["h200"], KINDS["a100-80gb"]
 GIB = 1 << 30
 
 
-def plan_of(size: str, roofs: Roofs, **options: Any) -> RunPlan:
+def plan_of(size: str, roofs: Roofs, local_size: int = 1, **options: Any) -> RunPlan:
     config = EngineConfig(random_init=size, dtype="bfloat16", **options)
     machine = Machine(
         device_bytes=roofs.device_bytes,
@@ -36,6 +36,7 @@ def plan_of(size: str, roofs: Roofs, **options: Any) -> RunPlan:
         num_stages=config.num_stages,
         num_shards=config.tensor_parallel_size,
         num_pipelines=config.data_group_size,
+        local_size=local_size,
     )
     return make_plan(config, open_model(config, has_weights=False), machine)
 
@@ -105,6 +106,22 @@ def test_ranks_of_a_node_share_its_disk() -> None:
     seconds, bound = step_of(plan, decode(8, 100), roofs)
     most = max(rank.streamed.num_bytes for rank in plan.ranks if rank.streamed)
     assert bound == "disk" and seconds == pytest.approx(4 * most / 7e9, rel=0.01)
+
+
+def test_stages_that_take_turns_read_a_layer_once_and_add_their_times() -> None:
+    """The disk sets the pace, at its whole speed; with two steps in flight it has twice as much."""
+    roofs, load = replace(A100, num_devices=2), decode(64, 100)
+    shared, apart = (
+        plan_of("bloom-176b", A100, here, offload="disk", pipeline_group_size=2) for here in (2, 1)
+    )
+    total = sum(rank.streamed.num_bytes for rank in shared.ranks if rank.streamed)
+    seconds, bound = step_of(shared, load, roofs)
+    assert bound == "disk" and seconds == pytest.approx(total / 7e9, rel=0.01)
+    half = replace(load, num_tokens=32, num_rows=32, num_logits=32)
+    twice = 2 * step_of(apart, half, roofs)[0]  # the same tokens
+    assert twice == pytest.approx(2 * total / 7e9, rel=0.01)
+    one, eight = (predict_run(shared, [(load, 1.0)], n, roofs)[0] for n in (1, 8))
+    assert one == eight, "no stage waits for rows"
 
 
 def test_tensor_parallelism_reads_less_and_pays_for_sums_and_launches() -> None:

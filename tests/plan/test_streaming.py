@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from fminfer.plan.planning import make_plan, plan_ahead
 from fminfer.plan.run_plan import RunPlan
 from fminfer.plan.shortage import find_room, fit_kv_tokens
 from fminfer.plan.streaming import LEAST_CACHE, STREAMED_CACHE, describe_streaming
+from fminfer.runtime.build.agreement import agree_step_size
 from tests.conftest import make_model
 
 GB = 10**9
@@ -26,7 +28,7 @@ GB = 10**9
 
 def plan_of(size: str, gpu: float | None, *, on_host: float = 0, **options: Any) -> RunPlan:
     """Plan a run on GPUs of so many GB, or on a CPU with `on_host` GB."""
-    names = ("num_pipelines", "num_shards", "num_stages")
+    names = ("num_pipelines", "num_shards", "num_stages", "local_size")
     where = {name: options.pop(name) for name in names if name in options}
     if gpu is not None:
         machine = Machine(device_bytes=int(gpu * GB), host_free=int(on_host * GB), **where)
@@ -139,6 +141,31 @@ def test_a_pass_is_as_large_as_memory_allows() -> None:
     assert {each.micro_batches for each in sizes} == {1}
     asked = plan_of("llama-7b", None, on_host=64, offload="disk", chunk_size=100, max_rows=3)
     assert (asked.sizes.chunk_size, asked.sizes.max_rows) == (100, 3)
+
+
+def test_stages_take_turns_at_a_disk_that_they_share() -> None:
+    """Two stages with two steps in flight read all layers twice in the time of one pass."""
+    how = {"num_stages": 2, "on_host": 512}
+    found = {
+        (place, here): plan_of("llama-70b", 24, local_size=here, offload=place, **how).sizes
+        for place in ("disk", "cpu")
+        for here in (1, 2)
+    }
+    assert {key: each.micro_batches for key, each in found.items()} == {
+        ("disk", 2): 1,
+        ("disk", 1): 2,  # a node each
+        ("cpu", 2): 2,  # each GPU has a link of its own
+        ("cpu", 1): 2,
+    }
+
+
+def test_a_step_is_as_large_as_each_rank_has_room_for() -> None:
+    """Rank 0 made steps as large as its own memory allowed."""
+    plan = plan_of("llama-70b", 80, on_host=512, offload="cpu", num_stages=2)
+    small: Any = SimpleNamespace(gather=lambda name, value: [value, 1024])
+    assert agree_step_size(plan) == plan.chunk_size > 1024 == agree_step_size(plan, small)
+    stays = plan_of("llama-7b", 80, num_stages=2)
+    assert agree_step_size(stays, small) == agree_step_size(stays) == 0
 
 
 def test_check_foresees_the_cache_that_a_run_finds_room_for() -> None:

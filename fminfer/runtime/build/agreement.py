@@ -154,6 +154,16 @@ def connect_neighbours(gpus: dist.ProcessGroup, group: Group, device: torch.devi
         torch.cuda.synchronize(device)
 
 
+def agree_step_size(plan: RunPlan, group: Group | None = None) -> int:
+    """Return the most tokens of a step with streamed layers: those for which each rank has room.
+
+    0: as options say.
+    """
+    own = plan.sizes.chunk_size
+    told = [own] if group is None else group.gather("step size", own)
+    return min(told) if plan.chunk_size else 0
+
+
 def count_blocks(plan: RunPlan, group: Group | None = None) -> int:
     """Return the size of the KV cache in blocks, the same on every rank, once weights are loaded.
 

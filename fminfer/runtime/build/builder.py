@@ -35,6 +35,7 @@ from fminfer.plan.run_plan import RunPlan, Streamed
 from fminfer.plan.shortage import no_cache
 from fminfer.runtime.build.agreement import (
     agree,
+    agree_step_size,
     compare_weights,
     connect_gpus,
     count_blocks,
@@ -243,6 +244,7 @@ def build(
     loaded = load_part(plan, group, on_progress)
     on_loaded(loaded.file_digests)
     num_tokens = count_blocks(loaded.plan, group) * config.block_size
-    loaded = replace(loaded, plan=replace(loaded.plan, num_kv_tokens=num_tokens))
+    size = agree_step_size(loaded.plan, group)
+    loaded = replace(loaded, plan=replace(loaded.plan, num_kv_tokens=num_tokens, chunk_size=size))
     stage = build_stage(loaded)
     return loaded, stage, _find_slowness(loaded, stage, group)
