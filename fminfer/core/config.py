@@ -242,7 +242,8 @@ class MemoryOptions(Options):
         old={"--max_batchsize": {}, "--max_batch_size": {}, "executor_max_batch_size": {}},
     )
     micro_batches: Count | None = _speed(
-        "Micro-batches in flight in a pipeline.  [default: one more than it has stages]"
+        "Micro-batches in flight in a pipeline.  [default: one more than it has stages; with "
+        "--offload one a stage, or one alone if stages share a disk]"
     )
     prefix_cache: bool = _speed(
         "Compute once the prefixes that prompts share, and equal greedy requests.", default=True
