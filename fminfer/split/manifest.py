@@ -223,7 +223,7 @@ class _Reader:
     def part(self, entry: Any) -> SplitPart:
         """Check what stands for a part."""
         if not isinstance(entry, dict):
-            self._refuse("it must be an object")
+            self._refuse("it must be an object, as fminfer split writes it")
         self._check_types(entry, engine=str | None, hyperparameters=dict, digest=str)
         self._check_types(entry, num_rows=int, lines=list)
         lines = entry["lines"]
