@@ -326,4 +326,4 @@ def _how_to_calibrate(config: EngineConfig) -> str:
         f" {flag} {shlex.quote(str(v))}" for flag, (v, default) in told.items() if v != default
     ]
     command = f"fminfer bench --calibrate{''.join(given)}"
-    return f"first time the model's steps on this machine, in a minute or more: {command}"
+    return f"first time the model's steps on this machine, in about a minute: {command}"

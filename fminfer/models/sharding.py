@@ -192,6 +192,8 @@ def _share_heads(how: Attention, count: int, block: int) -> list[tuple[range, ra
         of_kv = [range(how.kv_heads) if how.latent else each for each in groups]
         heads = [range(each.start * size, each.stop * size) for each in groups]
         return [*zip(heads, of_kv, strict=True)]
+    if num_groups > 1 and size * width % block:  # the second group begins within a block
+        _refuse_empty([range(0)], count, told)
     unit, found = block // math.gcd(block, width), []
     for group, ranks in enumerate(even_parts(count, num_groups)):
         for part in _refuse_empty(even_parts(size, len(ranks), unit), count, told):

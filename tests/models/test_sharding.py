@@ -209,6 +209,21 @@ def random_model(draw: st.DrawFn) -> Model:
     return Model(hidden, vocab, (layer, layer), norm, hidden, has_head_bias=draw(st.booleans()))
 
 
+@pytest.mark.parametrize(("size", "block"), [(3, 8), (3, 4), (4, 8)])
+def test_a_group_of_heads_begins_with_a_block(size: int, block: int) -> None:
+    """Two groups of 12 numbers in blocks of 8 were cut in the middle of a block."""
+    attention = Attention(2 * size, 2, 4, scaling=0.5)
+    layer = Layer(attention, Mlp("silu", 24), before=(None, None), after=(None, None))
+    model = Model(16, 40, (layer,), None, 16)
+    if 4 * size % block:
+        with pytest.raises(UsageError, match=r"of 3 and blocks of 8 cannot be .* nor among"):
+            share_model(model, 0, 3, InputBlocks(block, block))
+        return
+    shares = [share_model(model, n, 3, InputBlocks(block, block)) for n in range(3)]
+    cuts = [share.layer_cuts(0)["out.weight"].columns for share in shares]
+    assert all(cut and cut.start % block == 0 for cut in cuts)
+
+
 @settings(
     max_examples=num_examples(120),
     deadline=None,
