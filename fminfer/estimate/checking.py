@@ -180,7 +180,7 @@ class Check:
         plan_one = partial(self._plan_one, counts=report.counts, roofs=roofs)
         runs = plan_runs(self._config, roofs, plan_one, kept=self._kept)
         kind: str = "this machine's device" if is_this else asked.device_kind or "devices"
-        if is_this and roofs.disk_rate == ASSUMED_DISK_RATE:
+        if is_this and asked.disk_rate is None and roofs.disk_rate == ASSUMED_DISK_RATE:
             kind += " (no weights are here: its disk is assumed)"
         return replace(report, plans=PlanReport(kind, runs, roofs))
 

@@ -190,6 +190,8 @@ def test_a_folder_with_an_index_alone_has_plans_here(rows: Path, tmp_path: Path)
     plans = plans_of(rows, "--model-name", folder, "--no-weights")
     assert plans["runs"] and plans["roofs"]["disk_rate"] == KINDS["h200"].disk_rate
     assert "its disk is assumed" in plans["kind"]
+    told = plans_of(rows, "--model-name", folder, "--no-weights", "--disk-bandwidth", "7G")
+    assert "assumed" not in told["kind"], "the flag says it"
 
 
 def test_an_encoder_has_no_plan(rows: Path) -> None:
