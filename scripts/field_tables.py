@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Writes the tables of request fields in docs/contract.md from fminfer/contract/field_table.py.
+"""Writes the tables of request fields and error codes in docs/contract.md from the code.
 
 scripts/field_tables.py            # after a change of the table
 scripts/field_tables.py --check    # ends with 1 if the docs say something else
@@ -15,6 +15,7 @@ from pathlib import Path
 from fminfer.contract.endpoints import Endpoint
 from fminfer.contract.field_table import FIELDS, Field
 from fminfer.contract.request import DEFAULTS
+from fminfer.core.errors import ERROR_CODES, RETRYABLE
 
 # Whose table has the fields that an endpoint shares.
 SHOWN: dict[Endpoint, Endpoint] = {
@@ -23,6 +24,7 @@ SHOWN: dict[Endpoint, Endpoint] = {
     "score": "embeddings",
     "rerank": "embeddings",
 }
+ACTED_ON: tuple[Endpoint, ...] = ("completions", "chat", "embeddings", "score", "rerank")
 CONTRACT = Path(__file__).parents[1] / "docs" / "contract.md"
 
 
@@ -78,18 +80,25 @@ def recorded() -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
+def codes() -> str:
+    """Return the table of error codes."""
+    lines = ["| code | meaning | tried again |", "|---|---|---|"]
+    for code, meaning in ERROR_CODES.items():
+        lines.append(f"| `{code}` | {meaning} | {'yes' if code in RETRYABLE else ''} |")
+    return "\n".join(lines)
+
+
 def fill(text: str) -> str:
     """Return a page with what stands between its marks replaced by the tables."""
     parts = {
-        "completions": acted_on("completions"),
-        "refused": refused("completions"),
-        "recorded": recorded(),
-        "chat": acted_on("chat"),
-        "refused in chat": refused("chat"),
-        **{name: acted_on(name) for name in ("embeddings", "score", "rerank")},
+        "codes": codes(),
+        "fields: refused": refused("completions"),
+        "fields: recorded": recorded(),
+        "fields: refused in chat": refused("chat"),
+        **{f"fields: {name}": acted_on(name) for name in ACTED_ON},
     }
     for name, table in parts.items():
-        start, end = f"<!-- fields: {name} -->\n", "<!-- end -->"
+        start, end = f"<!-- {name} -->\n", "<!-- end -->"
         before, found, rest = text.partition(start)
         assert found, f"the page has the mark {start.strip()}"
         text = before + start + f"{table}\n" + end + rest.partition(end)[2]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import click
@@ -42,12 +43,10 @@ def find_flags() -> dict[str, dict[tuple[str, str], list[str]]]:
 
 
 def split_default(text: str) -> tuple[str, str]:
-    """Return a help without what stands in brackets at its end, and the default that this names."""
+    """Return a help's first sentence, and the default that brackets at its end name."""
     text, *notes = re.split(r"\s+\[(?=default:|required|x>=)", text)
     default = "; ".join(note.rstrip("]").removeprefix("default: ") for note in notes)
-    if least := re.search(r"(; |^)x>=(\d+)$", default):
-        text, default = f"{text} At least {least[2]}.", default[: least.start()]
-    return text, default
+    return re.split(r"(?<=[^.]\.)\s+(?=[A-Z-])", text)[0], re.sub(r"(; |^)x>=\d+$", "", default)
 
 
 def cell(text: str) -> str:
@@ -56,16 +55,20 @@ def cell(text: str) -> str:
 
 
 def tables() -> str:
-    """Return the tables, one a group."""
+    """Return the tables, one a group; a row names its commands if they are not the group's."""
     lines = []
     for group, rows in find_flags().items():
-        if rows:
-            lines += [f"\n### {group}" if lines else f"### {group}"]
-            lines += ["| flag | what it does | default | commands |", "|---|---|---|---|"]
+        if not rows:
+            continue
+        usual, _ = Counter(map(tuple, rows.values())).most_common(1)[0]
+        lines += [f"\n### {group}" if lines else f"### {group}"]
+        lines += [] if group == OTHERS else [f"Of {', '.join(usual)}:", ""]
+        lines += ["| flag | what it does | default |", "|---|---|---|"]
         for (flag, text), commands in rows.items():
             flag = flag.removesuffix(" RANGE").replace("|", r"\|")
             help_text, default = map(cell, split_default(text))
-            lines.append(f"| `{flag}` | {help_text} | {default} | {', '.join(commands)} |")
+            of = "" if tuple(commands) == usual and group != OTHERS else f"{', '.join(commands)}: "
+            lines.append(f"| `{flag}` | {of}{help_text} | {default} |")
     return "\n".join(lines)
 
 

@@ -11,11 +11,11 @@ from xml.etree import ElementTree
 import pytest
 
 TESTS = Path(__file__).parent
-CONTRACT = TESTS.parent / "docs" / "contract.md"
+RULES = TESTS / "contract" / "rules.md"
 
 
-def test_the_contract_names_tests_that_exist() -> None:
-    table = CONTRACT.read_text().split("## 11.")[1]
+def test_the_rules_of_the_contract_name_tests_that_exist() -> None:
+    table = RULES.read_text()
     named, file = 0, ""
     for path, name in re.findall(r"`([\w/]*\.py)?(?:::(test_\w+))?`", table):
         file = path or file

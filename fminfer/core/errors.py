@@ -22,6 +22,22 @@ ErrorCode = Literal[
 ]
 
 
+# What each says of a request; the docs' table is made of these.
+ERROR_CODES: dict[ErrorCode, str] = {
+    "invalid_json": "The line is no JSON, or its file breaks off there.",
+    "invalid_utf8": "The line is not UTF-8.",
+    "not_an_object": "The line is JSON, and no object.",
+    "missing_prompt": "It asks for nothing: it has no prompt, messages or input.",
+    "invalid_type": "A field has a value of another type.",
+    "out_of_range": "A value is beyond its limits.",
+    "context_length_exceeded": "Prompt and max_tokens do not fit the model's context.",
+    "token_out_of_range": "A token id is not in the vocabulary.",
+    "unsupported_parameter": "A field asks for what fminfer, this model or this run does not do.",
+    "duplicate_custom_id": "An earlier line has this custom_id.",
+    "out_of_memory": "The row cannot run even alone within --budget.",
+    "nan_logits": "A logit is nan or +inf.",
+    "internal_error": "A fault of fminfer in this line.",
+}
 # Of a request that was right, which this run could not answer and another might.
 RETRYABLE: tuple[ErrorCode, ...] = ("out_of_memory", "nan_logits", "internal_error")
 
