@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-from itertools import groupby
 from pathlib import Path
 
 from fminfer.contract.endpoints import Endpoint
@@ -65,13 +64,14 @@ def acted_on(endpoint: Endpoint) -> str:
 
 def refused(endpoint: Endpoint) -> str:
     """Return the table of fields that are accepted at values that change nothing."""
-    lines = ["| name | passes, beside null | instead |", "|---|---|---|"]
-    rows = [each for each in own_fields(endpoint) if each.fate == "refused"]
-    for (neutral, ours, remedy), group in groupby(rows, lambda e: (e.neutral, e.ours, e.help)):
-        names = ", ".join(f"`{each.name}`" for each in group)
-        passes = ", ".join(f"`{json.dumps(value)}`" for value in neutral)
-        lines.append(f"| {names} | {passes} | {f'`{ours}`' if ours else remedy} |")
-    return "\n".join(lines)
+    rows: dict[str, list[str]] = {}
+    for each in own_fields(endpoint):
+        if each.fate == "refused":
+            passes = ", ".join(f"`{json.dumps(value)}`" for value in each.neutral)
+            name = f"`{each.name}` ({passes})" if passes else f"`{each.name}`"
+            rows.setdefault(f"`{each.ours}`" if each.ours else each.help, []).append(name)
+    table = [f"| {', '.join(names)} | {instead} |" for instead, names in rows.items()]
+    return "\n".join(["| name (what passes, beside null) | instead |", "|---|---|", *table])
 
 
 def recorded() -> str:

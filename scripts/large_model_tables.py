@@ -28,6 +28,7 @@ A100 = "--device-kind a100-80gb"
 MACHINES = {
     "one GPU": A100,
     "eight GPUs": f"{A100} --num-devices 8 --host-memory 512G",
+    "two nodes": f"{A100} --num-devices 8 --num-nodes 2 --host-memory 512G",
 }
 BATCHES = [1, 8, 16, 32, 64, 128]
 OOM = "oom"
