@@ -1,13 +1,10 @@
-"""The ASGI application: routes, the errors they end with, and the doors before them."""
+"""The ASGI application: routes, the errors that they end with, and the page."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-import traceback
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +14,27 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import PlainTextResponse, RedirectResponse
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fminfer.core.errors import RequestError
+from fminfer.core.errors import OutputError, RequestError
 from fminfer.core.version import __version__
-from fminfer.server.batches.batch_routes import batch_routes, file_routes
-from fminfer.server.batches.desk import BatchService
-from fminfer.server.doors import AccessCheck
+from fminfer.server.access import AccessCheck
+from fminfer.server.batch_routes import batch_routes, file_routes
+from fminfer.server.batch_service import BatchService
+from fminfer.server.compat import old_routes
 from fminfer.server.http_errors import HttpError, as_http, respond
-from fminfer.server.metrics import Metrics
 from fminfer.server.model_routes import model_routes
-from fminfer.server.old_routes import old_routes
 from fminfer.server.openai_routes import openai_routes
-from fminfer.server.server_log import ServerLog
 from fminfer.server.service import Service
 from fminfer.server.settings import ServerSettings
-from fminfer.server.vector_routes import vector_routes
 
 _LINE = (
     "fminfer answers POST /v1/completions and /v1/chat/completions, or /v1/embeddings or /v1/score "
     "if its model gives vectors. "
     "/docs has the API, and / a page to try it in a browser.\n"
+)
+_NO_ROOM = (
+    "the server's disk is full, or cannot be written; nothing of this is kept. Delete files that "
+    "are not needed any more, or have whoever runs the server make room"
 )
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -52,33 +49,16 @@ _POLICY = (
 _PAGE_POLICY = f"{_POLICY}; require-trusted-types-for 'script'; trusted-types 'none'"
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    name: str
-    body: bytes
-    policy: str
-
-    def headers(self) -> dict[str, str]:
-        return {
-            "Content-Type": _TYPES[Path(self.name).suffix],
-            "Content-Security-Policy": self.policy,
-            "X-Content-Type-Options": "nosniff",
-            "Referrer-Policy": "same-origin",
-            "Cache-Control": "no-cache",  # a browser asks each time, and the tag spares the bytes
-            "ETag": f'"{hashlib.sha256(self.body).hexdigest()[:32]}"',
-        }
-
-
 def page_routes() -> APIRouter:
     """Return the routes of `/`, `/docs` and the files that they need.
 
     They tell nothing of the model, so they need no key; the page asks for it when a call does.
     """
-    own = files("fminfer.server") / "page"
+    own = Path(__file__).parent / "page"
     swagger = Path(swagger_ui_bundle.swagger_ui_path)
     router = APIRouter()
-    page = _File("index.html", (own / "index.html").read_bytes(), _PAGE_POLICY)
-    router.add_route("/", _serve(page, other=_LINE), include_in_schema=False)
+    page = _serve(own / "index.html", policy=_PAGE_POLICY, other=_LINE)
+    router.add_route("/", page, include_in_schema=False)
     for path, source in {
         "/page/page.css": own / "page.css",
         "/page/page.js": own / "page.js",
@@ -88,28 +68,40 @@ def page_routes() -> APIRouter:
         "/docs/swagger-ui.css": swagger / "swagger-ui.css",
         "/docs/swagger-ui-bundle.js": swagger / "swagger-ui-bundle.js",
     }.items():
-        file = _File(source.name, source.read_bytes(), _POLICY)
-        router.add_route(path, _serve(file), include_in_schema=False)
+        router.add_route(path, _serve(source), include_in_schema=False)
     # Not to /docs: only the browser knows the prefix of a proxy.
     to_docs = RedirectResponse("../docs")
     router.add_route("/docs/", lambda request: to_docs, include_in_schema=False)
     return router
 
 
-def _serve(file: _File, *, other: str | None = None) -> Callable[[Request], Awaitable[Response]]:
-    """Return what answers GET and HEAD.
+def _serve(
+    source: Path, *, policy: str = _POLICY, other: str | None = None
+) -> Callable[[Request], Awaitable[Response]]:
+    """Return what answers GET and HEAD with a file.
 
     Args:
         other: a line of text for those that do not accept HTML by name, as curl does not.
     """
-    headers = file.headers() | ({} if other is None else {"Vary": "Accept"})
+    body = source.read_bytes()
+    headers = (
+        {
+            "Content-Type": _TYPES[source.suffix],
+            "Content-Security-Policy": policy,
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "same-origin",
+            "Cache-Control": "no-cache",  # a browser asks each time, and the tag spares the bytes
+            "ETag": f'"{hashlib.sha256(body).hexdigest()[:32]}"',
+        }
+        | ({} if other is None else {"Vary": "Accept"})
+    )
 
     async def answer(request: Request) -> Response:
         if other is not None and "text/html" not in request.headers.get("accept", ""):
             return PlainTextResponse(other, headers={"Vary": "Accept"})
         if headers["ETag"] in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
-        return Response(file.body, headers=headers)
+        return Response(body, headers=headers)
 
     return answer
 
@@ -129,44 +121,8 @@ ELSEWHERE = {
 }
 
 
-class Faults:
-    """ASGI middleware: behind the doors, so that the error has what every response has."""
-
-    def __init__(self, app: ASGIApp, *, metrics: Metrics, log: ServerLog) -> None:
-        self._app = app
-        self._metrics = metrics
-        self._log = log
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        has_begun = False
-
-        def send_noted(message: Message) -> Awaitable[None]:  # a coroutine less for each token
-            nonlocal has_begun
-            has_begun = True
-            return send(message)
-
-        try:
-            await self._app(scope, receive, send_noted)
-        except Exception as error:
-            if has_begun:
-                raise  # the connection is closed, and uvicorn tells why
-            text = "".join(traceback.format_exception(error))
-            request_id = Request(scope).state.request_id
-            self._log.error(f"Request {request_id} failed by a fault of fminfer:\n{text}")
-            self._metrics.count_refused(500)
-            message = f"fminfer failed on this request ({type(error).__name__}); please report it"
-            answer = respond(HttpError(500, message, code="internal_error"))
-            await answer(scope, receive, send)
-
-
-def make_app(
-    service: Service, settings: ServerSettings, desk: BatchService | None = None
-) -> FastAPI:
-    """Return the application that serves an engine.
-
-    Args:
-        desk: serves files and batches; None: the server keeps none.
-    """
+def make_app(service: Service, settings: ServerSettings, batches: BatchService | None) -> FastAPI:
+    """Return the application that serves an engine; without batches it keeps nothing."""
     app = FastAPI(
         title="fminfer",
         version=__version__,
@@ -175,17 +131,15 @@ def make_app(
         redoc_url=None,
         redirect_slashes=False,  # the address of a proxy before it is not known
     )
-    for routes in (openai_routes, vector_routes, model_routes, old_routes):
+    for routes in (openai_routes, model_routes, old_routes):
         app.include_router(routes(service))
-    app.include_router(file_routes(desk))
-    app.include_router(batch_routes(service, desk))
+    app.include_router(file_routes(batches))
+    app.include_router(batch_routes(service, batches))
     app.include_router(page_routes())
     _add_errors(app, service)
     document = _describe(app, has_keys=bool(settings.api_keys))
     app.openapi = lambda: document  # type: ignore[method-assign]
-    app.add_middleware(Faults, metrics=service.metrics, log=service.log)
-    log = service.log.debug if service.log.tells("debug") else None
-    app.add_middleware(AccessCheck, settings=settings, log=log, count=service.metrics.count_refused)
+    app.add_middleware(AccessCheck, settings=settings, service=service)
     return app
 
 
@@ -217,26 +171,29 @@ def _add_errors(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(HttpError)
     async def on_error(request: Request, error: HttpError) -> Response:
-        service.metrics.count_refused(error.status)
         return respond(error)
 
     @app.exception_handler(RequestError)
     async def on_refused(request: Request, error: RequestError) -> Response:
-        return await on_error(request, as_http(error))
+        return respond(as_http(error))
+
+    @app.exception_handler(OutputError)  # of the state folder; the log has the path
+    async def on_full_disk(request: Request, error: OutputError) -> Response:
+        service.log.tell("error", f"A client was refused: {error}")
+        return respond(HttpError(507, _NO_ROOM, code="disk_full"))
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         code = "unknown_url" if error.status_code == 404 else None
         message = _explain(request, error)
-        told = HttpError(error.status_code, message, code=code, headers=error.headers)
-        return await on_error(request, told)
+        return respond(HttpError(error.status_code, message, code=code, headers=error.headers))
 
     @app.exception_handler(RequestValidationError)
     async def on_wrong_parameter(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"][1:])
         message = f"{name}: {first['msg']}; it was {str(first.get('input'))[:60]!r}"
-        return await on_error(request, HttpError(400, message, code="invalid_type", param=name))
+        return respond(HttpError(400, message, code="invalid_type", param=name))
 
 
 def _explain(request: Request, error: HTTPException) -> str:

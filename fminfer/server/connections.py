@@ -7,6 +7,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from fminfer.contract.json_object import dump
 from fminfer.core.errors import UsageError
 from fminfer.server.http_errors import JSON, HttpError, describe
+from fminfer.server.settings import ServerSettings
 
 HEAD_S = 30.0  # for the head of a request, after the time that an idle connection has
 CLOSE = [(b"connection", b"close")]
@@ -94,36 +96,38 @@ class Connection(H11Protocol):
             self.transport.abort()
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket of an address, which does not listen yet.
+def open_socket(settings: ServerSettings) -> socket.socket:
+    """Take the server's address, which does not listen yet.
 
     A client that does not read loses its connection after a while; systems other than Linux
     cannot tell.
 
     Raises:
-        OSError: the address cannot be had.
+        UsageError: it cannot be had, or the certificate is none.
     """
-    family, kind, proto, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    found = socket.socket(family, kind, proto)
-    try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if sys.platform == "linux":  # connections inherit it
-            found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_S * 1000))
-        found.bind(address)
-    except BaseException:
-        found.close()
-        raise
+    if settings.ssl_certfile is not None:
+        check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
+    with ExitStack() as failed:
+        try:
+            family, kind, proto, _, address = socket.getaddrinfo(
+                settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            found = failed.enter_context(socket.socket(family, kind, proto))
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if sys.platform == "linux":  # connections inherit it
+                found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_S * 1000))
+            found.bind(address)
+        except (OSError, UnicodeError) as error:
+            raise UsageError(
+                f"{settings.host}:{settings.port} cannot be listened on: {error}. Give another "
+                "--port or --host"
+            ) from None
+        failed.pop_all()  # it stays open
     return found
 
 
 def check_certificate(certificate: Path, key: Path | None) -> None:
-    """Load a certificate and its key as the server will, but without asking for a password.
-
-    Raises:
-        UsageError: that cannot be.
-    """
+    """Load a certificate and its key as the server will, but without asking for a password."""
 
     def refuse_password() -> str:
         raise UsageError(

@@ -19,8 +19,8 @@ from fminfer.engine.events import Delta, Event, Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.runtime.engine_api import Engine
 from fminfer.server.http_errors import HttpError, shutting_down
-from fminfer.server.metrics import Metrics, RequestTimes
-from fminfer.server.reply import Reply
+from fminfer.server.metrics import Metrics
+from fminfer.server.replies import Reply
 
 IDLE_S = 0.2  # after which an idle engine looks whether it is to end
 TOKENIZERS = 2  # requests that are tokenized at once
@@ -42,15 +42,14 @@ class Dispatcher:
         self._cache = engine.runs.cache  # has answers that need not be computed
         self._metrics = metrics
         self._queue_size = queue_size
-        self._open: dict[int, Reply] = {}  # of the event loop's thread only
-        self._num_preparing = 0
-        self._prepares = ThreadPoolExecutor(TOKENIZERS, "tokenizing")
-        self._num_compiling = 0
-        self._compiles = ThreadPoolExecutor(1, "compiling")
+        # Requests without an answer that are with the engine; of the event loop's thread only.
+        self.replies: dict[int, Reply] = {}
+        self._tokenizers = _Threads(TOKENIZERS, "tokenizing")
+        self._compilers = _Threads(1, "compiling")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_failure: Callable[[], None] = lambda: None
         self._is_over = threading.Event()
-        self._closed: HttpError | None = None  # why no more requests are taken
+        self.refusal: HttpError | None = None  # why no more requests are taken
         self.num_dropped = 0  # requests that were open when the server ended
         self.queue_s = 0.0  # mean time that requests wait, over the last ones
 
@@ -67,22 +66,12 @@ class Dispatcher:
     @property
     def num_open(self) -> int:
         """Requests without an answer."""
-        return len(self._open) + self._num_preparing + self._num_compiling
-
-    @property
-    def replies(self) -> list[Reply]:
-        """The requests without an answer that are with the engine."""
-        return [*self._open.values()]
+        return len(self.replies) + self._tokenizers.num_asked + self._compilers.num_asked
 
     @property
     def num_waiting(self) -> int:
         """Prompts that have not begun."""
-        return self._num_preparing + self._engine.num_waiting
-
-    @property
-    def refusal(self) -> HttpError | None:
-        """Why no requests are taken; None: they are."""
-        return self._closed
+        return self._tokenizers.num_asked + self._engine.num_waiting
 
     async def ask(
         self,
@@ -103,83 +92,58 @@ class Dispatcher:
             raise full
         prepare = partial(self._prepare_and_find, fields, endpoint=endpoint)
         try:
-            prepared, kept = await self._do_beside(partial(prepare, compiles=False))
+            prepared, kept = await self._tokenizers.do(partial(prepare, compiles=False))
         except UncompiledError:
             prepared, kept = await self._compile(prepare)
-        if kept is not None and self._closed is None:
-            return self._reply_at_once(asked_s, prepared, kept, is_streamed=is_streamed)
-        if (refusal := self._closed or full) is not None:
+        if kept is not None and self.refusal is None:
+            self._metrics.observe(kept, time.perf_counter() - asked_s)
+            reply = Reply(kept.request_id, asked_s, prepared, self._forget)
+            for event in (*(_deltas(kept) if is_streamed else ()), kept):
+                reply.push(event)
+            return reply
+        if (refusal := self.refusal or full) is not None:
             raise refusal
         request_id = self._engine.add(prepared, is_streamed=is_streamed)
         # Events come by this thread, too, so none can have come yet.
-        reply = self._open[request_id] = Reply(request_id, asked_s, prepared)
+        reply = self.replies[request_id] = Reply(request_id, asked_s, prepared, self._forget)
         return reply
 
-    async def prepare(self, fields: Mapping[str, Any]) -> Prepared:
-        """Check and tokenize a request beside the event loop.
-
-        Raises:
-            RequestError: what is wrong with it.
-            HttpError: there is no room for it.
-        """
-        return await self.beside(lambda: self._engine.prepare(fields))
-
     async def beside(self, work: Callable[[], Result]) -> Result:
-        """Tokenize beside the event loop, where only a few do so at once.
-
-        Raises:
-            HttpError: there is no room for it.
-            Exception: the work's.
-        """
+        """Tokenize beside the event loop, where only a few do so at once."""
         if (refusal := self._why_no_room()) is not None:
             raise refusal
-        return await self._do_beside(work)
-
-    async def _do_beside(self, work: Callable[[], Result]) -> Result:
-        loop = asyncio.get_running_loop()
-        self._num_preparing += 1
-        try:
-            return await loop.run_in_executor(self._prepares, work)
-        finally:
-            self._num_preparing -= 1
+        return await self._tokenizers.do(work)
 
     async def _compile(self, work: Callable[[], Result]) -> Result:
-        """Prepare a request with a new constraint, which may take seconds; others do not wait.
+        """Prepare a request with a new constraint, which may take seconds; others do not wait."""
+        num_asked = self._compilers.num_asked
+        if 0 < self._queue_size <= num_asked:
+            raise self._full(f"{num_asked} requests wait for new constraints", 2)
+        return await self._compilers.do(work)
 
-        Raises:
-            HttpError: a queue of such requests is full.
-        """
-        if 0 < self._queue_size <= self._num_compiling:
-            raise self._full(f"{self._num_compiling} requests wait for new constraints", 2)
-        self._num_compiling += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._compiles, work)
-        finally:
-            self._num_compiling -= 1
-
-    def leave(self, reply: Reply) -> None:
+    def _forget(self, request_id: int) -> None:
         """Forget a request; if it has no answer yet, the engine frees what it holds."""
-        if self._open.pop(reply.id, None) is not None:
-            self._engine.cancel(reply.id)
+        if self.replies.pop(request_id, None) is not None:
+            self._engine.cancel(request_id)
             self._metrics.count_cancelled()
 
     def close(self, error: HttpError) -> None:
         """Take no more requests; those that are open go on."""
-        self._closed = self._closed or error
+        self.refusal = self.refusal or error
 
     def fail_all(self, error: HttpError) -> None:
         """Give every open request an error."""
         self.close(error)
-        self.num_dropped += len(self._open)
-        for reply in self.replies:
+        self.num_dropped += len(self.replies)
+        for reply in self.replies.values():
             self._engine.cancel(reply.id)
             reply.push(error)
-        self._open.clear()
+        self.replies.clear()
 
     def _why_no_room(self) -> HttpError | None:
         waiting = self.num_waiting
-        if self._closed is not None or not self._queue_size or waiting < self._queue_size:
-            return self._closed
+        if self.refusal is not None or not self._queue_size or waiting < self._queue_size:
+            return self.refusal
         retry_s = min(MOST_RETRY_S, max(1, round(self.queue_s)))
         return self._full(f"{waiting} prompts wait", retry_s)
 
@@ -195,34 +159,24 @@ class Dispatcher:
     @property
     def _may_look(self) -> bool:
         """Whether a request that has no room may be one with a kept answer."""
-        is_free = self._closed is None and self._num_preparing < MOST_LOOKING
+        is_free = self.refusal is None and self._tokenizers.num_asked < MOST_LOOKING
         return self._cache is not None and is_free
-
-    def _reply_at_once(
-        self, asked_s: float, prepared: Prepared, kept: Finished, *, is_streamed: bool
-    ) -> Reply:
-        """Return the reply to a request that the engine never has."""
-        self._metrics.observe(RequestTimes.of(kept, time.perf_counter() - asked_s))
-        reply = Reply(kept.request_id, asked_s, prepared)
-        for event in events_of(kept, is_streamed=is_streamed):
-            reply.push(event)
-        return reply
 
     def _deliver(self, events: list[Event]) -> None:
         now_s = time.perf_counter()
         for event in events:
-            reply = self._open.get(event.request_id)
+            reply = self.replies.get(event.request_id)
             if reply is None:  # its client has left
                 continue
             if isinstance(event, Delta):
                 self._time_token(reply, event, now_s)
             else:
-                del self._open[event.request_id]
+                del self.replies[event.request_id]
             if isinstance(event, Finished):
                 if self._cache is not None:
                     self._cache.keep(reply.prepared, event)
                 self.queue_s += 0.1 * (event.times["queue_time"] - self.queue_s)
-                self._metrics.observe(RequestTimes.of(event, now_s - reply.asked_s))
+                self._metrics.observe(event, now_s - reply.asked_s)
             reply.push(event)
 
     def _time_token(self, reply: Reply, delta: Delta, now_s: float) -> None:
@@ -231,22 +185,16 @@ class Dispatcher:
         reply.token_s[delta.index] = now_s
 
     def _break(self, error: BaseException) -> None:
-        if isinstance(error, KeyboardInterrupt | StoppedError):  # told twice to end
-            self.fail_all(shutting_down())
-            self._on_failure()
-            return
         told = str(error) if isinstance(error, FminferError) else type(error).__name__
-        self.fail_all(HttpError(503, f"the engine failed: {told}", code="engine_failed"))
+        failure = HttpError(503, f"the engine failed: {told}", code="engine_failed")
+        is_told_to_end = isinstance(error, KeyboardInterrupt | StoppedError)  # for the second time
+        self.fail_all(shutting_down() if is_told_to_end else failure)
         self._on_failure()
 
     # In the engine's thread:
 
     def run(self) -> None:
-        """Answer requests until `end` is called.
-
-        Raises:
-            BaseException: the engine's, which has failed. Each open request has got an error.
-        """
+        """Answer requests until `end` is called."""
         assert self._loop is not None, "the event loop starts first"
         try:
             while not self._is_over.is_set():
@@ -270,16 +218,32 @@ class Dispatcher:
     def end(self) -> None:
         """Have `run` return."""
         self._is_over.set()
-        for threads in (self._prepares, self._compiles):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self._tokenizers.end()
+        self._compilers.end()
 
 
-def events_of(answer: Finished, *, is_streamed: bool) -> list[Event]:
-    """Return the events by which a request gets an answer that is there already."""
-    return [*(_deltas(answer) if is_streamed else ()), answer]
+class _Threads:
+    """Threads that prepare requests, and how many requests are with them."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self.num_asked = 0
+        self._pool = ThreadPoolExecutor(num_threads, name)
+
+    async def do(self, work: Callable[[], Result]) -> Result:
+        """Do some work beside the event loop, and raise what it raises."""
+        self.num_asked += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        finally:
+            self.num_asked -= 1
+
+    def end(self) -> None:
+        """Begin nothing more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _deltas(answer: Finished) -> Iterator[Delta]:
+    """Yield the choices of an answer that is there already."""
     for choice in answer.choices:
         message: dict[str, Any] = choice.get("message", {})
         calls = message.get("tool_calls", [])

@@ -13,7 +13,7 @@ from functools import partial
 import click
 import uvicorn
 
-from fminfer.core.errors import FminferError, UsageError
+from fminfer.core.errors import FminferError
 from fminfer.core.quantities import counted, show_dtypes
 from fminfer.machine.stopper import Stopper
 from fminfer.models.checkpoint import Checkpoint
@@ -25,16 +25,11 @@ from fminfer.runtime.launch.processes import ProcessContext
 from fminfer.runtime.process_roles import Opening, lead_or_join, start_engine
 from fminfer.runtime.result_cache import ResultCache, open_result_cache
 from fminfer.server.asgi_app import make_app
-from fminfer.server.batches.batch_metrics import BatchMetrics
-from fminfer.server.batches.desk import BatchService, ServerState
-from fminfer.server.batches.state_folder import StateFolder
-from fminfer.server.connections import Connection, check_certificate, listen
-from fminfer.server.dispatcher import Dispatcher
+from fminfer.server.batch_service import BatchService
+from fminfer.server.batches.stored_batches import ServerState
+from fminfer.server.connections import Connection, open_socket
 from fminfer.server.http_errors import shutting_down
-from fminfer.server.metrics import Metrics
-from fminfer.server.request_bodies import BodyReader
-from fminfer.server.server_log import ServerLog
-from fminfer.server.service import ServedModel, Service, Throughput
+from fminfer.server.service import Service
 from fminfer.server.settings import ServerSettings
 
 LEAVE_S = 2.0  # for the last bytes, once the grace is over
@@ -43,11 +38,7 @@ SWITCH_S = 0.0005  # between threads of Python
 
 
 def serve_process(run: ProcessContext, settings: ServerSettings) -> None:
-    """Serve until told to stop, or do another rank's part of it.
-
-    Raises:
-        FminferError: the server cannot go on.
-    """
+    """Serve until told to stop, or do another rank's part of it."""
     lead_or_join(run, Opening(run.config), partial(_serve, run, settings))
 
 
@@ -94,40 +85,18 @@ def _open_cache(
 def _open_state(
     run: ProcessContext, settings: ServerSettings, checkpoint: Checkpoint
 ) -> ServerState | None:
-    """Take the state folder, if there is to be one.
-
-    Raises:
-        UsageError: it cannot be used.
-    """
+    """Take the state folder, if there is to be one."""
     path = settings.state
     if path is None:
         return None
     os.umask(0o077)  # this process writes for nobody else
     # Batches are prepared in threads. With Python's 5 ms, each step would wait for them so long.
     sys.setswitchinterval(SWITCH_S)
-    folder = StateFolder(path)
-    if folder.was_narrowed and not run.is_quiet:
+    fingerprint = plan_ahead(run.config, checkpoint, run.role.spread.num_stages).fingerprint()
+    state = ServerState(path, fingerprint)
+    if state.folder.was_narrowed and not run.is_quiet:
         click.echo(f"--state {path} could be read by others; now only you can.", err=True)
-    return ServerState(
-        folder, plan_ahead(run.config, checkpoint, run.role.spread.num_stages).fingerprint()
-    )
-
-
-def open_socket(settings: ServerSettings) -> socket.socket:
-    """Take the server's address, before a model is loaded for nothing.
-
-    Raises:
-        UsageError: it cannot be had, or the certificate is none.
-    """
-    if settings.ssl_certfile is not None:
-        check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
-    try:
-        return listen(settings.host, settings.port)
-    except (OSError, UnicodeError) as error:
-        raise UsageError(
-            f"{settings.host}:{settings.port} cannot be listened on: {error}. Give another --port "
-            "or --host"
-        ) from None
+    return state
 
 
 def run_http(
@@ -151,7 +120,7 @@ def run_http(
     thread.start()
     if not settings.is_quiet:
         click.echo(
-            f"Serving {thread.service.model.names[0]} at {thread.url}\n"
+            f"Serving {thread.service.names[0]} at {thread.url}\n"
             f"  {thread.url}/docs lists what there is; Ctrl-C ends it.",
             err=True,
         )
@@ -189,14 +158,17 @@ class HttpThread(threading.Thread):
     ) -> None:
         super().__init__(name="http", daemon=True)
         self._address = address
-        self.service = _make_service(engine, settings)
-        self.desk = None if state is None else _make_desk(state, self.service, settings)
+        self.service = Service(engine, settings)
+        self.batches: BatchService | None = None
+        if state is not None:
+            self.batches = BatchService(state, self.service, settings)
+            self.service.metrics.batches = self.batches.work
         scheme = "http" if settings.ssl_certfile is None else "https"
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self.url = f"{scheme}://{host}:{address.getsockname()[1]}"
         self._server = uvicorn.Server(
             uvicorn.Config(
-                make_app(self.service, settings, self.desk),
+                make_app(self.service, settings, self.batches),
                 http=Connection,
                 ws="none",
                 lifespan="off",
@@ -213,17 +185,13 @@ class HttpThread(threading.Thread):
         self.fault: BaseException | None = None  # that ended it, if nobody did
 
     def start(self) -> None:
-        """Listen.
-
-        Raises:
-            FminferError: it cannot.
-        """
+        """Listen."""
         super().start()
         self._is_ready.wait()
         if self.fault is not None:
             raise FminferError(f"the HTTP server cannot start: {self.fault}") from self.fault
-        if self.desk is not None:
-            self.desk.work.start()
+        if self.batches is not None:
+            self.batches.work.start()
 
     def drain(self, grace_s: float) -> None:
         """Take no more requests; those that are open have so long. A signal handler may call it."""
@@ -234,15 +202,15 @@ class HttpThread(threading.Thread):
         with suppress(RuntimeError):  # its loop is closed
             self.loop.call_soon_threadsafe(self._drain, 0.0)
         self.join(LEAVE_S + 1)
-        if self.desk is not None:
-            self.desk.close()
+        if self.batches is not None:
+            self.batches.close()
 
     def _drain(self, grace_s: float) -> None:
         dispatcher = self.service.dispatcher
         closing = shutting_down()
         dispatcher.close(closing)
-        if self.desk is not None:
-            self.desk.work.drain()
+        if self.batches is not None:
+            self.batches.work.drain()
         loop = asyncio.get_running_loop()
         loop.call_later(grace_s, dispatcher.fail_all, closing)
         loop.call_later(grace_s + LEAVE_S, self._hang_up)
@@ -288,44 +256,10 @@ class HttpThread(threading.Thread):
             num_tokens = throughput.num_tokens
             if num_tokens != num_told:
                 state, rates = self.service.engine.state, throughput.rates
-                self.service.log.info(
+                self.service.log.tell(
+                    "info",
                     f"{state.num_running} running, {dispatcher.num_waiting} waiting, KV cache "
                     f"{state.kv_usage:.0%} full; {rates.prompt_tokens:,.0f} prompt tokens/s, "
-                    f"{rates.generation_tokens:,.0f} new tokens/s"
+                    f"{rates.generation_tokens:,.0f} new tokens/s",
                 )
             num_told = num_tokens
-
-
-def _make_desk(state: ServerState, service: Service, settings: ServerSettings) -> BatchService:
-    desk = BatchService(
-        *(state, service.engine, service.model),
-        service.log,
-        max_upload_bytes=settings.max_upload_bytes,
-        has_keys=bool(settings.api_keys),
-    )
-    service.metrics.register(BatchMetrics(desk, service.model.names[0]))
-    return desk
-
-
-def _make_service(engine: Engine, settings: ServerSettings) -> Service:
-    names = settings.served_model_names or (engine.model_name,)
-    others = None if settings.served_model_names else engine.intake.limits.model_names
-    model = ServedModel(
-        names,
-        engine.context_length,
-        engine.intake.has_chat_template,
-        others or frozenset(),
-        is_checked=engine.config.check_model,
-    )
-    log = ServerLog(settings.log_level, is_quiet=settings.is_quiet)
-    engine.intake.on_warning = log.warning
-    metrics = Metrics(engine, names[0])
-    return Service(
-        engine,
-        Dispatcher(engine, settings.queue_size, metrics),
-        model,
-        metrics,
-        Throughput(engine),
-        BodyReader(settings.max_body_bytes),
-        log,
-    )

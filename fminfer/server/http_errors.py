@@ -47,17 +47,11 @@ class HttpError(FminferError):
         return "invalid_request_error" if self.status < 500 else "server_error"
 
 
-def status_of(error: RequestError) -> int:
-    """Return the HTTP status of a request that cannot be answered.
-
-    One that is too large for this server is 400: clients try again after a 500, in vain.
-    """
-    return 500 if error.is_ours and error.code != "out_of_memory" else 400
-
-
 def as_http(error: RequestError) -> HttpError:
     """Return a request's error with its status."""
-    return HttpError(status_of(error), error.message, code=error.code, param=error.param)
+    # One that is too large for this server is 400: clients try again after a 500, in vain.
+    status = 500 if error.is_ours and error.code != "out_of_memory" else 400
+    return HttpError(status, error.message, code=error.code, param=error.param)
 
 
 def shutting_down() -> HttpError:
@@ -72,12 +66,7 @@ def shutting_down() -> HttpError:
 
 def describe(error: HttpError) -> dict[str, Any]:
     """Return the OpenAI error object."""
-    found = {
-        "message": str(error),
-        "type": error.type,
-        "param": error.param,
-        "code": error.code,
-    }
+    found = {"message": str(error), "type": error.type, "param": error.param, "code": error.code}
     return {"error": found}
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, get_args
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -15,50 +16,52 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from fminfer.engine.events import Finished
+from fminfer.engine.stats import Observed
 from fminfer.runtime.engine_api import Engine
+from fminfer.server.batches.batch_run import RowKind
+from fminfer.server.batches.batch_work import BatchWork
+
+WINDOW_S = 5.0  # of the means of tokens a second
 
 
-@dataclass(slots=True, frozen=True)
-class RequestTimes:
-    """A finished request: how much was asked and drawn, and how long it took."""
+def _steps(first: int, last: int) -> tuple[float, ...]:
+    """Return 1, 2 and 5 times each power of ten from 10^first to 10^last."""
+    return tuple(float(f"{m}e{power}") for power in range(first, last + 1) for m in (1, 2, 5))
 
-    num_prompt_tokens: int
-    num_generated_tokens: int
-    finish_reasons: tuple[str, ...]  # one a choice
-    queue_s: float
-    first_token_s: float | None  # since it came; None: it draws nothing
-    total_s: float
 
-    @classmethod
-    def of(cls, finished: Finished, total_s: float) -> RequestTimes:
-        """Return those of an answer.
+SECONDS, TOKENS = _steps(-3, 2), _steps(0, 5)  # limits of buckets
 
-        Args:
-            total_s: from its coming to its end, as the server saw it. What the engine did not see
-                of that, such as tokenizing, counts as time in the queue.
-        """
-        times, usage = finished.times, finished.usage
-        queue_s = max(0.0, total_s - times["batch_time"])
-        num_drawn = usage.get("completion_tokens", 0)
-        return cls(
-            usage["prompt_tokens"],
-            num_drawn,
-            tuple(choice["finish_reason"] for choice in finished.choices)
-            if finished.part == "choices"
-            else ("stop",),
-            queue_s,
-            queue_s + times["prefill_time"] if num_drawn else None,
-            total_s,
-        )
+
+Values = dict[str, dict[tuple[str, ...], float]]  # by name, then by the values of its labels
+HELPS = {
+    "vllm:num_requests_running": "Sequences that run.",
+    "vllm:num_requests_waiting": "Prompts that have not begun.",
+    "vllm:kv_cache_usage_perc": "Part of the KV cache that running sequences hold, from 0 to 1.",
+    "fminfer:kv_cache_tokens": "Tokens that the KV cache can hold.",
+    "fminfer:peak_memory_bytes": "Most memory of a rank's process so far.",
+    "fminfer:foreseen_memory_bytes": "Memory that was forecast for a rank's process, on a CPU.",
+    "fminfer:weight_bytes": "Weights in memory. format: of most of them; dtype: of the arithmetic.",
+    "fminfer:gpu_peak_memory_bytes": "Most memory that a rank has taken of its GPU so far.",
+    "fminfer:gpu_peak_tensor_bytes": "Most of it that tensors had.",
+    "fminfer:gpu_foreseen_memory_bytes": "Memory of its GPU that was forecast for a rank.",
+    "vllm:prompt_tokens": "Prompt tokens that were computed, or found in the prefix cache.",
+    "vllm:generation_tokens": "Tokens that were drawn.",
+    "vllm:prefix_cache_queries": "Prompt tokens that were looked up in the prefix cache.",
+    "vllm:prefix_cache_hits": "Prompt tokens that the prefix cache had.",
+    "vllm:num_preemptions": "Rows that were preempted and fed again.",
+    "fminfer:tokens_fed_again": "Prompt tokens that were fed a second time for these.",
+    "fminfer:engine_steps": "Steps that were computed.",
+    "fminfer:result_cache_queries": "Requests that were looked up among the kept answers.",
+    "fminfer:result_cache_hits": "Requests that a kept answer was taken for.",
+    "fminfer:batches_open": "Batches that are not over.",
+    "fminfer:batch_rows": "Lines of batches that have their record, by its kind.",
+}
 
 
 class Metrics:
-    """The metrics of one server, in a registry of its own.
-
-    All methods may be called from any thread.
+    """The metrics of one server, in a registry of its own. Any thread may call it.
 
     Args:
         engine: is read when `render` is called.
@@ -68,7 +71,9 @@ class Metrics:
     def __init__(self, engine: Engine, model_name: str) -> None:
         self._registry = registry = CollectorRegistry()
         self._model_name = model_name
-        registry.register(_EngineMetrics(engine, model_name))
+        self._engine = engine
+        self.batches: BatchWork | None = None  # which are told of, too
+        registry.register(self)
         ProcessCollector(registry=registry)
         self._queue_s = self._histogram(
             "vllm:request_queue_time_seconds", "From a request's coming to its admission.", SECONDS
@@ -99,20 +104,25 @@ class Metrics:
         for reason in ("stop", "length", "abort"):  # a rate needs the 0 before the first one
             self._finished.labels(model_name, reason)
 
-    def register(self, collector: Collector) -> None:
-        """Have something else told, too."""
-        self._registry.register(collector)
+    def observe(self, finished: Finished, total_s: float) -> None:
+        """Count a request that was answered.
 
-    def observe(self, answered: RequestTimes) -> None:
-        """Count a request that was answered."""
-        self._prompt_tokens.observe(answered.num_prompt_tokens)
-        self._generated_tokens.observe(answered.num_generated_tokens)
-        self._queue_s.observe(answered.queue_s)
-        self._total_s.observe(answered.total_s)
-        if answered.first_token_s is not None:
-            self._first_token_s.observe(answered.first_token_s)
-        for reason in answered.finish_reasons:
-            self._finished.labels(self._model_name, reason).inc()
+        Args:
+            total_s: from its coming to its end, as the server saw it. What the engine did not see
+                of that, such as tokenizing, counts as time in the queue.
+        """
+        times, usage = finished.times, finished.usage
+        queue_s = max(0.0, total_s - times["batch_time"])
+        num_drawn = usage.get("completion_tokens", 0)
+        self._prompt_tokens.observe(usage["prompt_tokens"])
+        self._generated_tokens.observe(num_drawn)
+        self._queue_s.observe(queue_s)
+        self._total_s.observe(total_s)
+        if num_drawn:
+            self._first_token_s.observe(queue_s + times["prefill_time"])
+        draws = finished.part == "choices"
+        for choice in finished.choices if draws else [{"finish_reason": "stop"}]:
+            self._finished.labels(self._model_name, choice["finish_reason"]).inc()
 
     def observe_gap(self, seconds: float) -> None:
         """Note the time between two tokens of a streamed choice."""
@@ -130,6 +140,76 @@ class Metrics:
         """Return what `/metrics` answers: the body, and its content type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
+    def collect(self) -> Iterator[Metric]:
+        """Yield what the engine and batches have counted, and how they stand."""
+        stats, state, facts = self._engine.stats, self._engine.state, self._engine.facts
+        own = (self._model_name,)
+        yield from self._gauges(
+            {
+                "vllm:num_requests_running": {own: state.num_running},
+                "vllm:num_requests_waiting": {own: state.num_waiting},
+                "vllm:kv_cache_usage_perc": {own: state.kv_usage},
+                "fminfer:kv_cache_tokens": {own: stats.num_kv_tokens},
+            }
+        )
+        formats = (*own, facts.weight_dtype, facts.dtype)
+        weights: Values = {"fminfer:weight_bytes": {formats: facts.weight_bytes}}
+        yield from self._gauges(weights, "format", "dtype")
+        yield from self._gauges(self._memory(), "rank")
+        # Those that were fed or found in the cache: it never falls, as a counter must not.
+        num_prompt_tokens = stats.num_prompt_tokens + stats.num_cached_tokens
+        cache = self._engine.runs.cache
+        yield from self._totals(
+            {
+                "vllm:prompt_tokens": {own: num_prompt_tokens},
+                "vllm:generation_tokens": {own: stats.num_generated_tokens},
+                "vllm:prefix_cache_queries": {own: num_prompt_tokens},
+                "vllm:prefix_cache_hits": {own: stats.num_cached_tokens},
+                "vllm:num_preemptions": {own: stats.num_put_back},
+                "fminfer:tokens_fed_again": {own: stats.num_again_tokens},
+                "fminfer:engine_steps": {own: stats.num_steps},
+                "fminfer:result_cache_queries": {own: 0 if cache is None else cache.num_asked},
+                "fminfer:result_cache_hits": {own: 0 if cache is None else cache.num_found},
+            }
+        )
+        if self.batches is not None:
+            yield from self._of_batches(self.batches)
+
+    def _of_batches(self, batches: BatchWork) -> Iterator[Metric]:
+        own = (self._model_name,)
+        rows: Values = {"fminfer:batch_rows": {}}
+        for kind in get_args(RowKind):
+            rows["fminfer:batch_rows"][(*own, kind)] = batches.done[kind]
+        yield from self._gauges({"fminfer:batches_open": {own: batches.num_open}})
+        yield from self._totals(rows, "kind")
+
+    def _memory(self) -> Values:
+        """Return the peaks of all ranks, and the forecast of the memory that it is of."""
+        found: Values = {}
+        for each in self._engine.memory:
+            of_rank = {"fminfer:peak_memory_bytes": each.peak.host_bytes}
+            if each.is_on_gpu:
+                of_rank["fminfer:gpu_peak_memory_bytes"] = each.peak.gpu_reserved_bytes
+                of_rank["fminfer:gpu_peak_tensor_bytes"] = each.peak.gpu_bytes
+            of_rank[f"fminfer:{'gpu_' * each.is_on_gpu}foreseen_memory_bytes"] = each.foreseen_bytes
+            for name, value in of_rank.items():
+                found.setdefault(name, {})[self._model_name, str(each.rank)] = value
+        return found
+
+    def _gauges(self, values: Values, *labels: str) -> Iterator[GaugeMetricFamily]:
+        for name, rows in values.items():
+            family = GaugeMetricFamily(name, HELPS[name], labels=["model_name", *labels])
+            for row, value in rows.items():
+                family.add_metric(row, value)
+            yield family
+
+    def _totals(self, values: Values, *labels: str) -> Iterator[CounterMetricFamily]:
+        for name, rows in values.items():
+            family = CounterMetricFamily(name, HELPS[name], labels=["model_name", *labels])
+            for row, value in rows.items():
+                family.add_metric(row, value)
+            yield family
+
     def _counter(self, name: str, meaning: str, label: str) -> Counter:
         return Counter(name, meaning, ["model_name", label], registry=self._registry)
 
@@ -138,98 +218,43 @@ class Metrics:
         return metric.labels(self._model_name)
 
 
-class _EngineMetrics:
-    """Reads an engine each time that somebody asks for the metrics."""
+class Rates(NamedTuple):
+    """Tokens a second."""
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
-        self._engine, self._model_name = engine, model_name
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield what the engine has counted, and how it stands."""
-        stats, state = self._engine.stats, self._engine.state
-        # Those that were fed or found in the cache: it never falls, as a counter must not.
-        num_prompt_tokens = stats.num_prompt_tokens + stats.num_cached_tokens
-        cache = self._engine.runs.cache
-        num_asked, num_found = (0, 0) if cache is None else (cache.num_asked, cache.num_found)
-        for name, value in {
-            "vllm:num_requests_running": state.num_running,
-            "vllm:num_requests_waiting": state.num_waiting,
-            "vllm:kv_cache_usage_perc": state.kv_usage,
-            "fminfer:kv_cache_tokens": stats.num_kv_tokens,
-        }.items():
-            yield self._add_value(GaugeMetricFamily(name, GAUGES[name], labels=LABELS), value)
-        yield self._weights()
-        yield from self._memory()
-        for name, value in {
-            "vllm:prompt_tokens": num_prompt_tokens,
-            "vllm:generation_tokens": stats.num_generated_tokens,
-            "vllm:prefix_cache_queries": num_prompt_tokens,
-            "vllm:prefix_cache_hits": stats.num_cached_tokens,
-            "vllm:num_preemptions": stats.num_put_back,
-            "fminfer:tokens_fed_again": stats.num_again_tokens,
-            "fminfer:engine_steps": stats.num_steps,
-            "fminfer:result_cache_queries": num_asked,
-            "fminfer:result_cache_hits": num_found,
-        }.items():
-            yield self._add_value(CounterMetricFamily(name, COUNTERS[name], labels=LABELS), value)
-
-    def _weights(self) -> GaugeMetricFamily:
-        """Return what the weights take, with the format that most of them have."""
-        name, facts = "fminfer:weight_bytes", self._engine.facts
-        family = GaugeMetricFamily(name, GAUGES[name], labels=[*LABELS, "format", "dtype"])
-        family.add_metric([self._model_name, facts.weight_dtype, facts.dtype], facts.weight_bytes)
-        return family
-
-    def _memory(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the peaks of all ranks, and the forecast of the memory that it is of."""
-        families: dict[str, GaugeMetricFamily] = {}
-        for each in self._engine.memory:
-            found = {"fminfer:peak_memory_bytes": each.peak.host_bytes}
-            if each.is_on_gpu:
-                found["fminfer:gpu_peak_memory_bytes"] = each.peak.gpu_reserved_bytes
-                found["fminfer:gpu_peak_tensor_bytes"] = each.peak.gpu_bytes
-            where = "gpu_" * each.is_on_gpu
-            found[f"fminfer:{where}foreseen_memory_bytes"] = each.foreseen_bytes
-            for name, value in found.items():
-                new = GaugeMetricFamily(name, GAUGES[name], labels=[*LABELS, "rank"])
-                family = families.setdefault(name, new)
-                family.add_metric([self._model_name, str(each.rank)], value)
-        yield from families.values()
-
-    def _add_value(self, family: Family, value: float) -> Family:
-        family.add_metric([self._model_name], value)
-        return family
+    prompt_tokens: float
+    generation_tokens: float
 
 
-def _steps(first: int, last: int) -> tuple[float, ...]:
-    """Return 1, 2 and 5 times each power of ten from 10^first to 10^last."""
-    return tuple(float(f"{m}e{power}") for power in range(first, last + 1) for m in (1, 2, 5))
+class Throughput:
+    """Looks at an engine's counts now and then."""
 
+    def __init__(self, engine: Observed) -> None:
+        self._engine = engine
+        self._started_s = time.monotonic()
+        self._seen: deque[tuple[float, int, int]] = deque()
+        self.look()
 
-LABELS = ["model_name"]
-SECONDS = _steps(-3, 2)  # limits of buckets
-TOKENS = _steps(0, 5)
-Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
-GAUGES = {
-    "vllm:num_requests_running": "Sequences that run.",
-    "vllm:num_requests_waiting": "Prompts that have not begun.",
-    "vllm:kv_cache_usage_perc": "Part of the KV cache that running sequences hold, from 0 to 1.",
-    "fminfer:kv_cache_tokens": "Tokens that the KV cache can hold.",
-    "fminfer:peak_memory_bytes": "Most memory of a rank's process so far.",
-    "fminfer:foreseen_memory_bytes": "Memory that was forecast for a rank's process, on a CPU.",
-    "fminfer:weight_bytes": "Weights in memory. format: of most of them; dtype: of the arithmetic.",
-    "fminfer:gpu_peak_memory_bytes": "Most memory that a rank has taken of its GPU so far.",
-    "fminfer:gpu_peak_tensor_bytes": "Most of it that tensors had.",
-    "fminfer:gpu_foreseen_memory_bytes": "Memory of its GPU that was forecast for a rank.",
-}
-COUNTERS = {
-    "vllm:prompt_tokens": "Prompt tokens that were computed, or found in the prefix cache.",
-    "vllm:generation_tokens": "Tokens that were drawn.",
-    "vllm:prefix_cache_queries": "Prompt tokens that were looked up in the prefix cache.",
-    "vllm:prefix_cache_hits": "Prompt tokens that the prefix cache had.",
-    "vllm:num_preemptions": "Rows that were preempted and fed again.",
-    "fminfer:tokens_fed_again": "Prompt tokens that were fed a second time for these.",
-    "fminfer:engine_steps": "Steps that were computed.",
-    "fminfer:result_cache_queries": "Requests that were looked up among the kept answers.",
-    "fminfer:result_cache_hits": "Requests that a kept answer was taken for.",
-}
+    def look(self) -> None:
+        """Take note of the counts."""
+        stats = self._engine.stats
+        now_s = time.monotonic()
+        self._seen.append((now_s, stats.num_prompt_tokens, stats.num_generated_tokens))
+        while len(self._seen) > 2 and self._seen[1][0] <= now_s - WINDOW_S:
+            self._seen.popleft()
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since it began to look."""
+        return time.monotonic() - self._started_s
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, when it last looked."""
+        return sum(self._seen[-1][1:])
+
+    @property
+    def rates(self) -> Rates:
+        """The mean over the last seconds."""
+        (first_s, *first), (last_s, *last) = self._seen[0], self._seen[-1]
+        passed_s = max(last_s - first_s, 1e-3)
+        return Rates(*((now - then) / passed_s for then, now in zip(first, last, strict=True)))

@@ -10,19 +10,40 @@ from starlette.responses import PlainTextResponse, Response
 
 from fminfer.contract.constraint import KINDS
 from fminfer.contract.endpoints import Endpoint
-from fminfer.contract.fields import TEXT, object_of, wrong_type
+from fminfer.contract.field_table import FIELDS, Field
+from fminfer.contract.fields import (
+    SWITCH,
+    TEXT,
+    Schema,
+    allow_null,
+    as_it_is,
+    list_of,
+    list_of_ids,
+    whole,
+    wrong_type,
+)
 from fminfer.core.errors import RequestError
 from fminfer.core.version import __version__
-from fminfer.server.answer_schemas import detokenize_schema, stats_schema, tokenize_schema
+from fminfer.engine.intake import RequestLimits
 from fminfer.server.http_errors import HttpError
-from fminfer.server.openai_routes import respond_json
-from fminfer.server.schemas import (
-    ERRORS,
-    detokenize_request_schema,
-    document,
-    tokenize_request_schema,
+from fminfer.server.schemas import COUNT, ERRORS, IDS, describe_fields, document, extend
+from fminfer.server.service import Service, respond_json
+
+TOKENIZED = extend(
+    whole(count=COUNT, max_model_len=COUNT, tokens=IDS), token_strs=allow_null(list_of(TEXT))
 )
-from fminfer.server.service import Service
+_FIGURE: Schema = {"type": "number", "minimum": 0}
+STATS = whole(
+    model=TEXT,
+    num_running=COUNT,
+    num_waiting=COUNT,
+    kv_usage=_FIGURE,
+    prompt_tokens_per_s=_FIGURE,
+    generation_tokens_per_s=_FIGURE,
+    result_cache_queries=COUNT,
+    result_cache_hits=COUNT,
+    uptime_s=_FIGURE,
+)
 
 
 def model_routes(service: Service) -> APIRouter:
@@ -38,44 +59,39 @@ def _add_token_routes(router: APIRouter, service: Service) -> None:
 
     @router.post(
         "/tokenize",
-        **document(tokenize_schema(), "The ids.", body=tokenize_request_schema(limits)),
+        **document(TOKENIZED, "The ids.", body=tokenize_request_schema(limits)),
     )
     async def tokenize(request: Request) -> Response:
         """Return the ids of a prompt or of a rendered chat."""
-        fields = await service.read(request)
-        service.model.check(fields.get("model"))
+        fields = await service.bodies.read(request)
+        service.check_model(fields.get("model"))
         return respond_json(await service.dispatcher.beside(lambda: _tokenize(service, fields)))
 
     @router.post(
         "/detokenize",
-        **document(detokenize_schema(), "The text.", body=detokenize_request_schema(limits)),
+        **document(whole(prompt=TEXT), "The text.", body=detokenize_request_schema(limits)),
     )
     async def detokenize(request: Request) -> Response:
         """Return the text of ids."""
-        fields = await service.read(request)
-        service.model.check(fields.get("model"))
+        fields = await service.bodies.read(request)
+        service.check_model(fields.get("model"))
         return respond_json(await service.dispatcher.beside(lambda: _detokenize(service, fields)))
 
 
 def _add_state_routes(router: APIRouter, service: Service) -> None:
-    @router.get(
-        "/version",
-        **document(object_of({"version": TEXT}, "version"), "The version.", errors=[401]),
-    )
+    @router.get("/version", **document(whole(version=TEXT), "The version.", errors=[401]))
     async def version() -> Response:
         """Return the version of fminfer."""
         return respond_json({"version": __version__})
 
-    @router.get(
-        "/health", **document(object_of({"status": TEXT}, "status"), "It answers.", errors=[503])
-    )
+    @router.get("/health", **document(whole(status=TEXT), "It answers.", errors=[503]))
     async def health() -> Response:
         """Return 200 while requests are taken, 503 otherwise."""
         if (refusal := service.dispatcher.refusal) is not None:
             raise refusal
         return respond_json({"status": "ok"})
 
-    @router.get("/stats", **document(stats_schema(), "How it stands.", errors=[401]))
+    @router.get("/stats", **document(STATS, "How it stands.", errors=[401]))
     async def stats() -> Response:
         """Return what the server does at the moment."""
         return respond_json(_describe_state(service))
@@ -95,7 +111,7 @@ def _describe_state(service: Service) -> dict[str, Any]:
     rates, cache = service.throughput.rates, service.engine.runs.cache
     state = service.engine.state
     return {
-        "model": service.model.names[0],
+        "model": service.names[0],
         "num_running": state.num_running,
         "num_waiting": service.dispatcher.num_waiting,
         "kv_usage": state.kv_usage,
@@ -150,3 +166,29 @@ def _prepare_one(service: Service, request: dict[str, Any], name: str) -> list[i
     if len(prepared.prompts) != 1:
         raise HttpError(400, f"{name} holds several prompts; send one", param=name)
     return prepared.prompts[0].ids
+
+
+def tokenize_request_schema(limits: RequestLimits) -> Schema:
+    """Return the schema of a request to `/tokenize`: of a prompt, or of a chat."""
+    known, help_of_words = FIELDS["chat"], "Add the spelling of each token."
+    words = Field("return_token_strs", as_it_is(SWITCH), help_of_words, default=False)
+    prompt = Field("prompt", as_it_is(TEXT), "The text to go on with.", is_required=True)
+    special = FIELDS["completions"]["add_special_tokens"]
+    names = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt")
+    chat = (known[name] for name in (*names, "continue_final_message", "model"))
+    text = (prompt, special, words, known["model"])
+    messages = [{"role": "user", "content": "Hello"}]
+    return {
+        "anyOf": [
+            describe_fields("A text.", text, limits, {"prompt": "Hello"}),
+            describe_fields("A chat.", (*chat, words), limits, {"messages": messages}),
+        ]
+    }
+
+
+def detokenize_request_schema(limits: RequestLimits) -> Schema:
+    """Return the schema of a request to `/detokenize`."""
+    ids = as_it_is(list_of_ids(limits.vocab_size - 1))
+    tokens = Field("tokens", ids, "Ids of the model's tokens.", is_required=True)
+    fields = (tokens, FIELDS["chat"]["model"])
+    return describe_fields("Token ids.", fields, limits, {"tokens": [1, 2, 3]})

@@ -1,4 +1,4 @@
-"""`/v1/completions`, `/v1/chat/completions` and `/v1/models`: what OpenAI's clients call."""
+"""What OpenAI's clients call: completions, chat, models; and vectors, scores and classes."""
 
 from __future__ import annotations
 
@@ -12,46 +12,25 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fminfer.contract.endpoints import OF_DRAWS, Endpoint
+from fminfer.contract.endpoints import ALL_URLS, OF_DRAWS, Endpoint
 from fminfer.contract.field_table import FIELDS
-from fminfer.contract.json_object import dump
+from fminfer.contract.fields import NULL, SWITCH, TEXT, list_of, whole
 from fminfer.engine.events import Delta, Event, Finished
-from fminfer.engine.sequence import AnswerKind
+from fminfer.engine.sequence import Prepared
 from fminfer.engine.vector_answer import head_of_answer
-from fminfer.server.answer_schemas import (
-    chat_completion_chunk_schema,
-    chat_completion_schema,
-    completion_chunk_schema,
-    completion_schema,
-    model_list_schema,
-    model_schema,
+from fminfer.server.http_errors import HttpError
+from fminfer.server.replies import EventStream
+from fminfer.server.schemas import COUNT, ENDPOINT_DOCS, document, extend, request_schema
+from fminfer.server.service import Service, respond_json
+
+_CONTEXT = COUNT | {"description": "Most tokens of prompt and answer."}
+_MODEL = extend(
+    whole(id=TEXT, object={"const": "model"}, created=COUNT, owned_by=TEXT, max_model_len=_CONTEXT),
+    root=TEXT,
+    parent=NULL,
+    has_chat_template=SWITCH,
 )
-from fminfer.server.event_stream import EventStream, until_answered
-from fminfer.server.http_errors import JSON, HttpError
-from fminfer.server.schemas import chat_request_schema, completion_request_schema, document
-from fminfer.server.service import Service
-
-
-@dataclass(slots=True, frozen=True)
-class StreamWish:
-    """Whether an answer is to come in parts, and which of them tell its usage."""
-
-    is_streamed: bool = False
-    usage: str = ""  # "each", the "last", or none
-
-    @classmethod
-    def take(cls, fields: dict[str, Any]) -> StreamWish:
-        """Take a request's `stream` and `stream_options` out of its fields.
-
-        Raises:
-            RequestError: they are wrong.
-        """
-        found: dict[str, Any] = {}
-        for name in ("stream", "stream_options"):
-            value = fields.pop(name, None)
-            if value is not None:
-                found[name] = FIELDS["chat"][name].kind.read(name, value, 0)
-        return cls(found.get("stream", False), found.get("stream_options", ""))
+_MODELS = whole(object={"const": "list"}, data=list_of(_MODEL))
 
 
 @dataclass(slots=True)
@@ -61,17 +40,13 @@ class AnswerShape:
     Args:
         model: its name in the answer.
         usage: which chunks tell it: "each", the "last", or none.
-        num_prompt: tokens of all prompts.
-        prompt_ids: of each prompt, if chunks tell token ids.
-        n: choices of each prompt.
+        tells_ids: its chunks have token ids.
     """
 
-    kind: AnswerKind
+    prepared: Prepared
     model: str
-    usage: str = ""
-    num_prompt: int = 0
-    prompt_ids: list[list[int]] | None = None
-    n: int = 1
+    usage: str
+    tells_ids: bool
     id: str = field(default_factory=lambda: secrets.token_hex(16))
     created: int = field(default_factory=lambda: int(time.time()))
     _num_drawn: int = 0
@@ -83,7 +58,7 @@ class AnswerShape:
 
     def chunks(self, events: list[Event]) -> Iterator[dict[str, Any]]:
         """Turn events of a streamed request into chunks."""
-        head, is_chat = self._head(), self.kind == "chat"
+        head, is_chat = self._head(), self.prepared.kind == "chat"
         if is_chat:
             head["object"] = "chat.completion.chunk"
         if self.usage:
@@ -104,21 +79,23 @@ class AnswerShape:
                 yield head | {"choices": [], "usage": event.usage}
 
     def _usage_so_far(self) -> dict[str, int]:
+        num_prompt = sum(len(prompt.ids) for prompt in self.prepared.prompts)
         return {
-            "prompt_tokens": self.num_prompt,
+            "prompt_tokens": num_prompt,
             "completion_tokens": self._num_drawn,
-            "total_tokens": self.num_prompt + self._num_drawn,
+            "total_tokens": num_prompt + self._num_drawn,
         }
 
     def _token_ids(self, delta: Delta, *, is_first: bool) -> dict[str, Any]:
         """Return the new ids of a choice, and before the first ones its prompt's, if asked for."""
-        if self.prompt_ids is None:
+        if not self.tells_ids:
             return {}
-        told = {"prompt_token_ids": self.prompt_ids[delta.index // self.n]} if is_first else {}
+        prompt = self.prepared.prompts[delta.index // self.prepared.params.n]
+        told = {"prompt_token_ids": prompt.ids} if is_first else {}
         return told | {"token_ids": delta.token_ids}
 
     def _head(self) -> dict[str, Any]:
-        return head_of_answer(self.kind, self.id, self.created, self.model)
+        return head_of_answer(self.prepared.kind, self.id, self.created, self.model)
 
 
 def _choice(delta: Delta, *, is_chat: bool) -> dict[str, Any]:
@@ -136,49 +113,47 @@ def _choice(delta: Delta, *, is_chat: bool) -> dict[str, Any]:
 
 
 def openai_routes(service: Service) -> APIRouter:
-    """Return the routes of the OpenAI API."""
-    router = APIRouter(tags=["OpenAI API"])
-    limits = service.engine.intake.limits
+    """Return the routes of the OpenAI API, and of what it lacks for vectors.
 
-    @router.post(
-        "/v1/completions",
-        **document(
-            completion_schema(),
-            "The completions.",
-            body=completion_request_schema(limits),
-            chunk=completion_chunk_schema(),
-        ),
-    )
-    async def completions(request: Request) -> Response:
-        """Complete one prompt or several."""
-        return await answer(service, request, "completions")
+    Those of another kind of model refuse each request, with what to ask instead.
+    """
+    router = APIRouter()
+    for path, endpoint in ALL_URLS.items():
+        _add_endpoint(router, service, path, endpoint)
+    _add_models(router, service)
+    return router
 
-    @router.post(
-        "/v1/chat/completions",
-        **document(
-            chat_completion_schema(),
-            "The model's messages.",
-            body=chat_request_schema(limits),
-            chunk=chat_completion_chunk_schema(),
-        ),
-    )
-    async def chat_completions(request: Request) -> Response:
-        """Answer a chat."""
-        return await answer(service, request, "chat")
 
-    @router.get("/v1/models", **document(model_list_schema(), "The model.", errors=[401]))
+def _add_endpoint(router: APIRouter, service: Service, path: str, endpoint: Endpoint) -> None:
+    about = ENDPOINT_DOCS[endpoint]
+
+    async def ask(request: Request) -> Response:
+        return await _answer(service, request, endpoint)
+
+    body = request_schema(endpoint, service.engine.intake.limits)
+    described = document(about.answer, "The answer.", body=body, chunk=about.chunk)
+    draws = endpoint in OF_DRAWS
+    tag = "OpenAI API" if draws else "Vectors and scores"
+    name = path.removeprefix("/v1/").replace("/", "_") if draws else path  # of generated clients
+    router.post(path, name=name, description=about.help, tags=[tag], **described)(ask)
+
+
+def _add_models(router: APIRouter, service: Service) -> None:
+    @router.get("/v1/models", tags=["OpenAI API"], **document(_MODELS, "The model.", errors=[401]))
     async def models() -> Response:
         """List the model, under each of its names."""
-        data = [_describe_model(service, name) for name in service.model.names]
+        data = [_describe_model(service, name) for name in service.names]
         return respond_json({"object": "list", "data": data})
 
     @router.get(
-        "/v1/models/{model:path}", **document(model_schema(), "The model.", errors=[401, 404])
+        "/v1/models/{model:path}",
+        tags=["OpenAI API"],
+        **document(_MODEL, "The model.", errors=[401, 404]),
     )
     async def model(model: str) -> Response:
         """Describe the model."""
-        if model not in service.model.names:
-            known = " or ".join(service.model.names)
+        if model not in service.names:
+            known = " or ".join(service.names)
             raise HttpError(
                 404,
                 f"there is no model {model}; this server has {known}",
@@ -187,46 +162,39 @@ def openai_routes(service: Service) -> APIRouter:
             )
         return respond_json(_describe_model(service, model))
 
-    return router
 
-
-def respond_json(value: object) -> Response:
-    """Return a response of JSON."""
-    return Response(dump(value), media_type=JSON)
-
-
-async def answer(service: Service, request: Request, endpoint: Endpoint) -> Response:
+async def _answer(service: Service, request: Request, endpoint: Endpoint) -> Response:
     """Answer a request, whole or as a stream."""
-    fields = await service.read(request)
-    wish = StreamWish.take(fields) if endpoint in OF_DRAWS else StreamWish()
-    service.model.check(fields.get("model"))
-    dispatcher = service.dispatcher
-    reply = await dispatcher.ask(fields, endpoint=endpoint, is_streamed=wish.is_streamed)
+    fields = await service.bodies.read(request)
+    is_streamed, usage = _take_stream(fields) if endpoint in OF_DRAWS else (False, "")
+    service.check_model(fields.get("model"))
+    reply = await service.dispatcher.ask(fields, endpoint=endpoint, is_streamed=is_streamed)
     prepared = reply.prepared
     tells_ids = prepared.params.return_token_ids or not service.engine.tokenizer.has_words
-    shape = AnswerShape(
-        prepared.kind,
-        service.model.name_for(fields),
-        wish.usage,
-        sum(len(prompt.ids) for prompt in prepared.prompts),
-        prompt_ids=[prompt.ids for prompt in prepared.prompts] if tells_ids else None,
-        n=prepared.params.n,
-    )
-    if not wish.is_streamed:
-        finished = await until_answered(dispatcher, reply, request.receive)
-        return respond_json(shape.whole(finished))
-    return EventStream(dispatcher, reply, shape.chunks)
+    shape = AnswerShape(prepared, service.name_for(fields), usage, tells_ids)
+    if is_streamed:
+        return EventStream(reply, shape.chunks)
+    return respond_json(shape.whole(await reply.finish(request.receive)))
+
+
+def _take_stream(fields: dict[str, Any]) -> tuple[bool, str]:
+    """Take out of a request's fields whether it is streamed, and which chunks tell the usage."""
+    found: dict[str, Any] = {}
+    for name in ("stream", "stream_options"):
+        value = fields.pop(name, None)
+        if value is not None:
+            found[name] = FIELDS["chat"][name].kind.read(name, value, 0)
+    return found.get("stream", False), found.get("stream_options", "")
 
 
 def _describe_model(service: Service, name: str) -> dict[str, Any]:
-    model = service.model
     return {
         "id": name,
         "object": "model",
-        "created": model.created,
+        "created": service.created,
         "owned_by": "fminfer",
         "root": service.engine.model_name,
         "parent": None,
-        "max_model_len": model.max_model_len,
-        "has_chat_template": model.has_chat_template,
+        "max_model_len": service.engine.context_length,
+        "has_chat_template": service.engine.intake.has_chat_template,
     }

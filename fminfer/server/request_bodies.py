@@ -1,21 +1,39 @@
-"""Reads requests' bodies within limits, and the JSON object in each."""
+"""Reads requests' bodies within limits: JSON into memory, and forms with a file onto the disk."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
+from fminfer.contract.fields import show
 from fminfer.contract.json_object import load_object
 from fminfer.core.quantities import show_bytes
+from fminfer.files.disk import write_all
 from fminfer.files.line_reader import UTF8_BOM
+from fminfer.server.batches.batch_request import PURPOSE, read_life
+from fminfer.server.batches.state_folder import PRIVATE_FILE, explain_state
 from fminfer.server.http_errors import HttpError
 
 READ_S = 60.0  # for a whole body
-MOST_DISCARDED = 64 * 2**20  # bytes of a body beyond the limit, so that its client hears of it
+MOST_DISCARDED = 64 * 2**20  # bytes of a body that is refused already, so that its client hears
 SMALL_BYTES = 2**16  # of each body, for which there is always room
 MOST_AT_ONCE = 16  # bodies of the largest size that may be coming
+PAUSE_S = 60.0  # in which nothing comes
+MOST_VALUE_BYTES = 1024  # of a field that is no file
+MOST_PARTS = 16
+MOST_NAME_CHARS = 255
+WRITE_BYTES = 2**20  # written at once
+LIFE = {f"expires_after[{name}]": name for name in ("anchor", "seconds")}  # as forms write it
 
 
 class BodyReader:
@@ -30,7 +48,7 @@ class BodyReader:
         self._max_bytes = max_bytes
         self._num_held = 0  # bytes that count
 
-    async def read_object(self, request: Request) -> dict[str, Any]:
+    async def read(self, request: Request) -> dict[str, Any]:
         """Return the JSON object that a request's body holds.
 
         Raises:
@@ -83,11 +101,7 @@ class BodyReader:
         return b"".join(pieces)
 
     def _hold(self, num_bytes: int) -> None:
-        """Count bytes of a body that is coming.
-
-        Raises:
-            HttpError: there is no room for them.
-        """
+        """Count bytes of a body that is coming."""
         most = MOST_AT_ONCE * self._max_bytes
         if self._num_held + num_bytes > most:
             raise HttpError(
@@ -98,3 +112,230 @@ class BodyReader:
                 headers={"Connection": "close", "Retry-After": "1"},
             )
         self._num_held += num_bytes
+
+
+@dataclass(slots=True)
+class Upload:
+    """A file whose bytes are on the disk, under a name of its own."""
+
+    path: Path
+    num_bytes: int
+    filename: str
+    expires_after_s: int | None = None  # None: it stays until it is deleted
+
+
+class UploadForm:
+    """Parses a body piece by piece. What of the file has come is taken from `pending`."""
+
+    def __init__(self, boundary: bytes) -> None:
+        self.pending = bytearray()  # of the file
+        self.filename: str | None = None  # once the file has begun
+        self.values: dict[str, str] = {}
+        self.is_complete = False
+        self._num_parts = 0
+        self._head: dict[bytes, bytes] = {}  # of the part that is coming
+        self._name = ""
+        self._header, self._value = bytearray(), bytearray()
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin,
+                "on_header_field": lambda data, start, end: self._header.extend(data[start:end]),
+                "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
+                "on_header_end": self._end_header,
+                "on_headers_finished": self._read_head,
+                "on_part_data": self._take,
+                "on_part_end": self._end,
+                "on_end": self._finish,
+            },
+        )
+
+    def write(self, piece: bytes) -> None:
+        """Parse a piece of the body."""
+        try:
+            self._parser.write(piece)
+        except FormParserError as error:
+            raise _wrong(f"the body is no multipart form: {error}") from None
+
+    def check_whole(self) -> None:
+        """Refuse a form that broke off, or lacks a field."""
+        if not self.is_complete:
+            raise _wrong("the form breaks off before its last boundary; send it whole")
+        for name, is_there in (
+            ("file", self.filename is not None),
+            ("purpose", "purpose" in self.values),
+        ):
+            if not is_there:
+                raise _wrong(
+                    f"{name} is absent; send both, as curl -F purpose=batch -F file=@FILE does",
+                    name,
+                )
+
+    @property
+    def life_s(self) -> int | None:
+        """How long the file lives; None: the form does not say."""
+        found: dict[str, object] = {
+            name: self.values[key] for key, name in LIFE.items() if key in self.values
+        }
+        if re.fullmatch("[0-9]{1,9}", str(found.get("seconds", ""))):
+            found["seconds"] = int(str(found["seconds"]))
+        return read_life("expires_after", found) if found else None
+
+    def _begin(self) -> None:
+        self._head.clear()
+        self._num_parts += 1
+        if self._num_parts > MOST_PARTS:
+            raise _wrong(f"the form has more than {MOST_PARTS} fields; send file and purpose")
+
+    def _end_header(self) -> None:
+        self._head[bytes(self._header).lower()] = bytes(self._value)
+        self._header.clear()
+        self._value.clear()
+
+    def _read_head(self) -> None:
+        _, options = parse_options_header(self._head.get(b"content-disposition", b""))
+        self._name = name = _decode(options.get(b"name", b""))
+        if name not in ("file", "purpose", *LIFE):
+            raise _wrong(
+                f"{show(name)} is no field of an upload here; there are file, purpose, "
+                f"{' and '.join(LIFE)}. Leave it out",
+                name[:64],
+                "unsupported_parameter",
+            )
+        if name in self.values or (name == "file" and self.filename is not None):
+            raise _wrong(f"{name} is there twice; send it once", name)
+        if (name == "file") != (b"filename" in options):
+            what = "a file, with a filename" if name == "file" else "a text, not a file"
+            raise _wrong(f"{name} must be {what}", name, "invalid_type")
+        if name == "file":
+            self.filename = _decode(options[b"filename"])[:MOST_NAME_CHARS]
+
+    def _take(self, data: bytes, start: int, end: int) -> None:
+        if self._name == "file":
+            self.pending += data[start:end]
+            return
+        self._value += data[start:end]
+        if len(self._value) > MOST_VALUE_BYTES:
+            raise _wrong(f"{self._name} has more than {MOST_VALUE_BYTES} bytes", self._name)
+
+    def _end(self) -> None:
+        if self._name == "file":
+            return
+        self.values[self._name] = value = _decode(self._value)
+        self._value.clear()
+        if self._name == "purpose" and value != PURPOSE:
+            told = f'purpose is {show(value)}; it must be "{PURPOSE}"'
+            raise _wrong(told, "purpose", "out_of_range")
+
+    def _finish(self) -> None:
+        self.is_complete = True
+
+
+async def take_upload(request: Request, folder: Path, max_bytes: int) -> Upload:
+    """Write the file of a request's body into a folder.
+
+    The caller moves or removes it. If this fails, nothing is left.
+
+    Raises:
+        HttpError: the form is wrong, too large or too slow; or the disk is full, with 507.
+    """
+    _, options = parse_options_header(request.headers.get("content-type", ""))
+    boundary = options.get(b"boundary")
+    if not boundary:
+        raise _wrong(
+            "the body is no multipart form; send one with file and purpose, as "
+            "curl -F purpose=batch -F file=@FILE does"
+        )
+    try:
+        form = UploadForm(boundary)
+    except FormParserError as error:
+        raise _wrong(f"the body is no multipart form: {error}") from None
+    path = folder / secrets.token_hex(16)
+    try:
+        fd = await asyncio.to_thread(
+            os.open, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE
+        )
+        try:
+            num_bytes = await _write_all(request, form, fd, max_bytes)
+            await asyncio.to_thread(os.fsync, fd)
+        finally:
+            os.close(fd)
+        return Upload(path, num_bytes, form.filename or "", form.life_s)
+    except BaseException as error:
+        path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise explain_state(path, error) from error
+        raise
+
+
+async def _write_all(request: Request, form: UploadForm, fd: int, max_bytes: int) -> int:
+    """Write what comes of the file; return how much that was.
+
+    What comes after a mistake is passed over for a while, so that the client hears of it.
+    """
+    num_bytes = num_passed = 0
+    refusal: HttpError | None = None
+    async for piece in _pieces(request):
+        if refusal is not None:
+            num_passed += len(piece)
+            if num_passed > MOST_DISCARDED:
+                break
+            continue
+        try:
+            form.write(piece)
+            if num_bytes + len(form.pending) > max_bytes:
+                raise _too_large(max_bytes)
+        except HttpError as error:
+            refusal = error
+            continue
+        if len(form.pending) >= WRITE_BYTES:
+            num_bytes = await _write_pending(form, fd, num_bytes)
+    if refusal is not None:
+        raise refusal
+    form.check_whole()
+    return await _write_pending(form, fd, num_bytes)
+
+
+async def _write_pending(form: UploadForm, fd: int, place: int) -> int:
+    """Write what is pending at its place; return the place behind it."""
+    data, form.pending = bytes(form.pending), bytearray()
+    await asyncio.to_thread(write_all, fd, data, place)
+    return place + len(data)
+
+
+async def _pieces(request: Request) -> AsyncIterator[bytes]:
+    """Yield a body as it comes."""
+    pieces = aiter(request.stream())
+    while True:
+        try:
+            piece = await asyncio.wait_for(anext(pieces), PAUSE_S)
+        except StopAsyncIteration:
+            return
+        except asyncio.TimeoutError:
+            raise HttpError(
+                408,
+                f"nothing came for {PAUSE_S:g} s; send the file without pauses",
+                headers={"Connection": "close"},
+            ) from None
+        except ClientDisconnect:
+            raise HttpError(400, "the client left before its file was there") from None
+        yield piece
+
+
+def _too_large(max_bytes: int) -> HttpError:
+    return HttpError(
+        413,
+        f"the file has more than {show_bytes(max_bytes)} ({max_bytes:,} bytes), the most that is "
+        "allowed (--max-upload-size); cut it into several",
+        code="file_too_large",
+        param="file",
+        headers={"Connection": "close"},
+    )
+
+
+def _decode(raw: bytes | bytearray) -> str:
+    return raw.decode("utf-8", errors="replace")
+
+
+def _wrong(message: str, param: str | None = None, code: str = "invalid_form") -> HttpError:
+    return HttpError(400, message, code=code, param=param)

@@ -1,27 +1,27 @@
-"""What /openapi.json says of routes: the bodies they take, and what they answer."""
+"""What /openapi.json says of routes: the bodies that they take, and what they answer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, get_args
 
+from fminfer.contract.endpoints import Endpoint
 from fminfer.contract.field_table import FIELDS, Field
 from fminfer.contract.fields import (
     INT64,
     NULL,
-    SWITCH,
     TEXT,
     Schema,
     allow_null,
-    as_it_is,
-    list_of_ids,
+    list_of,
     object_of,
+    whole,
 )
 from fminfer.engine.intake import RequestLimits
-from fminfer.server.answer_schemas import error_schema
+from fminfer.engine.sequence import FinishReason
+from fminfer.server.http_errors import JSON
 
-JSON = "application/json"
 ERRORS = {
     400: "The request is wrong; the error names the field and what is allowed.",
     401: "The key is missing or wrong.",
@@ -38,7 +38,6 @@ ERRORS = {
     507: "The server's disk is full or cannot be written; nothing is kept of the request.",
 }
 OF_ANSWERS = (400, 401, 404, 408, 413, 415, 429, 500, 503)  # with which most routes may end
-GREEDY = ("temperature", "top_p", "top_k")  # without all of them, /generation is greedy
 STREAM = (
     "With stream true: server-sent events. Each is `data: ` and a chunk, whose choices hold what "
     "is new; the last one is `data: [DONE]`. Lines that begin with a colon are signs of life. An "
@@ -46,33 +45,158 @@ STREAM = (
 )
 
 
-_PROMPT = Field("prompt", as_it_is(TEXT), "The text to go on with.", is_required=True)
-_SWITCH = as_it_is(SWITCH)
+def extend(schema: Schema, **properties: Schema) -> Schema:
+    """Return the schema of an object that may have further properties."""
+    return schema | {"properties": schema["properties"] | properties}
 
 
-def describe_field(each: Field, limits: RequestLimits | None) -> Schema:
-    """Return the JSON Schema of a field, with its help and its default.
+COUNT: Schema = {"type": "integer", "minimum": 0}
+NUMBER: Schema = {"type": "number"}
+IDS = list_of(COUNT)
+_MESSAGE = TEXT | {"description": "What was found, what is allowed, what to do."}
+_PARAM = allow_null(TEXT) | {"description": "The field that is wrong."}
+ERROR = whole(error=whole(message=_MESSAGE, type=TEXT, param=_PARAM, code=allow_null(TEXT)))
+_USAGE = extend(
+    whole(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT),
+    prompt_tokens_details=allow_null(
+        object_of({"cached_tokens": COUNT, "truncated_tokens": COUNT})
+    ),
+)
+_REASONS = get_args(FinishReason)
+_CHAT_REASON: Schema = {"enum": list(_REASONS)}
+_REASON: Schema = {"enum": [each for each in _REASONS if each != "tool_calls"]}
+_ASSISTANT: Schema = {"const": "assistant"}
+# What a choice has beside its text, of some requests only.
+_AT_TIMES: dict[str, Schema] = {
+    "stop_reason": {
+        "type": ["string", "integer", "null"],
+        "description": "The stop string, or the id of the stop token.",
+    },
+    "prompt_token_ids": IDS,
+    "token_ids": IDS,
+}
+_LOGPROBS = whole(
+    tokens=list_of(TEXT),
+    token_logprobs=list_of(allow_null(NUMBER)),
+    top_logprobs=allow_null(
+        list_of(allow_null({"type": "object", "additionalProperties": NUMBER}))
+    ),
+    text_offset=IDS,
+)
+_TOKEN = {"token": TEXT, "logprob": NUMBER, "bytes": allow_null(IDS)}
+_CHAT_LOGPROBS = extend(
+    whole(content=list_of(whole(**_TOKEN, top_logprobs=list_of(whole(**_TOKEN))))), refusal=NULL
+)
+_CALL = whole(id=TEXT, type={"const": "function"}, function=whole(name=TEXT, arguments=TEXT))
 
-    Args:
-        limits: what numbers are bounded by; None: no field is of a model.
-    """
-    most = {}
-    if limits is not None:
-        most = {"context": limits.context_length - 1, "vocab": limits.vocab_size - 1}
-        most |= {"logprobs": limits.config.max_logprobs}
-    told = each.help
-    if each.fate == "refused":
-        told = f"Not supported; the name of that is {each.ours}." if each.ours else "Not supported."
-    found = each.schema(most.get(each.limit, INT64 - 1)) | {"description": told}
-    default = each.default
-    if (
-        default is None
-        and limits is not None
-        and each.fate == "acted on"
-        and "Default:" not in each.help
-    ):
-        default = getattr(limits.defaults, each.name, None)
-    return found if default in (None, ()) else found | {"default": default}
+
+def _text_choice(reason: Schema) -> Schema:
+    choice = whole(text=TEXT, index=COUNT, logprobs=allow_null(_LOGPROBS), finish_reason=reason)
+    return extend(choice, **_AT_TIMES)
+
+
+def _chat_choice(name: str, said: Schema, reason: Schema) -> Schema:
+    choice = whole(**{name: said}, index=COUNT, finish_reason=reason)
+    return extend(choice, **_AT_TIMES, logprobs=allow_null(_CHAT_LOGPROBS))
+
+
+def _answer(kind: str, **rest: Schema) -> Schema:
+    return whole(id=TEXT, object={"const": kind}, created=COUNT, model=TEXT, **rest)
+
+
+def _chunk(kind: str, choice: Schema) -> Schema:
+    return extend(_answer(kind, choices=list_of(choice)), usage=allow_null(_USAGE))
+
+
+def _list(entry: Schema, name: str = "data") -> Schema:
+    usage = whole(prompt_tokens=COUNT, total_tokens=COUNT)
+    return _answer("list", **{name: list_of(entry)}, usage=usage)
+
+
+_CHAT_MESSAGE = extend(
+    whole(role=_ASSISTANT, content=allow_null(TEXT)), refusal=NULL, tool_calls=list_of(_CALL)
+)
+_CHAT_DELTA = object_of(
+    {
+        "role": _ASSISTANT,
+        "content": allow_null(TEXT),
+        "tool_calls": list_of(extend(_CALL, index=COUNT)),
+    }
+)
+COMPLETION = _answer("text_completion", choices=list_of(_text_choice(_REASON)), usage=_USAGE)
+CHAT_COMPLETION = _answer(
+    "chat.completion",
+    choices=list_of(_chat_choice("message", _CHAT_MESSAGE, _CHAT_REASON)),
+    usage=_USAGE,
+)
+
+
+@dataclass(slots=True, frozen=True)
+class EndpointDocs:
+    """What the document says of an endpoint; its request's fields stand in their table."""
+
+    help: str
+    example: dict[str, Any]
+    answer: Schema
+    chunk: Schema | None = None  # of a stream
+
+
+ENDPOINT_DOCS: dict[Endpoint, EndpointDocs] = {
+    "completions": EndpointDocs(
+        "Complete one prompt or several",
+        {"prompt": "Question: How do you go", "max_tokens": 8, "temperature": 0},
+        COMPLETION,
+        _chunk("text_completion", _text_choice(allow_null(_REASON))),
+    ),
+    "chat": EndpointDocs(
+        "Answer a chat",
+        {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8},
+        CHAT_COMPLETION,
+        _chunk(
+            "chat.completion.chunk", _chat_choice("delta", _CHAT_DELTA, allow_null(_CHAT_REASON))
+        ),
+    ),
+    "embeddings": EndpointDocs(
+        "Return the vectors of texts",
+        {"input": ["one text", "another"]},
+        _list(
+            whole(
+                object={"const": "embedding"},
+                index=COUNT,
+                embedding={"anyOf": [list_of(NUMBER), TEXT]},
+            )
+        ),
+    ),
+    "score": EndpointDocs(
+        "Score pairs of texts",
+        {"text_1": "a question", "text_2": ["an answer", "another"]},
+        _list(whole(index=COUNT, object={"const": "score"}, score=NUMBER)),
+    ),
+    "rerank": EndpointDocs(
+        "Order documents by how well they fit a query",
+        {"query": "a question", "documents": ["an answer", "another"], "top_n": 1},
+        _list(
+            extend(whole(index=COUNT, relevance_score=NUMBER), document=object_of({"text": TEXT})),
+            "results",
+        ),
+    ),
+    "classify": EndpointDocs(
+        "Tell the classes of texts",
+        {"input": "a text"},
+        _list(whole(index=COUNT, label=allow_null(TEXT), probs=list_of(NUMBER), num_classes=COUNT)),
+    ),
+}
+
+
+def request_schema(endpoint: Endpoint, limits: RequestLimits) -> Schema:
+    """Return the schema of a request to an endpoint."""
+    about, fields = ENDPOINT_DOCS[endpoint], {**FIELDS[endpoint]}
+    if endpoint == "completions" and limits.start_ids is None:
+        fields["decoder_prompt"] = replace(fields["decoder_prompt"], fate="refused")
+    is_strict = limits.config.strict
+    return describe_fields(
+        f"{about.help}.", fields.values(), limits, about.example, is_strict=is_strict
+    )
 
 
 def describe_fields(
@@ -95,110 +219,23 @@ def describe_fields(
     ) | {"description": meaning, "additionalProperties": not is_strict, "examples": [example]}
 
 
-def completion_request_schema(limits: RequestLimits) -> Schema:
-    """Return the schema of a request to `/v1/completions`."""
-    example = {"prompt": "Question: How do you go", "max_tokens": 8, "temperature": 0}
-    fields = {**FIELDS["completions"]}
-    if limits.start_ids is None:
-        fields["decoder_prompt"] = replace(fields["decoder_prompt"], fate="refused")
-    return describe_fields(
-        "Complete prompts.", fields.values(), limits, example, is_strict=limits.config.strict
-    )
-
-
-def chat_request_schema(limits: RequestLimits) -> Schema:
-    """Return the schema of a request to `/v1/chat/completions`."""
-    example = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
-    return describe_fields(
-        "Answer a conversation.",
-        FIELDS["chat"].values(),
-        limits,
-        example,
-        is_strict=limits.config.strict,
-    )
-
-
-def generation_request_schema(
-    limits: RequestLimits, new_tokens: int, refused: Iterable[str]
-) -> Schema:
-    """Return the schema of a request to `/generation`.
+def describe_field(each: Field, limits: RequestLimits | None) -> Schema:
+    """Return the JSON Schema of a field, with its help and its default.
 
     Args:
-        new_tokens: the default of max_new_tokens.
-        refused: fields of completions that must be null.
+        limits: what numbers are bounded by; None: no field is of a model.
     """
-    of_chat, refused = FIELDS["chat"], tuple(refused)
-    both = [
-        each
-        for name, each in FIELDS["completions"].items()
-        if of_chat.get(name) is each and each.fate == "acted on" and name not in refused
-    ]
-    fields = (
-        _PROMPT,
-        replace(of_chat["max_tokens"], name="max_new_tokens", default=new_tokens),
-        replace(of_chat["max_tokens"], help="The same, where max_new_tokens is absent."),
-        *(
-            replace(each, help=f"{each.help} Default: greedy.") if each.name in GREEDY else each
-            for each in both
-        ),
-        *(Field(name, as_it_is(NULL), "It has no place in this answer.") for name in refused),
-    )
-    meaning = "Go on with a text. It is greedy unless temperature, top_p or top_k is sent."
-    return describe_fields(meaning, fields, limits, {"prompt": "Question: How do you go"})
-
-
-def latency_request_schema(
-    limits: RequestLimits, new_tokens: int, names: Mapping[str, str | None]
-) -> Schema:
-    """Return the schema of a request to `POST /`.
-
-    Args:
-        new_tokens: the default of max_new_tokens.
-        names: of the parameters, and what completions call them; None: they do not have it.
-    """
-    known = FIELDS["completions"]
-    given = {"max_new_tokens": new_tokens}
-    parameters = {
-        name: describe_field(replace(known[ours], default=given.get(name)), limits)
-        if ours
-        else allow_null(SWITCH)
-        for name, ours in names.items()
-    }
-    inputs = known["prompt"].schema(limits.vocab_size - 1) | {"description": "One text or several."}
-    of_parameters = object_of(parameters) | {"additionalProperties": False}
-    return object_of({"inputs": inputs, "parameters": allow_null(of_parameters)}, "inputs") | {
-        "examples": [{"inputs": "Question: How do you go", "parameters": {"max_new_tokens": 8}}]
-    }
-
-
-def tokenize_request_schema(limits: RequestLimits) -> Schema:
-    """Return the schema of a request to `/tokenize`: of a prompt, or of a chat."""
-    known = FIELDS["chat"]
-    words = Field("return_token_strs", _SWITCH, "Add the spelling of each token.", default=False)
-    special = FIELDS["completions"]["add_special_tokens"]
-    names = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt")
-    chat = (known[name] for name in (*names, "continue_final_message", "model"))
-    text = (_PROMPT, special, words, known["model"])
-    messages = [{"role": "user", "content": "Hello"}]
-    return {
-        "anyOf": [
-            describe_fields("A text.", text, limits, {"prompt": "Hello"}),
-            describe_fields("A chat.", (*chat, words), limits, {"messages": messages}),
-        ]
-    }
-
-
-def detokenize_request_schema(limits: RequestLimits) -> Schema:
-    """Return the schema of a request to `/detokenize`."""
-    ids = as_it_is(list_of_ids(limits.vocab_size - 1))
-    tokens = Field("tokens", ids, "Ids of the model's tokens.", is_required=True)
-    fields = (tokens, FIELDS["chat"]["model"])
-    return describe_fields("Token ids.", fields, limits, {"tokens": [1, 2, 3]})
-
-
-def describe_body(schema: Schema) -> dict[str, Any]:
-    """Return the `openapi_extra` of a route that takes such a body."""
-    return {"requestBody": {"required": True, "content": {JSON: {"schema": schema}}}}
+    most: dict[str, int] = {}
+    default, told = each.default, each.help
+    if limits is not None:
+        most = {"context": limits.context_length - 1, "vocab": limits.vocab_size - 1}
+        most["logprobs"] = limits.config.max_logprobs
+        if default is None and each.fate == "acted on" and "Default:" not in each.help:
+            default = getattr(limits.defaults, each.name, None)
+    if each.fate == "refused":
+        told = f"Not supported; the name of that is {each.ours}." if each.ours else "Not supported."
+    found = each.schema(most.get(each.limit, INT64 - 1)) | {"description": told}
+    return found if default in (None, ()) else found | {"default": default}
 
 
 def document(
@@ -208,37 +245,28 @@ def document(
     body: Schema | None = None,
     chunk: Schema | None = None,
     errors: Iterable[int] = OF_ANSWERS,
+    media_type: str = JSON,
 ) -> dict[str, Any]:
     """Return what FastAPI is told of a route: what it takes, and what it answers.
 
     Args:
         body: of the request.
         chunk: of which a stream consists, if the route can send one.
-        errors: the statuses with which it may end.
+        errors: the statuses with which it may end, beside 403.
+        media_type: of the answer.
     """
-    found: dict[str, Any] = {
-        "responses": describe_answers(answer, meaning, chunk=chunk, errors=errors)
-    }
-    return found if body is None else found | {"openapi_extra": describe_body(body)}
-
-
-def describe_answers(
-    schema: Schema, meaning: str, *, chunk: Schema | None = None, errors: Iterable[int] = OF_ANSWERS
-) -> dict[int | str, dict[str, Any]]:
-    """Return the `responses` of a route.
-
-    Args:
-        chunk: of which a stream consists, if the route can send one.
-        errors: the statuses with which it may end.
-    """
-    content: dict[str, Any] = {JSON: {"schema": schema}}
+    content: dict[str, Any] = {media_type: {"schema": answer}}
     if chunk is not None:
-        content["text/event-stream"] = {
-            "schema": {"type": "string", "description": STREAM},
-            "x-chunk": chunk,
-        }
-    error = {JSON: {"schema": error_schema()}}
-    failed: dict[int | str, dict[str, Any]] = {
-        status: {"description": ERRORS[status], "content": error} for status in (403, *errors)
-    }
-    return {200: {"description": meaning, "content": content}, **failed}
+        stream = {"type": "string", "description": STREAM}
+        content["text/event-stream"] = {"schema": stream, "x-chunk": chunk}
+    responses: dict[int | str, dict[str, Any]] = {200: {"description": meaning, "content": content}}
+    for status in (403, *errors):
+        responses[status] = {"description": ERRORS[status], "content": {JSON: {"schema": ERROR}}}
+    found: dict[str, Any] = {"responses": responses}
+    return found if body is None else found | take_body(body, JSON)
+
+
+def take_body(schema: Schema, media_type: str) -> dict[str, Any]:
+    """Return what FastAPI is told of a body that a route reads itself."""
+    content = {media_type: {"schema": schema}}
+    return {"openapi_extra": {"requestBody": {"required": True, "content": content}}}

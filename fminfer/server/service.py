@@ -1,43 +1,71 @@
-"""What all routes of a server share: the model that it serves, and the way to its engine."""
+"""What all routes of a server share: the model that it serves, its log, the way to its engine."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, get_args
 
-from starlette.requests import Request
+import click
+from starlette.responses import Response
 
 from fminfer.contract.field_table import MAX_NAME_CHARS
 from fminfer.contract.fields import show
-from fminfer.engine.stats import Observed
+from fminfer.contract.json_object import dump
+from fminfer.core.errors import printable
 from fminfer.runtime.engine_api import Engine
 from fminfer.server.dispatcher import Dispatcher
-from fminfer.server.http_errors import HttpError
-from fminfer.server.metrics import Metrics
+from fminfer.server.http_errors import JSON, HttpError
+from fminfer.server.metrics import Metrics, Throughput
 from fminfer.server.request_bodies import BodyReader
-from fminfer.server.server_log import ServerLog
+from fminfer.server.settings import LogLevel, ServerSettings
 
-WINDOW_S = 5.0  # of the means of tokens a second
+LEVELS: tuple[LogLevel, ...] = get_args(LogLevel)  # each tells what those before it tell
 
 
 @dataclass(slots=True, frozen=True)
-class ServedModel:
-    """The model, and what requests may call it.
+class ServerLog:
+    """Tells on stderr what its level lets through. Any thread may call it.
 
-    `created` is the Unix time at which it was ready, seconds.
+    Args:
+        is_quiet: errors at most, whatever the level.
     """
 
-    names: tuple[str, ...]  # the first one stands in answers
-    max_model_len: int
-    has_chat_template: bool
-    others: frozenset[str]  # by which it may be asked for, too
-    is_checked: bool  # a request that names another model is refused
-    created: int = field(default_factory=lambda: int(time.time()))
+    level: LogLevel
+    is_quiet: bool = False
 
-    def check(self, asked: object) -> None:
+    def tells(self, level: LogLevel) -> bool:
+        """Return whether what is of this level is told."""
+        most = LEVELS.index(self.level)
+        if self.is_quiet:
+            most = min(most, LEVELS.index("error"))
+        return LEVELS.index(level) <= most
+
+    def tell(self, level: LogLevel, text: str) -> None:
+        """Tell something, if its level is told."""
+        if self.tells(level):
+            click.echo(printable(text), err=True)
+
+
+class Service:
+    """What routes need of an engine that is served."""
+
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+        self.engine = engine
+        given = settings.served_model_names
+        self.names = given or (engine.model_name,)  # of the model; the first one is in answers
+        others = None if given else engine.intake.limits.model_names
+        self._accepted = (*self.names, *(others or ()))
+        self.created = int(time.time())  # in seconds since 1970: when the model was ready
+        self.log = ServerLog(settings.log_level, is_quiet=settings.is_quiet)
+        engine.intake.on_warning = lambda text: self.log.tell("warning", text)
+        self.metrics = Metrics(engine, self.names[0])
+        self.throughput = Throughput(engine)
+        self.dispatcher = Dispatcher(engine, settings.queue_size, self.metrics)
+        self.bodies = BodyReader(settings.max_body_bytes)
+
+    def check_model(self, asked: object) -> None:
         """Refuse a foreign model's name, if that is wanted, and one of a length that none has.
 
         Raises:
@@ -51,7 +79,7 @@ class ServedModel:
                 code="out_of_range",
                 param="model",
             )
-        if self.is_checked and asked is not None and asked not in (*self.names, *self.others):
+        if self.engine.config.check_model and asked is not None and asked not in self._accepted:
             raise HttpError(
                 404,
                 f"model is {show(asked)}, and this server has {' or '.join(self.names)}; ask for "
@@ -66,68 +94,6 @@ class ServedModel:
         return asked if isinstance(asked, str) and asked else self.names[0]
 
 
-@dataclass(slots=True, frozen=True)
-class Rates:
-    """Tokens a second."""
-
-    prompt_tokens: float
-    generation_tokens: float
-
-
-class Throughput:
-    """Looks at an engine's counts now and then."""
-
-    def __init__(self, engine: Observed) -> None:
-        self._engine = engine
-        self._started_s = time.monotonic()
-        self._seen: deque[tuple[float, int, int]] = deque()
-        self.look()
-
-    def look(self) -> None:
-        """Take note of the counts."""
-        stats = self._engine.stats
-        now_s = time.monotonic()
-        self._seen.append((now_s, stats.num_prompt_tokens, stats.num_generated_tokens))
-        while len(self._seen) > 2 and self._seen[1][0] <= now_s - WINDOW_S:
-            self._seen.popleft()
-
-    @property
-    def uptime_s(self) -> float:
-        """Seconds since it began to look."""
-        return time.monotonic() - self._started_s
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens so far, when it last looked."""
-        return sum(self._seen[-1][1:])
-
-    @property
-    def rates(self) -> Rates:
-        """The mean over the last seconds."""
-        (first_s, *first), (last_s, *last) = self._seen[0], self._seen[-1]
-        passed_s = max(last_s - first_s, 1e-3)
-        prompt, generated = (
-            (now - before) / passed_s for before, now in zip(first, last, strict=True)
-        )
-        return Rates(prompt, generated)
-
-
-@dataclass(slots=True, frozen=True)
-class Service:
-    """What routes need."""
-
-    engine: Engine
-    dispatcher: Dispatcher
-    model: ServedModel
-    metrics: Metrics
-    throughput: Throughput
-    bodies: BodyReader
-    log: ServerLog
-
-    async def read(self, request: Request) -> dict[str, Any]:
-        """Return the JSON object of a request's body.
-
-        Raises:
-            HttpError: there is none.
-        """
-        return await self.bodies.read_object(request)
+def respond_json(value: object) -> Response:
+    """Return a response of JSON."""
+    return Response(dump(value), media_type=JSON)

@@ -27,12 +27,7 @@ _option = partial(option, group="Server", commands=("serve",))
 
 @dataclass(frozen=True)
 class ServerSettings(KeptAnswers, ProcessOptions):
-    """Options of one server.
-
-    Raises:
-        UsageError: a value outside its limits, a key or name that no client could send, or
-            one of the two TLS files without the other.
-    """
+    """Options of one server."""
 
     host: str = _option(
         "Address to listen on. Only this machine reaches the default; any machine reaches "

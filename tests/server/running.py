@@ -15,9 +15,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fminfer.runtime.engine_api import Engine
-from fminfer.server.batches.desk import BatchService, ServerState
-from fminfer.server.batches.state_folder import StateFolder
-from fminfer.server.http import HttpThread, open_socket
+from fminfer.server.batch_service import BatchService
+from fminfer.server.batches.stored_batches import ServerState
+from fminfer.server.connections import open_socket
+from fminfer.server.http import HttpThread
 from fminfer.server.settings import ServerSettings
 
 WAIT_S = 20.0
@@ -65,10 +66,10 @@ class Running:
         return self.thread.url
 
     @property
-    def desk(self) -> BatchService:
+    def batches(self) -> BatchService:
         """What serves files and batches."""
-        assert self.thread.desk is not None, "it was started with a state folder"
-        return self.thread.desk
+        assert self.thread.batches is not None, "it was started with a state folder"
+        return self.thread.batches
 
     @property
     def address(self) -> tuple[str, int]:
@@ -137,7 +138,7 @@ def running(
         fingerprint: of the model and its settings.
     """
     options = ServerSettings(**{"port": 0, "is_quiet": True, "state": state} | settings)
-    kept = None if state is None else ServerState(StateFolder(state), fingerprint or {})
+    kept = None if state is None else ServerState(state, fingerprint or {})
     server = Running(engine, HttpThread(engine, options, open_socket(options), kept))
 
     def answer() -> None:

@@ -58,7 +58,7 @@ def test_a_cancelled_batch_keeps_what_is_finished(server: Running) -> None:
     order = [int(custom_id[1:]) for custom_id in texts]
     assert order == sorted(order), "in the order of the input"
     assert batch["usage"]["output_tokens"] == 400 * len(texts)
-    assert not [*server.desk.uploads.parent.glob("batches/*/*.journal")]
+    assert not [*server.batches.uploads.parent.glob("batches/*/*.journal")]
     assert server.is_idle(), "rows that ran are dropped"
     again = server.post(f"/v1/batches/{batch['id']}/cancel", b"")
     assert again.status == 200 and again.json == batch
@@ -128,7 +128,7 @@ def test_what_is_finished_when_the_window_ends_is_completed(
         patch.setattr(BatchRun, "_complete", lambda self, completed: None)
         with running(engine, state=state) as server:
             batch = create(server, [batch_line("a"), b"bad"], window="1s")
-            output = server.desk.batches.output_of(server.desk.find_batch(batch["id"], ""))
+            output = server.batches.batches.output_of(server.batches.find_batch(batch["id"], ""))
             while not output.exists():
                 time.sleep(0.01)
     time.sleep(1.0)

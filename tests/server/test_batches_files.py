@@ -202,7 +202,10 @@ def test_what_a_batch_reads_is_kept_until_it_ends(
         assert server.get(f"/v1/files/{file_id}").status == 404, "it is over for its client"
     with running(engine, state=tmp_path) as server:
         until(
-            lambda: server.desk.work.progress_of(server.desk.batches.open_ones[0]) is not None, ""
+            lambda: (
+                server.batches.work.progress_of(server.batches.batches.open_ones[0]) is not None
+            ),
+            "",
         )
         assert get(server, batch)["status"] == "in_progress"
         batch = wait_for_end(server, batch)
@@ -217,11 +220,11 @@ def test_a_file_that_its_owner_deletes_as_it_expires(
     """The thread that begins batches died of it, so that no batch began any more."""
     with running(engine, state=tmp_path) as server:
         file_id = send_for(server, HOUR).json["id"]
-        with server.desk.files.lock:  # as a DELETE that waits for the disk
+        with server.batches.files.lock:  # as a DELETE that waits for the disk
             clock.ahead_s = HOUR + 1
-            until(lambda: server.desk.files.expired_ones != [], "it is over")
+            until(lambda: server.batches.files.expired_ones != [], "it is over")
             time.sleep(0.2)  # it was seen by now
-            server.desk.files.remove(server.desk.files.expired_ones[0])
+            server.batches.files.remove(server.batches.files.expired_ones[0])
         batch = wait_for_end(server, create(server, [batch_line("a")]))
         assert batch["status"] == "completed" and file_id not in page(server)
 

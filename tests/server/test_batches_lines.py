@@ -253,7 +253,7 @@ def test_uploads_are_refused_and_leave_nothing(server: Running) -> None:
         end = b"--a--\r\n" if headers is FORM else b""
         answer = server.call("POST", "/v1/files", body + end, headers)
         assert answer.status == 400 and told in answer.error["message"], answer.body
-    assert not [*server.desk.uploads.iterdir()]
+    assert not [*server.batches.uploads.iterdir()]
 
 
 FORM = {"Content-Type": "multipart/form-data; boundary=a"}
@@ -266,7 +266,7 @@ def part(name: str, value: bytes, filename: str | None = None) -> bytes:
 
 
 def test_a_broken_upload_leaves_nothing(server: Running) -> None:
-    num_before = len(server.desk.files.of(""))
+    num_before = len(server.batches.files.of(""))
     head = "POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50000\r\n"
     head += "Content-Type: multipart/form-data; boundary=a\r\n\r\n"
     connection = server.send_raw(head.encode() + part("file", b"x" * 20000, "a.jsonl"))
@@ -274,8 +274,8 @@ def test_a_broken_upload_leaves_nothing(server: Running) -> None:
     assert server.get("/health").status == 200
     from tests.server.running import until
 
-    until(lambda: not [*server.desk.uploads.iterdir()], "the part is removed")
-    assert len(server.desk.files.of("")) == num_before
+    until(lambda: not [*server.batches.uploads.iterdir()], "the part is removed")
+    assert len(server.batches.files.of("")) == num_before
 
 
 @pytest.mark.parametrize(
@@ -285,8 +285,8 @@ def test_a_clients_filename_is_no_path(server: Running, filename: str) -> None:
     answer = try_upload(server, batch_line("a"), filename=filename)
     assert answer.status == 200, answer.body
     assert answer.json["filename"] == filename[:255]
-    path = server.desk.find_bytes(answer.json["id"], "")
-    assert path.parent == server.desk.uploads.parent / "files"
+    path = server.batches.find_bytes(answer.json["id"], "")
+    assert path.parent == server.batches.uploads.parent / "files"
 
 
 @pytest.mark.parametrize(

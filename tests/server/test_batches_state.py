@@ -13,8 +13,8 @@ import fminfer
 from fminfer.core.errors import UsageError
 from fminfer.files.claims import Claims
 from fminfer.server.batches import batch_work
-from fminfer.server.batches.desk import ServerState
 from fminfer.server.batches.state_folder import StateFolder
+from fminfer.server.batches.stored_batches import ServerState
 from tests.server.batch_calls import (
     batch_line,
     create,
@@ -64,16 +64,14 @@ def test_answers_whose_batch_has_no_record_stay(engine: fminfer.Engine, tmp_path
     (record,) = tmp_path.glob("batches/*/batch.json")
     kept = record.read_bytes()
     record.unlink()
-    folder = StateFolder(tmp_path)
     with pytest.raises(UsageError, match=r"output\.jsonl.*but no batch\.json"):
-        ServerState(folder, {})
+        ServerState(tmp_path, {})
     assert record.with_name("output.jsonl").exists()
     record.write_bytes(kept)
     record.rename(record.with_name("batch.json.new"))  # of a creation that was broken off
     for path in record.parent.glob("output*"):
         path.unlink()
-    ServerState(folder, {})
-    folder.close()
+    ServerState(tmp_path, {}).close()
     assert not record.parent.exists()
 
 
@@ -86,10 +84,8 @@ def test_bytes_without_a_record_stay(engine: fminfer.Engine, tmp_path: Path) -> 
     record.unlink()
     note = tmp_path / "files" / "notes.jsonl"
     note.write_text("mine")
-    folder = StateFolder(tmp_path)
     with pytest.raises(UsageError, match=rf"{file_id}\.jsonl has no {file_id}\.json"):
-        ServerState(folder, {})
-    folder.close()
+        ServerState(tmp_path, {})
     record.write_bytes(kept)
     with running(engine, state=tmp_path) as server:
         assert server.get(f"/v1/files/{file_id}/content").body.startswith(b'{"custom_id": "a"')
@@ -114,11 +110,10 @@ def test_uploads_that_a_kill_broke_off(engine: fminfer.Engine, tmp_path: Path) -
 
 def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
     """The server ended with a traceback of Python."""
-    folder = StateFolder(tmp_path)
+    StateFolder(tmp_path).close()
     (tmp_path / "files" / f"file-{32 * '0'}.json").mkdir()
     with pytest.raises(UsageError, match="cannot be read or written: Is a directory"):
-        ServerState(folder, {})
-    folder.close()
+        ServerState(tmp_path, {})
 
 
 def test_a_claim_that_this_server_or_a_copied_one_has_left(

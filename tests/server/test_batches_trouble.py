@@ -14,7 +14,8 @@ import pytest
 import fminfer
 from fminfer.core.errors import PipelineError, StoppedError
 from fminfer.files import journal
-from fminfer.server.batches import batch_run, batch_work, state_folder, upload
+from fminfer.server import request_bodies
+from fminfer.server.batches import batch_run, batch_work, state_folder
 from tests.server.batch_calls import (
     batch_line,
     create,
@@ -78,7 +79,7 @@ def test_a_disk_that_fails_pauses_a_batch(
     assert paused["status"] == "in_progress"
     (error,) = paused["errors"]["data"]
     assert error["code"] == code and told in error["message"]
-    assert str(server.desk.uploads.parent) not in error["message"], "paths are the server's own"
+    assert str(server.batches.uploads.parent) not in error["message"], "paths are the server's own"
     assert paused["request_counts"]["failed"] == 0 and paused["request_counts"]["completed"] > 5
     live = server.post("/v1/completions", {"prompt": [5], "max_tokens": 2})
     assert live.status == 200, "the server goes on"
@@ -171,14 +172,14 @@ def test_the_log_level_holds_for_batches(
 
 def test_a_full_disk_at_an_upload(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(upload, "_write", FullDisk(upload._write, 0))
+        patch.setattr(request_bodies, "write_all", FullDisk(request_bodies.write_all, 0))
         answer = try_upload(server, batch_line("a"))
         assert answer.status == 507 and "Delete files" in answer.error["message"]
     with monkeypatch.context() as patch:
         full = FullDisk(None, 0)
         patch.setattr("fminfer.server.batches.stored_files.write_durably", full)
         assert try_upload(server, batch_line("a")).status == 507
-    folder = server.desk.uploads.parent
+    folder = server.batches.uploads.parent
     assert not [*folder.glob("uploads/*"), *folder.glob("files/*")]
     assert server.get("/v1/files").json["data"] == []
     assert try_upload(server, batch_line("a")).status == 200
@@ -191,7 +192,7 @@ def test_a_full_disk_at_creation(server: Running, monkeypatch: pytest.MonkeyPatc
         patch.setattr("fminfer.server.batches.stored_batches.write_durably", FullDisk(None, 0))
         assert server.post("/v1/batches", wish).status == 507
     assert server.get("/v1/batches").json["data"] == []
-    assert not [*server.desk.uploads.parent.glob("batches/*")]
+    assert not [*server.batches.uploads.parent.glob("batches/*")]
 
 
 def test_another_model_pauses_a_batch_until_the_old_one_is_back(
@@ -277,7 +278,7 @@ def test_an_engine_that_fails_keeps_the_batch(engine: fminfer.Engine, tmp_path: 
 def test_an_output_that_was_changed_is_not_sent(server: Running, tmp_path: Path) -> None:
     """A file that somebody had cut short was sent as if it were whole."""
     batch = wait_for_end(server, create(server, [batch_line("a"), batch_line("b")]))
-    (path,) = server.desk.uploads.parent.glob("batches/*/output.jsonl")
+    (path,) = server.batches.uploads.parent.glob("batches/*/output.jsonl")
     whole = path.read_bytes()
     route = f"/v1/files/{batch['output_file_id']}/content"
     path.write_bytes(whole[:300])
@@ -288,7 +289,7 @@ def test_an_output_that_was_changed_is_not_sent(server: Running, tmp_path: Path)
     path.unlink()
     assert server.get(route).error["code"] == "file_removed"
     with pytest.MonkeyPatch.context() as patch:  # it goes between the look and the opening
-        patch.setattr(server.desk, "find_bytes", lambda file_id, owner: path)
+        patch.setattr(server.batches, "find_bytes", lambda file_id, owner: path)
         answer = server.get(route)
     assert (answer.status, answer.error["code"]) == (410, "file_removed")
 

@@ -188,7 +188,7 @@ def test_the_error_in_the_middle_of_a_stream(server: Running) -> None:
     dispatcher = server.thread.service.dispatcher
     error = HttpError(500, "broken", code="internal_error")
     loop = server.thread.loop
-    loop.call_soon_threadsafe(lambda: [reply.push(error) for reply in dispatcher.replies])
+    loop.call_soon_threadsafe(lambda: [reply.push(error) for reply in dispatcher.replies.values()])
     while b"[DONE]" not in received:
         received += connection.recv(10_000)
     last = received.split(b"data: ")[-2]

@@ -17,8 +17,8 @@ import pytest
 
 import fminfer
 from fminfer.core.errors import PipelineError, UsageError
+from fminfer.server.connections import open_socket
 from fminfer.server.dispatcher import TOKENIZERS
-from fminfer.server.http import open_socket
 from fminfer.server.http_errors import shutting_down
 from fminfer.server.settings import ServerSettings
 from tests.server.running import WAIT_S, Answer, Running, running, until

@@ -13,7 +13,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 import fminfer
-from fminfer.server.batches import batch_run
+from fminfer.server.batches import batch_request
 from tests.server.running import Running, running, until
 from tests.vector_models import mean_vectors, save_bert
 
@@ -103,8 +103,8 @@ def test_a_batch(
     embedding: tuple[Running, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes at most so many inputs, as OpenAI's; a line beyond them is refused by itself."""
-    assert batch_run.MAX_INPUTS == 50_000
-    monkeypatch.setattr(batch_run, "MAX_INPUTS", 50)
+    assert batch_request.MAX_INPUTS == 50_000
+    monkeypatch.setattr(batch_request, "MAX_INPUTS", 50)
     server, expected = embedding
     bodies: list[Any] = [{"input": TEXTS}, {"input": ["w1"] * 16}]
     bodies += 4 * [{"input": ["w2"] * 12}]

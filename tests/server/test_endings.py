@@ -19,7 +19,7 @@ import pytest
 
 import fminfer
 from fminfer.core.errors import FminferError, UsageError
-from fminfer.server.http import open_socket
+from fminfer.server.connections import open_socket
 from fminfer.server.settings import ServerSettings
 from tests.server.running import Answer, Running, running, until
 
@@ -81,7 +81,7 @@ def test_a_server_that_cannot_start_says_why(
     """It was said to serve, and to have ended by itself for a reason that stood nowhere."""
     assert tls.ssl_keyfile is not None
     tls.ssl_keyfile.write_text("junk\n")
-    monkeypatch.setattr("fminfer.server.http.check_certificate", lambda *files: None)
+    monkeypatch.setattr("fminfer.server.connections.check_certificate", lambda *files: None)
     with pytest.raises(FminferError, match=r"cannot start: .*SSL"):  # noqa: SIM117
         with running(engine, ssl_certfile=tls.ssl_certfile, ssl_keyfile=tls.ssl_keyfile):
             pass

@@ -10,7 +10,7 @@ import pytest
 
 import fminfer
 from fminfer.models.checkpoint import DEMO_MODEL
-from fminfer.server.server_log import LEVELS, ServerLog
+from fminfer.server.service import LEVELS, ServerLog
 from tests.server.running import running, until
 
 SHORT = {"prompt": [5] * 20, "max_tokens": 2}

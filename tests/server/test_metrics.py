@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +17,7 @@ import fminfer
 from fminfer.core.rank_memory import MemoryPeak, RankMemory
 from fminfer.engine.events import Finished
 from fminfer.engine.stats import EngineState, EngineStats
-from fminfer.server.batches.batch_metrics import BatchMetrics
-from fminfer.server.batches.batch_run import DoneRows
-from fminfer.server.metrics import Metrics, RequestTimes
+from fminfer.server.metrics import Metrics
 from tests.streams import events_of
 
 PROMPT = list(range(40, 80))
@@ -78,7 +77,7 @@ def test_values_after_known_work(engine: fminfer.Engine) -> None:
         events = events_of(engine)
         finished = events[-1]
         assert isinstance(finished, Finished)
-        metrics.observe(RequestTimes.of(finished, time.perf_counter() - started))
+        metrics.observe(finished, time.perf_counter() - started)
     after = read(metrics)
 
     def grown(name: str) -> float:
@@ -122,10 +121,19 @@ def test_values_while_it_works(engine: fminfer.Engine) -> None:
     assert found["vllm:request_success_total{finished_reason=abort}"] == 6
 
 
+def answer(
+    num_prompt: int, num_drawn: int, reasons: list[str], *, batch_s: float, prefill_s: float = 0.0
+) -> Finished:
+    """Return an answer whose times in the engine are known."""
+    usage = {"prompt_tokens": num_prompt, "completion_tokens": num_drawn}
+    times = {"batch_time": batch_s, "queue_time": 0.5, "prefill_time": prefill_s}
+    return Finished(1, [{"finish_reason": reason} for reason in reasons], usage, times)
+
+
 def test_histograms_hold_what_was_observed() -> None:
     metrics = Metrics(Still(), "demo")
-    metrics.observe(RequestTimes(10, 3, ("stop", "length"), 0.25, 0.5, 2.0))
-    metrics.observe(RequestTimes(300, 0, ("length",), 0.25, None, 1.0))
+    metrics.observe(answer(10, 3, ["stop", "length"], batch_s=1.75, prefill_s=0.25), 2.0)
+    metrics.observe(answer(300, 0, ["length"], batch_s=0.75), 1.0)
     for seconds in (0.001, 0.004, 0.3):
         metrics.observe_gap(seconds)
     found = read(metrics)
@@ -148,14 +156,14 @@ def test_histograms_hold_what_was_observed() -> None:
 
 
 def test_times_that_the_engine_did_not_see_are_of_the_queue() -> None:
-    usage = {"prompt_tokens": 5, "completion_tokens": 2}
-    times = {"batch_time": 1.0, "queue_time": 0.5, "prefill_time": 0.25, "decode_time": 0.75}
-    choices = [{"finish_reason": "stop"}]
-    assert RequestTimes.of(Finished(1, choices, usage, times), 2.0) == RequestTimes(
-        5, 2, ("stop",), queue_s=1.0, first_token_s=1.25, total_s=2.0
-    )
-    nothing = usage | {"completion_tokens": 0}
-    assert RequestTimes.of(Finished(1, choices, nothing, times), 2.0).first_token_s is None
+    metrics = Metrics(Still(), "demo")
+    metrics.observe(answer(5, 2, ["stop"], batch_s=1.0, prefill_s=0.25), 2.0)
+    metrics.observe(answer(5, 0, ["stop"], batch_s=1.0), 1.0)
+    found = read(metrics)
+    assert found["vllm:request_queue_time_seconds_sum"] == 1.0
+    first_token = "vllm:time_to_first_token_seconds"
+    assert (found[f"{first_token}_sum"], found[f"{first_token}_count"]) == (1.25, 1)
+    assert found["vllm:e2e_request_latency_seconds_sum"] == 3.0
 
 
 def test_two_servers_in_one_process_count_for_themselves() -> None:
@@ -182,17 +190,17 @@ def test_state_of_an_engine_on_a_gpu() -> None:
 
 
 class NoBatches:
-    """A desk to which no batch came."""
+    """The work of a server to which no batch came."""
 
     num_open = 0
-    done = DoneRows()
+    done = Counter[str]()  # noqa: RUF012
 
 
 def test_the_docs_name_every_metric() -> None:
     text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
     told = re.findall(r"^\| `((?:vllm|fminfer):\w+)` \| (\w+) \|", text, re.MULTILINE)
     metrics = Metrics(Still(), "demo")
-    metrics.register(BatchMetrics(NoBatches(), "demo"))
+    metrics.batches = NoBatches()
     body, _ = metrics.render()
     is_counter = {"counter": "_total"}
     found = [

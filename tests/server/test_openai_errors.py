@@ -116,7 +116,7 @@ def test_an_error_in_the_middle_of_a_stream(server: Running, client: openai.Open
     error = HttpError(500, "a rank died", code="internal_error")
     dispatcher = server.thread.service.dispatcher
     server.thread.loop.call_soon_threadsafe(
-        lambda: [reply.push(error) for reply in dispatcher.replies]
+        lambda: [reply.push(error) for reply in dispatcher.replies.values()]
     )
     with pytest.raises(openai.APIError, match="a rank died"):
         list(stream)

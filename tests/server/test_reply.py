@@ -9,11 +9,13 @@ import json
 import weakref
 
 import pytest
+from starlette.types import Message
 
 import fminfer
 from fminfer.engine.events import Delta
 from fminfer.engine.sequence import Prepared
-from fminfer.server.reply import Reply
+from fminfer.server.http_errors import HttpError
+from fminfer.server.replies import EventStream, Reply
 from tests.server.running import running
 
 WAIT_S = 0.2
@@ -27,56 +29,53 @@ def prepared() -> Prepared:
     return prepared
 
 
-def test_each_wait_has_its_whole_time(prepared: Prepared) -> None:
-    """One timer serves all of them: an event in between puts the end off, and never brings it."""
-    reply, delta = Reply(0, 0.0, prepared), Delta(0, 0, "a", [1])
+def test_signs_of_life_come_only_while_nothing_else_does(prepared: Prepared) -> None:
+    """A wait ends without an event at the second beat that saw none, and else with its events."""
+    reply, delta = Reply(0, 0.0, prepared, lambda _: None), Delta(0, 0, "a", [1])
 
     async def wait() -> list[tuple[float, int]]:
         loop = asyncio.get_running_loop()
-        found = []
-        loop.call_later(0.75 * WAIT_S, reply.push, delta)
-        for timeout_s in (WAIT_S, WAIT_S, WAIT_S, WAIT_S / 4):
-            started_s = loop.time()
-            events = await reply.take(timeout_s)
-            found.append((loop.time() - started_s, len(events)))
+        beating = asyncio.create_task(reply.beat(WAIT_S))
+        started_s, found = loop.time(), []
         loop.call_later(1.5 * WAIT_S, reply.push, delta)
-        started_s = loop.time()
-        await reply.take()  # for as long as it takes, whatever an earlier wait had
-        found.append((loop.time() - started_s, 1))
+        for _ in range(4):
+            events = await reply.take()
+            found.append(((loop.time() - started_s) / WAIT_S, len(events)))
+        beating.cancel()
+        loop.call_later(1.5 * WAIT_S, reply.push, delta)
+        assert await reply.take(), "nothing but an event ends it"
         return found
 
-    expected = [(0.75, 1), (1, 0), (1, 0), (0.25, 0), (1.5, 1)]
+    expected = [(1, 0), (1.5, 1), (3, 0), (4, 0)]
     found = asyncio.run(asyncio.wait_for(wait(), 10))
     assert [num for _, num in found] == [num for _, num in expected]
-    for (took_s, _), (least, _) in zip(found, expected, strict=True):
-        assert took_s >= least * WAIT_S - 0.01
-
-
-def test_a_shorter_wait_does_not_last_as_an_earlier_one(prepared: Prepared) -> None:
-    reply = Reply(0, 0.0, prepared)
-
-    async def wait() -> None:
-        asyncio.get_running_loop().call_soon(reply.push, Delta(0, 0, "a", [1]))
-        assert await reply.take(60)
-        assert await reply.take(0.05) == []
-
-    asyncio.run(asyncio.wait_for(wait(), 5))
+    for (took, _), (least, _) in zip(found, expected, strict=True):
+        assert took >= least - 0.05
 
 
 def test_a_closed_one_is_forgotten_at_once(prepared: Prepared) -> None:
     """Its timer would hold the prompt for as long as a keep-alive takes."""
 
     async def use() -> bool:
-        reply = Reply(0, 0.0, prepared)
-        asyncio.get_running_loop().call_soon(reply.push, Delta(0, 0, "a", [1]))
-        assert await reply.take(60)
-        reply.close()
+        reply = Reply(0, 0.0, prepared, lambda _: None)
+        reply.push(Delta(0, 0, "a", [1]))
+        reply.push(HttpError(500, "it ends"))
+        stream = EventStream(reply, lambda events: [])
+
+        async def receive() -> Message:
+            await asyncio.sleep(60)
+            return {}
+
+        async def send(message: Message) -> None:
+            pass
+
+        await stream({"type": "http"}, receive, send)
         seen = weakref.ref(reply)
-        del reply
+        del reply, stream
         gc.collect()
         return seen() is None
 
-    assert asyncio.run(use())
+    assert asyncio.run(asyncio.wait_for(use(), 10))
 
 
 def test_signs_of_life_come_while_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +83,7 @@ def test_signs_of_life_come_while_nothing_else_does(monkeypatch: pytest.MonkeyPa
 
     A comment then took in all events behind it: whatever waited 10 s was said to have failed.
     """
-    monkeypatch.setattr("fminfer.server.event_stream.KEEP_ALIVE_S", WAIT_S)
+    monkeypatch.setattr("fminfer.server.replies.KEEP_ALIVE_S", WAIT_S)
     engine = fminfer.Engine(dtype="float32")
     with running(engine) as server:
         monkeypatch.setattr(engine, "step", lambda: [])

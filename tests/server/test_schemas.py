@@ -13,13 +13,14 @@ import pytest
 from jsonschema import Draft202012Validator
 
 import fminfer
+from fminfer.contract.endpoints import Endpoint
 from fminfer.contract.field_table import FIELDS, Field
 from fminfer.contract.request import SamplingParams
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError
 from fminfer.engine.events import Finished
 from fminfer.engine.intake import RequestLimits
-from fminfer.server import answer_schemas, schemas
+from fminfer.server import batch_routes, compat, model_routes, schemas
 from tests.streams import events_of
 
 Fields = dict[str, Any]
@@ -121,8 +122,7 @@ def test_what_the_schema_allows_is_accepted_and_nothing_else(
     engine: fminfer.Engine, limits: RequestLimits, kind: str
 ) -> None:
     is_chat = kind == "chat"
-    make = schemas.chat_request_schema if is_chat else schemas.completion_request_schema
-    schema = make(limits)
+    schema = schemas.request_schema("chat" if is_chat else "completions", limits)
     valid = Draft202012Validator(schema)
     wrong = []
     for name, value in product(schema["properties"], VALUES):
@@ -173,7 +173,7 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 def test_messages(engine: fminfer.Engine, limits: RequestLimits, messages: list[Any]) -> None:
     question = {"role": "user", "content": "x"}  # which the demo model's template asks for
     sent = {"messages": [question, *messages]}
-    valid = Draft202012Validator(schemas.chat_request_schema(limits))
+    valid = Draft202012Validator(schemas.request_schema("chat", limits))
     error = refusal(engine, sent, is_chat=True)
     # Calls of other roles than the assistant's are the template's affair.
     assert valid.is_valid(sent) is (error is None), error
@@ -191,7 +191,7 @@ def test_messages(engine: fminfer.Engine, limits: RequestLimits, messages: list[
 )
 def test_tools(engine: fminfer.Engine, limits: RequestLimits, tool: Any) -> None:
     sent = MESSAGES | {"tools": [tool]}
-    valid = Draft202012Validator(schemas.chat_request_schema(limits))
+    valid = Draft202012Validator(schemas.request_schema("chat", limits))
     error = refusal(engine, sent, is_chat=True)
     assert valid.is_valid(sent) is (error is None), error
 
@@ -231,7 +231,7 @@ def test_answers(engine: fminfer.Engine, fields: Fields) -> None:
     engine.add({"prompt": "Question: How do you go"} | fields)
     finished = events_of(engine)[-1]
     assert isinstance(finished, Finished)
-    check_answer(answer_schemas.completion_schema(), whole("text_completion", finished))
+    check_answer(schemas.COMPLETION, whole("text_completion", finished))
 
 
 @pytest.mark.parametrize(
@@ -243,27 +243,23 @@ def test_chat_answers(engine: fminfer.Engine, fields: Fields) -> None:
     finished = events_of(engine)[-1]
     assert isinstance(finished, Finished)
     answer = whole("chat.completion", finished)
-    check_answer(answer_schemas.chat_completion_schema(), answer)
+    check_answer(schemas.CHAT_COMPLETION, answer)
     answer["choices"][0]["message"] |= {"content": None, "tool_calls": [CALL]}
     answer["choices"][0]["finish_reason"] = "tool_calls"
-    check_answer(answer_schemas.chat_completion_schema(), answer)
+    check_answer(schemas.CHAT_COMPLETION, answer)
     del answer["usage"]
-    assert not Draft202012Validator(answer_schemas.chat_completion_schema()).is_valid(answer)
-
-
-REFUSED = ("n", "best_of", "logprobs", "echo", "stream", "stream_options", "suffix")
-LATENCY = {"max_new_tokens": "max_tokens", "num_return_sequences": "n", "do_sample": None}
+    assert not Draft202012Validator(schemas.CHAT_COMPLETION).is_valid(answer)
 
 
 def test_requests_of_older_servers(limits: RequestLimits) -> None:
-    generation = Draft202012Validator(schemas.generation_request_schema(limits, 64, REFUSED))
+    generation = Draft202012Validator(compat.generation_request_schema(limits))
     assert generation.is_valid({"prompt": "x", "max_new_tokens": 5, "top_k": 3, "n": None})
     for wrong in ({}, {"prompt": ["x"]}, {"prompt": "x", "n": 1}, {"prompt": "x", "top_p": 2}):
         assert not generation.is_valid(wrong), wrong
-    properties = schemas.generation_request_schema(limits, 64, REFUSED)["properties"]
+    properties = compat.generation_request_schema(limits)["properties"]
     assert properties["max_new_tokens"]["default"] == 64
     assert "default" not in properties["temperature"], "without any of the three it is greedy"
-    latency = Draft202012Validator(schemas.latency_request_schema(limits, 10, LATENCY))
+    latency = Draft202012Validator(compat.latency_request_schema(limits))
     for sent in (
         {"inputs": "x"},
         {"inputs": ["x"], "parameters": None},
@@ -275,51 +271,56 @@ def test_requests_of_older_servers(limits: RequestLimits) -> None:
 
 
 def test_requests_to_the_tokenizer(limits: RequestLimits) -> None:
-    tokenize = Draft202012Validator(schemas.tokenize_request_schema(limits))
+    tokenize = Draft202012Validator(model_routes.tokenize_request_schema(limits))
     assert tokenize.is_valid({"prompt": "x", "return_token_strs": True})
     assert tokenize.is_valid(MESSAGES) and not tokenize.is_valid({"model": "demo"})
-    detokenize = Draft202012Validator(schemas.detokenize_request_schema(limits))
+    detokenize = Draft202012Validator(model_routes.detokenize_request_schema(limits))
     assert detokenize.is_valid({"tokens": []})
     assert not detokenize.is_valid({"tokens": [limits.vocab_size]})
 
 
 def test_a_strict_server_has_no_other_fields(limits: RequestLimits) -> None:
-    for make, sent in (
-        (schemas.completion_request_schema, PROMPT),
-        (schemas.chat_request_schema, MESSAGES),
-    ):
+    endpoints: dict[Endpoint, Fields] = {"completions": PROMPT, "chat": MESSAGES}
+    for endpoint, sent in endpoints.items():
         for is_strict in (False, True):
-            valid = Draft202012Validator(
-                make(replace(limits, config=EngineConfig(strict=is_strict)))
-            )
+            some = replace(limits, config=EngineConfig(strict=is_strict))
+            valid = Draft202012Validator(schemas.request_schema(endpoint, some))
             assert valid.is_valid(sent | {"max_tokens": 3})
             assert valid.is_valid(sent | {"max_token": 3}) is not is_strict
 
 
 def test_the_document_is_right_and_its_examples_too(limits: RequestLimits) -> None:
     requests = [
-        schemas.completion_request_schema(limits),
-        schemas.chat_request_schema(limits),
-        schemas.generation_request_schema(limits, 64, REFUSED),
-        schemas.latency_request_schema(limits, 10, LATENCY),
-        schemas.detokenize_request_schema(limits),
-        *schemas.tokenize_request_schema(limits)["anyOf"],
+        *(schemas.request_schema(endpoint, limits) for endpoint in schemas.ENDPOINT_DOCS),
+        compat.generation_request_schema(limits),
+        compat.latency_request_schema(limits),
+        model_routes.detokenize_request_schema(limits),
+        *model_routes.tokenize_request_schema(limits)["anyOf"],
     ]
     for schema in requests:
         Draft202012Validator.check_schema(schema)
         (example,) = schema["examples"]
         Draft202012Validator(schema).validate(example)
-    makers = [make for name, make in vars(answer_schemas).items() if name.endswith("_schema")]
-    assert len(makers) > 10
-    for make in makers:
-        Draft202012Validator.check_schema(make())
+    answers = [
+        *(each.answer for each in schemas.ENDPOINT_DOCS.values()),
+        *(each.chunk for each in schemas.ENDPOINT_DOCS.values() if each.chunk is not None),
+        *(schemas.ERROR, model_routes.TOKENIZED, model_routes.STATS),
+        *(batch_routes.FILE, batch_routes.DELETED, batch_routes.BATCH, batch_routes.UPLOAD),
+    ]
+    assert len(answers) > 10
+    for answer in answers:
+        Draft202012Validator.check_schema(answer)
 
 
 def test_what_a_route_is_given(limits: RequestLimits) -> None:
-    body = schemas.describe_body(schemas.completion_request_schema(limits))
-    assert body["requestBody"]["content"]["application/json"]["schema"]["required"] == ["prompt"]
-    chunk = answer_schemas.completion_chunk_schema()
-    told = schemas.describe_answers(answer_schemas.completion_schema(), "The choices.", chunk=chunk)
+    about, body = (
+        schemas.ENDPOINT_DOCS["completions"],
+        schemas.request_schema("completions", limits),
+    )
+    found = schemas.document(about.answer, "The choices.", body=body, chunk=about.chunk)
+    content = found["openapi_extra"]["requestBody"]["content"]
+    assert content["application/json"]["schema"]["required"] == ["prompt"]
+    told = found["responses"]
     assert told.keys() == {200, 403, *schemas.OF_ANSWERS}
     assert set(told[200]["content"]) == {"application/json", "text/event-stream"}
-    assert set(schemas.describe_answers({}, "x", errors=[401])) == {200, 401, 403}
+    assert set(schemas.document({}, "x", errors=[401])["responses"]) == {200, 401, 403}

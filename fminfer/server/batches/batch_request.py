@@ -1,13 +1,14 @@
-"""The fields of `POST /v1/batches`, in a table as those of completions are."""
+"""What a batch may be: the fields of `POST /v1/batches`, in a table, and the lines of its input."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from fminfer.contract.endpoints import URLS
+from fminfer.contract.endpoints import EMBEDDINGS, URL_OF, URLS
+from fminfer.contract.envelope import Envelope
 from fminfer.contract.field_table import Field
 from fminfer.contract.fields import (
     TEXT,
@@ -21,8 +22,10 @@ from fminfer.contract.fields import (
     show,
     whole,
 )
-from fminfer.core.errors import RequestError
+from fminfer.core.errors import FminferError, RequestError
 
+PURPOSE: Literal["batch"] = "batch"  # of files
+MAX_INPUTS = 50_000  # of embeddings in a batch, as OpenAI has it
 ENDPOINTS = (*URLS,)
 EXAMPLE = {"input_file_id": "file-…", "endpoint": ENDPOINTS[0], "completion_window": "24h"}
 WINDOW_FORM = r"[1-9][0-9]{0,5}[smhd]"
@@ -41,24 +44,26 @@ SECONDS = integer(LEAST_LIFE_S, MOST_LIFE_S).schema(MOST_LIFE_S)
 LIFE: Schema = whole(anchor=ANCHORS, seconds=SECONDS) | {"additionalProperties": False}
 
 
+class Window(NamedTuple):
+    """A time for a batch, as its client wrote it and in seconds."""
+
+    text: str
+    seconds: int
+
+
 @dataclass(slots=True, frozen=True)
 class BatchRequest:
     """What a client asks for."""
 
     input_file_id: str
     endpoint: str
-    completion_window: str
-    window_s: int
-    metadata: dict[str, str] | None
-    output_expires_after_s: int | None
+    completion_window: Window
+    metadata: dict[str, str] | None = None
+    output_expires_after: int | None = None  # seconds
 
 
 def read_life(name: str, value: Any, most: int = MOST_LIFE_S) -> int:
-    """Return how long a file lives, in seconds.
-
-    Raises:
-        RequestError: what is wrong.
-    """
+    """Return how long a file lives, in seconds."""
     if isinstance(value, dict) and value.keys() == {"anchor", "seconds"}:
         anchor, seconds = value["anchor"], value["seconds"]
         if anchor == ANCHOR and is_integral(seconds) and LEAST_LIFE_S <= seconds <= most:
@@ -71,11 +76,11 @@ def read_life(name: str, value: Any, most: int = MOST_LIFE_S) -> int:
     )
 
 
-def _read_window(name: str, value: Any, most: int) -> int:
+def _read_window(name: str, value: Any, most: int) -> Window:
     if isinstance(value, str) and re.fullmatch(WINDOW_FORM, value):
         seconds = int(value[:-1]) * UNITS_S[value[-1]]
         if seconds <= MOST_WINDOW_S:
-            return seconds
+            return Window(value, seconds)
     raise out_of_range(name, value, 'a whole duration up to 366 days, such as "24h", "90m" or "7d"')
 
 
@@ -116,11 +121,7 @@ FIELDS = (
 
 
 def parse_batch(fields: Mapping[str, Any]) -> BatchRequest:
-    """Check the fields of a new batch.
-
-    Raises:
-        RequestError: what is wrong.
-    """
+    """Check the fields of a new batch."""
     table = {each.name: each for each in FIELDS}
     for name in sorted(fields.keys() - table.keys()):
         raise RequestError(
@@ -137,11 +138,43 @@ def parse_batch(fields: Mapping[str, Any]) -> BatchRequest:
             is_null = "null" if name in fields else "absent"
             text = f"{name} is {is_null}; it must be a string, such as {EXAMPLE[name]}"
             raise RequestError("invalid_type", text, name)
-    return BatchRequest(
-        found["input_file_id"],
-        found["endpoint"],
-        fields["completion_window"],
-        found["completion_window"],
-        found.get("metadata"),
-        found.get("output_expires_after"),
-    )
+    return BatchRequest(**found)
+
+
+def make_check(endpoint: str, check_model: Callable[[object], None]) -> Callable[[Envelope], None]:
+    """Return what refuses a line that is not of a batch, by a RequestError."""
+
+    num_inputs = 0  # of embeddings, in the lines so far
+
+    def check(envelope: Envelope) -> None:
+        nonlocal num_inputs
+        if envelope.shape != "batch":
+            raise RequestError(
+                "unsupported_parameter",
+                'the line is no request of a batch; write {"custom_id": "…", "method": "POST", '
+                f'"url": "{endpoint}", "body": {{…}}}}',
+            )
+        url = URL_OF[envelope.endpoint or "completions"]
+        if url != endpoint:
+            raise RequestError(
+                "unsupported_parameter",
+                f"url is {url}, and the batch is for {endpoint}; put the line into a batch for "
+                f"{url}",
+                "url",
+            )
+        given = envelope.fields.get("input")
+        is_one = not isinstance(given, list) or all(map(is_integral, given))
+        num_inputs += 1 if is_one or given is None else len(given)
+        if num_inputs > MAX_INPUTS and endpoint == EMBEDDINGS:
+            raise RequestError(
+                "out_of_range",
+                f"the batch has more than {MAX_INPUTS:,} inputs by this line; put this line and "
+                "those after it into another batch",
+                "input",
+            )
+        try:
+            check_model(envelope.fields.get("model"))
+        except FminferError as error:
+            raise RequestError("unsupported_parameter", str(error), "model") from None
+
+    return check

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
-from fminfer.contract.endpoints import EMBEDDINGS, URL_OF
-from fminfer.contract.envelope import Envelope
-from fminfer.contract.fields import is_integral
-from fminfer.core.errors import FminferError, RequestError, StoppedError, UsageError, printable
+from fminfer.core.errors import FminferError, StoppedError, UsageError, printable
 from fminfer.core.quantities import counted
 from fminfer.files.claims import drop_claims
 from fminfer.files.completed import CompletedOutput, find_completed
@@ -25,95 +24,56 @@ from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.lines.asked import RecordForm
 from fminfer.runtime.lines.lanes import Lane
 from fminfer.runtime.lines.runner import WINDOW
-from fminfer.server.batches.early_end import count_kept, drop_journal, end_early
+from fminfer.server.batches.batch_ends import (
+    check_unchanged,
+    count_kept,
+    drop_journal,
+    end_early,
+    trouble_of,
+)
+from fminfer.server.batches.batch_request import make_check
 from fminfer.server.batches.stored_batches import (
     BatchStatus,
-    BatchStore,
     Ending,
     Progress,
+    ServerState,
     StoredBatch,
     Trouble,
 )
-from fminfer.server.batches.stored_files import FileStore, ServerFile
-from fminfer.server.batches.troubles import check_unchanged, trouble_of
-from fminfer.server.http_errors import HttpError
-from fminfer.server.server_log import ServerLog
-from fminfer.server.service import ServedModel
+from fminfer.server.batches.stored_files import ServerFile
 
-
-def make_check(endpoint: str, model: ServedModel) -> Callable[[Envelope], None]:
-    """Return what refuses a line that is not of a batch, by a RequestError."""
-
-    num_inputs = 0  # of embeddings, in the lines so far
-
-    def check(envelope: Envelope) -> None:
-        nonlocal num_inputs
-        if envelope.shape != "batch":
-            raise RequestError(
-                "unsupported_parameter",
-                'the line is no request of a batch; write {"custom_id": "…", "method": "POST", '
-                f'"url": "{endpoint}", "body": {{…}}}}',
-            )
-        url = URL_OF[envelope.endpoint or "completions"]
-        if url != endpoint:
-            raise RequestError(
-                "unsupported_parameter",
-                f"url is {url}, and the batch is for {endpoint}; put the line into a batch for "
-                f"{url}",
-                "url",
-            )
-        given = envelope.fields.get("input")
-        is_one = not isinstance(given, list) or all(map(is_integral, given))
-        num_inputs += 1 if is_one or given is None else len(given)
-        if num_inputs > MAX_INPUTS and endpoint == EMBEDDINGS:
-            raise RequestError(
-                "out_of_range",
-                f"the batch has more than {MAX_INPUTS:,} inputs by this line; put this line and "
-                "those after it into another batch",
-                "input",
-            )
-        try:
-            model.check(envelope.fields.get("model"))
-        except HttpError as error:
-            raise RequestError("unsupported_parameter", str(error), "model") from None
-
-    return check
-
-
-MAX_INPUTS = 50_000  # of embeddings in a batch, as OpenAI has it
 EMPTY = Trouble("empty_file", "the input file has no lines; upload one that has")
 WAIT_S = 0.2  # between looks whether the batch is to end
-
-
-@dataclass(slots=True)
-class DoneRows:
-    """Lines that batches have answered since the server began."""
-
-    completed: int = 0
-    failed: int = 0
+RowKind = Literal["answer", "error"]
 
 
 @dataclass(slots=True, frozen=True)
-class BatchShared:
-    """What the runs of all batches share."""
+class BatchContext:
+    """What the runs of all batches share.
+
+    Args:
+        check_model: raises a FminferError for a model's name that is not served.
+        tell: what the server's log is told, at which level.
+    """
 
     engine: Engine
-    files: FileStore
-    batches: BatchStore
+    state: ServerState
     terms: RunTerms
-    model: ServedModel
-    done: DoneRows
-    log: ServerLog
+    model_name: str
+    check_model: Callable[[object], None]
+    tell: Callable[[Literal["info", "error"], str], None]
+    done: Counter[RowKind] = field(default_factory=Counter)  # lines, since the server began
 
 
 class BatchRun:
     """One batch that is being answered."""
 
-    def __init__(self, batch: StoredBatch, shop: BatchShared) -> None:
+    def __init__(self, batch: StoredBatch, context: BatchContext) -> None:
         self.batch = batch
         self.trouble: Trouble | None = None  # for which it paused
-        self._shop = shop
-        self._output = shop.batches.output_of(batch)
+        self._context = context
+        self._files, self._batches = context.state.files, context.state.batches
+        self._output = self._batches.output_of(batch)
         self._counts: Counts | None = None
         self._lane: Lane | None = None
         self._is_stopped = False
@@ -121,7 +81,7 @@ class BatchRun:
     @property
     def progress(self) -> Progress | None:
         """How far it is; None: as its batch says."""
-        return None if self._counts is None else _progress(self._counts)
+        return None if self._counts is None else Progress.of(self._counts)
 
     def wake(self) -> None:
         """Have it look at its batch at once. Any thread may call it."""
@@ -152,20 +112,20 @@ class BatchRun:
             self._begin()  # it refuses an output that was edited
 
     def _begin(self) -> None:
-        shop, batch = self._shop, self.batch
-        check_unchanged(batch, self._output, shop.terms.fingerprint)
+        terms = self._context.terms
+        check_unchanged(self.batch, self._output, terms.fingerprint)
         # The folder is locked, so no claim holds, whatever it says. One may be this server's own,
         # left by trouble of the disk. A copied folder has those of another server.
         drop_claims(self._output)
-        file = JournaledInput(self._find_input(), 0, self._output, shop.terms)
+        file = JournaledInput(self._find_input(), 0, self._output, terms)
         try:
             file.begin()
             self._counts = file.counts
             if file.num_left == 0 and not file.counts.num_rows:
                 self._fail(EMPTY)
                 return
-            self._move("in_progress", self._counts, only_from=("validating",))
-            self._tell("goes on" if file.counts.done.num_rows else "begins", _progress(file.counts))
+            done = self._move("in_progress", file.counts, after="validating")
+            self._tell("goes on" if file.counts.done.num_rows else "begins", done)
             ending = self._answer(file)
         except BaseException as error:
             file.abandon(error)
@@ -180,10 +140,10 @@ class BatchRun:
 
     def _answer(self, file: JournaledInput) -> Ending | None:
         """Answer the lines that are left; return why it stopped before all were."""
-        batch = self.batch
-        form = RecordForm(self._shop.model.names[0], batch.created_at)
-        check = make_check(batch.endpoint, self._shop.model)
-        runner, lane = self._shop.engine.runs.start_behind(
+        batch, context = self.batch, self._context
+        form = RecordForm(context.model_name, batch.created_at)
+        check = make_check(batch.endpoint, context.check_model)
+        runner, lane = context.engine.runs.start_behind(
             form, check, WINDOW, lambda line: f"{batch.id}, line {line.number}"
         )
         self._lane = lane
@@ -198,8 +158,7 @@ class BatchRun:
                     self._note_last(file)
                     if not file.add(replace(record, is_of_batch=True)):
                         raise FminferError("another process has taken the batch's output over")
-                    self._shop.done.completed += record.error is None
-                    self._shop.done.failed += record.error is not None
+                    context.done["answer" if record.error is None else "error"] += 1
                 if not records and not runner.wants_more:
                     lane.wait(WAIT_S, wants_room=runner.has_window)
         finally:
@@ -209,14 +168,9 @@ class BatchRun:
         return None
 
     def _find_input(self) -> Path:
-        """Return where its input is.
-
-        Raises:
-            UsageError: it is gone, or others have edited it.
-        """
-        files, batch = self._shop.files, self.batch
-        path = files.input_path(batch.input_file_id)
-        stored = files.get_input(batch.input_file_id)
+        """Return where its input is."""
+        path = self._files.input_path(self.batch.input_file_id)
+        stored = self._files.get_input(self.batch.input_file_id)
         size = path.stat().st_size if path.exists() else 0
         if stored is None or size != stored.bytes:
             was = "uploaded" if stored is None else f"uploaded with {stored.bytes:,}"
@@ -224,14 +178,10 @@ class BatchRun:
         return path
 
     def _find_ending(self) -> Ending | None:
-        """Return why the batch is to end before all is answered.
-
-        Raises:
-            StoppedError: the server ends.
-        """
+        """Return why the batch is to end before all is answered."""
         if self._is_stopped:
             raise StoppedError("the server ends", "terminated")
-        batch = self._shop.batches.now(self.batch)
+        batch = self._batches.now(self.batch)
         if batch.status == "cancelling":
             return "cancelled"
         return "expired" if time.time() >= batch.expires_at else None
@@ -240,18 +190,18 @@ class BatchRun:
         """Enter the last status but one with the last record, which finishes the output."""
         counts = file.counts
         if file.num_left is not None and counts.done.num_rows + 1 == counts.num_rows:
-            self._move("finalizing", counts, only_from=("in_progress",))
+            self._move("finalizing", counts, after="in_progress")
 
-    def _move(
-        self, status: BatchStatus, counts: Counts, *, only_from: tuple[BatchStatus, ...]
-    ) -> None:
+    def _move(self, status: BatchStatus, counts: Counts, *, after: BatchStatus) -> Progress:
         """Enter a status, unless the batch is in another one by now; end a pause."""
+        done = Progress.of(counts)
 
         def change(batch: StoredBatch) -> StoredBatch:
-            batch = replace(batch, progress=_progress(counts), troubles=())
-            return batch.moved(status) if batch.status in only_from else batch
+            batch = replace(batch, progress=done, troubles=())
+            return batch.moved(status) if batch.status == after else batch
 
-        self._shop.batches.change(self.batch, change)
+        self._batches.change(self.batch, change)
+        return done
 
     def _complete(self, completed: CompletedOutput) -> None:
         """Publish an output that is there."""
@@ -262,19 +212,19 @@ class BatchRun:
 
     def _end(self, ending: Ending) -> None:
         """Make an output of what is finished."""
-        batch = self._shop.batches.now(self.batch)
+        batch = self._batches.now(self.batch)
         total = max(batch.progress.total, self._counts.num_rows if self._counts else 0)
         source = None
         if ending == "expired":
             source = self._find_input()
-            self._shop.batches.change(batch, _finalizing)
+            self._batches.change(batch, _finalizing)
         progress = end_early(self._output, source, total)
         self._publish(ending, progress)
         drop_journal(self._output)
 
     def _fail(self, trouble: Trouble) -> None:
-        self._shop.batches.change(self.batch, lambda b: b.moved("failed", troubles=(trouble,)))
-        self._shop.log.info(f"Batch {self.batch.id} failed: {trouble.message}.")
+        self._batches.change(self.batch, lambda b: b.moved("failed", troubles=(trouble,)))
+        self._context.tell("info", f"Batch {self.batch.id} failed: {trouble.message}.")
         drop_journal(self._output)
 
     def _publish(self, status: BatchStatus, progress: Progress) -> None:
@@ -292,12 +242,13 @@ class BatchRun:
                 error_file_id=error_id,
             )
 
-        self._tell(f"is {self._shop.batches.change(self.batch, change).status}", progress)
+        self._tell(f"is {self._batches.change(self.batch, change).status}", progress)
 
     def _tell(self, what: str, done: Progress) -> None:
-        self._shop.log.info(
+        self._context.tell(
+            "info",
             f"Batch {self.batch.id} {what}: {counted(done.completed, 'answer')} and "
-            f"{counted(done.failed, 'error')} of {counted(done.total, 'line')}."
+            f"{counted(done.failed, 'error')} of {counted(done.total, 'line')}.",
         )
 
     def _keep(self, file_id: str, *, is_errors: bool) -> str | None:
@@ -305,15 +256,17 @@ class BatchRun:
         path = errors_path(self._output) if is_errors else self._output
         if not path.exists() or (size := path.stat().st_size) == 0:
             return None
-        batch, now_ns, lives_s = self.batch, time.time_ns(), self.batch.output_expires_after_s
-        kind = "errors" if is_errors else "output"
-        self._shop.files.keep(
-            ServerFile(
-                *(file_id, batch.owner, size, now_ns, f"{batch.id}_{kind}.jsonl"),
+        batch, kind = self.batch, "errors" if is_errors else "output"
+        self._files.keep(
+            ServerFile.new(
+                file_id,
+                batch.owner,
+                size,
+                f"{batch.id}_{kind}.jsonl",
+                batch.output_expires_after_s,
                 purpose="batch_output",
                 batch_id=batch.id,
                 is_errors=is_errors,
-                expires_at=None if lives_s is None else now_ns // 10**9 + lives_s,
             )
         )
         return file_id
@@ -322,9 +275,9 @@ class BatchRun:
         """Let the batch say why it does not go on."""
         self.trouble = trouble = trouble_of(error)
         text = str(error) if isinstance(error, FminferError) else trouble.message
-        self._shop.log.error(f"Batch {self.batch.id} pauses: {text}")
+        self._context.tell("error", f"Batch {self.batch.id} pauses: {text}")
         if trouble.code == "internal_error":
-            self._shop.log.error(printable("".join(traceback.format_exception(error))))
+            self._context.tell("error", printable("".join(traceback.format_exception(error))))
 
         progress = self.progress
         if progress is None:  # its rows were not counted, as they cannot go on
@@ -335,24 +288,21 @@ class BatchRun:
             return replace(batch, progress=progress or batch.progress, troubles=(trouble,))
 
         try:
-            self._shop.batches.change(self.batch, change)
+            self._batches.change(self.batch, change)
         except FminferError:  # the same disk
-            self._shop.batches.note(self.batch, change)
+            self._batches.note(self.batch, change)
 
 
 def _finalizing(batch: StoredBatch) -> StoredBatch:
     return batch if batch.status == "finalizing" else batch.moved("finalizing")
 
 
-def _progress(counts: Counts) -> Progress:
-    return Progress(counts.num_rows, counts.num_completed, counts.num_failed, *counts.tokens)
-
-
 def _progress_of(completed: CompletedOutput) -> Progress:
     """Return what a complete output's status file says."""
-    counts, usage = completed.counts, completed.status["usage"]
-    return Progress(
-        *(counts.num_rows, counts.num_completed, counts.num_failed),
-        *(usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]),
-        usage["output_tokens"],
+    usage = completed.status["usage"]
+    return replace(
+        Progress.of(completed.counts),
+        input_tokens=usage["input_tokens"],
+        cached_tokens=usage["input_tokens_details"]["cached_tokens"],
+        output_tokens=usage["output_tokens"],
     )

@@ -8,10 +8,9 @@ from collections import Counter
 from contextlib import suppress
 
 from fminfer.core.errors import OutputError
-from fminfer.server.batches.batch_run import BatchRun, BatchShared
-from fminfer.server.batches.early_end import drop_journal
+from fminfer.server.batches.batch_ends import MODEL_CHANGED, drop_journal
+from fminfer.server.batches.batch_run import BatchContext, BatchRun
 from fminfer.server.batches.stored_batches import Progress, StoredBatch
-from fminfer.server.batches.troubles import MODEL_CHANGED
 
 MOST_AT_ONCE = 32  # batches that are answered together; others wait for one of them to end
 LOOK_S = 1.0  # between looks for what is due
@@ -23,17 +22,24 @@ NEVER = float("inf")
 class BatchWork:
     """The runs of all open batches, each in a thread of its own."""
 
-    def __init__(self, shop: BatchShared) -> None:
-        self._shop = shop
+    def __init__(self, context: BatchContext) -> None:
+        self.done = context.done
+        self._context = context
+        self._files, self._batches = context.state.files, context.state.batches
         self._news = threading.Condition()
         self._runs: dict[str, tuple[BatchRun, threading.Thread]] = {}
         self._paused_until_s: dict[str, float] = {}  # in time.monotonic()
         self._is_stopped = False
         self._thread = threading.Thread(target=self._start_due, name="batches", daemon=True)
 
+    @property
+    def num_open(self) -> int:
+        """Batches that are not over."""
+        return len(self._batches.open_ones)
+
     def start(self) -> None:
         """Go on with the batches that are open."""
-        self._shop.engine.runs.lanes.is_closed = False
+        self._context.engine.runs.lanes.is_closed = False
         self._thread.start()
 
     def wake(self, batch: StoredBatch) -> None:
@@ -51,7 +57,7 @@ class BatchWork:
 
     def drain(self) -> None:
         """Give the engine no more lines; what runs goes on."""
-        self._shop.engine.runs.lanes.is_closed = True
+        self._context.engine.runs.lanes.is_closed = True
 
     def stop(self) -> None:
         """End all runs, which keep what they have."""
@@ -67,9 +73,9 @@ class BatchWork:
                 thread.join(max(0.0, end_s - time.monotonic()))
 
     def _start_due(self) -> None:
-        for ended in self._shop.batches.ended_ones:
+        for ended in self._batches.ended_ones:
             with suppress(OSError):  # it is not in the way
-                drop_journal(self._shop.batches.output_of(ended))  # a server died just before that
+                drop_journal(self._batches.output_of(ended))  # a server died just before that
         while not self._is_stopped:
             self._drop_expired()
             with self._news:
@@ -79,16 +85,16 @@ class BatchWork:
                     self._news.wait(LOOK_S)
 
     def _drop_expired(self) -> None:
-        files = self._shop.files
+        files = self._files
         for stored in files.expired_ones:
             with files.lock, suppress(OutputError):  # they are hidden, and removed later
-                if self._shop.batches.find_user(stored.id) is None:
+                if self._batches.find_user(stored.id) is None:
                     files.remove(stored)
 
     def _find_next(self) -> StoredBatch | None:
         """Return the batch to begin: the oldest one that is due of the owner with the fewest."""
         has_room = len(self._runs) < MOST_AT_ONCE
-        open_ones = self._shop.batches.open_ones
+        open_ones = self._batches.open_ones
         due = [b for b in open_ones if (has_room or _is_to_end(b)) and self._is_due(b)]
         num_running = Counter(run.batch.owner for run, _ in self._runs.values())
         return min(due, key=lambda batch: num_running[batch.owner], default=None)
@@ -103,7 +109,7 @@ class BatchWork:
 
     def _begin(self, batch: StoredBatch) -> None:
         self._paused_until_s.pop(batch.id, None)
-        run = BatchRun(batch, self._shop)
+        run = BatchRun(batch, self._context)
         thread = threading.Thread(target=self._run, args=(run,), name=batch.id, daemon=True)
         self._runs[batch.id] = run, thread
         thread.start()

@@ -11,7 +11,6 @@ batches/ID/     batch.json says how a batch stands; output.jsonl and its journal
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import os
 import re
@@ -20,8 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fminfer.core.errors import OutputError, UsageError
-from fminfer.files.disk import HAS_NO_LOCKS, replacing
+from fminfer.core.errors import InUseError, OutputError, UsageError
+from fminfer.files.disk import lock, replacing
 
 ID = re.compile(r"(?:file-|batch_)[0-9a-f]{32}")
 LOCK, SALT, NEW_SALT = "lock", "salt", "salt.new"
@@ -41,14 +40,15 @@ class StateFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.uploads, self.files, self.batches = path / "uploads", path / "files", path / "batches"
         self.was_narrowed = False  # others could read it until now
         try:
             self._make()
             self._lock_fd = self._lock()
             try:
                 self._salt = self._read_salt()
-                for name in ("uploads", "files", "batches"):
-                    (path / name).mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+                for folder in (self.uploads, self.files, self.batches):
+                    folder.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
             except BaseException:
                 self.close()
                 raise
@@ -57,18 +57,6 @@ class StateFolder:
                 f"--state {path} cannot be used: {error.strerror or error} ({error.filename}). "
                 "Give a folder on a local disk that you may write to"
             ) from error
-
-    @property
-    def uploads(self) -> Path:
-        return self.path / "uploads"
-
-    @property
-    def files(self) -> Path:
-        return self.path / "files"
-
-    @property
-    def batches(self) -> Path:
-        return self.path / "batches"
 
     def owner_of(self, key: str | None) -> str:
         """Return the name of a key in this folder, which tells nothing of it; None: no key."""
@@ -83,11 +71,7 @@ class StateFolder:
             self._lock_fd = -1
 
     def _make(self) -> None:
-        """Make it, or see that it is a state folder, which only its owner may read.
-
-        Raises:
-            UsageError: it holds other things, or is another user's.
-        """
+        """Make it, or see that it is a state folder, which only its owner may read."""
         if not self.path.exists():
             self.path.mkdir(mode=PRIVATE_FOLDER, parents=True)
             return
@@ -109,20 +93,19 @@ class StateFolder:
     def _lock(self) -> int:
         fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            has_locks = lock(fd, self.path, self.path)
+        except InUseError:
             os.close(fd)
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise UsageError(
-                    f"--state {self.path} is in use by another server; end that one, or "
-                    "give this one a folder of its own"
-                ) from None
-            if error.errno in HAS_NO_LOCKS:
-                raise UsageError(
-                    f"--state {self.path} is on a file system without locks, so two servers could "
-                    "use it at once; give a folder on a local disk"
-                ) from None
-            raise
+            raise UsageError(
+                f"--state {self.path} is in use by another server; end that one, or give this one "
+                "a folder of its own"
+            ) from None
+        if not has_locks:
+            os.close(fd)
+            raise UsageError(
+                f"--state {self.path} is on a file system without locks, so two servers could use "
+                "it at once; give a folder on a local disk"
+            )
         return fd
 
     def _read_salt(self) -> bytes:
@@ -144,11 +127,7 @@ def new_id(kind: str) -> str:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Replace a file; it is on the disk, whole, when this returns.
-
-    Raises:
-        OSError: it is as it was.
-    """
+    """Replace a file, which is on the disk, whole, when this returns; else it is as it was."""
     with replacing(path, mode=PRIVATE_FILE) as file:
         file.write(data)
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from fminfer.core.errors import UsageError
 from fminfer.files.disk import sync_folder
 from fminfer.files.journal_rows import Fingerprint
+from fminfer.files.row_counts import Counts
 from fminfer.server.batches.state_folder import (
     ID,
     PRIVATE_FOLDER,
@@ -22,7 +23,7 @@ from fminfer.server.batches.state_folder import (
     write_durably,
     writing_state,
 )
-from fminfer.server.batches.stored_files import OUTPUT
+from fminfer.server.batches.stored_files import OUTPUT, FileStore
 
 BatchStatus = Literal[
     "validating",
@@ -54,6 +55,11 @@ class Progress:
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+
+    @classmethod
+    def of(cls, counts: Counts) -> Progress:
+        """Return what an input's counts say."""
+        return cls(counts.num_rows, counts.num_completed, counts.num_failed, *counts.tokens)
 
 
 @dataclass(slots=True, frozen=True)
@@ -148,11 +154,7 @@ class StoredBatch:
 
 
 class BatchStore:
-    """All batches of a state folder. Any thread may call it.
-
-    Raises:
-        UsageError: the folder cannot be read.
-    """
+    """All batches of a state folder. Any thread may call it."""
 
     def __init__(self, folder: StateFolder) -> None:
         self._folder = folder
@@ -204,11 +206,7 @@ class BatchStore:
         return self._folder_of(batch) / OUTPUT
 
     def create(self, batch: StoredBatch) -> None:
-        """Add a batch, for good.
-
-        Raises:
-            OutputError: it is not there.
-        """
+        """Add a batch, for good."""
         folder = self._folder_of(batch)
         with self._lock, writing_state(folder):
             folder.mkdir(mode=PRIVATE_FOLDER)
@@ -223,14 +221,7 @@ class BatchStore:
     def change(
         self, batch: StoredBatch, change: Callable[[StoredBatch], StoredBatch]
     ) -> StoredBatch:
-        """Change a batch, for good; return it.
-
-        Args:
-            change: gets the batch as it is now.
-
-        Raises:
-            OutputError: it is as it was.
-        """
+        """Change a batch, for good; return it."""
         with self._lock, writing_state(self._folder_of(batch) / RECORD):
             old = self._batches[batch.id]
             new = change(old)
@@ -271,3 +262,33 @@ def _read(path: Path) -> StoredBatch:
     if batch.id != path.parent.name or not ID.fullmatch(batch.id):
         raise UsageError(f"{path} is of another batch, {batch.id}; move it away")
     return batch
+
+
+class ServerState:
+    """What a server keeps: the files and batches of a state folder.
+
+    Args:
+        fingerprint: what must be the same for its rows to be kept.
+
+    Raises:
+        UsageError: what is in the folder cannot be read.
+    """
+
+    def __init__(self, path: Path, fingerprint: Fingerprint) -> None:
+        self.folder = StateFolder(path)
+        self.fingerprint = fingerprint
+        try:
+            self.files = FileStore(self.folder)
+            self.batches = BatchStore(self.folder)
+        except BaseException as error:
+            self.close()
+            if not isinstance(error, OSError):
+                raise
+            raise UsageError(
+                f"{error.filename or path} cannot be read or written: {error.strerror}; see that "
+                "all of --state is this user's and its disk is sound"
+            ) from error
+
+    def close(self) -> None:
+        """Let another server have the folder."""
+        self.folder.close()

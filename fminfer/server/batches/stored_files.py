@@ -44,6 +44,15 @@ class ServerFile:
     is_errors: bool = False  # of these, the errors file
     expires_at: int | None = None  # in seconds since 1970; None: it stays until it is deleted
 
+    @classmethod
+    def new(
+        cls, own_id: str, owner: str, size: int, name: str, life_s: int | None, **others: Any
+    ) -> ServerFile:
+        """Return a file that is made now, and stays for a while; None: until it is deleted."""
+        now_ns = time.time_ns()
+        ends_at = None if life_s is None else now_ns // 10**9 + life_s
+        return cls(own_id, owner, size, now_ns, name, expires_at=ends_at, **others)
+
     @property
     def is_over(self) -> bool:
         """Whether it has expired. An open batch that needs it keeps it on the disk."""
@@ -65,11 +74,7 @@ class ServerFile:
 
 
 class FileStore:
-    """All files of a state folder. Any thread may call it.
-
-    Raises:
-        UsageError: the folder cannot be read.
-    """
+    """All files of a state folder. Any thread may call it."""
 
     def __init__(self, folder: StateFolder) -> None:
         self._folder = folder
@@ -120,11 +125,7 @@ class FileStore:
         return self._folder.files / f"{file_id}.jsonl"
 
     def take_upload(self, stored: ServerFile, upload: Path) -> None:
-        """Keep an uploaded file, whose bytes are on the disk already.
-
-        Raises:
-            OutputError: it cannot be kept.
-        """
+        """Keep an uploaded file, whose bytes are on the disk already."""
         path = self.input_path(stored.id)
         coming = self._folder.uploads / path.name
         with writing_state(path):
@@ -135,7 +136,7 @@ class FileStore:
                 os.replace(coming, path)
                 sync_folder(path.parent)
             except BaseException:
-                for left in (path, coming, self._meta_path(stored.id)):
+                for left in (path, coming, upload, self._meta_path(stored.id)):
                     with suppress(OSError):
                         left.unlink(missing_ok=True)
                 raise
@@ -143,11 +144,7 @@ class FileStore:
             self._files[stored.id] = stored
 
     def keep(self, stored: ServerFile) -> None:
-        """Add a file whose bytes are in their place; it is known for good when this returns.
-
-        Raises:
-            OSError: it is not.
-        """
+        """Add a file whose bytes are in their place; it is known for good when this returns."""
         self._write(stored)
         with self.lock:
             self._files[stored.id] = stored
@@ -161,11 +158,7 @@ class FileStore:
         return [stored for stored in list(self._files.values()) if stored.is_over]
 
     def remove(self, stored: ServerFile) -> None:
-        """Remove a file, if nobody has; its place in its owner's list stays known.
-
-        Raises:
-            OutputError: the folder cannot be written.
-        """
+        """Remove a file, if nobody has; its place in its owner's list stays known."""
         path, meta = self.path_of(stored), self._meta_path(stored.id)
         with self.lock, writing_state(meta):
             if stored.id not in self._files:  # its owner was faster than its time
@@ -215,11 +208,7 @@ class FileStore:
         sync_folder(self._folder.files)
 
     def _check_records(self) -> None:
-        """See that all bytes have their record: none of ours are ever without.
-
-        Raises:
-            UsageError: some have none.
-        """
+        """See that all bytes have their record: none of ours are ever without."""
         for path in self._folder.files.iterdir():
             if path.name.endswith(".json.new"):
                 path.unlink()  # a record that was being written

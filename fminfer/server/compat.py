@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
@@ -10,15 +11,25 @@ from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fminfer.contract.fields import wrong_type
+from fminfer.contract.field_table import FIELDS, Field
+from fminfer.contract.fields import (
+    NULL,
+    SWITCH,
+    TEXT,
+    TEXTS,
+    Schema,
+    allow_null,
+    as_it_is,
+    object_of,
+    whole,
+    wrong_type,
+)
 from fminfer.core.errors import RequestError
 from fminfer.core.quantities import counted
 from fminfer.engine.events import Finished
-from fminfer.server.answer_schemas import generation_schema, texts_schema
-from fminfer.server.event_stream import until_answered
-from fminfer.server.openai_routes import respond_json
-from fminfer.server.schemas import document, generation_request_schema, latency_request_schema
-from fminfer.server.service import Service
+from fminfer.engine.intake import RequestLimits
+from fminfer.server.schemas import describe_field, describe_fields, document
+from fminfer.server.service import Service, respond_json
 
 NEW_TOKENS, SEQUENCE_TOKENS, LATENCY_TOKENS = 64, 64, 10  # where a request does not say
 SAMPLING = ("temperature", "top_p", "top_k")
@@ -49,19 +60,20 @@ def old_routes(service: Service) -> APIRouter:
     """Return the routes of older servers."""
     router = APIRouter(tags=["Older servers"])
     limits = service.engine.intake.limits
-    of_generation = generation_request_schema(limits, NEW_TOKENS, OF_COMPLETIONS)
-    of_latency = latency_request_schema(limits, LATENCY_TOKENS, LATENCY)
     register_url_convertor("text", _TextConvertor())  # the routes below name it
 
-    @router.post("/generation", **document(generation_schema(), "The text.", body=of_generation))
+    @router.post(
+        "/generation",
+        **document(whole(text=TEXT), "The text.", body=generation_request_schema(limits)),
+    )
     async def generation(request: Request) -> Response:
         """Complete one prompt, as EnergonAI's servers of BLOOM and OPT do."""
-        fields = await service.read(request)
+        fields = await service.bodies.read(request)
         finished = await _complete(service, request, _from_generation(fields))
         return respond_json({"text": finished.choices[0]["text"]})
 
-    @router.get("/run/{text:text}", **document(texts_schema(), "The text, in a list."))
-    @router.get("/run_{name}/{text:text}", **document(texts_schema(), "The text, in a list."))
+    @router.get("/run/{text:text}", **document(TEXTS, "The text, in a list."))
+    @router.get("/run_{name}/{text:text}", **document(TEXTS, "The text, in a list."))
     async def run(
         request: Request,
         text: str,
@@ -78,7 +90,9 @@ def old_routes(service: Service) -> APIRouter:
             )
         if not text:
             raise RequestError("missing_prompt", "there is no text behind /run/; give one", "text")
-        num_prompt = await _count_tokens(service, text)
+        uncounted = {"prompt": text, "max_tokens": 0}
+        prepared = await service.dispatcher.beside(lambda: service.engine.prepare(uncounted))
+        num_prompt = len(prepared.prompts[0].ids)
         if num_prompt >= max_seq_length:
             raise RequestError(
                 "out_of_range",
@@ -90,10 +104,10 @@ def old_routes(service: Service) -> APIRouter:
         finished = await _complete(service, request, fields | {"temperature": 0, "echo": True})
         return respond_json([choice["text"] for choice in finished.choices])
 
-    @router.post("/", **document(texts_schema(), "The texts.", body=of_latency))
+    @router.post("/", **document(TEXTS, "The texts.", body=latency_request_schema(limits)))
     async def latency(request: Request) -> Response:
         """Complete prompts, as FM Inference's latency server does."""
-        fields = await service.read(request)
+        fields = await service.bodies.read(request)
         finished = await _complete(service, request, _from_latency(fields))
         return respond_json([choice["text"] for choice in finished.choices])
 
@@ -101,9 +115,9 @@ def old_routes(service: Service) -> APIRouter:
 
 
 async def _complete(service: Service, request: Request, fields: dict[str, Any]) -> Finished:
-    service.model.check(fields.get("model"))
+    service.check_model(fields.get("model"))
     reply = await service.dispatcher.ask(fields)
-    return await until_answered(service.dispatcher, reply, request.receive)
+    return await reply.finish(request.receive)
 
 
 def _require_utf8(request: Request) -> None:
@@ -119,11 +133,6 @@ def _require_utf8(request: Request) -> None:
             "UTF-8 bytes",
             "text",
         ) from None
-
-
-async def _count_tokens(service: Service, text: str) -> int:
-    prepared = await service.dispatcher.prepare({"prompt": text, "max_tokens": 0})
-    return len(prepared.prompts[0].ids)
 
 
 def _from_generation(fields: dict[str, Any]) -> dict[str, Any]:
@@ -171,3 +180,41 @@ def _from_latency(fields: dict[str, Any]) -> dict[str, Any]:
     if do_sample is False:
         request["temperature"] = 0
     return request
+
+
+def generation_request_schema(limits: RequestLimits) -> Schema:
+    """Return the schema of a request to `/generation`."""
+    of_chat = FIELDS["chat"]
+    both = [
+        replace(each, help=f"{each.help} Default: greedy.") if name in SAMPLING else each
+        for name, each in FIELDS["completions"].items()
+        if of_chat.get(name) is each and each.fate == "acted on" and name not in OF_COMPLETIONS
+    ]
+    fields = (
+        Field("prompt", as_it_is(TEXT), "The text to go on with.", is_required=True),
+        replace(of_chat["max_tokens"], name="max_new_tokens", default=NEW_TOKENS),
+        replace(of_chat["max_tokens"], help="The same, where max_new_tokens is absent."),
+        *both,
+        *(
+            Field(name, as_it_is(NULL), "It has no place in this answer.")
+            for name in OF_COMPLETIONS
+        ),
+    )
+    meaning = "Go on with a text. It is greedy unless temperature, top_p or top_k is sent."
+    return describe_fields(meaning, fields, limits, {"prompt": "Question: How do you go"})
+
+
+def latency_request_schema(limits: RequestLimits) -> Schema:
+    """Return the schema of a request to `POST /`."""
+    known = FIELDS["completions"]
+    parameters = {
+        name: allow_null(SWITCH) if ours is None else describe_field(known[ours], limits)
+        for name, ours in LATENCY.items()
+    }
+    max_tokens = replace(known["max_tokens"], default=LATENCY_TOKENS)
+    parameters["max_new_tokens"] = describe_field(max_tokens, limits)
+    inputs = known["prompt"].schema(limits.vocab_size - 1) | {"description": "One text or several."}
+    of_parameters = object_of(parameters) | {"additionalProperties": False}
+    return object_of({"inputs": inputs, "parameters": allow_null(of_parameters)}, "inputs") | {
+        "examples": [{"inputs": "Question: How do you go", "parameters": {"max_new_tokens": 8}}]
+    }

@@ -1,11 +1,12 @@
-"""What each request passes before its route: its name, host, origin and key."""
+"""What each request passes on its way to its route: a check of host, origin and key."""
 
 from __future__ import annotations
 
 import hmac
 import re
 import secrets
-from collections.abc import Awaitable, Callable
+import traceback
+from collections.abc import Awaitable
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -14,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fminfer.contract.fields import show
 from fminfer.server.http_errors import HttpError, respond
+from fminfer.server.service import Service
 from fminfer.server.settings import ServerSettings, is_loopback_name, split_host
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -27,22 +29,10 @@ OPEN_FOLDERS = ("/page/", "/docs/")
 
 
 class AccessCheck:
-    """ASGI middleware: names each request, and refuses foreign hosts, sites and keys.
+    """ASGI middleware: names requests, refuses foreign hosts, sites and keys, tells of faults."""
 
-    Args:
-        log: is told of each response as it begins; None: nobody is.
-        count: is told the status of each refusal.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        settings: ServerSettings,
-        count: Callable[[int], None],
-        log: Callable[[str], None] | None = None,
-    ) -> None:
-        self._app, self._log, self._count = app, log, count
+    def __init__(self, app: ASGIApp, *, settings: ServerSettings, service: Service) -> None:
+        self._app, self._log, self._count = app, service.log, service.metrics.count_refused
         self._hosts = settings.hosts
         self._keep_alive = f"timeout={int(settings.keep_alive_s)}"
         self._keys = [key.encode() for key in settings.api_keys]
@@ -65,25 +55,28 @@ class AccessCheck:
         request_id = headers.get("x-request-id", "")
         if not REQUEST_ID.fullmatch(request_id):
             request_id = secrets.token_hex(16)
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
 
         def send_named(message: Message) -> Awaitable[None]:  # a coroutine less for each token
             if message["type"] == "http.response.start":
+                state["has_begun"] = True
                 response = MutableHeaders(scope=message)
                 response["x-request-id"] = request_id
                 response["X-Content-Type-Options"] = "nosniff"
                 if scope["http_version"] == "1.1" and not _closes(Headers(scope=scope), response):
                     response["Keep-Alive"] = self._keep_alive
-                if self._log is not None:
-                    self._log(f"{_show(scope)} {message['status']} {request_id}")
+                if message["status"] >= 400:
+                    self._count(message["status"])
+                if self._log.tells("debug"):
+                    told = f"{_show(scope)} {message['status']} {request_id}"
+                    self._log.tell("debug", told)
             return send(message)
 
         hosts = headers.getlist("host")
         if (target := ABSOLUTE.match(scope["raw_path"])) is not None:
             hosts.append(target[1].decode("latin-1"))  # HTTP takes this one, and proxies may differ
         foreign = [host for host in hosts if not self._is_known(host)]
-        if foreign:
-            self._count(403)
         app = _foreign_host(foreign[0]) if foreign else self._inner
         await app(_as_routed(scope), receive, send_named)
 
@@ -98,9 +91,17 @@ class AccessCheck:
 
     async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refusal(scope, Headers(scope=scope))
-        if error is not None:
-            self._count(error.status)
-        await (self._app if error is None else respond(error))(scope, receive, send)
+        try:
+            await (self._app if error is None else respond(error))(scope, receive, send)
+        except Exception as fault:
+            if "has_begun" in scope["state"]:
+                raise  # the connection is closed, and uvicorn tells why
+            text = "".join(traceback.format_exception(fault))
+            told = f"Request {scope['state']['request_id']} failed by a fault of fminfer:\n{text}"
+            self._log.tell("error", told)
+            message = f"fminfer failed on this request ({type(fault).__name__}); please report it"
+            answer = respond(HttpError(500, message, code="internal_error"))
+            await answer(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: Headers) -> HttpError | None:
         """Return why a request must not pass, if it must not."""

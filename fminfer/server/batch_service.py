@@ -1,0 +1,186 @@
+"""What the routes of files and batches do: an owner's files and batches, found, made and ended."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+
+from fminfer.files.run_terms import RunTerms
+from fminfer.server.batches.batch_request import PURPOSE, BatchRequest
+from fminfer.server.batches.batch_run import BatchContext
+from fminfer.server.batches.batch_work import BatchWork
+from fminfer.server.batches.state_folder import new_id
+from fminfer.server.batches.stored_batches import ServerState, StoredBatch
+from fminfer.server.batches.stored_files import ServerFile
+from fminfer.server.http_errors import HttpError
+from fminfer.server.request_bodies import Upload
+from fminfer.server.service import Service
+from fminfer.server.settings import ServerSettings
+
+SERVED_NAME = "the served model's name"  # in the fingerprint: it stands in records
+
+
+class BatchService:
+    """Serves clients that want files and batches. Its methods may wait for the disk.
+
+    Raises:
+        HttpError: what is asked for is not there, or is in use, or over.
+        OutputError: the disk is full, or fails.
+    """
+
+    def __init__(self, state: ServerState, service: Service, settings: ServerSettings) -> None:
+        self.max_upload_bytes = settings.max_upload_bytes
+        self.uploads = state.folder.uploads
+        self.files, self.batches = state.files, state.batches
+        self._folder = state.folder
+        self._has_keys = bool(settings.api_keys)
+        self._model_name, self._tell = service.names[0], service.log.tell
+        terms = state.fingerprint | {SERVED_NAME: self._model_name}
+        context = BatchContext(
+            service.engine,
+            state,
+            RunTerms(service.engine.model_name, terms),
+            self._model_name,
+            service.check_model,
+            self._tell,
+        )
+        self.work = BatchWork(context)
+        self._terms = context.terms
+
+    def owner_of(self, request: Request) -> str:
+        """Return whose a request is, by its key, which was checked before."""
+        if not self._has_keys:
+            return self._folder.owner_of(None)
+        _, _, key = request.headers.get("authorization", "").partition(" ")
+        return self._folder.owner_of(key.strip())
+
+    def keep_upload(self, upload: Upload, owner: str) -> ServerFile:
+        """Keep what was uploaded."""
+        stored = ServerFile.new(
+            new_id("file-"),
+            owner,
+            upload.num_bytes,
+            upload.filename,
+            upload.expires_after_s,
+            purpose=PURPOSE,
+        )
+        self.files.take_upload(stored, upload.path)
+        return stored
+
+    def find_file(self, file_id: str, owner: str) -> ServerFile:
+        """Return an owner's file."""
+        stored = self.files.get(file_id, owner)
+        if stored is None:
+            raise _no_such("file", "GET /v1/files lists them")
+        return stored
+
+    def find_bytes(self, file_id: str, owner: str) -> Path:
+        """Return where a file's bytes are."""
+        stored = self.find_file(file_id, owner)
+        path = self.files.path_of(stored)
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            self._tell("error", f"{path} is not there, and a client asks for it")
+            raise HttpError(
+                410, "the file was removed from the server's disk", code="file_removed"
+            ) from None
+        if size != stored.bytes:
+            change = f"has {size} bytes, and was written with {stored.bytes}"
+            self._tell("error", f"{path} {change}")
+            message = f"the file was changed on the server's disk: it {change}"
+            raise HttpError(410, message, code="file_changed")
+        return path
+
+    def delete_file(self, file_id: str, owner: str) -> None:
+        """Delete an owner's file."""
+        with self.files.lock:  # so that no batch begins to need it meanwhile
+            stored = self.find_file(file_id, owner)
+            if (batch := self.batches.find_user(stored.id)) is not None:
+                raise HttpError(
+                    409,
+                    f"{batch.id} is {batch.status} and still needs the file; cancel it first, or "
+                    "wait until it is over",
+                    code="file_in_use",
+                )
+            self.files.remove(stored)
+
+    def create_batch(self, wish: BatchRequest, owner: str) -> StoredBatch:
+        """Make a batch; it begins at once, or when others have ended."""
+        now_ns = time.time_ns()
+        with self.files.lock:  # so that the input is not deleted meanwhile
+            stored = self.files.get(wish.input_file_id, owner)
+            if stored is None:
+                raise _no_such("file", "upload one by POST /v1/files", "input_file_id")
+            if stored.purpose != PURPOSE:
+                raise HttpError(
+                    400,
+                    f"input_file_id is a file of purpose {stored.purpose}; upload one with purpose "
+                    f"{PURPOSE}",
+                    code="invalid_purpose",
+                    param="input_file_id",
+                )
+            batch = StoredBatch(
+                id=new_id("batch_"),
+                owner=owner,
+                created_ns=now_ns,
+                endpoint=wish.endpoint,
+                input_file_id=wish.input_file_id,
+                completion_window=wish.completion_window.text,
+                expires_at=now_ns // 10**9 + wish.completion_window.seconds,
+                metadata=wish.metadata,
+                model=self._model_name,
+                answers_id=new_id("file-"),
+                errors_id=new_id("file-"),
+                made_for=self._terms.fingerprint,
+                output_expires_after_s=wish.output_expires_after,
+            )
+            self.batches.create(batch)
+        self.work.wake(batch)
+        return batch
+
+    def find_batch(self, batch_id: str, owner: str) -> StoredBatch:
+        """Return an owner's batch."""
+        batch = self.batches.get(batch_id, owner)
+        if batch is None:
+            raise _no_such("batch", "GET /v1/batches lists them")
+        return batch
+
+    def cancel_batch(self, batch_id: str, owner: str) -> StoredBatch:
+        """Have a batch end; what is finished stays."""
+        batch = self.batches.change(self.find_batch(batch_id, owner), _cancel)
+        self.work.wake(batch)
+        return batch
+
+    def describe(self, found: StoredBatch | ServerFile) -> dict[str, Any]:
+        """Return OpenAI's object of a file, or of a batch with the newest counts."""
+        if isinstance(found, ServerFile):
+            return found.to_object()
+        return found.to_object(self.work.progress_of(found))
+
+    def close(self) -> None:
+        """End all runs, and let another server have the folder."""
+        self.work.stop()
+        self._folder.close()
+
+
+def _cancel(batch: StoredBatch) -> StoredBatch:
+    if batch.status in ("cancelling", "cancelled"):
+        return batch
+    # One that finalizes is over in a moment, unless trouble keeps it from that.
+    if batch.status in ("validating", "in_progress") or (batch.is_open and batch.troubles):
+        return batch.moved("cancelling")
+    raise HttpError(
+        409,
+        f"the batch is {batch.status}, and only one that is validating or in_progress can be "
+        "cancelled",
+        code="batch_over",
+    )
+
+
+def _no_such(kind: str, remedy: str, param: str | None = None) -> HttpError:
+    message = f"there is no {kind} with this id; {remedy}"
+    return HttpError(404, message, code=f"{kind}_not_found", param=param)

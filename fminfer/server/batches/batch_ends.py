@@ -1,0 +1,158 @@
+"""A batch that does not go on: why it pauses, and what is finished of one that ends early."""
+
+from __future__ import annotations
+
+import errno
+import zlib
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+from fminfer.contract.envelope import find_custom_id, open_envelope
+from fminfer.contract.json_object import dump
+from fminfer.contract.line import Line
+from fminfer.contract.record import make_id
+from fminfer.core.errors import FminferError, InUseError, MachineError, UsageError
+from fminfer.files.disk import NEW, beside
+from fminfer.files.journal import Journal, journal_path
+from fminfer.files.journal_rows import INPUT, Fingerprint, Row, read_fingerprint, show_changes
+from fminfer.files.line_reader import read_lines
+from fminfer.files.ordered_output import put_in_order
+from fminfer.files.status_file import status_path
+from fminfer.server.batches.stored_batches import Progress, StoredBatch, Trouble
+
+EXPIRED = {
+    "code": "batch_expired",
+    "message": "This line was not answered before the batch's completion window was over. Send it "
+    "again, with a longer completion_window",
+}
+NOBODY: Fingerprint = {"the run": "ended before its first row"}
+LATER = "Finished lines are kept, and the server tries again by itself"
+MODEL_CHANGED = "model_changed"
+
+
+def end_early(output: Path, source: Path | None, total: int) -> Progress:
+    """Write what is finished of a batch under its final names. It can be repeated.
+
+    Its journal stays, until `drop_journal`.
+
+    Args:
+        source: the input, of which every line without a record gets an error; None: none does.
+        total: lines of it, as far as they are known.
+
+    Raises:
+        UsageError: the input cannot be read.
+        OutputError: the disk is full or gone.
+    """
+    with closing(_open(output)) as journal:
+        if source is not None:
+            total = _add_expired(journal, source)
+        put_in_order(journal)
+        return _progress_of(journal, total)
+
+
+def count_kept(output: Path, total: int) -> Progress | None:
+    """Count what is finished of a batch, whatever model its rows are of; None: there is nothing."""
+    if not journal_path(output).exists():
+        return None
+    with closing(_open(output)) as journal:
+        return _progress_of(journal, total)
+
+
+def drop_journal(output: Path) -> None:
+    """Remove the journal of a batch whose end is on the disk, and what a kill has left."""
+    journal_path(output).unlink(missing_ok=True)
+    beside(status_path(output), NEW).unlink(missing_ok=True)
+
+
+def _open(output: Path) -> Journal:
+    """Open a journal whatever model its rows are of: no others come."""
+    return Journal(output, _fingerprint_of(output) or NOBODY)
+
+
+def _progress_of(journal: Journal, total: int) -> Progress:
+    return Progress.of(replace(journal.kept, num_rows=max(total, journal.num_rows)))
+
+
+def _fingerprint_of(output: Path, *, needs_row: bool = False) -> Fingerprint | None:
+    """Read what the rows of an output that is not finished depend on; None: nothing says it."""
+    path = journal_path(output)
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        head, first = file.readline(), file.readline()
+    is_said = head.endswith(b"\n") and (first.endswith(b"\n") or not needs_row)
+    return read_fingerprint(path, head) if is_said else None
+
+
+def _add_expired(journal: Journal, source: Path) -> int:
+    """Give every line without a record its error; return how many lines there are."""
+    num_lines = 0
+    for line in read_lines(source, 0):
+        num_lines += 1
+        if line.number not in journal:
+            row = Row(line.number, True, (0, 0, 0), zlib.crc32(line.raw), _expired_record(line))
+            journal.append(row)
+            journal.kept.add(is_error=True, tokens=row.tokens)
+    return num_lines
+
+
+def _expired_record(line: Line) -> bytes:
+    """Return the error of a line that was not executed, as OpenAI's error files have it."""
+    envelope = open_envelope(line)
+    request_id = make_id(line, envelope)
+    return b'{"id":"batch_req_%s","custom_id":%s,"response":null,"error":%s}' % (
+        request_id.encode(),
+        find_custom_id(line, envelope),
+        dump(EXPIRED),
+    )
+
+
+class ChangedError(UsageError):
+    """The rows of a batch are of another model, or of other settings."""
+
+
+def check_unchanged(batch: StoredBatch, output: Path, fingerprint: Fingerprint) -> None:
+    """See that a batch, and its rows if it has some, are of this server's model and settings."""
+    any_input = {INPUT: ""}
+    for old in (batch.made_for, _fingerprint_of(output, needs_row=True)):
+        if old and (changes := show_changes(old | any_input, fingerprint | any_input)):
+            raise ChangedError(
+                f"it was sent to another server: {changes}. Start the server as before, and the "
+                "batch goes on. Or cancel the batch, which keeps its finished lines, and send the "
+                "others in a new one"
+            )
+
+
+def trouble_of(error: Exception) -> Trouble:
+    """Say why a batch pauses, without paths of the server."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    if isinstance(error, ChangedError):
+        return Trouble(MODEL_CHANGED, str(error))
+    if isinstance(cause, OSError):
+        return _of_disk(cause)
+    if isinstance(error, InUseError):
+        return Trouble("in_use", f"another process still writes its output. {LATER}")
+    if isinstance(error, MachineError):
+        return Trouble("machine_failed", f"the server's machine failed. {LATER}")
+    if isinstance(error, UsageError):
+        return Trouble(
+            "input_changed",
+            "its input or output in the server's state folder was edited; the server's log says "
+            "what. Cancel the batch, or have the edit undone",
+        )
+    if isinstance(error, FminferError):
+        return Trouble("server_failed", f"{error}. {LATER}")
+    name = type(error).__name__
+    return Trouble("internal_error", f"fminfer failed ({name}); please report it. {LATER}")
+
+
+def _of_disk(error: OSError) -> Trouble:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Trouble("disk_full", f"the server's disk is full; make room there. {LATER}")
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return Trouble(
+            "state_not_writable",
+            f"the server may not write its state folder; mend the folder's rights. {LATER}",
+        )
+    return Trouble("disk_failed", f"the server's disk failed; check it. {LATER}")

@@ -1,0 +1,179 @@
+"""Events of one request on their way to its client: waited for, or sent as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from fminfer.contract.json_object import dump
+from fminfer.engine.events import Delta, Event, Failed, Finished
+from fminfer.engine.sequence import Prepared
+from fminfer.server.http_errors import HttpError, as_http, describe, respond
+
+KEEP_ALIVE_S = 10.0  # between signs of life while a request waits
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b"\n\n"  # no comment: clients that strip pieces would join it to the next event
+HEADERS = {
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx then passes each event on at once
+}
+
+MakeChunks = Callable[[list[Event]], Iterable[object]]
+Result = TypeVar("Result")
+
+
+class Reply:
+    """The events of one request, in the event loop's thread.
+
+    Args:
+        asked_s: of time.perf_counter, when the request came.
+        forget: is told once nobody waits any more.
+    """
+
+    def __init__(
+        self, request_id: int, asked_s: float, prepared: Prepared, forget: Callable[[int], None]
+    ) -> None:
+        self.id = request_id
+        self.prepared = prepared
+        self.asked_s = asked_s
+        self.token_s: dict[int, float] = {}  # by choice: when its last token came
+        self._forget = forget
+        self._events: list[Event | HttpError] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_silent = True  # since the last beat
+
+    def push(self, event: Event | HttpError) -> None:
+        """Add an event, and wake who waits for it."""
+        self._events.append(event)
+        self._is_silent = False
+        self._wake()
+
+    async def beat(self, pause_s: float) -> None:
+        """End each wait in which nothing has come from one beat to the next."""
+        while True:
+            await asyncio.sleep(pause_s)
+            if self._is_silent:
+                self._wake()
+            self._is_silent = True
+
+    async def take(self) -> list[Event]:
+        """Return the events since the last call; wait for one, or until `beat` ends the wait.
+
+        Raises:
+            HttpError: there is no answer.
+        """
+        if not self._events:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        events: list[Event] = []
+        for event in self._events:
+            if isinstance(event, Failed):
+                event = as_http(event.error)
+            if isinstance(event, HttpError):
+                self._events = [event] if events else []  # what came before it goes first
+                if events:
+                    return events
+                raise event
+            events.append(event)
+        self._events = []
+        return events
+
+    async def finish(self, receive: Receive) -> Finished:
+        """Wait for the answer of a request that is not streamed, while its client does."""
+        return await self.unless_left(self._find_finished(), receive)
+
+    async def unless_left(self, work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
+        """Do the client's work, but end it if the client leaves; then forget the request."""
+        leaving = asyncio.create_task(_until_left(receive))
+        working = asyncio.create_task(work)
+        try:
+            await asyncio.wait({leaving, working}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise HttpError(499, "the client has left", code="cancelled")
+        finally:
+            self._forget(self.id)
+            for task in (leaving, working):
+                task.cancel()
+            await asyncio.gather(leaving, working, return_exceptions=True)
+
+    async def _find_finished(self) -> Finished:
+        while True:
+            for event in await self.take():
+                if isinstance(event, Finished):
+                    return event
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class EventStream(Response):
+    """Sends the events of a reply until its answer is whole or its client has left.
+
+    Args:
+        make_chunks: turns events into the JSON values that are sent.
+    """
+
+    def __init__(self, reply: Reply, make_chunks: MakeChunks) -> None:
+        super().__init__(media_type="text/event-stream", headers=HEADERS)
+        del self.headers["content-length"]  # of the empty body
+        self._reply = reply
+        self._make_chunks = make_chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response."""
+        with suppress(HttpError):  # the client has left
+            await self._reply.unless_left(self._send_all(scope, receive, send), receive)
+
+    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+        beating = asyncio.create_task(self._reply.beat(KEEP_ALIVE_S))
+        try:
+            await self._send_while_beating(scope, receive, send)
+        finally:
+            beating.cancel()
+
+    async def _send_while_beating(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:  # an error that comes soon still has a status of its own
+            events = await self._reply.take()
+        except HttpError as error:
+            await respond(error)(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            await self._send_events(send, events)
+        except HttpError as error:
+            await _send_body(send, as_event(describe(error)))
+        await _send_body(send, DONE, is_last=True)
+
+    async def _send_events(self, send: Send, events: list[Event]) -> None:
+        while True:
+            body = b"".join(map(as_event, self._make_chunks(events)))
+            if body or not events:
+                await _send_body(send, body or KEEP_ALIVE)
+            if events and not isinstance(events[-1], Delta):
+                return
+            events = await self._reply.take()
+
+
+def as_event(value: object) -> bytes:
+    """Return a JSON value as a server-sent event."""
+    return b"data: " + dump(value) + b"\n\n"
+
+
+def _send_body(send: Send, body: bytes, *, is_last: bool = False) -> Awaitable[None]:
+    return send({"type": "http.response.body", "body": body, "more_body": not is_last})
+
+
+async def _until_left(receive: Receive) -> None:
+    """Return once the client has closed its connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
