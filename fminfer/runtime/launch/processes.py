@@ -20,9 +20,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fminfer.core.config import EngineConfig
+from fminfer.machine.liveness import every
 from fminfer.machine.stopper import WARNINGS, Stopper
-from fminfer.pipeline.ranks import RankFacts
-from fminfer.runtime.launch.role import ChildOptions, Role, Spread, Task
+from fminfer.pipeline.ranks import RankFacts, Spread
+from fminfer.runtime.launch.role import ChildOptions, Role, Task
 
 COMMAND = [sys.executable, "-m", "fminfer", "serve-part"]
 # Terminals and schedulers send these to all processes: only the run's own is to hear them.
@@ -127,14 +128,13 @@ class Processes:
             len(self.all) + 1,
             LOOPBACK,
             listener.getsockname()[1],
-            holds_store=True,
             listen_fd=listener.detach(),
             source="the engine",
             is_one_machine=True,
             secret=secrets.token_hex(32),
         )
         for rank, process in enumerate(self.all, start=1):
-            its = replace(facts, rank=rank, holds_store=False, listen_fd=None, parent=os.getpid())
+            its = replace(facts, rank=rank, listen_fd=None, parent=os.getpid())
             process.give(Task(Role("rank", spread, its), config, child_options))
         return facts
 
@@ -180,13 +180,12 @@ def end_after(parent: int) -> None:
     While rows run it notices by itself and says so; imports and a stuck file system do not.
     """
 
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        time.sleep(OUTLIVE_S)
-        os._exit(1)
+    def look() -> None:
+        if os.getppid() != parent:
+            time.sleep(OUTLIVE_S)
+            os._exit(1)
 
-    threading.Thread(target=watch, name="parent", daemon=True).start()
+    every(1.0, look, "parent", end=threading.Event())  # for ever
 
 
 def end_parent(parent: int, wait_s: float) -> None:
