@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+POLL_S = 0.05
+
 
 def every(turn_s: float, work: Callable[[], None], name: str, end: threading.Event) -> None:
     """Call a function in each turn, on a thread of its own, until the end."""
@@ -26,6 +28,16 @@ def every(turn_s: float, work: Callable[[], None], name: str, end: threading.Eve
             work()
 
     threading.Thread(target=turn, name=name, daemon=True).start()
+
+
+def wait_until(is_so: Callable[[], bool], timeout_s: float) -> bool:
+    """Wait until something is so, at most so long; return whether it is."""
+    end_s = time.monotonic() + timeout_s
+    while not is_so():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(POLL_S)
+    return True
 
 
 def machine_name(namespace: Literal["pid", "net"]) -> str:

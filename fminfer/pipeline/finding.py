@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fminfer.core.errors import PipelineError, UsageError
-from fminfer.machine.liveness import create_once, machine_name
+from fminfer.machine.liveness import create_once, machine_name, wait_until
 from fminfer.pipeline.handshake import NoStoreError, WrongSecretError, read_own, secret_of_home
 from fminfer.pipeline.ranks import HOW_TO_SHARE, RankFacts
 from fminfer.pipeline.store import Store, connect, hold
@@ -81,11 +81,9 @@ def _meet_through_agent(facts: RankFacts, secret: str, timeout_s: float) -> Stor
             store = hold(listen(host, 0), host, secret, timeout_s)
             told.set("address", json.dumps([host, store.port]))
             return store
-        until_s = time.monotonic() + timeout_s
-        while not told.check(["address"]):  # torch's own wait would not hear Ctrl-C
-            if time.monotonic() > until_s:
-                raise PipelineError(f"rank 0 did not come within {timeout_s:g} s")
-            time.sleep(POLL_S)
+        # torch's own wait would not hear Ctrl-C.
+        if not wait_until(lambda: told.check(["address"]), timeout_s):
+            raise PipelineError(f"rank 0 did not come within {timeout_s:g} s")
         host, port = json.loads(told.get("address"))
     except dist.DistError as error:
         raise PipelineError(f"torchrun's own store does not answer: {error}") from error

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from fminfer.core.errors import FminferError, PipelineError, StoppedError, UsageError, printable
+from fminfer.machine.liveness import wait_until
 from fminfer.pipeline.finding import address_of, interfaces, open_store, own_address
 from fminfer.pipeline.ranks import RankFacts, Spread
 from fminfer.pipeline.store import TELL_AFTER_S
@@ -113,10 +114,8 @@ class Meeting:
             fault = Fault.of(error)
             print(f"Error: {printable(fault.text)}", file=sys.stderr, flush=True)
             self.watch.warn(fault)  # this rank has said it, and stays
-            until_s = time.monotonic() + STAY_S
             claims = [f"claim/{rank}" for rank in range(self.world_size)]
-            while time.monotonic() < until_s and not self._store.check(claims):
-                time.sleep(STOP_POLL_S)
+            wait_until(lambda: self._store.check(claims), STAY_S)
             self.watch.warn(fault)  # which gives the last one time to hear it
             self._store.hide()
             self._end(fault.kind)

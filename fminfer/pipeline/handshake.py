@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from fminfer.core.errors import PipelineError, UsageError
-from fminfer.machine.liveness import create_once
+from fminfer.machine.liveness import create_once, wait_until
 from fminfer.machine.user_cache import cache_path, why_no_cache
 from fminfer.pipeline.ranks import SECRET
 
@@ -22,7 +22,6 @@ GREETING = b"fminfer store 1\n"
 NONCE_BYTES = DIGEST_BYTES = 32
 REFUSAL = bytes(DIGEST_BYTES)  # in the place of the proof, for who has another secret
 WHOLE_S = 5.0  # time for another process to fill a file that it has created
-POLL_S = 0.02
 
 
 class WrongSecretError(PipelineError):
@@ -122,12 +121,9 @@ def secret_of_home() -> str:
         create_once(path, secrets.token_hex(32).encode() + b"\n", 0o600)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error}") from error
-    until_s = time.monotonic() + WHOLE_S
-    while not (text := read_own(path).strip()):
-        if time.monotonic() > until_s:
-            raise UsageError(f"{path} is empty; remove it, and start the ranks again")
-        time.sleep(POLL_S)
-    return text
+    if not wait_until(lambda: read_own(path).strip() != "", WHOLE_S):
+        raise UsageError(f"{path} is empty; remove it, and start the ranks again")
+    return read_own(path).strip()
 
 
 def read_own(path: Path) -> str:

@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from fminfer.core.errors import FminferError, PipelineError
+from fminfer.machine.liveness import wait_until
 from fminfer.pipeline.handshake import (
     HolderEndedError,
     NoStoreError,
@@ -238,11 +239,9 @@ class Store(dist.Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there; torch may say for how long at most."""
-        until_s = time.monotonic() + (timeout or timedelta.max).total_seconds()
-        while not self.check(keys):
-            if time.monotonic() > until_s:
-                raise PipelineError(f"no rank has said {', '.join(keys)} in {timeout}")
-            time.sleep(POLL_S)
+        timeout_s = (timeout or timedelta.max).total_seconds()
+        if not wait_until(lambda: self.check(keys), timeout_s):
+            raise PipelineError(f"no rank has said {', '.join(keys)} in {timeout}")
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Waits of the store end with the run: the watch sees deaths."""

@@ -8,7 +8,6 @@ pipeline has a line to it.
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,8 +16,9 @@ from multiprocessing.connection import Connection
 
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import PipelineError, UsageError
+from fminfer.machine.liveness import wait_until
 from fminfer.pipeline.finding import end_when_silent
-from fminfer.pipeline.group import STOP_POLL_S, End, Meeting, agree
+from fminfer.pipeline.group import End, Meeting, agree
 from fminfer.pipeline.ranks import RankFacts, Spread
 from fminfer.runtime.launch.processes import Processes
 from fminfer.runtime.launch.role import ChildOptions
@@ -86,9 +86,7 @@ class Apart(Meeting):
         if not self._is_over:
             self._end_meeting(is_needed=False)
             others = [f"heard/{rank}" for rank in range(1, self.world_size)]
-            until_s = time.monotonic() + HEAR_S
-            while not self._store.check(others) and time.monotonic() < until_s:
-                time.sleep(STOP_POLL_S)
+            wait_until(lambda: self._store.check(others), HEAR_S)
 
     def await_start(self) -> bool:
         """Wait until rank 0 starts the pipelines; return False if it has nothing to do.
@@ -136,14 +134,12 @@ class Apart(Meeting):
 
     def _await_line(self, number: int) -> TeamPipeline:
         assert self._store.holder is not None
-        until_s = time.monotonic() + self.spread.join_timeout_s
-        while number not in self._store.holder.lines:
-            if time.monotonic() > until_s:
-                raise PipelineError(
-                    f"rank {number * self._num_ranks}, the first of pipeline {number}, did not "
-                    f"connect within {self.spread.join_timeout_s:g} s (--join-timeout)"
-                )
-            time.sleep(STOP_POLL_S)
-        peer = self._store.holder.lines.pop(number)
+        lines, timeout_s = self._store.holder.lines, self.spread.join_timeout_s
+        if not wait_until(lambda: number in lines, timeout_s):
+            raise PipelineError(
+                f"rank {number * self._num_ranks}, the first of pipeline {number}, did not connect "
+                f"within {timeout_s:g} s (--join-timeout)"
+            )
+        peer = lines.pop(number)
         end_when_silent(peer, self.spread.rank_timeout_s, is_always_read=True)
         return TeamPipeline(number, Connection(peer.detach()))
