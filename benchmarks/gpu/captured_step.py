@@ -31,10 +31,10 @@ def make_stage(part: LoadedPart, rows: int, tokens: int) -> Stage:
         device=part.device,
         num_blocks=rows * -(-tokens // BLOCK),
         block_size=BLOCK,
-        kernel=part.kernels.attention,
-        ranker=part.kernels.ranker,
-        drawer=part.kernels.drawer,
-        graphs=find_graphs("require", part.network, part.kernels.attention, rows, part.device),
+        kernel=part.attention,
+        ranker=part.ranker,
+        drawer=part.drawer,
+        graphs=find_graphs("require", part.network, part.attention, rows, part.device),
     )
     for layer in stage.cache.layers:
         layer.keys.normal_()

@@ -58,12 +58,14 @@ class Part:
 
     @property
     def rank_before(self) -> int:
-        """The rank that steps come from: the leader of the stage before, or of its own stage."""
-        return self.rank - self.num_shards if self.is_leader else self.ranks[0]
+        """The rank that messages come from: the leader of the stage before, or of its own."""
+        if not self.is_leader:
+            return self.ranks[0]
+        return (self.stage - 1) % self.num_stages * self.num_shards
 
     @property
     def next_rank(self) -> int:
-        """The rank that results go to: the next stage's leader, or the leader of its own stage."""
+        """The rank that messages go to: the leader of the stage behind, or of its own."""
         if not self.is_leader:
             return self.ranks[0]
         return (self.stage + 1) % self.num_stages * self.num_shards

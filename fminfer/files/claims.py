@@ -8,84 +8,20 @@ a folder of their own, `<output>.claim`, by numbers: a later owner's is higher.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
-import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+from fminfer.core.errors import InUseError, OutputError
 from fminfer.files.disk import beside, told
-
-
-@dataclass(slots=True, frozen=True)
-class Owner:
-    """A process; where two differ in `machine`, nothing is known of each other's processes."""
-
-    host: str
-    pid: int
-    started: str  # a process id is used again
-    machine: str  # this boot of this machine, as seen from this container
-    since: float  # time.time() of its host
-    token: str  # of this very claim: a number is used again, too
-
-    @property
-    def is_near(self) -> bool:
-        """Tell whether this machine's processes are the owner's as well."""
-        return self.machine != "" and self.machine == _machine()
-
-    def is_alive(self) -> bool:
-        """Tell whether the process has not ended; it must be of this machine."""
-        started = _start(self.pid)
-        if started is not None:
-            return started == self.started
-        try:  # it may be another user's, and not be shown
-            os.kill(self.pid, 0)
-        except PermissionError:
-            return True
-        except (ProcessLookupError, OverflowError):
-            return False
-        return True
-
-
-def describe_me() -> bytes:
-    """Return what a new claim of this process says; no two are equal."""
-    pid, token = os.getpid(), uuid.uuid4().hex
-    me = Owner(socket.gethostname(), pid, _start(pid) or "", _machine(), time.time(), token)
-    return json.dumps(asdict(me)).encode() + b"\n"
-
-
-def read_owner(path: Path) -> Owner | None:
-    """Read whose a claim is; None: it does not say."""
-    try:
-        owner = Owner(**json.loads(path.read_bytes()))
-        types = (str, int, str, str, float, str)
-        return owner if all(map(isinstance, asdict(owner).values(), types)) else None
-    except (ValueError, TypeError, RecursionError):
-        return None
-
-
-def _machine() -> str:
-    """Name this boot of this machine and this container's processes; "": that is not known."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _start(pid: int) -> str | None:
-    """Return when a process began, in the kernel's ticks; "": it has ended; None: not known."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return "" if fields[0] in "ZX" else fields[19]
-
+from fminfer.files.journal import journal_path
+from fminfer.files.ordered_output import draft_path
+from fminfer.machine.liveness import Owner, create_once, describe_me, every, read_owner
 
 CLAIM = ".claim"  # added to the output's name
 NUMBER = re.compile("[1-9][0-9]{0,17}")  # a claim's name
@@ -159,13 +95,12 @@ class Claim:
 
 
 class Claims:
-    """The claims of this process, and the thread that keeps them young."""
+    """The claims of this process, which a thread keeps young from the first on."""
 
     def __init__(self) -> None:
         self._held: set[Claim] = set()
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._end = threading.Event()  # never set: the thread ends with the process
+        self._is_beating = False
 
     def take(self, output: Path) -> Claim | None:
         """Claim an output; None: it is another living process's.
@@ -181,7 +116,12 @@ class Claims:
         number = 1 + max((claim.number for claim in found), default=0)
         path, data = _folder_of(output) / str(number), describe_me()
         with told(path):
-            if not _create(path, data):
+            path.parent.mkdir(exist_ok=True)
+            try:
+                is_first = create_once(path, data, 0o666)
+            except FileNotFoundError:  # its folder is being removed
+                is_first = False
+            if not is_first:
                 return None
         # Two may have seen the same dead one at different times: both look again, and at most one
         # finds itself alone.
@@ -192,9 +132,9 @@ class Claims:
             return None
         with self._lock:
             self._held.add(claim)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._beat, name="claims", daemon=True)
-                self._thread.start()
+            if not self._is_beating:
+                self._is_beating = True
+                every(BEAT_S, self._beat, "claims", end=threading.Event())  # with the process
         return claim
 
     def _drop(self, claim: Claim) -> None:
@@ -202,11 +142,10 @@ class Claims:
             self._held.discard(claim)
 
     def _beat(self) -> None:
-        while not self._end.wait(BEAT_S):
-            with self._lock:
-                held = list(self._held)
-            for claim in held:
-                claim.beat()
+        with self._lock:
+            held = list(self._held)
+        for claim in held:
+            claim.beat()
 
 
 def look_at(output: Path, now_s: float | None = None) -> list[Found]:
@@ -268,22 +207,6 @@ def _numbers(folder: Path) -> list[int]:
         return []
 
 
-def _create(path: Path, data: bytes) -> bool:
-    """Make a claim; return False if it is there, or its folder is being removed."""
-    path.parent.mkdir(exist_ok=True)
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    except (FileExistsError, FileNotFoundError):
-        return False
-    try:
-        with open(fd, "wb") as file:
-            file.write(data)
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
-    return True
-
-
 def _disk_time(folder: Path) -> float:
     """Return the time by the clock that dates the folder's files."""
     probe = folder / f".fminfer-{uuid.uuid4().hex}"
@@ -295,3 +218,91 @@ def _disk_time(folder: Path) -> float:
     finally:
         with contextlib.suppress(OSError):
             probe.unlink(missing_ok=True)
+
+
+class Hold:
+    """One output, which this run may write while it holds the claim.
+
+    Args:
+        claims: from which the output's is taken when it is needed.
+        claim: of the output, if it is this run's already.
+    """
+
+    def __init__(self, output: Path, claims: Claims, claim: Claim | None = None) -> None:
+        self.claim = claim
+        self.is_lost = False  # to another run, or given up: nothing more is written
+        self._output = output
+        self._claims = claims
+
+    def check_free(self) -> None:
+        """See that no other run has the output.
+
+        Raises:
+            InUseError: one has.
+        """
+        if self.claim is None and any(not claim.is_dead for claim in look_at(self._output)):
+            raise self._in_use()
+
+    def take(self) -> None:
+        """Claim the output, if it is not claimed yet.
+
+        Raises:
+            InUseError: another run has it.
+            OutputError: the folder cannot be written.
+        """
+        self.claim = self.claim or self._claims.take(self._output)
+        if self.claim is None:
+            raise self._in_use()
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Claim the output for a moment; a claim that was there before stays."""
+        was_held = self.claim is not None
+        self.take()
+        try:
+            yield
+        finally:
+            if not was_held:
+                self.release()
+
+    def remove_dead(self) -> None:
+        """Remove the claims of processes that are gone, if the output is this run's now.
+
+        Do so once its journal is open: whoever slept with the journal open is to find its claim.
+        """
+        if self.claim is not None:
+            remove_dead(self._output)
+
+    def holds(self) -> bool:
+        """Tell whether the claim is still this run's, which may have slept for long."""
+        return self.claim is None or self.claim.holds()
+
+    def lose(self) -> None:
+        """Write no more; the output is another run's, or free for one."""
+        self.is_lost = True
+        self.release()
+
+    def release(self) -> None:
+        """Give the claim back."""
+        if self.claim is not None:
+            self.claim.release()
+            self.claim = None
+
+    def settle(self) -> None:
+        """Leave nothing beside an output that is complete: no claim, and no draft of a journal.
+
+        A run that was killed may have left them. Those of a living run stay.
+        """
+        draft = draft_path(journal_path(self._output))
+        with contextlib.suppress(InUseError, OutputError, OSError):  # it may be read only
+            if draft.exists():
+                self.take()  # so that no other run is writing it
+                draft.unlink(missing_ok=True)
+        remove_dead(self._output)
+        self.release()
+
+    def _in_use(self) -> InUseError:
+        return InUseError(
+            f"{self._output} is another run's to answer at the moment. Wait for it or end it; its "
+            "finished rows are kept"
+        )

@@ -73,7 +73,7 @@ class _Preparing(Opening):
     def __call__(self, rank: int) -> None:
         if rank == 0:
             self._plan = self._plan or self._job.plan()
-            refuse_other_models(self._config, self._plan.inputs)
+            refuse_other_models(self.config, self._plan.inputs)
         super().__call__(rank)
 
     @property

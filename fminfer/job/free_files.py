@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fminfer.core.errors import UsageError
-from fminfer.files.claims import claimed, look_at
+from fminfer.files.claims import Hold, claimed, look_at
 from fminfer.files.completed import CompletedOutput, find_completed
-from fminfer.files.hold import Hold
 from fminfer.files.journal import journal_path
 from fminfer.files.line_reader import count_rows
 from fminfer.files.output_paths import Plan

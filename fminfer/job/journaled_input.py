@@ -16,10 +16,9 @@ from fminfer.contract.line import Line, read_clock
 from fminfer.contract.record import Record
 from fminfer.core.errors import OutputError, UsageError
 from fminfer.files.carrying_over import CarriedOver, carry_over, drop_answerless
-from fminfer.files.claims import Claim
+from fminfer.files.claims import Claim, Hold
 from fminfer.files.completed import CompletedOutput, kept_clock, require_completed
 from fminfer.files.disk import told
-from fminfer.files.hold import Hold
 from fminfer.files.input_file import InputFile
 from fminfer.files.journal import Journal, journal_path, peek
 from fminfer.files.journal_rows import CLOCK, INPUT, Row

@@ -1,42 +1,266 @@
-"""The ranks of one pipeline: they join, exchange messages and end together."""
+"""Lets the ranks of one run, or of one of its pipelines, meet, exchange words and end together."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import socket
+import sys
 import threading
-from collections.abc import Iterator
+import time
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from fminfer.core.errors import FminferError, PipelineError, StoppedError, UsageError
-from fminfer.pipeline.addresses import interfaces
-from fminfer.pipeline.meeting import STOP_POLL_S, Meeting
-from fminfer.pipeline.watch import Fault
+from fminfer.core.errors import FminferError, PipelineError, StoppedError, UsageError, printable
+from fminfer.machine.liveness import wait_until
+from fminfer.pipeline.finding import address_of, interfaces, open_store, own_address
+from fminfer.pipeline.ranks import RankFacts, Spread
+from fminfer.pipeline.store import TELL_AFTER_S
+from fminfer.pipeline.watch import HEAR_S, Fault, Watch
 
+End = Callable[[str], None]  # ends this process at once; it is told the kind of an error
+STOP_POLL_S = 0.05
+SEE_S = 1.0  # time to see that a child whose connection broke is dead
+STAY_S = 60.0  # time for ranks to come and hear why there is no run
 END_S = 10.0  # time for ranks to end once they were told to stop
 FOREVER = timedelta(days=365)  # a rank may wait for work without limit; the watch sees deaths
+
+
+class Children(Protocol):
+    """The other ranks, as the processes that rank 0 has started."""
+
+    def why_ended(self) -> str:
+        """Say which process has ended without being told to, and how; "": none."""
+
+    def why_killed(self, wait_s: float) -> str:
+        """Say which process a signal has ended within this time; "": none."""
+
+    def end(self, wait_s: float) -> None:
+        """End all processes; each has this time to end by itself."""
+
+
+class Meeting:
+    """This process among other ranks. All hear of it when one ends.
+
+    Args:
+        facts: its place.
+        prepare: called with this process's rank before it waits for the others; what it raises
+            is told to them as well.
+        end: ends this process at once; None: it is not ours to end, and an error is raised.
+        children: the other ranks, if this process has started them.
+
+    Raises:
+        PipelineError: a rank did not come, or two say that they are the same.
+    """
+
+    def __init__(
+        self,
+        facts: RankFacts,
+        spread: Spread,
+        prepare: Callable[[int], None] = lambda rank: None,
+        end: End | None = None,
+        children: Children | None = None,
+    ) -> None:
+        deadline_s = time.monotonic() + spread.join_timeout_s
+        self.spread, self._end, self._children = spread, end, children
+        self._is_spawned = facts.parent is not None  # whoever started it speaks for it
+        self._last_words = threading.Lock()  # held for good by the thread that ends the process
+        self.fault: Fault | None = None  # what has ended the run, if the process goes on
+        self.world_size = facts.world_size
+        self._pipeline = facts.prefix.rstrip("/")  # its name, where there are several
+        self._store = open_store(facts, spread.join_timeout_s)
+        self._is_holder = self._store.holder is not None
+        self.rank = self._take_rank(facts)
+        self.watch = Watch(
+            self._store.connect_again(),
+            self.rank,
+            self.world_size,
+            timeout_s=spread.rank_timeout_s,
+            parent=facts.parent,
+            on_fault=self.die,
+            look=lambda: "" if children is None else children.why_ended(),
+        )
+        try:
+            self._prepare(prepare)
+            self._meet(deadline_s)
+        except BaseException as error:
+            self._store.hide()
+            if isinstance(error, Exception):
+                self.warn(error)
+            self.watch.stop()
+            raise
+
+    def warn(self, error: Exception) -> None:
+        """Tell the others why this rank ends, and give them time to hear it."""
+        is_ours = isinstance(error, FminferError)
+        self.watch.warn(Fault.of(error, "" if is_ours else f"rank {self.rank} failed: "))
+
+    def _prepare(self, prepare: Callable[[int], None]) -> None:
+        """Do what needs no other rank; report its errors now, and to all ranks that come."""
+        try:
+            prepare(self.rank)
+        except StoppedError:  # a signal: the process ends now, with the signal's status
+            raise
+        except FminferError as error:
+            if self._is_spawned or not self._is_holder or self._end is None:
+                raise
+            fault = Fault.of(error)
+            print(f"Error: {printable(fault.text)}", file=sys.stderr, flush=True)
+            self.watch.warn(fault)  # this rank has said it, and stays
+            claims = [f"claim/{rank}" for rank in range(self.world_size)]
+            wait_until(lambda: self._store.check(claims), STAY_S)
+            self.watch.warn(fault)  # which gives the last one time to hear it
+            self._store.hide()
+            self._end(fault.kind)
+
+    def _meet(self, deadline_s: float) -> None:
+        """Wait for the others, and learn on which machine each is."""
+        address = address_of(self._store.host)
+        self._where = {
+            "host": socket.gethostname(),
+            "store": address,  # as this rank reaches it
+            "own": address if self._is_holder else own_address(address),
+        }
+        self._set("joined", self._where)
+        self._await_all(deadline_s)
+        self._joined: list[dict[str, str]] = self.gather("joined")
+        self.local_rank = self.local_ranks.index(self.rank)
+        self.local_size = len(self.local_ranks)
+        self.watch.all_joined.set()
+
+    @property
+    def hosts(self) -> list[str]:
+        """Return the machine of each rank."""
+        return [where["host"] for where in self._joined]
+
+    @property
+    def local_ranks(self) -> list[int]:
+        """Return the ranks of this machine."""
+        return [rank for rank, host in enumerate(self.hosts) if host == self._where["host"]]
+
+    def gather(self, name: str, value: object = None) -> list[Any]:
+        """Publish this rank's value and wait for every rank's, in rank order.
+
+        Args:
+            value: JSON; None: it is published already.
+        """
+        if value is not None:
+            self._set(name, value)
+        keys = [f"{name}/{rank}" for rank in range(self.world_size)]
+        return [json.loads(value) for value in self._store.multi_get(keys)]
+
+    def _set(self, name: str, value: object) -> None:
+        self._store.set(f"{name}/{self.rank}", json.dumps(value))
+
+    def _take_rank(self, facts: RankFacts) -> int:
+        known = int(self._store.compare_set("world_size", "", str(self.world_size)))
+        if known != self.world_size:
+            raise PipelineError(
+                f"this rank was started with --world-size {self.world_size}, another with {known}"
+            )
+        rank = facts.rank
+        if rank is None:
+            rank = 0 if self._is_holder else self._store.add("order", 1)
+        if rank >= self.world_size:
+            raise PipelineError(
+                f"{self.world_size} ranks have joined already (--world-size); this one is too many"
+            )
+        if self._store.add(f"claim/{rank}", 1) > 1:
+            raise PipelineError(f"another process is rank {rank} already; give each its own --rank")
+        return rank
+
+    def _await_all(self, deadline_s: float) -> None:
+        tell_at_s, is_told = time.monotonic() + TELL_AFTER_S, self._is_spawned
+        ranks, store = range(self.world_size), self._store
+        while missing := [rank for rank in ranks if not store.check([f"joined/{rank}"])]:
+            names = ", ".join(map(str, missing))
+            if time.monotonic() > deadline_s:
+                raise PipelineError(
+                    f"rank {names} did not come within {self.spread.join_timeout_s:g} s "
+                    f"(--join-timeout); {self.world_size - len(missing)} of {self.world_size} "
+                    "ranks are here"
+                )
+            if time.monotonic() > tell_at_s and not is_told:
+                print(f"Waiting for rank {names} …", file=sys.stderr, flush=True)
+                is_told = True
+            time.sleep(STOP_POLL_S)
+        self._store.has_all.set()
+
+    def explain(self, fault: Fault) -> Fault:
+        """Add that a rank was killed, if this process can see it."""
+        killed = "" if self._children is None else self._children.why_killed(SEE_S)
+        return replace(fault, text=f"{fault.text}; {killed}") if killed else fault
+
+    def fail(self, error: BaseException) -> None:
+        """Tell every rank that this one failed, and end it."""
+        fault = Fault.of(error, f"rank {self.rank}: ")
+        if not isinstance(error, FminferError):
+            trace = "".join(traceback.format_exception(error)).rstrip()
+            fault = Fault.of(error, f"rank {self.rank} failed: ", f"\n{trace}")
+        self.die(self.watch.report(fault))
+
+    def die(self, fault: Fault) -> None:
+        """End this rank at once: its threads wait for messages that will not come.
+
+        If the process is not ours to end, whoever waits for the others is told by an error.
+        """
+        fault = self.explain(fault)
+        if self._end is None:
+            self.fault = fault
+            self._store.close(fault.to_error())
+            return
+        self._last_words.acquire()
+        # One voice is enough: that of a rank 0 that has started the others, and of who is to blame.
+        is_own = fault.text.startswith((f"rank {self.rank} failed", f"rank {self.rank}:"))
+        is_of_0 = re.match(r"rank 0\b(?! failed)", fault.text) is not None
+        if self.rank == 0 or is_own or is_of_0 or not self._is_spawned:
+            name = f"{self._pipeline}: " if self._pipeline else ""
+            print(f"Error: {name}{printable(fault.text)}", file=sys.stderr, flush=True)
+        if self._is_holder and self._children is None:
+            time.sleep(HEAR_S)  # the store, from which the others hear it, ends with this process
+        self._store.hide()
+        self._end(fault.kind)
 
 
 class Group(Meeting):
     """This process as one of several ranks that share a model's layers."""
 
-    def _meet(self, deadline: float, join_timeout_s: float) -> None:
-        super()._meet(deadline, join_timeout_s)
+    def _meet(self, deadline_s: float) -> None:
+        super()._meet(deadline_s)
         _choose_interface(self._where, self._joined)
         self._connect()
 
     def _connect(self) -> None:
         """Let torch connect the ranks on a thread, because it hears neither signals nor faults."""
-        thread = _Connecting(self._place.store, self.rank, self.world_size)
+        errors: list[Exception] = []
+
+        def connect() -> None:
+            try:
+                dist.init_process_group(
+                    "gloo",
+                    store=dist.PrefixStore("gloo", self._store),
+                    rank=self.rank,
+                    world_size=self.world_size,
+                    timeout=FOREVER,
+                )
+            except Exception as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=connect, name="connecting", daemon=True)
         thread.start()
         while thread.is_alive():
             if self.fault is not None:
                 raise self.fault.to_error()
             thread.join(STOP_POLL_S)
-        if thread.error is not None:
-            raise thread.error
+        for error in errors:
+            raise error
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -54,32 +278,50 @@ class Group(Meeting):
                 raise
             raise RuntimeError(f"rank 0 failed: {error}") from error
         finally:
-            self.forget()
+            self._store.hide()
 
     def leave(self) -> None:
         """End in good order: every rank has heard that the run is over."""
-        self.watch.stop()
-        self.forget()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        self._close(END_S)
+        self._hang_up(END_S, has_failed=False)
 
     def abandon(self) -> None:
         """End the ranks that this process has started, whatever they do; it goes on by itself."""
-        self.watch.stop()
-        self.forget()
-        self._close(0.0)
-        if self._end is None and dist.is_initialized():
-            with suppress(Exception):  # its connections are broken
-                dist.destroy_process_group()
+        self._hang_up(0.0, has_failed=True)
 
-    def _close(self, wait_s: float) -> None:
+    def _hang_up(self, wait_s: float, *, has_failed: bool) -> None:
+        self.watch.stop()
+        self._store.hide()
+        if not has_failed:
+            _end_torch()
         if self._children is not None:
             self._children.end(wait_s)
-        if self._place.holder is not None:
-            self._place.holder.close()
+        if self._store.holder is not None:
+            self._store.holder.close()
         self.watch.leave()
         self._store.leave()
+        if has_failed and self._end is None:
+            with suppress(Exception):  # its connections are broken
+                _end_torch()
+
+
+def _end_torch() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def agree(meeting: Meeting, name: str, mine: dict[str, Any]) -> None:
+    """Check that this rank was started for the same run as rank 0.
+
+    Raises:
+        PipelineError: it was not.
+    """
+    theirs = meeting.gather(name, mine)[0]
+    for each in {**mine, **theirs}:
+        if mine.get(each) != theirs.get(each):
+            raise PipelineError(
+                f"{each} is {mine.get(each)} on rank {meeting.rank} and {theirs.get(each)} on rank "
+                "0; start every rank with the same model and options"
+            )
 
 
 def require_no_group() -> None:
@@ -93,28 +335,6 @@ def require_no_group() -> None:
             "this process has a torch.distributed group, and an engine of several ranks needs one "
             "of its own. Close the other engine, or make this one in another process"
         )
-
-
-class _Connecting(threading.Thread):
-    """Makes torch's group of all ranks."""
-
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        super().__init__(name="connecting", daemon=True)
-        self._store, self._rank, self._world_size = store, rank, world_size
-        self.error: Exception | None = None
-
-    def run(self) -> None:
-        """Connect, or keep the error."""
-        try:
-            dist.init_process_group(
-                "gloo",
-                store=dist.PrefixStore("gloo", self._store),
-                rank=self._rank,
-                world_size=self._world_size,
-                timeout=FOREVER,
-            )
-        except Exception as error:
-            self.error = error
 
 
 def _choose_interface(mine: dict[str, str], joined: list[dict[str, str]]) -> None:

@@ -14,12 +14,14 @@ import time
 from pathlib import Path
 
 from fminfer.core.errors import PipelineError, UsageError
+from fminfer.machine.liveness import create_once, wait_until
 from fminfer.machine.user_cache import cache_path, why_no_cache
 from fminfer.pipeline.ranks import SECRET
 
 GREETING = b"fminfer store 1\n"
 NONCE_BYTES = DIGEST_BYTES = 32
 REFUSAL = bytes(DIGEST_BYTES)  # in the place of the proof, for who has another secret
+WHOLE_S = 5.0  # time for another process to fill a file that it has created
 
 
 class WrongSecretError(PipelineError):
@@ -103,15 +105,6 @@ def _proof(secret: str, role: bytes, nonces: bytes) -> bytes:
     return hmac.digest(secret.encode(), role + nonces, hashlib.sha256)
 
 
-WHOLE_S = 5.0  # time for another process to fill a file that it has created
-POLL_S = 0.02
-
-
-def new_secret() -> str:
-    """Return a secret that nobody can guess."""
-    return secrets.token_hex(32)
-
-
 def secret_of_home() -> str:
     """Return this user's own secret, kept in the cache folder; the first rank to ask makes it.
 
@@ -125,16 +118,12 @@ def secret_of_home() -> str:
         )
     path = cache_path() / "ranks.secret"
     try:
-        if not path.exists():
-            create_own(path, new_secret() + "\n")
+        create_once(path, secrets.token_hex(32).encode() + b"\n", 0o600)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error}") from error
-    until_s = time.monotonic() + WHOLE_S
-    while not (text := read_own(path).strip()):
-        if time.monotonic() > until_s:
-            raise UsageError(f"{path} is empty; remove it, and start the ranks again")
-        time.sleep(POLL_S)
-    return text
+    if not wait_until(lambda: read_own(path).strip() != "", WHOLE_S):
+        raise UsageError(f"{path} is empty; remove it, and start the ranks again")
+    return read_own(path).strip()
 
 
 def read_own(path: Path) -> str:
@@ -153,25 +142,3 @@ def read_own(path: Path) -> str:
                 f"or set {SECRET} to the same text for every rank"
             )
         return file.read()
-
-
-def create_own(path: Path, text: str) -> bool:
-    """Create a file that only this user can read and write; return False if it is there.
-
-    Who reads it at this very moment may find it empty. (A hard link would show it whole at once,
-    but some file systems have none.)
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return False
-    try:
-        with open(descriptor, "w") as file:
-            file.write(text)
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
-    return True

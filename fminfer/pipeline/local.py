@@ -20,11 +20,7 @@ class Mark:
 
 
 class QueuedPipeline(ABC):
-    """Runs steps in order on a thread of its own, while the caller prepares the next.
-
-    Args:
-        on_start: called first on that thread.
-    """
+    """Runs steps in order on a thread of its own, while the caller prepares the next."""
 
     def __init__(self, on_start: Callable[[], None]) -> None:
         self._on_start = on_start
@@ -97,12 +93,7 @@ class QueuedPipeline(ABC):
 
 
 class LocalPipeline(QueuedPipeline):
-    """The pipeline of a single stage.
-
-    Args:
-        run: the stage's `run`.
-        on_start: called first on the pipeline's thread.
-    """
+    """The pipeline of a single stage, whose `run` it calls."""
 
     def __init__(
         self, run: Callable[[Step], StepResult], on_start: Callable[[], None] = lambda: None

@@ -85,7 +85,6 @@ class RankFacts:
     host: str = "127.0.0.1"
     port: int = 0
     folder: Path | None = None  # of the rendezvous, in the place of host and port
-    holds_store: bool | None = False  # this process opens the store; None: whoever comes first
     listen_fd: int | None = None  # the store's socket, if rank 0 has opened it already
     parent: int | None = None  # the process of the run that started this one; None: another did
     source: str = "--rank"
@@ -93,6 +92,32 @@ class RankFacts:
     is_one_machine: bool = False  # all ranks are on this one
     secret: str | None = field(default=None, repr=False)  # of the environment
     prefix: str = ""  # of one pipeline's keys, where several share a store
+
+    @property
+    def opens_store(self) -> bool:
+        """Return whether this process opens the store, unless one without a number was faster."""
+        return self.rank in (None, 0) and not self.prefix
+
+
+@dataclass(slots=True, frozen=True)
+class Spread:
+    """Over how many processes a run is spread, and how long these wait for each other."""
+
+    num_stages: int = 1  # of a pipeline
+    num_pipelines: int = 1
+    num_shards: int = 1  # ranks of a stage
+    join_timeout_s: float = RankConfig.join_timeout_s
+    rank_timeout_s: float = RankConfig.rank_timeout_s
+    num_engines: int = 1  # on this machine, which share its cores, memory and GPUs
+    engine_number: int = 0  # of this process's one among them
+
+    @property
+    def num_ranks(self) -> int:
+        """Of a pipeline."""
+        return self.num_stages * self.num_shards
+
+
+ALONE = Spread()  # one process
 
 
 def find_facts(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | None:
@@ -130,7 +155,7 @@ def _find_place(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | N
         if launcher == "torchrun":
             return _from_torchrun(rank, size, environ)
         host, port = _address_of_job(launcher, environ)
-        return RankFacts(rank, size, host, port, holds_store=rank == 0, source=launcher)
+        return RankFacts(rank, size, host, port, source=launcher)
     if config.rendezvous is not None:
         if config.told_ranks is None:
             raise UsageError("--rendezvous needs --world-size: how many ranks will come")
@@ -170,17 +195,17 @@ def _by_hand(config: RankConfig) -> RankFacts | None:
     if url is None:
         raise UsageError(f"--dist-url is {config.dist_url!r}; it must be tcp://host:port")
     host, port = parse_address(url[1], "--dist-url")
-    return RankFacts(config.rank, size, host, port, holds_store=config.rank == 0)
+    return RankFacts(config.rank, size, host, port)
 
 
 def _by_rendezvous(where: str, rank: int | None, size: int, source: str) -> RankFacts:
     """`where` is host:port, or the path of a folder."""
     if re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^/:]+):\d+", where):
         host, port = parse_address(where, "--rendezvous")
-        return RankFacts(rank, size, host, port, holds_store=None, source=source)
+        return RankFacts(rank, size, host, port, source=source)
     if ":" in where and "/" not in where:
         parse_address(where, "--rendezvous")  # which says what is wrong with it
-    return RankFacts(rank, size, folder=Path(where), holds_store=None, source=source)
+    return RankFacts(rank, size, folder=Path(where), source=source)
 
 
 def _from_torchrun(rank: int, size: int, environ: Mapping[str, str]) -> RankFacts:
@@ -196,7 +221,6 @@ def _from_torchrun(rank: int, size: int, environ: Mapping[str, str]) -> RankFact
         size,
         environ["MASTER_ADDR"],
         _number(environ, "MASTER_PORT"),
-        holds_store=rank == 0,
         source="torchrun",
         agent=turn if has_agent else None,
         is_one_machine=is_one_machine("torchrun", environ),

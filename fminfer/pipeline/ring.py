@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
@@ -21,17 +22,22 @@ from fminfer.core.messages import StageSpan
 from fminfer.core.partition import Part
 from fminfer.machine.device import use_device
 from fminfer.pipeline.local import Mark, QueuedPipeline
-from fminfer.pipeline.step_bytes import (
+from fminfer.pipeline.wire import (
+    HiddenForm,
+    RankMessage,
     decode_result,
     decode_spans,
     decode_step,
     encode_result,
     encode_spans,
     encode_step,
+    receive,
+    send,
+    use_own_stream,
 )
-from fminfer.pipeline.transport import HiddenForm, RankMessage, receive, send, use_own_stream
 
 CLOSE_TIMEOUT_S = 10.0  # time for the stop message to go round
+Hear = Callable[[RankMessage | BaseException], None]
 
 
 class StageClock(Protocol):
@@ -62,131 +68,109 @@ class StageWork(Protocol):
         """Return what was drawn and scored; in the last stage only."""
 
 
-class _Sender:
-    """Sends messages to one rank, in order, on a thread of its own."""
+class _Sender(threading.Thread):
+    """Sends messages to one rank, in order, until a `stop`."""
 
-    def __init__(self, rank: int, form: HiddenForm, on_error: Callable[[BaseException], None]):
+    def __init__(self, rank: int, form: HiddenForm, on_error: Hear) -> None:
+        super().__init__(name=f"to-rank-{rank}", daemon=True)
         self._rank, self._form, self._on_error = rank, form, on_error
         self._messages: queue.SimpleQueue[RankMessage | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"to-rank-{rank}", daemon=True)
-        self._thread.start()
+        self.start()
 
-    def put(self, message: RankMessage) -> None:
+    def put(self, message: RankMessage | None) -> None:
+        """Send a message; None: nothing more, once what waits is sent, as a rank has failed."""
         self._messages.put(message)
 
-    def end(self) -> None:
-        """Send nothing more, once what waits is sent; a rank has failed."""
-        self._messages.put(None)
-
-    def join(self) -> None:
-        """Wait until the last message, a `stop`, is sent."""
-        self._thread.join(CLOSE_TIMEOUT_S)
-
-    def _work(self) -> None:
-        try:
-            with use_own_stream(self._form):
-                while (message := self._messages.get()) is not None:
-                    send(message, self._rank, self._form)
-                    if message.kind == "stop":
-                        return
-        except BaseException as error:
-            self._on_error(_explain(error, self._rank))
+    def run(self) -> None:
+        with _telling_errors(self._rank, self._form, self._on_error):
+            while (message := self._messages.get()) is not None:
+                send(message, self._rank, self._form)
+                if message.kind == "stop":
+                    return
 
 
-class _Receiver:
-    """Hands on what one rank sends, on a thread of its own."""
+class _Receiver(threading.Thread):
+    """Hands on what one rank sends, until a `stop`."""
 
-    def __init__(
-        self, rank: int, form: HiddenForm, use: Callable[[RankMessage | BaseException], None]
-    ):
-        self._rank, self._form, self._use = rank, form, use
-        self._thread = threading.Thread(target=self._work, name=f"from-rank-{rank}", daemon=True)
-        self._thread.start()
+    def __init__(self, rank: int, form: HiddenForm, hear: Hear) -> None:
+        super().__init__(name=f"from-rank-{rank}", daemon=True)
+        self._rank, self._form, self._hear = rank, form, hear
+        self.start()
 
-    def join(self) -> None:
-        """Wait until a `stop` has come."""
-        self._thread.join(CLOSE_TIMEOUT_S)
-
-    def _work(self) -> None:
-        try:
-            with use_own_stream(self._form):
-                while True:
-                    message = receive(self._rank, self._form)
-                    self._use(message)
-                    if message.kind == "stop":
-                        return
-        except BaseException as error:
-            self._use(_explain(error, self._rank))
+    def run(self) -> None:
+        with _telling_errors(self._rank, self._form, self._hear):
+            is_over = False
+            while not is_over:
+                message = receive(self._rank, self._form)
+                self._hear(message)
+                is_over = message.kind == "stop"
 
 
-def _explain(error: BaseException, rank: int) -> BaseException:
-    """Say which neighbour a broken connection led to."""
-    if isinstance(error, RuntimeError):  # what torch.distributed raises
+@contextmanager
+def _telling_errors(rank: int, form: HiddenForm, on_error: Hear) -> Iterator[None]:
+    """Hand on the error that ends a thread's transfers, and say which rank they led to."""
+    try:
+        with use_own_stream(form):
+            yield
+    except RuntimeError as error:  # what torch.distributed raises
         told = (str(error).splitlines() or [type(error).__name__])[0][:160]
         detail = "" if "gloo" in told else f" ({told})"  # which says no more than that
-        return PipelineError(f"the connection to rank {rank} broke; it may have died{detail}")
-    return error
+        text = f"the connection to rank {rank} broke; it may have died{detail}"
+        on_error(PipelineError(text))
+    except BaseException as error:
+        on_error(error)
 
 
-class _Computer:
-    """One stage's work on a message: the message for the next rank."""
+class _RankWork:
+    """What every rank does with a message, before it goes on to the next stage.
 
-    def __init__(self, stage: StageWork, part: Part) -> None:
+    The other ranks of its stage answer nothing but the last `stop`; they are listened to so that a
+    death is noticed.
+    """
+
+    def __init__(self, stage: StageWork, part: Part, form: HiddenForm, on_error: Hear) -> None:
+        def hear(message: RankMessage | BaseException) -> None:
+            if isinstance(message, BaseException):
+                on_error(message)
+
         self._stage, self._part = stage, part
+        ranks = part.ranks[1:] if part.is_leader else ()
+        self.followers = [_Sender(rank, form, on_error) for rank in ranks]
+        self._listeners = [_Receiver(rank, form, hear) for rank in ranks]
 
-    def run(
-        self, step: Step, body: bytes, spans: bytes, hidden: torch.Tensor | None
-    ) -> RankMessage:
-        """Compute a step.
+    def do(self, message: RankMessage, step: Step | None = None) -> RankMessage:
+        """Return the message for the next stage; `step`: that of the message, if it is known."""
+        if message.kind in ("step", "stop"):
+            for each in self.followers:
+                each.put(message)
+        if message.kind != "step":
+            return message
+        return self._compute(step or decode_step(message.body), message)
 
-        Args:
-            body: the step as bytes; they are passed on as they came.
-            spans, hidden: of the stages before.
-        """
+    def _compute(self, step: Step, message: RankMessage) -> RankMessage:
         self._stage.clock.start()
-        hidden = self._stage.forward(step, hidden)
+        hidden = self._stage.forward(step, message.hidden)
         is_awaited = True
         if self._part.is_last:
             results = self._stage.finish(step, hidden)
             is_awaited = bool(results)
             out = RankMessage("result", encode_result(step.step_id, results))
         else:
-            out = RankMessage("step", body, hidden=hidden)
+            out = RankMessage("step", message.body, hidden=hidden)
             if hidden.is_cuda:  # other threads' streams take it, and the span ends with the work
                 torch.cuda.current_stream(hidden.device).record_event().synchronize()
-        sent_bytes = out.num_bytes + len(spans)
+        sent_bytes = out.num_bytes + len(message.spans)
         max_tokens = self._stage.max_tokens
         span = self._stage.clock.stop(
             is_awaited=is_awaited, sent_bytes=sent_bytes, max_tokens=max_tokens
         )
-        out.spans = spans + encode_spans([span])
+        out.spans = message.spans + encode_spans([span])
         return out
 
-
-Hear = Callable[[RankMessage | BaseException], None]
-
-
-class _Followers:
-    """A leader's ways to the other ranks of its stage.
-
-    They answer nothing but the last `stop`, and are listened to so that a death is noticed.
-    """
-
-    def __init__(self, part: Part, form: HiddenForm, hear: Hear) -> None:
-        ranks = part.ranks[1:] if part.is_leader else ()
-        self.senders = [_Sender(rank, form, hear) for rank in ranks]
-        self._receivers = [_Receiver(rank, form, hear) for rank in ranks]
-
-    def put(self, message: RankMessage) -> None:
-        for each in self.senders:
-            each.put(message)
-
     def join(self) -> None:
-        """Wait until a `stop` is sent, and answered."""
-        for sender in self.senders:
-            sender.join()
-        for receiver in self._receivers:
-            receiver.join()
+        """Wait until the other ranks of the stage have got a `stop`, and answered it."""
+        for each in (*self.followers, *self._listeners):
+            each.join(CLOSE_TIMEOUT_S)
 
 
 def serve(
@@ -196,7 +180,7 @@ def serve(
     on_stop: Callable[[], None],
     release: Callable[[], None] = lambda: None,
 ) -> None:
-    """Do a rank's part of every step until rank 0 says stop; for all ranks but that one.
+    """Do the part of a rank other than 0 of every step, until rank 0 says stop.
 
     Args:
         on_stop: called when it does, before a later stage hears it.
@@ -214,45 +198,34 @@ def serve(
             release()
         inbox.put(message)
 
-    def hear_follower(message: RankMessage | BaseException) -> None:
-        if isinstance(message, BaseException):
-            hear(message)
-
     receiver = _Receiver(part.rank_before, form, hear)
-    followers = _Followers(part, form, hear_follower)
     sender = _Sender(part.next_rank, form, hear)
-    computer = _Computer(stage, part)
-    while True:
+    work = _RankWork(stage, part, form, hear)
+    is_over = False
+    while not is_over:
         message = inbox.get()
         if isinstance(message, BaseException):
             raise message
-        if message.kind in ("step", "stop"):
-            followers.put(message)
-        if message.kind == "step":
-            step = decode_step(message.body)
-            try:
-                message = computer.run(step, message.body, message.spans, message.hidden)
-            except PipelineError as error:
-                if failures:  # by which it was released
-                    raise failures[0] from error
-                raise
-        if message.kind == "stop":
+        try:
+            message = work.do(message)
+        except PipelineError as error:
+            if failures:  # by which it was released
+                raise failures[0] from error
+            raise
+        is_over = message.kind == "stop"
+        if is_over:
             on_stop()
-            followers.join()  # rank 0 hears of it last
-        if part.is_leader or message.kind == "stop":
+            work.join()  # rank 0 hears of it last
+        if part.is_leader or is_over:
             sender.put(message)
-        if message.kind == "stop":
-            receiver.join()
-            sender.join()
-            return
+    receiver.join(CLOSE_TIMEOUT_S)
+    sender.join(CLOSE_TIMEOUT_S)
 
 
 class RingPipeline(QueuedPipeline):
     """Rank 0's end of the ring: the first stage, and the results of the last.
 
     Args:
-        stage, part: of rank 0.
-        form: of the hidden states.
         explain: told of a broken connection; returns the error that is known to have caused it.
         on_stop: called when all steps are done, before the other ranks hear that it is over.
         release: called when a rank has failed; it ends this process's waits in sums.
@@ -270,14 +243,15 @@ class RingPipeline(QueuedPipeline):
         super().__init__(partial(use_device, form.device))
         self._explain, self._on_stop, self._release = explain, on_stop, release
         assert part.rank == 0 and part.num_stages * part.num_shards > 1, "a ring has several ranks"
-        self._computer = _Computer(stage, part)
         self._failure: BaseException | None = None  # the first one
         self._marks: queue.SimpleQueue[Mark] = queue.SimpleQueue()
-        self._sender: _Sender | None = None  # None: this stage is the last, too
-        self._followers = _Followers(part, form, self._hear_follower)
+        self._ring: list[_Sender | _Receiver] = []  # of other stages
+        self._put: Callable[[RankMessage], None] = self._take  # with one stage
+        self._rank_work = _RankWork(stage, part, form, self._take)
         if not part.is_last:
-            self._sender = _Sender(part.next_rank, form, self.fail)
-            self._receiver = _Receiver((part.num_stages - 1) * part.num_shards, form, self._take)
+            sender = _Sender(part.next_rank, form, self._take)
+            self._put = sender.put
+            self._ring = [sender, _Receiver(part.rank_before, form, self._take)]
         self._thread.start()
 
     def fail(self, error: BaseException) -> None:
@@ -287,8 +261,9 @@ class RingPipeline(QueuedPipeline):
         self._failure = self._failure or error
         self.is_broken = True
         self._release()
-        for each in filter(None, (self._sender, *self._followers.senders)):
-            each.end()
+        for each in (*self._ring, *self._rank_work.followers):
+            if isinstance(each, _Sender):
+                each.put(None)
         self._results.put(error)
 
     def submit(self, step: Step) -> None:
@@ -310,35 +285,25 @@ class RingPipeline(QueuedPipeline):
         super().close()
         if self.is_broken:
             return
-        self._followers.join()
-        if self._sender is not None:
-            self._sender.join()
-            self._receiver.join()
+        self._rank_work.join()
+        for each in self._ring:
+            each.join(CLOSE_TIMEOUT_S)
 
     def _work(self) -> None:
         try:
             while (step := self._steps.get()) is not None:
+                message = RankMessage("mark")
                 if isinstance(step, Mark):
                     self._marks.put(step)
-                    self._put(RankMessage("mark"))
-                    continue
-                body = encode_step(step)
-                self._followers.put(RankMessage("step", body))
-                self._put(self._computer.run(step, body, b"", None))
+                else:
+                    sent = RankMessage("step", encode_step(step))
+                    message = self._rank_work.do(sent, step)
+                self._put(message)
         except BaseException as error:
             self.fail(error)
         else:
             self._on_stop()
-            self._followers.put(RankMessage("stop"))
-            self._put(RankMessage("stop"))
-
-    def _put(self, message: RankMessage) -> None:
-        """Send a message to the next stage; with one stage, take it here."""
-        (self._take if self._sender is None else self._sender.put)(message)
-
-    def _hear_follower(self, message: RankMessage | BaseException) -> None:
-        if isinstance(message, BaseException):
-            self.fail(message)
+            self._put(self._rank_work.do(RankMessage("stop")))
 
     def _take(self, message: RankMessage | BaseException) -> None:
         if isinstance(message, BaseException):

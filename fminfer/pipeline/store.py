@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,10 +17,22 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from fminfer.core.errors import FminferError, PipelineError
-from fminfer.pipeline.handshake import greet, introduce, receive_exactly
+from fminfer.machine.liveness import wait_until
+from fminfer.pipeline.handshake import (
+    HolderEndedError,
+    NoStoreError,
+    WrongSecretError,
+    greet,
+    introduce,
+    receive_exactly,
+)
+from fminfer.pipeline.ranks import HOW_TO_SHARE
 
 POLL_S = 0.05
 CONNECT_S = 2.0
+REACH_S = 10.0  # for who holds the store, or has reached it before
+GREET_S = 1.0  # least time for a greeting, even just before the timeout
+TELL_AFTER_S = 5.0  # then say that this rank waits for others
 PROOF_S = 20.0  # time for a peer to prove that it has the secret
 MAX_STRANGERS = 256  # peers that may do so at once
 MAX_MESSAGE_BYTES = 64 << 20
@@ -27,12 +40,7 @@ STORE_IS_GONE = "rank 0, which holds the ranks together, is gone"
 
 
 class StoreHolder:
-    """Answers every connection that shows the secret, on a thread of its own; drops others.
-
-    Args:
-        listener: where ranks connect.
-        secret: of this run.
-    """
+    """Answers every connection that shows the secret, on a thread of its own; drops others."""
 
     def __init__(self, listener: socket.socket, secret: str) -> None:
         self._secret = secret
@@ -151,7 +159,11 @@ class Store(dist.Store):
         self, host: str, port: int, secret: str, timeout_s: float, prefix: str = ""
     ) -> None:
         super().__init__()
-        self._prefix = prefix.encode()
+        self.host, self.port, self.secret = host, port, secret
+        self.holder: StoreHolder | None = None  # if it is in this process
+        self.has_all = threading.Event()  # nobody else is to come
+        self.on_hide: Callable[[], None] = lambda: None
+        self._prefix = prefix
         self._why_closed: FminferError | None = None
         self._lock = threading.Lock()
         self._socket = socket.create_connection((host, port), min(CONNECT_S, timeout_s))
@@ -163,6 +175,15 @@ class Store(dist.Store):
         except BaseException:
             self._socket.close()
             raise
+
+    def connect_again(self) -> Store:
+        """Open another connection, whose calls do not wait for those on this one."""
+        return connect(self.host, self.port, self.secret, REACH_S, self._prefix)
+
+    def hide(self) -> None:
+        """Take its address away, so that no other run finds it."""
+        self.has_all.set()
+        self.on_hide()
 
     def close(self, why: FminferError) -> None:
         """Hang up; whoever waits for an answer, or asks later, meets this error."""
@@ -218,11 +239,9 @@ class Store(dist.Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there; torch may say for how long at most."""
-        until_s = time.monotonic() + (timeout or timedelta(days=365)).total_seconds()
-        while not self.check(keys):
-            if time.monotonic() > until_s:
-                raise PipelineError(f"no rank has said {', '.join(keys)} in {timeout}")
-            time.sleep(POLL_S)
+        timeout_s = (timeout or timedelta.max).total_seconds()
+        if not wait_until(lambda: self.check(keys), timeout_s):
+            raise PipelineError(f"no rank has said {', '.join(keys)} in {timeout}")
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Waits of the store end with the run: the watch sees deaths."""
@@ -239,8 +258,8 @@ class Store(dist.Store):
         self._ask(b"line", str(number))
         return socket.socket(fileno=self._socket.detach())
 
-    def _full(self, key: str | bytes) -> bytes:
-        return self._prefix + (key.encode() if isinstance(key, str) else key)
+    def _full(self, key: str) -> str:
+        return self._prefix + key
 
     def _ask(self, name: bytes, *parts: str | bytes) -> list[bytes]:
         texts = [part.encode() if isinstance(part, str) else bytes(part) for part in parts]
@@ -254,21 +273,73 @@ class Store(dist.Store):
             raise PipelineError(STORE_IS_GONE) from error
 
 
+def connect(host: str, port: int, secret: str, timeout_s: float, prefix: str = "") -> Store:
+    """Connect to a store, which may not be there yet.
+
+    Raises:
+        PipelineError: it did not come in time, or something else is there.
+    """
+    until_s, tell_at_s = time.monotonic() + timeout_s, time.monotonic() + TELL_AFTER_S
+    has_ended = False  # whoever answered last
+    while (left_s := until_s - time.monotonic()) > 0:
+        try:
+            return Store(host, port, secret, max(left_s, GREET_S), prefix)
+        except WrongSecretError as error:
+            raise PipelineError(f"{host}:{port}: {error}. {HOW_TO_SHARE}") from None
+        except NoStoreError:
+            raise PipelineError(
+                f"something answers at {host}:{port}, but it is no rank 0 of fminfer; is another "
+                "program using the port? Give all ranks another"
+            ) from None
+        except (OSError, EOFError) as error:  # not yet there, or just gone
+            has_ended = isinstance(error, HolderEndedError)
+            time.sleep(POLL_S)
+        if time.monotonic() > tell_at_s:
+            print(f"Waiting for rank 0 at {host}:{port} …", file=sys.stderr, flush=True)
+            tell_at_s = until_s
+    if has_ended:
+        raise PipelineError(
+            f"rank 0 at {host}:{port} ended while this rank introduced itself; see what it says"
+        )
+    why = "is it started, and can this machine reach it?"
+    try:
+        socket.gethostbyname(host)
+    except OSError:
+        why = f"this machine knows no host {host}"
+    raise PipelineError(
+        f"nobody answered at {host}:{port} within {timeout_s:g} s, where rank 0 was to be; {why}"
+    )
+
+
+def hold(listener: socket.socket, host: str, secret: str, timeout_s: float) -> Store:
+    """Hold the store behind a listening socket; `host` is by what the others reach it."""
+    port = listener.getsockname()[1]
+    holder = StoreHolder(listener, secret)
+    try:
+        store = connect(host, port, secret, min(REACH_S, timeout_s))
+    except PipelineError:
+        raise PipelineError(
+            f"rank 0 cannot reach itself at {host}:{port}; give an address of the machine that it "
+            "runs on"
+        ) from None
+    store.holder = holder
+    return store
+
+
 def _send(peer: socket.socket, parts: list[bytes]) -> None:
-    """Send a message: its size, then each part with its size before it."""
-    body = b"".join(struct.pack("<I", len(part)) + part for part in parts)
-    peer.sendall(struct.pack("<I", len(body)) + body)
+    """Send a message: how many parts it has, the size of each, and the parts."""
+    sizes = struct.pack(f"<{1 + len(parts)}I", len(parts), *map(len, parts))
+    peer.sendall(sizes + b"".join(parts))
 
 
 def _receive(peer: socket.socket) -> list[bytes]:
-    (size,) = struct.unpack("<I", receive_exactly(peer, 4))
+    (count,) = struct.unpack("<I", receive_exactly(peer, 4))
+    _check_size(4 * count)
+    sizes = struct.unpack(f"<{count}I", receive_exactly(peer, 4 * count))
+    _check_size(sum(sizes))
+    return [receive_exactly(peer, size) for size in sizes]
+
+
+def _check_size(size: int) -> None:
     if size > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {size} bytes")
-    body, parts, start = receive_exactly(peer, size), [], 0
-    while start < size:
-        if start + 4 > size:
-            raise ValueError("a torn message")
-        (length,) = struct.unpack_from("<I", body, start)
-        parts.append(body[start + 4 : start + 4 + length])
-        start += 4 + length
-    return parts

@@ -1,8 +1,8 @@
 """Notices ranks that die, fail or fall silent, and tells every other one within seconds.
 
-Each rank sets a beat in the store, with its peak memory. Rank 0 watches all; all watch rank 0 and
-one key for faults.
-Silence is counted in this process's own turns, so a run that was suspended as a whole can go on.
+Each rank beats in the store, with its peak memory. Rank 0 watches all; all watch rank 0 and one key
+for faults. Silence is counted in this process's own turns, so a run that was suspended as a whole
+can go on.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing_extensions import Self
 from fminfer.core.errors import FminferError, PipelineError, error_of
 from fminfer.core.rank_memory import MemoryPeak
 from fminfer.machine.device import measure_peak
+from fminfer.machine.liveness import every
 from fminfer.pipeline.store import Store
 
 TURN_S = 0.5
@@ -38,9 +39,10 @@ class Fault:
     kind: str = PipelineError.__name__  # of an error
 
     @classmethod
-    def of(cls, error: FminferError) -> Self:
-        """Return the fault that an error is."""
-        return cls(str(error), error.kind)
+    def of(cls, error: BaseException, before: str = "", after: str = "") -> Self:
+        """Return the fault that an error is, with words before and after its text."""
+        kind = error.kind if isinstance(error, FminferError) else PipelineError.__name__
+        return cls(f"{before}{error}{after}", kind)
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
@@ -58,7 +60,6 @@ class Watch:
 
     Args:
         store: a connection that nobody else uses.
-        rank, world_size: this rank's place.
         timeout_s: silence that counts as death.
         parent: process id of rank 0, if it started this rank; its death ends this one.
         on_fault: told what happened, once; it may end the process.
@@ -76,10 +77,8 @@ class Watch:
         on_fault: Callable[[Fault], None],
         look: Callable[[], str] = lambda: "",
     ) -> None:
-        self._store, self._rank, self._world_size = store, rank, world_size
-        self._max_turns = max(2, round(timeout_s / TURN_S))
-        self._timeout_s = timeout_s
-        self._parent = parent
+        self._store, self._rank, self._parent = store, rank, parent
+        self._timeout_s, self._max_turns = timeout_s, max(2, round(timeout_s / TURN_S))
         self.on_fault, self._look = on_fault, look
         self.measure: Callable[[], MemoryPeak] = measure_peak  # of this rank's device, once known
         self._stop = threading.Event()
@@ -92,8 +91,8 @@ class Watch:
         self._num_beats = 0
         self.all_joined = threading.Event()
         self._set_beat()  # before anyone may look for it
-        for work, name in ((self._beat, "beat"), (self._guard, "guard")):
-            threading.Thread(target=work, name=name, daemon=True).start()
+        every(TURN_S, self._beat, "beat", self._stop)
+        every(TURN_S, self._guard, "guard", self._stop)
 
     def report(self, fault: Fault) -> Fault:
         """Make a fault known to all ranks; return the fault that was known first."""
@@ -138,15 +137,14 @@ class Watch:
         self._store.leave()
 
     def _beat(self) -> None:
-        while not self._stop.wait(TURN_S):
-            try:
-                with self._lock:
-                    fault = self._turn()
-            except Exception as error:
-                fault = Fault(str(error))
-            self._turns_since_answer = 0
-            if fault is not None:
-                self._tell(fault)
+        try:
+            with self._lock:
+                fault = self._turn()
+        except Exception as error:
+            fault = Fault(str(error))
+        self._turns_since_answer = 0
+        if fault is not None:
+            self._tell(fault)
 
     def _publish(self, fault: Fault) -> Fault:
         known = self._store.compare_set(FAULT, "", json.dumps(asdict(fault)))
@@ -182,16 +180,12 @@ class Watch:
 
     def _guard(self) -> None:
         """Notice a store that does not even answer, and a parent that is gone."""
-        while not self._stop.wait(TURN_S):
-            self._turns_since_answer += 1
-            if self._parent is not None and os.getppid() != self._parent:
-                self._tell(Fault(PARENT_IS_GONE))
-            elif self._turns_since_answer > self._max_turns + 2:
-                text = (
-                    f"rank 0 has not answered for {self._timeout_s:g} s (--rank-timeout): the "
-                    "ranks' common store is in it"
-                )
-                self._tell(Fault(text))
+        self._turns_since_answer += 1
+        if self._parent is not None and os.getppid() != self._parent:
+            self._tell(Fault(PARENT_IS_GONE))
+        elif self._turns_since_answer > self._max_turns + 2:
+            silence = f"rank 0 has not answered for {self._timeout_s:g} s (--rank-timeout)"
+            self._tell(Fault(f"{silence}: the ranks' common store is in it"))
 
     def _tell(self, fault: Fault) -> None:
         if not self._stop.is_set() and self._told.acquire(blocking=False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from fminfer.core.config import EngineConfig
@@ -13,16 +14,15 @@ from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.layer_count import check_split
 from fminfer.models.layer_source import OnProgress
 from fminfer.pipeline.group import Group, require_no_group
-from fminfer.pipeline.meeting import End
-from fminfer.pipeline.ranks import RankFacts
+from fminfer.pipeline.ranks import Spread
 from fminfer.plan.planning import plan_ahead
 from fminfer.runtime.bars import say
 from fminfer.runtime.build.agreement import require_room_for_all
 from fminfer.runtime.build.one_pipeline import OnePipeline, OnStep, OnWork
 from fminfer.runtime.launch.processes import ProcessContext, Processes
-from fminfer.runtime.launch.role import ChildOptions, Role, Spread
+from fminfer.runtime.launch.role import ChildOptions, Role
 from fminfer.runtime.team.team_core import Team
-from fminfer.runtime.team.team_process import start_pipelines
+from fminfer.runtime.team.team_process import TeamPipeline, start_pipeline
 from fminfer.text.tokenizer import Tokenizer
 
 log = logging.getLogger("fminfer")
@@ -41,12 +41,7 @@ class Computing(Protocol):
     def memory(self) -> list[RankMemory]: ...
 
     def follow(self, on_work: OnWork | None = None, on_step: OnStep | None = None) -> None:
-        """Call functions as work is computed.
-
-        Args:
-            on_work: called with the numbers of tokens fed, tokens drawn and running sequences.
-            on_step: called with every finished step, if one pipeline computes.
-        """
+        """Call functions as work is computed: `on_step` only if one pipeline computes."""
 
     def close(self) -> None: ...
 
@@ -64,7 +59,6 @@ def start_computing(
     """Give the other processes on this machine their tasks, and load the model.
 
     Args:
-        on_progress: called with (bytes read, bytes in all) while weights load.
         run: the command, which has started them; None: they are started here, for a program.
     """
     sizes = (config.num_stages, config.data_group_size, config.tensor_parallel_size)
@@ -78,38 +72,29 @@ def start_computing(
         check_split(config, spread.num_stages)
     children = Processes.of(Role("starter", spread)) if run is None else run.children
     group = None
+
+    def start_pipelines() -> list[TeamPipeline]:
+        places = [
+            replace(spread, num_engines=len(children.all), engine_number=number)
+            for number in range(len(children.all))
+        ]
+        return [
+            start_pipeline(place, process, config, options)
+            for place, process in zip(places, children.all, strict=True)
+        ]
+
     try:
         if is_team:
             tell = log.warning if run is None else say
-            return Team(
-                checkpoint, lambda: start_pipelines(children, config, spread, options), tell
-            )
+            return Team(checkpoint, start_pipelines, tell)
         if config.tensor_parallel_size > 1:  # what cannot be is told once, before ranks have met
             plan_ahead(config, checkpoint, spread.num_stages)
         if children.all:
             facts = children.become_ranks(config, spread, options)
             end = None if run is None else run.end
-            group = meet(facts, spread, end=end, children=children)
+            group = Group(facts, spread, end=end, children=children)
         return OnePipeline(config, checkpoint, tokenizer, on_progress, group=group)
     except BaseException:
         if run is None:
             (children.end if group is None else group.abandon)()
         raise
-
-
-def meet(
-    facts: RankFacts,
-    spread: Spread,
-    prepare: Callable[[int], None] = lambda rank: None,
-    end: End | None = None,
-    children: Processes | None = None,
-) -> Group:
-    """Meet the other ranks of a pipeline; `Meeting` says what can go wrong."""
-    return Group(
-        facts,
-        join_timeout_s=spread.join_timeout_s,
-        rank_timeout_s=spread.rank_timeout_s,
-        prepare=prepare,
-        end=end,
-        children=children,
-    )

@@ -18,16 +18,16 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, StoppedError
 from fminfer.machine.user_cache import why_no_cache
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.pipeline.meeting import End
+from fminfer.pipeline.group import End, Group
 from fminfer.pipeline.ranks import RankFacts
 from fminfer.plan.opening import open_model
 from fminfer.plan.planning import plan_ahead
 from fminfer.runtime.bars import LoadingBar, say
 from fminfer.runtime.build.one_pipeline import OnePipeline, serve_rank
-from fminfer.runtime.computing import Compute, meet, start_computing
+from fminfer.runtime.computing import Compute, start_computing
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.launch.processes import ProcessContext, Processes
-from fminfer.runtime.launch.role import Spread, Task
+from fminfer.runtime.launch.role import Role, Task
 from fminfer.runtime.team.team_apart import Apart
 from fminfer.runtime.team.team_core import Team
 from fminfer.runtime.team.team_member import serve_pipeline
@@ -42,7 +42,6 @@ def lead_or_join(process: ProcessContext, prepare: Opening, lead: Lead[Led]) -> 
     Args:
         prepare: is called by ranks that are started apart, before they meet.
         lead: makes the engine, given what computes for it, and does the command's work with it.
-            Another rank returns None.
 
     Raises:
         FminferError: the command cannot go on.
@@ -57,13 +56,13 @@ def lead_or_join(process: ProcessContext, prepare: Opening, lead: Lead[Led]) -> 
                 return lead(open_model(process.config), compute)
         if process.role.spread.num_pipelines > 1:
             return _be_one_of_several(process, facts, prepare, lead)
-        group = meet(facts, process.role.spread, prepare, process.end)
+        group = Group(facts, process.role.spread, prepare, process.end)
         if group.rank > 0:
             process.stopper.leave_to_rank_0()
-            serve_rank(group, process.config, prepare.checkpoint)
+            serve_rank(group, process.config, prepare.fetch)
             return None
         with group.telling():
-            return lead(prepare.checkpoint.with_weights(), partial(OnePipeline, group=group))
+            return lead(prepare.fetch(), partial(OnePipeline, group=group))
 
 
 def _be_one_of_several(
@@ -71,11 +70,11 @@ def _be_one_of_several(
 ) -> Led | None:
     """Be one of the ranks of several pipelines; rank 0 leads all of them."""
     config = process.config
-    apart = Apart(facts, process.role.spread, prepare=prepare, end=process.end)
+    apart = Apart(facts, process.role.spread, prepare, process.end)
     try:
-        checkpoint = prepare.checkpoint.with_weights()
+        checkpoint = prepare.fetch()
         plan = plan_ahead(config, checkpoint, apart.spread.num_stages)
-        apart.agree(plan.fingerprint())
+        apart.find_place(plan.fingerprint())
     except StoppedError:
         raise
     except Exception as error:
@@ -90,18 +89,13 @@ def _be_one_of_several(
         with apart.leading():
             return lead(checkpoint, compute)
     process.stopper.leave_to_rank_0()
-    if not apart.await_start():
-        return None
-    stage, link = apart.take_stage()
-    if stage is None:
-        assert link is not None, "its pipeline has no other rank"
-        serve_pipeline(config, None, link, apart.spread, checkpoint)
-        return None
-    try:
-        be_a_stage(config, stage, apart.spread, link, process.end, checkpoint)
-    except FminferError as error:
-        error.args = (f"{apart.pipeline_name}: {error}",)
-        raise
+    if apart.await_start():
+        role = Role("rank", apart.spread, *apart.take_stage())
+        try:
+            _be_of_pipeline(role, Opening(config, checkpoint), process.end)
+        except FminferError as error:
+            error.args = (f"{apart.pipeline_name}: {error}",)
+            raise
     return None
 
 
@@ -126,63 +120,48 @@ def do_task(task: Task, ranks: Processes, end: End) -> None:
     Raises:
         FminferError: it cannot go on.
     """
-    role, config = task.role, task.config
+    role, opening = task.role, Opening(task.config)
     if role.facts is not None:
-        be_a_stage(config, role.facts, role.spread, role.link, end)
+        _be_of_pipeline(role, opening, end)
         return
-    assert role.link is not None, "a member has a way to the run"
     group = None
     if ranks.all:
-        facts = ranks.become_ranks(config, role.spread, task.child_options)
-        group = meet(facts, role.spread, end=end, children=ranks)
+        facts = ranks.become_ranks(task.config, role.spread, task.child_options)
+        group = Group(facts, role.spread, end=end, children=ranks)
     try:
-        serve_pipeline(config, group, role.link, role.spread)
+        serve_pipeline(task.config, group, role, opening.fetch)
     except FminferError as error:
         error.is_told = True  # by the run, whose stderr is this process's, too
         raise
 
 
-def be_a_stage(
-    config: EngineConfig,
-    facts: RankFacts,
-    spread: Spread,
-    link: int | None,
-    end: End,
-    checkpoint: Checkpoint | None = None,
-) -> None:
-    """Meet the other ranks of a pipeline, and compute one of its stages.
-
-    Args:
-        link: of rank 0 of one of several pipelines, as `Role` has it; None: this is another rank.
-        checkpoint: the model, if it is opened already.
-
-    Raises:
-        FminferError: it cannot go on; the other ranks have been told.
-    """
-    opening = Opening(config, checkpoint)
-    group = meet(facts, spread, opening, end)
-    if link is None:
-        serve_rank(group, config, opening.checkpoint, spread)
+def _be_of_pipeline(role: Role, opening: Opening, end: End) -> None:
+    """Meet the other ranks of a pipeline, if it has others, and compute one of its stages."""
+    config = opening.config
+    if role.facts is None:
+        serve_pipeline(config, None, role, opening.fetch)
+        return
+    group = Group(role.facts, role.spread, opening, end)
+    if role.link is None:
+        serve_rank(group, config, opening.fetch)
         return
     with group.telling():
-        serve_pipeline(config, group, link, spread, opening.checkpoint)
+        serve_pipeline(config, group, role, opening.fetch)
 
 
 class Opening:
     """Opens the model before a rank waits for others: mistakes in it are told at once."""
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint | None = None) -> None:
-        self._config, self._checkpoint = config, checkpoint
+        self.config, self._checkpoint = config, checkpoint
 
     def __call__(self, rank: int) -> None:
         """Find the model; the weights of one at the hub may be fetched later."""
-        self._checkpoint = self._checkpoint or open_model(self._config, has_weights=False)
+        self._checkpoint = self._checkpoint or open_model(self.config, has_weights=False)
 
-    @property
-    def checkpoint(self) -> Checkpoint:
-        """The model, once the others are met."""
-        assert self._checkpoint is not None, "no rank meets others before it has opened the model"
-        return self._checkpoint
+    def fetch(self) -> Checkpoint:
+        """Return the model, with its weights."""
+        return (self._checkpoint or open_model(self.config)).with_weights()
 
 
 def start_engine(run: ProcessContext, checkpoint: Checkpoint, compute: Compute) -> Engine:

@@ -19,7 +19,7 @@ import fminfer
 from fminfer.cli.app import main
 from fminfer.core.errors import OutOfMemoryError
 from fminfer.estimate.bench import TOO_SMALL, Figures, NoRoom, _Bench
-from fminfer.runtime.launch.role import ALONE, Spread
+from fminfer.pipeline.ranks import ALONE, Spread
 from tests.forked import run_forked
 
 # It lets each rank but rank 0 run out of memory in a step of four rows, as a full GPU would.

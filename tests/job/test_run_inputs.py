@@ -9,9 +9,8 @@ import pytest
 
 from fminfer.core.errors import InUseError, StoppedError, UsageError
 from fminfer.core.quantities import counted
-from fminfer.files.claims import Claims, look_at
+from fminfer.files.claims import Claims, Hold, look_at
 from fminfer.files.completed import find_completed, require_completed
-from fminfer.files.hold import Hold
 from fminfer.files.input_file import InputFile
 from fminfer.files.output_paths import STDOUT, plan_outputs
 from fminfer.files.row_counts import Counts, RowCounts

@@ -21,7 +21,7 @@ from fminfer.machine.device import is_fast_in_bfloat16, use_device
 from fminfer.models.checkpoint import open_random
 from fminfer.pipeline import ring
 from fminfer.pipeline.group import _choose_interface
-from fminfer.pipeline.transport import HiddenForm
+from fminfer.pipeline.wire import HiddenForm
 from fminfer.plan.expected_bytes import GPU_RESERVE
 from fminfer.plan.machine_facts import Machine, choose_device, count_sharers, find_machine
 from fminfer.plan.opening import open_model

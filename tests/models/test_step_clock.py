@@ -9,7 +9,7 @@ import torch
 
 from fminfer.engine.stats import StageStats
 from fminfer.models.stage import StepClock
-from fminfer.pipeline.step_bytes import decode_spans, encode_spans
+from fminfer.pipeline.wire import decode_spans, encode_spans
 
 
 class Gpu:

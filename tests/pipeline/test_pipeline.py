@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +21,8 @@ import transformers
 
 import fminfer
 from fminfer.core.errors import StoppedError
-from fminfer.pipeline.addresses import machine_id
-from fminfer.pipeline.meeting import Meeting, open_store
+from fminfer.pipeline.finding import machine_id, open_store
+from fminfer.pipeline.group import Meeting
 from fminfer.pipeline.ranks import RankFacts
 from tests.conftest import VOCAB, save_byte_tokenizer
 from tests.forked import Forked, programs
@@ -177,9 +176,9 @@ def test_many_that_find_a_dead_address_agree_on_one_store(tmp_path: Path) -> Non
         facts = RankFacts(None, 8, folder=folder)
         with ThreadPoolExecutor(8) as threads:
             places = list(threads.map(lambda _, f=facts: open_store(f, 20), range(8)))
-        orders = [place.store.add("order", 1) for place in places]
+        orders = [place.add("order", 1) for place in places]
         assert sorted(orders) == list(range(1, 9)), "each counts in the same store"
-        assert sum(place.is_holder for place in places) == 1
+        assert sum(place.holder is not None for place in places) == 1
         assert len({place.port for place in places}) == 1
 
 
@@ -187,7 +186,7 @@ def test_an_address_that_cannot_be_read_leads_nowhere(tmp_path: Path) -> None:
     torn = tmp_path / "fminfer-rendezvous-000000.json"
     torn.write_text("{torn")
     torn.chmod(0o600)
-    assert open_store(RankFacts(None, 2, folder=tmp_path), 20).store.add("order", 1) == 1
+    assert open_store(RankFacts(None, 2, folder=tmp_path), 20).add("order", 1) == 1
 
 
 def test_two_loopback_addresses(alone: dict[str, Any], tmp_path: Path) -> None:
@@ -323,7 +322,7 @@ def test_a_signal_while_rank_0_prepares() -> None:
     """It was told to the others as a mistake: exit status 1, after up to a minute."""
     meeting = object.__new__(Meeting)
     meeting.rank = 0
-    meeting._place = SimpleNamespace(is_holder=True)  # type: ignore[assignment]
+    meeting._is_holder = True
 
     def prepare(rank: int) -> None:
         raise StoppedError("Terminated.", "terminated")

@@ -69,7 +69,7 @@ def test_the_seeds_flags() -> None:
     found = facts({}, rank=3, world_size=8, dist_url="tcp://10.0.0.1:9031", pipeline_group_size=8)
     assert found == RankFacts(3, 8, "10.0.0.1", 9031)
     first = facts({}, rank=0, world_size=8, dist_url="tcp://10.0.0.1:9031")
-    assert first is not None and first.holds_store
+    assert first is not None and first.opens_store
     assert facts({}, rank=0, world_size=1, dist_url="tcp://127.0.0.1:9031") is None
 
 
@@ -88,7 +88,7 @@ def test_slurm_and_lsf(tmp_path: Path) -> None:
     jsrun = {"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "6", "LSB_JOBID": "99"}
     hosts = "batch5 1 h36n01 42 h36n02 42"
     found = facts(jsrun | {"LSB_MCPU_HOSTS": hosts})
-    assert found == RankFacts(0, 6, "h36n01", 20099, holds_store=True, source="jsrun")
+    assert found == RankFacts(0, 6, "h36n01", 20099, source="jsrun")
     file = tmp_path / "hosts"
     file.write_text("batch5\nh1\nh1\nh2\n")
     mpirun = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
@@ -107,7 +107,7 @@ def test_slurm_and_lsf(tmp_path: Path) -> None:
 def test_rendezvous() -> None:
     found = facts({}, rendezvous="node1:4000", world_size=2)
     assert found is not None
-    assert (found.rank, found.host, found.port, found.holds_store) == (None, "node1", 4000, None)
+    assert (found.rank, found.host, found.port) == (None, "node1", 4000) and found.opens_store
     found = facts({"RANK": "1", "WORLD_SIZE": "2"}, rendezvous="/shared/job7")
     assert found is not None and (found.rank, found.folder) == (1, Path("/shared/job7"))
 

@@ -20,8 +20,8 @@ import pytest
 import torch.distributed as dist
 
 from fminfer.core.errors import FminferError, PipelineError, UsageError, printable
-from fminfer.pipeline import handshake, meeting_folder, store
-from fminfer.pipeline.addresses import machine_id
+from fminfer.pipeline import finding, handshake, store
+from fminfer.pipeline.finding import machine_id, open_store
 from fminfer.pipeline.handshake import (
     GREETING,
     NONCE_BYTES,
@@ -32,10 +32,8 @@ from fminfer.pipeline.handshake import (
     receive_exactly,
     secret_of_home,
 )
-from fminfer.pipeline.meeting import open_store
 from fminfer.pipeline.ranks import RankFacts
-from fminfer.pipeline.store import Store, StoreHolder
-from fminfer.pipeline.store_place import connect
+from fminfer.pipeline.store import Store, StoreHolder, connect
 from fminfer.pipeline.watch import Fault
 
 SECRET = "of these tests"
@@ -185,7 +183,7 @@ def test_a_folder_on_one_machine_is_not_open_to_others(tmp_path: Path) -> None:
     assert json.loads(file.read_text())["secret"] == place.secret and len(place.secret) == 64
     with pytest.raises(WrongSecretError):
         Store("127.0.0.1", place.port, "", 5)
-    place.leave()
+    place.hide()
     assert not list(tmp_path.iterdir())
 
 
@@ -203,7 +201,7 @@ def test_a_rendezvous_of_another_user_is_refused(tmp_path: Path) -> None:
     file.chmod(0o644)
     with pytest.raises(UsageError, match=r"must be yours alone \(mode 0600\)"):
         open_store(RankFacts(None, 2, folder=tmp_path), 20)
-    place.leave()
+    place.hide()
 
 
 def write_rendezvous(folder: Path, port: int) -> None:
@@ -218,21 +216,21 @@ def test_a_port_that_is_another_runs_by_now_leads_nowhere(tmp_path: Path, port: 
     """A new run in the folder of one that was killed ended: "another secret than this rank"."""
     write_rendezvous(tmp_path, port)
     place = open_store(RankFacts(None, 2, folder=tmp_path), 20)
-    assert place.is_holder and place.port != port
-    place.leave()
+    assert place.holder and place.port != port
+    place.hide()
 
 
 def test_a_port_that_is_another_programs_by_now_leads_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks waited for its greeting as long as for each other, 5 minutes, and gave up."""
-    monkeypatch.setattr(meeting_folder, "GREET_S", 0.1, raising=False)
+    monkeypatch.setattr(finding, "GREET_S", 0.1, raising=False)
     with socket.create_server(("127.0.0.1", 0)) as other:
         write_rendezvous(tmp_path, other.getsockname()[1])
         started_s = time.monotonic()
         place = open_store(RankFacts(None, 2, folder=tmp_path), 5)
-        assert place.is_holder and time.monotonic() - started_s < 3
-        place.leave()
+        assert place.holder and time.monotonic() - started_s < 3
+        place.hide()
 
 
 def test_with_a_secret_of_the_environment_a_file_system_needs_no_modes(tmp_path: Path) -> None:
@@ -241,7 +239,7 @@ def test_with_a_secret_of_the_environment_a_file_system_needs_no_modes(tmp_path:
     (file,) = tmp_path.iterdir()
     file.chmod(0o755)
     assert open_store(RankFacts(None, 2, folder=tmp_path, secret="given"), 20).port == place.port
-    place.leave()
+    place.hide()
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
@@ -256,7 +254,7 @@ def test_a_file_system_without_hard_links(
     monkeypatch.setattr(os, "link", link)
     place = open_store(RankFacts(None, 2, folder=tmp_path / "meet"), 20)
     assert open_store(RankFacts(None, 2, folder=tmp_path / "meet"), 20).port == place.port
-    place.leave()
+    place.hide()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "fminfer").mkdir(mode=0o700)
     assert secret_of_home() == secret_of_home()
@@ -271,7 +269,7 @@ def test_a_rendezvous_that_is_being_written_is_waited_for(tmp_path: Path, port: 
     writer = threading.Timer(0.3, file.write_text, [json.dumps(fields)])
     writer.start()
     place = open_store(RankFacts(None, 2, folder=tmp_path), 20)
-    assert not place.is_holder and place.port == port
+    assert not place.holder and place.port == port
     writer.join()
 
 
@@ -279,11 +277,11 @@ def test_a_rendezvous_that_stays_empty_leads_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its writer was killed."""
-    monkeypatch.setattr(meeting_folder, "TORN_S", 0.1, raising=False)
+    monkeypatch.setattr(finding, "TORN_S", 0.1, raising=False)
     (tmp_path / "fminfer-rendezvous-000000.json").touch(mode=0o600)
     place = open_store(RankFacts(None, 2, folder=tmp_path), 20)
-    assert place.is_holder and len(list(tmp_path.iterdir())) == 1
-    place.leave()
+    assert place.holder and len(list(tmp_path.iterdir())) == 1
+    place.hide()
 
 
 def test_ranks_elsewhere_have_it_listen_on_the_network(
@@ -291,17 +289,17 @@ def test_ranks_elsewhere_have_it_listen_on_the_network(
 ) -> None:
     """A rank of another machine cannot reach the loopback, and asks through the folder."""
     near = {"lo": "127.0.0.1", "eth0": "127.0.0.9"}
-    monkeypatch.setattr(meeting_folder, "interfaces", lambda: near)
-    monkeypatch.setattr(meeting_folder, "is_loopback", lambda host: host == "127.0.0.1")
+    monkeypatch.setattr(finding, "interfaces", lambda: near)
+    monkeypatch.setattr(finding, "is_loopback", lambda host: host == "127.0.0.1")
     place = open_store(RankFacts(None, 2, folder=tmp_path), 20)
-    monkeypatch.setattr(meeting_folder, "machine_id", lambda: "another machine")
+    monkeypatch.setattr(finding, "machine_id", lambda: "another machine")
     far = open_store(RankFacts(None, 2, folder=tmp_path), 20)
-    assert not far.is_holder and far.host == "127.0.0.9"
-    place.store.set("a", "b")
-    assert far.store.get("a") == b"b"
+    assert not far.holder and far.host == "127.0.0.9"
+    place.set("a", "b")
+    assert far.get("a") == b"b"
     (file,) = tmp_path.glob("*.json")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    place.leave()
+    place.hide()
     assert not list(tmp_path.iterdir())
 
 
@@ -311,11 +309,11 @@ def test_a_holder_that_answers_between_two_looks_at_its_file(
     """A rank elsewhere looked twice: the loopback first, the network's address then, and so it
     took the file for one that leads nowhere and opened a store of its own."""
     near = {"lo": "127.0.0.1", "eth0": "127.0.0.9"}
-    monkeypatch.setattr(meeting_folder, "interfaces", lambda: near)
-    monkeypatch.setattr(meeting_folder, "is_loopback", lambda host: host == "127.0.0.1")
+    monkeypatch.setattr(finding, "interfaces", lambda: near)
+    monkeypatch.setattr(finding, "is_loopback", lambda host: host == "127.0.0.1")
     place = open_store(RankFacts(None, 2, folder=tmp_path), 20)
-    monkeypatch.setattr(meeting_folder, "machine_id", lambda: "another machine")
-    (file,), join = tmp_path.glob("*.json"), meeting_folder._join
+    monkeypatch.setattr(finding, "machine_id", lambda: "another machine")
+    (file,), join = tmp_path.glob("*.json"), finding._join
 
     def join_slowly(*given: Any) -> Any:
         found = join(*given)
@@ -324,10 +322,10 @@ def test_a_holder_that_answers_between_two_looks_at_its_file(
             time.sleep(0.01)
         return found
 
-    monkeypatch.setattr(meeting_folder, "_join", join_slowly)
+    monkeypatch.setattr(finding, "_join", join_slowly)
     far = open_store(RankFacts(None, 2, folder=tmp_path), 20)
-    assert not far.is_holder and far.host == "127.0.0.9"
-    place.leave()
+    assert not far.holder and far.host == "127.0.0.9"
+    place.hide()
 
 
 def test_the_secret_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,11 +355,11 @@ def test_an_address_is_listened_on_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     """A number listened on every interface as soon as it was none of the loopback."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    place = open_store(RankFacts(0, 2, "127.0.0.3", port, holds_store=True, secret="s"), 20)
+    place = open_store(RankFacts(0, 2, "127.0.0.3", port, secret="s"), 20)
     assert listening_at(port) == {"0300007F"}
     with pytest.raises(PipelineError, match=r"(?s)another secret than this rank.*FMINFER_SECRET"):
         open_store(RankFacts(1, 2, "127.0.0.3", port, secret="t"), 20)
-    place.leave()
+    place.hide()
 
 
 def test_words_of_others_are_only_shown() -> None:

@@ -18,7 +18,7 @@ from fminfer.compute.step import (
     masks_of,
 )
 from fminfer.core.messages import StageSpan, invert, make_mask, pack_ids
-from fminfer.pipeline.step_bytes import (
+from fminfer.pipeline.wire import (
     decode_result,
     decode_spans,
     decode_step,

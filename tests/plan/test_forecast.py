@@ -20,7 +20,8 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import PipelineError, UsageError
 from fminfer.machine import control_groups, host_memory
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint
-from fminfer.pipeline.group import Group
+from fminfer.pipeline.group import Group, agree
+from fminfer.pipeline.ranks import Spread
 from fminfer.plan import machine_facts
 from fminfer.plan.expected_bytes import RUN_BYTES
 from fminfer.plan.machine_facts import Machine
@@ -29,8 +30,7 @@ from fminfer.plan.planning import make_plan, plan_ahead
 from fminfer.plan.run_plan import ExpectedBytes
 from fminfer.plan.shortage import auto_budget, find_rank_shortage, find_room
 from fminfer.runtime.build import agreement
-from fminfer.runtime.build.agreement import agree, plan_run, require_room_for_all
-from fminfer.runtime.launch.role import Spread
+from fminfer.runtime.build.agreement import plan_run, require_room_for_all
 from tests.conftest import make_model
 
 SMALL = EngineConfig(random_init="llama-160m", dtype="float32", kernels="off", device="cpu")
@@ -352,10 +352,10 @@ def test_ranks_name_the_first_field_in_which_they_differ(checkpoint: Checkpoint)
     machine = Machine(free=8 * GIB, num_stages=2, rank=1)
     theirs, plan = (make_plan(config, checkpoint, machine) for config in (mine, other))
     group: Any = FakeGroup(1)
-    agree(group, plan)
+    agree(group, "options", plan.shared)
     group.gather = lambda name, value: [theirs.shared, value]
     with pytest.raises(PipelineError, match="--max-rows is 6 on rank 1 and 5 on rank 0; start"):
-        agree(group, plan)
+        agree(group, "options", plan.shared)
 
 
 def test_swap_that_is_free_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

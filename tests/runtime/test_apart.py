@@ -18,7 +18,7 @@ import fminfer
 from fminfer.cli.app import main
 from fminfer.core.errors import UsageError
 from fminfer.files.status_file import read_status
-from fminfer.pipeline.addresses import end_when_silent
+from fminfer.pipeline.finding import end_when_silent
 from fminfer.pipeline.ranks import RankConfig, RankFacts, find_facts
 from fminfer.pipeline.store import Store, StoreHolder
 from tests.forked import Forked

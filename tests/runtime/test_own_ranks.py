@@ -21,9 +21,9 @@ import pytest
 import fminfer
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import PipelineError, UsageError
-from fminfer.pipeline.ranks import RankConfig, RankFacts
+from fminfer.pipeline.ranks import RankConfig, RankFacts, Spread
 from fminfer.runtime.launch import processes
-from fminfer.runtime.launch.role import ChildOptions, Role, Spread, Task, find_role
+from fminfer.runtime.launch.role import ChildOptions, Role, Task, find_role
 from tests.faults.torture import is_alive
 
 ROWS: list[dict[str, Any]] = [

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from multiprocessing import Pipe
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +18,9 @@ from fminfer.plan.opening import open_model
 from fminfer.runtime.build.agreement import plan_run
 from fminfer.runtime.build.builder import load_part
 from fminfer.runtime.team.team_core import Team
-from fminfer.runtime.team.team_messages import Loaded
+from fminfer.runtime.team.team_messages import Report, send
+from fminfer.runtime.team.team_process import TeamPipeline
+from tests.runtime.test_team import FACTS
 
 
 class OneOfTwo:
@@ -76,13 +78,22 @@ def test_a_rank_with_a_copy_of_the_weights_is_not(folders: tuple[Path, Path]) ->
 
 
 def test_a_pipeline_with_other_weights_is_refused(folders: tuple[Path, Path]) -> None:
-    mine, theirs = (digest_files(open_model(EngineConfig(model=str(f)))) for f in folders)
-    pipelines = [SimpleNamespace(number=n, loaded=Loaded(d)) for n, d in [(0, mine), (1, theirs)]]
-    team: Any = SimpleNamespace(_living=pipelines, _file_digests=mine)
+    opened = [open_model(EngineConfig(model=str(folder))) for folder in folders]
+    mine, theirs = map(digest_files, opened)
+
+    def start(*found: dict[str, str]) -> Team:
+        pipelines = []
+        for number, digests in enumerate(found):
+            ours, end = Pipe()
+            pipelines.append(TeamPipeline(number, ours))
+            for report in (Report(file_digests=digests), Report(facts=FACTS)):
+                send(end, report)
+            end.close()
+        return Team(opened[0], lambda: pipelines, print)
+
     with pytest.raises(PipelineError, match=r"pipeline 1 are not those .*: model-1\."):
-        Team._compare_weights(team)
-    pipelines.pop()
-    Team._compare_weights(team)
+        start(mine, theirs)
+    start(mine, mine).close()
 
 
 def test_differences_are_named_and_not_all_of_them() -> None:

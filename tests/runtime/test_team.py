@@ -23,6 +23,7 @@ import pytest
 from fminfer.contract.request import SamplingParams
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError, UsageError
+from fminfer.core.rank_memory import MemoryPeak, RankMemory
 from fminfer.engine.engine_core import Facts
 from fminfer.engine.events import Delta, Failed, Finished
 from fminfer.engine.sequence import Prepared
@@ -30,15 +31,13 @@ from fminfer.engine.stats import EngineState, EngineStats, ReadWork, StageStats
 from fminfer.files.status_file import read_status
 from fminfer.models.fingerprint import digest_files
 from fminfer.pipeline.ranks import RankConfig
+from fminfer.pipeline.watch import Fault
 from fminfer.plan.opening import open_model
 from fminfer.runtime.team.team_core import Team
 from fminfer.runtime.team.team_messages import (
     Ask,
-    Broken,
     Cancel,
-    Loaded,
-    Ready,
-    Told,
+    Report,
     decode,
     encode,
     receive,
@@ -253,7 +252,7 @@ def test_pipelines_that_fail_differently_are_all_told() -> None:
     for number, why in enumerate(whys):
         ours, theirs = Pipe()
         pipelines.append(TeamPipeline(number, ours))
-        send(theirs, Broken(*why))
+        send(theirs, Report(failure=Fault(*why)))
         theirs.close()
     with pytest.raises(UsageError, match="no 9 GiB"):
         Team(open_model(EngineConfig()).with_weights(), lambda: pipelines, said.append)
@@ -304,10 +303,10 @@ MESSAGES = [
     ASK,
     Cancel(7),
     "drain",
-    Loaded({"a.safetensors": "digest"}),
-    Ready(FACTS),
-    Broken("no\nroom", "OutOfMemoryError"),
-    Told(
+    Report(file_digests={"a.safetensors": "digest"}),
+    Report(facts=FACTS, memory=[RankMemory(0, False, 9, MemoryPeak(7))]),
+    Report(failure=Fault("no\nroom", "OutOfMemoryError")),
+    Report(
         [
             Delta(7, 1, "\ud800", [5], {"tokens": ["list"], "top_logprobs": None}, "stop", 5),
             Finished(7, [{"list": {"bytes": -0.1}, "text": "\ud800", "big": 2**70}], {"n": 1}, {}),
@@ -315,7 +314,7 @@ MESSAGES = [
         EngineState(3, 2, 1, 0.1, True, 4, 2, 1),
         EngineStats(num_steps=3, stages=[StageStats(0.1, 1e-300, math.inf)], read=ReadWork(4, 5)),
     ),
-    Told([Failed(7, RequestError("out_of_range", "n is 0", "n"))], EngineState(), None),
+    Report([Failed(7, RequestError("out_of_range", "n is 0", "n"))], EngineState()),
 ]
 
 
@@ -323,7 +322,7 @@ MESSAGES = [
 def test_what_travels_between_processes_arrives_as_it_was(message: Any) -> None:
     again = decode(encode(message))
     assert repr(again) == repr(message) and type(again) is type(message)
-    if isinstance(message, Told) and isinstance(message.events[0], Failed):
+    if isinstance(message, Report) and any(isinstance(e, Failed) for e in message.events):
         assert vars(again.events[0].error) == vars(message.events[0].error)
     else:
         assert again == message
@@ -333,10 +332,11 @@ def test_the_state_of_an_engine_travels_whole() -> None:
     """Its fields were named one by one in ten files, so that a new one needed all of these."""
     values = {each.name: number + 0.5 for number, each in enumerate(fields(EngineState))}
     state = EngineState(**values)  # type: ignore[arg-type]
-    assert decode(encode(Told([], state, None))).state == state
+    assert decode(encode(Report(state=state))).state == state
     checkpoint = open_model(EngineConfig()).with_weights()
     ours, theirs = Pipe()
-    for message in (Loaded(digest_files(checkpoint)), Ready(FACTS), Told([], state, None)):
+    reports = Report(file_digests=digest_files(checkpoint)), Report(facts=FACTS), Report([], state)
+    for message in reports:
         send(theirs, message)
     team = Team(checkpoint, lambda: [TeamPipeline(0, ours)], print)
     team._pipelines[0].asked[0] = SentRequest(ASK)  # so that it listens

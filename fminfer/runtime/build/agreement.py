@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import time
 from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from fminfer.machine.out_of_memory import is_out_of_memory
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import name_differences
 from fminfer.pipeline.group import Group
+from fminfer.pipeline.ranks import ALONE, Spread
 from fminfer.plan.machine_facts import Machine, count_sharers, find_machine
 from fminfer.plan.planning import make_plan, plan_ahead
 from fminfer.plan.run_plan import RunPlan
@@ -29,7 +31,6 @@ from fminfer.plan.shortage import (
     fit_kv_tokens,
     no_cache,
 )
-from fminfer.runtime.launch.role import ALONE, Spread
 
 END_S = 3.0  # time for rank 0 to say what is wrong, and to end, once ranks know it
 
@@ -41,10 +42,6 @@ def plan_run(
     spread: Spread = ALONE,
 ) -> RunPlan:
     """Plan this rank's run on this machine, and refuse one that does not fit its memory.
-
-    Args:
-        group: the ranks of the pipeline; None: this process alone runs the model.
-        spread: it has this engine's place among those on the machine.
 
     Raises:
         UsageError: an option that cannot be, or weights or a --budget for which there is no room.
@@ -81,9 +78,7 @@ def plan_run(
 
 
 def require_room_for_all(config: EngineConfig, checkpoint: Checkpoint, spread: Spread) -> None:
-    """Refuse pipelines that this machine's memory cannot hold together, before any is started.
-
-    Of GPUs each process looks at its own.
+    """Refuse pipelines for which this machine has no memory; of GPUs each process looks at its own.
 
     Raises:
         UsageError: there is no room.
@@ -105,17 +100,6 @@ def _refuse_cache(plan: RunPlan, num_tokens: int) -> str:
             raise
         return str(no_cache(plan, num_tokens, free_bytes(plan.device)))
     return ""
-
-
-def agree(group: Group, plan: RunPlan) -> None:
-    """Check that every rank was started for the same run as rank 0."""
-    mine = plan.shared
-    theirs = group.gather("options", mine)[0]
-    for name in [name for name in mine if mine[name] != theirs[name]]:
-        raise PipelineError(
-            f"{name} is {mine[name]} on rank {group.rank} and {theirs[name]} on rank 0; start "
-            "every rank with the same model and options"
-        )
 
 
 def compare_weights(group: Group, mine: dict[str, str]) -> None:
@@ -154,13 +138,14 @@ def connect_neighbours(gpus: dist.ProcessGroup, group: Group, device: torch.devi
         torch.cuda.synchronize(device)
 
 
-def agree_step_size(plan: RunPlan, group: Group | None = None) -> int:
-    """Return the most tokens of a step with streamed layers: those for which each rank has room.
+def gather(group: Group | None, name: str, value: object) -> list[Any]:
+    """Return every rank's value, in rank order; that of this process if it is alone."""
+    return [value] if group is None else group.gather(name, value)
 
-    0: as options say.
-    """
-    own = plan.sizes.chunk_size
-    told = [own] if group is None else group.gather("step size", own)
+
+def agree_step_size(plan: RunPlan, group: Group | None = None) -> int:
+    """Return the most tokens of a step with streamed layers, by each rank's room; 0: by options."""
+    told = gather(group, "step size", plan.sizes.chunk_size)
     return min(told) if plan.chunk_size else 0
 
 
@@ -172,10 +157,9 @@ def count_blocks(plan: RunPlan, group: Group | None = None) -> int:
     """
     budget, size = plan.config.budget, plan.config.block_size
     if budget is None:
-        if group is not None:
-            group.gather("loaded", True)  # every rank's weights are in memory
+        gather(group, "loaded", True)  # every rank's weights are in memory
         free = free_bytes(plan.device) // count_sharers(plan.config, plan.machine)
         mine = find_room(plan, plan.own, memory_name(plan.device, socket.gethostname()), free)
-        told = [asdict(mine)] if group is None else group.gather("memory", asdict(mine))
+        told = gather(group, "memory", asdict(mine))
         budget = fit_kv_tokens(plan, [RankRoom(**each) for each in told])
     return -(-budget // size)

@@ -85,10 +85,9 @@ def build_loop(
     """Put a loop together.
 
     Args:
+        num_blocks: the size of the KV cache.
         has_memories: a decoder attends to what an encoder has read.
         most_read: tokens that an encoder reads at once, at most.
-        num_blocks: the size of the KV cache.
-        num_stages: of the pipeline.
     """
     micro_batches = config.micro_batches or sizes.micro_batches or num_stages + 1
     pool = BlockPool(num_blocks, config.block_size)
@@ -208,11 +207,7 @@ def find_vectors(checkpoint: Checkpoint) -> VectorFacts | None:
 
 
 def _are_scores_logits(checkpoint: Checkpoint) -> bool:
-    """Tell whether a pair's score is its logit, as sentence-transformers' CrossEncoder is told.
-
-    Raises:
-        CheckpointError: it is told something else.
-    """
+    """Tell whether a pair's score is its logit, as sentence-transformers' CrossEncoder is told."""
     config, sentence = checkpoint.config, checkpoint.sentence
     told = (
         (getattr(config, "sentence_transformers", None) or {}).get("activation_fn")
@@ -239,11 +234,7 @@ def _odds_of(checkpoint: Checkpoint, num_labels: int) -> Literal["softmax", "sig
 def _find_defaults(
     config: RequestOptions, checkpoint: Checkpoint
 ) -> tuple[SamplingParams, int | None]:
-    """Return what params mean that a request leaves out, and the most tokens of such a chat.
-
-    Raises:
-        CheckpointError: the model has no such defaults, or impossible ones.
-    """
+    """Return what params mean that a request leaves out, and the most tokens of such a chat."""
     if config.generation_config == "openai":
         return DEFAULTS, None
     if checkpoint.generation_folder is None:
@@ -270,11 +261,7 @@ def _find_defaults(
 
 
 def _read_template(config: RequestOptions) -> str | None:
-    """Return the chat template that a run was given.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
+    """Return the chat template that a run was given."""
     if config.chat_template is None:
         return None
     try:

@@ -26,31 +26,22 @@ from fminfer.models.layer_stream import StreamKind
 from fminfer.models.stage import Stage
 from fminfer.models.transformer import Transformer
 from fminfer.models.whole_layers import WholeLayers
-from fminfer.pipeline.group import Group
+from fminfer.pipeline.group import Group, agree
+from fminfer.pipeline.ranks import ALONE, Spread
 from fminfer.pipeline.shard_group import connect_shards
-from fminfer.pipeline.transport import HiddenForm
+from fminfer.pipeline.wire import HiddenForm
 from fminfer.plan.machine_facts import find_machine
 from fminfer.plan.planning import make_plan
 from fminfer.plan.run_plan import RunPlan, Streamed
 from fminfer.plan.shortage import no_cache
 from fminfer.runtime.build.agreement import (
-    agree,
     agree_step_size,
     compare_weights,
     connect_gpus,
     count_blocks,
+    gather,
     plan_run,
 )
-from fminfer.runtime.launch.role import ALONE, Spread
-
-
-@dataclass(slots=True, frozen=True)
-class StepKernels:
-    """What a stage computes with, beside its layers."""
-
-    attention: AttentionBody | None  # None: plain torch
-    drawer: Drawer
-    ranker: Ranker
 
 
 @dataclass(slots=True, frozen=True)
@@ -67,7 +58,9 @@ class LoadedPart:
 
     plan: RunPlan
     network: Transformer
-    kernels: StepKernels
+    attention: AttentionBody | None  # None: plain torch
+    drawer: Drawer
+    ranker: Ranker
     form: HiddenForm
     why_plain: str  # why a kernel that was to be used is not; "": all are
     threads: ThreadCount
@@ -88,11 +81,7 @@ def load_part(
     group: Group | None = None,
     on_progress: OnProgress = lambda done, total: None,
 ) -> LoadedPart:
-    """Load this rank's layers.
-
-    Args:
-        group: the ranks; None: this process alone runs the model.
-        on_progress: called with (bytes read, bytes in all) while weights load.
+    """Load this rank's layers; without a group this process alone runs the model.
 
     Raises:
         CheckpointError: the model cannot be loaded.
@@ -111,7 +100,7 @@ def load_part(
     is_alone = group is None and num_engines == 1
     digests = {} if is_alone else digest_files(checkpoint)
     if group is not None:
-        agree(group, plan)
+        agree(group, "options", plan.shared)
         compare_weights(group, digests)
         if part.num_shards == 1:  # otherwise one thread alone calls NCCL, for sums
             hidden_group = connect_gpus(group, device)
@@ -132,18 +121,13 @@ def load_part(
     )
     model = checkpoint.model if share is None else share.model
     hows = [layer.attention for layer in model.layers]
-    kernels = StepKernels(
-        attention=registry.attention(hows, config.block_size, plan.kv_dtype),
-        drawer=registry.drawer(),
-        ranker=registry.ranker(),
-    )
-    bodies = Bodies(registry, max(4, checkpoint.context_length))  # a trial has 4 positions
-    join = WholeLayers(registry).join
+    attention = registry.attention(hows, config.block_size, plan.kv_dtype)
+    drawer, ranker = registry.drawer(), registry.ranker()
     network = Transformer(
         model,
         source,
-        bodies=bodies,
-        join=join,
+        bodies=Bodies(registry, max(4, checkpoint.context_length)),  # a trial has 4 positions
+        join=WholeLayers(registry).join,
         shards=shards,
         tokens=None if share is None else share.tokens[part.shard],
         streams=_stream_kind(plan.own.streamed),
@@ -151,7 +135,9 @@ def load_part(
     return LoadedPart(
         plan=plan,
         network=network,
-        kernels=kernels,
+        attention=attention,
+        drawer=drawer,
+        ranker=ranker,
         form=HiddenForm(checkpoint.model.hidden_size, plan.dtype, device, hidden_group),
         why_plain=registry.why_plain,
         threads=threads,
@@ -170,10 +156,8 @@ def _find_slowness(loaded: LoadedPart, stage: Stage, group: Group | None) -> Slo
     not_captured = "" if stage.graphs is None else stage.graphs.why_not
     plain = "; ".join(filter(None, (loaded.why_plain, not_captured)))
     slower = "; ".join(filter(None, (plain, why_slow(loaded.plan.dtype, loaded.device))))
-    if group is not None:
-        ranks = group.gather("why slower", [plain, slower])
-        plain, slower = (next(filter(None, each), "") for each in zip(*ranks, strict=True))
-    return Slowness(plain, slower)
+    ranks = gather(group, "why slower", [plain, slower])
+    return Slowness(*(next(filter(None, each), "") for each in zip(*ranks, strict=True)))
 
 
 def build_stage(loaded: LoadedPart) -> Stage:
@@ -196,14 +180,14 @@ def build_stage(loaded: LoadedPart) -> Stage:
 
 def make_stage(loaded: LoadedPart) -> Stage:
     """Make the stage of a loaded part, and its KV cache."""
-    plan, network, kernels = loaded.plan, loaded.network, loaded.kernels
+    plan, network = loaded.plan, loaded.network
     most, share, tokens, graphs = plan.sizes.max_decode_rows, plan.own.share, None, None
     if share is not None and network.shards is not None:
         whole = plan.checkpoint.model.vocab_size
         tokens = TokenShard(whole, share.tokens, network.shards)
     else:  # CUDA graphs do not capture sums yet
         device = loaded.device
-        graphs = find_graphs(plan.config.kernels, network, kernels.attention, most, device)
+        graphs = find_graphs(plan.config.kernels, network, loaded.attention, most, device)
         graphs = None if network.stream else graphs  # graphs replay work on weights that stay
     return Stage(
         network,
@@ -211,9 +195,9 @@ def make_stage(loaded: LoadedPart) -> Stage:
         device=loaded.device,
         num_blocks=plan.num_kv_tokens // plan.config.block_size,
         block_size=plan.config.block_size,
-        kernel=kernels.attention,
-        ranker=kernels.ranker,
-        drawer=kernels.drawer,
+        kernel=loaded.attention,
+        ranker=loaded.ranker,
+        drawer=loaded.drawer,
         threads=loaded.threads,
         graphs=graphs,
         tokens=tokens,
@@ -232,9 +216,6 @@ def build(
     """Plan this rank's run, load its layers, and make the stage that computes.
 
     Args:
-        group: the ranks; None: this process alone runs the model.
-        spread: it has this engine's place among those on the machine.
-        on_progress: called with (bytes read, bytes in all) while weights load.
         on_loaded: called when the weights are in memory, before the KV cache is, with a digest of
             each of their files if others must have the same.
     """

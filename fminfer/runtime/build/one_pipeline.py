@@ -27,6 +27,7 @@ from fminfer.models.layer_source import OnProgress
 from fminfer.models.stage import Stage
 from fminfer.pipeline.group import Group
 from fminfer.pipeline.local import LocalPipeline, QueuedPipeline
+from fminfer.pipeline.ranks import ALONE, Spread
 from fminfer.pipeline.ring import RingPipeline, serve
 from fminfer.pipeline.watch import Fault
 from fminfer.plan.run_plan import name_of
@@ -34,7 +35,6 @@ from fminfer.plan.streaming import describe_streaming
 from fminfer.runtime.build.agreement import END_S
 from fminfer.runtime.build.assembly import build_loop, find_ends
 from fminfer.runtime.build.builder import LoadedPart, build
-from fminfer.runtime.launch.role import ALONE, Spread
 from fminfer.text.tokenizer import Tokenizer
 
 OnWork = Callable[[int, int, int], None]  # tokens fed, and drawn; sequences that run
@@ -45,16 +45,9 @@ class OnePipeline:
     """A loaded model, and the loop that answers requests with it.
 
     Args:
-        on_progress: called with (bytes read, bytes in all) while weights load.
-        on_loaded: called when the weights are in memory, before the KV cache is, with a digest of
-            each of their files if others must have the same.
+        on_loaded: as of `build`.
         group: the ranks among which this process is rank 0; None: it runs the model alone.
         spread: it has this engine's place among those on the machine.
-
-    Raises:
-        CheckpointError: the model cannot be loaded.
-        PipelineError: the ranks were started with different options.
-        UsageError: an option that cannot be.
     """
 
     def __init__(
@@ -169,19 +162,13 @@ def _most_read(loaded: LoadedPart) -> int:
     return plan.most_read(left)
 
 
-def serve_rank(
-    group: Group, config: EngineConfig, checkpoint: Checkpoint, spread: Spread = ALONE
-) -> None:
+def serve_rank(group: Group, config: EngineConfig, fetch: Callable[[], Checkpoint]) -> None:
     """Be a rank other than 0: load its layers, and compute until rank 0 says stop.
 
     What goes wrong ends this process and the run.
-
-    Args:
-        config, checkpoint: as rank 0 has them.
     """
     try:
-        checkpoint = checkpoint.with_weights()
-        loaded, stage, _ = build(config, checkpoint, group, spread)
+        loaded, stage, _ = build(config, fetch(), group, group.spread)
         release = _release_of(loaded)
         serve(stage, loaded.part, loaded.form, group.watch.end, release)
         if loaded.network.stream is not None:

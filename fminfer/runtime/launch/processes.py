@@ -20,15 +20,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fminfer.core.config import EngineConfig
+from fminfer.machine.liveness import every, wait_until
 from fminfer.machine.stopper import WARNINGS, Stopper
-from fminfer.pipeline.ranks import RankFacts
-from fminfer.runtime.launch.role import ChildOptions, Role, Spread, Task
+from fminfer.pipeline.ranks import RankFacts, Spread
+from fminfer.runtime.launch.role import ChildOptions, Role, Task
 
 COMMAND = [sys.executable, "-m", "fminfer", "serve-part"]
 # Terminals and schedulers send these to all processes: only the run's own is to hear them.
 MEANT_FOR_FIRST = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, *WARNINGS)
 LOOPBACK = "127.0.0.1"
-POLL_S = 0.05
 OUTLIVE_S = 5.0  # time for a process to end by itself once its parent is dead
 
 
@@ -127,14 +127,13 @@ class Processes:
             len(self.all) + 1,
             LOOPBACK,
             listener.getsockname()[1],
-            holds_store=True,
             listen_fd=listener.detach(),
             source="the engine",
             is_one_machine=True,
             secret=secrets.token_hex(32),
         )
         for rank, process in enumerate(self.all, start=1):
-            its = replace(facts, rank=rank, holds_store=False, listen_fd=None, parent=os.getpid())
+            its = replace(facts, rank=rank, listen_fd=None, parent=os.getpid())
             process.give(Task(Role("rank", spread, its), config, child_options))
         return facts
 
@@ -151,14 +150,11 @@ class Processes:
 
     def why_killed(self, wait_s: float) -> str:
         """Say which process a signal has ended within this time; "": none."""
-        until_s = time.monotonic() + wait_s
-        while not self._is_over:
-            if any((process.status or 0) < 0 for process in self.all):
-                return self.why_ended()
-            if time.monotonic() > until_s:
-                break
-            time.sleep(POLL_S)
-        return ""
+
+        def is_known() -> bool:
+            return self._is_over or any((process.status or 0) < 0 for process in self.all)
+
+        return self.why_ended() if wait_until(is_known, wait_s) else ""
 
     def end(self, wait_s: float = 0.0) -> None:
         """End all processes; each has this time to end by itself."""
@@ -180,13 +176,12 @@ def end_after(parent: int) -> None:
     While rows run it notices by itself and says so; imports and a stuck file system do not.
     """
 
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        time.sleep(OUTLIVE_S)
-        os._exit(1)
+    def look() -> None:
+        if os.getppid() != parent:
+            time.sleep(OUTLIVE_S)
+            os._exit(1)
 
-    threading.Thread(target=watch, name="parent", daemon=True).start()
+    every(1.0, look, "parent", end=threading.Event())  # for ever
 
 
 def end_parent(parent: int, wait_s: float) -> None:
@@ -194,13 +189,9 @@ def end_parent(parent: int, wait_s: float) -> None:
 
     It may be stopped, or stuck, and then nothing else would end the run.
     """
-    until_s = time.monotonic() + wait_s
-    while os.getppid() == parent:
-        if time.monotonic() > until_s:
-            with suppress(OSError):
-                os.kill(parent, signal.SIGKILL)
-            return
-        time.sleep(POLL_S)
+    if not wait_until(lambda: os.getppid() != parent, wait_s):
+        with suppress(OSError):
+            os.kill(parent, signal.SIGKILL)
 
 
 def _environ() -> dict[str, str]:

@@ -17,31 +17,9 @@ from typing import Literal
 from typing_extensions import Self
 
 from fminfer.core.config import EngineConfig
-from fminfer.pipeline.ranks import RankConfig, RankFacts, find_facts
+from fminfer.pipeline.ranks import RankConfig, RankFacts, Spread, find_facts
 
 Kind = Literal["alone", "starter", "apart", "rank", "member"]
-DEFAULTS = RankConfig()
-
-
-@dataclass(slots=True, frozen=True)
-class Spread:
-    """Over how many processes a run is spread, and how long these wait for each other."""
-
-    num_stages: int = 1  # of a pipeline
-    num_pipelines: int = 1
-    num_shards: int = 1  # ranks of a stage
-    join_timeout_s: float = DEFAULTS.join_timeout_s
-    rank_timeout_s: float = DEFAULTS.rank_timeout_s
-    num_engines: int = 1  # on this machine, which share its cores, memory and GPUs
-    engine_number: int = 0  # of this process's one among them
-
-    @property
-    def num_ranks(self) -> int:
-        """Of a pipeline."""
-        return self.num_stages * self.num_shards
-
-
-ALONE = Spread()  # one process
 
 
 @dataclass(slots=True, frozen=True)

@@ -8,7 +8,6 @@ pipeline has a line to it.
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,54 +16,35 @@ from multiprocessing.connection import Connection
 
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import PipelineError, UsageError
-from fminfer.pipeline.addresses import end_when_silent
-from fminfer.pipeline.meeting import STOP_POLL_S, End, Meeting
-from fminfer.pipeline.ranks import RankFacts
+from fminfer.machine.liveness import wait_until
+from fminfer.pipeline.finding import end_when_silent
+from fminfer.pipeline.group import End, Meeting, agree
+from fminfer.pipeline.ranks import RankFacts, Spread
 from fminfer.runtime.launch.processes import Processes
-from fminfer.runtime.launch.role import ChildOptions, Spread
+from fminfer.runtime.launch.role import ChildOptions
 from fminfer.runtime.team.team_process import TeamPipeline, start_pipeline
 
 HEAR_S = 5.0  # time for the other ranks to hear that there is nothing to do
 
 
 class Apart(Meeting):
-    """The meeting of all ranks, and this one's part.
-
-    Args:
-        facts: its place among all ranks.
-        spread: the pipelines to which they belong, in their order.
-        end: ends this process at once.
-
-    Raises:
-        PipelineError: a rank did not come.
-    """
+    """The meeting of all ranks, and this one's part."""
 
     def __init__(
-        self,
-        facts: RankFacts,
-        spread: Spread,
-        *,
-        prepare: Callable[[int], None],
-        end: End,
+        self, facts: RankFacts, spread: Spread, prepare: Callable[[int], None], end: End
     ) -> None:
-        super().__init__(
-            facts,
-            join_timeout_s=spread.join_timeout_s,
-            rank_timeout_s=spread.rank_timeout_s,
-            prepare=prepare,
-            end=end,
-        )
-        self.spread, self._num_ranks = spread, spread.num_ranks
+        super().__init__(facts, spread, prepare, end)
+        self._num_ranks = spread.num_ranks
         self._number, self._rank_in_pipeline = divmod(self.rank, self._num_ranks)
         self._is_over = False  # each pipeline goes its own way, or none is needed
         # Of this pipeline's own meeting, which is in the same store.
         self._facts = RankFacts(
             self._rank_in_pipeline,
             self._num_ranks,
-            self._place.host,
-            self._place.port,
+            self._store.host,
+            self._store.port,
             source=facts.source,
-            secret=self._place.secret,
+            secret=self._store.secret,
             prefix=f"{self.pipeline_name}/",
         )
 
@@ -73,22 +53,26 @@ class Apart(Meeting):
         """Return what messages call this rank's pipeline, whose ranks they count from 0."""
         return f"pipeline {self._number}"
 
-    def agree(self, fingerprint: dict[str, str]) -> None:
+    def find_place(self, fingerprint: dict[str, str]) -> None:
         """Find this pipeline's place on its machine, once all ranks have the same run.
-
-        Args:
-            fingerprint: what answers depend on.
 
         Raises:
             PipelineError: they have not.
             UsageError: this machine has more ranks of one pipeline than of another.
         """
-        self._compare(fingerprint, self.gather("fingerprint", fingerprint)[0])
-        numbers = self._pipelines_here()
+        agree(self, "fingerprint", fingerprint)
+        counts = Counter(rank // self._num_ranks for rank in self.local_ranks)
+        if len(set(counts.values())) > 1:
+            told = ", ".join(f"pipeline {n} has {count}" for n, count in sorted(counts.items()))
+            raise UsageError(
+                f"of the ranks on {self._where['host']}, {told}; start as many of each there, for "
+                f"they share its cores and GPUs evenly (rank r is of pipeline r // "
+                f"{self._num_ranks})"
+            )
         self.gather("agreed", True)
-        self.forget()
-        index = numbers.index(self._number)
-        self.spread = replace(self.spread, num_engines=len(numbers), engine_number=index)
+        self._store.hide()
+        index = sorted(counts).index(self._number)
+        self.spread = replace(self.spread, num_engines=len(counts), engine_number=index)
 
     @contextmanager
     def leading(self) -> Iterator[None]:
@@ -102,9 +86,7 @@ class Apart(Meeting):
         if not self._is_over:
             self._end_meeting(is_needed=False)
             others = [f"heard/{rank}" for rank in range(1, self.world_size)]
-            until_s = time.monotonic() + HEAR_S
-            while not self._store.check(others) and time.monotonic() < until_s:
-                time.sleep(STOP_POLL_S)
+            wait_until(lambda: self._store.check(others), HEAR_S)
 
     def await_start(self) -> bool:
         """Wait until rank 0 starts the pipelines; return False if it has nothing to do.
@@ -133,7 +115,7 @@ class Apart(Meeting):
         self._end_meeting(is_needed=True)
         member = Processes([self.pipeline_name], has_line=True).all[0]
         facts = replace(self._facts, parent=os.getpid()) if self._num_ranks > 1 else None
-        first = start_pipeline(0, member, config, self.spread, child_options, facts)
+        first = start_pipeline(self.spread, member, config, child_options, facts)
         try:
             return [first, *map(self._await_line, range(1, self.spread.num_pipelines))]
         except BaseException:
@@ -146,41 +128,18 @@ class Apart(Meeting):
         facts = self._facts if self._num_ranks > 1 else None
         if self._rank_in_pipeline > 0:
             return facts, None
-        peer = self._place.connect().become_line(self._number)
+        peer = self._store.connect_again().become_line(self._number)
         end_when_silent(peer, self.spread.rank_timeout_s, is_always_read=False)
         return facts, peer.detach()
 
-    def _compare(self, mine: dict[str, str], theirs: dict[str, str]) -> None:
-        names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
-        if names:
-            name = names[0]
-            raise PipelineError(
-                f"{name} is {mine.get(name)} on rank {self.rank} and {theirs.get(name)} on rank 0; "
-                "start every rank with the same model and options"
-            )
-
-    def _pipelines_here(self) -> list[int]:
-        """Return the pipelines that have ranks on this machine, which they share evenly."""
-        counts = Counter(rank // self._num_ranks for rank in self.local_ranks)
-        if len(set(counts.values())) > 1:
-            told = ", ".join(f"pipeline {n} has {count}" for n, count in sorted(counts.items()))
-            raise UsageError(
-                f"of the ranks on {self._where['host']}, {told}; start as many of each there, for "
-                f"they share its cores and GPUs evenly (rank r is of pipeline r // "
-                f"{self._num_ranks})"
-            )
-        return sorted(counts)
-
     def _await_line(self, number: int) -> TeamPipeline:
-        assert self._place.holder is not None
-        until_s = time.monotonic() + self.spread.join_timeout_s
-        while number not in self._place.holder.lines:
-            if time.monotonic() > until_s:
-                raise PipelineError(
-                    f"rank {number * self._num_ranks}, the first of pipeline {number}, did not "
-                    f"connect within {self.spread.join_timeout_s:g} s (--join-timeout)"
-                )
-            time.sleep(STOP_POLL_S)
-        peer = self._place.holder.lines.pop(number)
+        assert self._store.holder is not None
+        lines, timeout_s = self._store.holder.lines, self.spread.join_timeout_s
+        if not wait_until(lambda: number in lines, timeout_s):
+            raise PipelineError(
+                f"rank {number * self._num_ranks}, the first of pipeline {number}, did not connect "
+                f"within {timeout_s:g} s (--join-timeout)"
+            )
+        peer = lines.pop(number)
         end_when_silent(peer, self.spread.rank_timeout_s, is_always_read=True)
         return TeamPipeline(number, Connection(peer.detach()))

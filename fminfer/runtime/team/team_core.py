@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import wait
 
-from fminfer.core.errors import FminferError, PipelineError, UsageError, error_of
+from fminfer.core.errors import FminferError, PipelineError, UsageError
 from fminfer.core.quantities import counted
 from fminfer.core.rank_memory import RankMemory
 from fminfer.engine.events import Delta, Event
@@ -22,20 +22,9 @@ from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import digest_files, name_differences
+from fminfer.pipeline.watch import Fault
 from fminfer.runtime.build.one_pipeline import OnStep, OnWork
-from fminfer.runtime.team.team_messages import (
-    END,
-    GO_ON,
-    Ask,
-    Broken,
-    Cancel,
-    Loaded,
-    Order,
-    Ready,
-    Report,
-    Told,
-    receive,
-)
+from fminfer.runtime.team.team_messages import END, GO_ON, Ask, Cancel, Order, Report, receive
 from fminfer.runtime.team.team_process import SentRequest, StreamPosition, TeamPipeline
 
 MOST_WAITING = 80  # requests that wait in one pipeline
@@ -44,9 +33,7 @@ END_S = 4.0  # time for pipelines to end by themselves
 
 
 class Team:
-    """Several pipelines that answer together.
-
-    `add`, `cancel` and `wait` may be called from any thread, the rest from one.
+    """Several pipelines that answer together: an `EngineCore`.
 
     Args:
         start: starts the pipelines.
@@ -85,7 +72,7 @@ class Team:
         except BaseException:
             self.close()
             raise
-        all_facts = [p.ready.facts for p in self._pipelines if p.ready is not None]
+        all_facts = [each.facts for each in self._pipelines if each.facts is not None]
         self._num_ranks = all_facts[0].num_ranks  # of a pipeline
         self.facts = replace(
             all_facts[0],
@@ -244,7 +231,7 @@ class Team:
     def close(self) -> None:
         """End all pipelines: idle ones in good order, the others at once."""
         for pipeline in self._pipelines:
-            if pipeline.asked or pipeline.ready is None:
+            if pipeline.asked or pipeline.facts is None:
                 pipeline.close()
             else:
                 pipeline.tell(END)
@@ -286,31 +273,22 @@ class Team:
 
     def _await_start(self) -> None:
         """Wait until every pipeline has loaded, then until each has its KV cache."""
-        waiting = {pipeline.number for pipeline in self._pipelines}
-        while waiting:
-            self._check_any_lives()
-            for pipeline, report in self._reports(None):
-                if isinstance(report, Loaded):
-                    waiting.discard(pipeline.number)
-                    pipeline.loaded = report
-            waiting &= {pipeline.number for pipeline in self._living}
-        self._compare_weights()
-        for pipeline in self._living:
-            pipeline.tell(GO_ON)
-        while any(pipeline.ready is None for pipeline in self._living):
-            list(self._listen(None))
-        self._check_any_lives()
-
-    def _compare_weights(self) -> None:
-        """Check that every pipeline has read the same weights: the folder may have changed."""
-        for pipeline in self._living:
-            digests = {} if pipeline.loaded is None else pipeline.loaded.file_digests
-            if differences := name_differences(digests, self._file_digests):
+        self._await_all(lambda each: each.file_digests is not None)
+        for pipeline in self._living:  # the folder may have changed
+            if differences := name_differences(pipeline.file_digests or {}, self._file_digests):
                 raise PipelineError(
                     f"the weights of pipeline {pipeline.number} are not those with which the run "
                     f"began: {differences} differ; leave the model's folder as it is while a run "
                     "starts"
                 )
+        for pipeline in self._living:
+            pipeline.tell(GO_ON)
+        self._await_all(lambda each: each.facts is not None)
+
+    def _await_all(self, has_come: Callable[[TeamPipeline], bool]) -> None:
+        while not all(map(has_come, self._living)):
+            list(self._listen(None))
+        self._check_any_lives()
 
     def _take_in(self) -> None:
         """Queue what was added, the higher priorities first, and forget what was cancelled."""
@@ -343,17 +321,25 @@ class Team:
                 pipeline.ask(self._waiting.popleft())
 
     def _listen(self, timeout_s: float | None) -> Iterator[Event]:
-        """Process reports of the pipelines; yield their events."""
-        for pipeline, report in self._reports(timeout_s):
-            if isinstance(report, Ready):
-                pipeline.ready, pipeline.memory = report, report.memory
-            elif isinstance(report, Told):
-                pipeline.state = report.state
-                if report.stats is not None:
-                    pipeline.memory = report.memory
-                    self._take_stats(pipeline, report.stats)
-                for event in report.events:
-                    yield from self._take_event(pipeline, event)
+        """Process reports of the pipelines, bury the dead ones, and yield events."""
+        living = self._living
+        ready = wait([self._wake_out, *(each.connection for each in living)], timeout_s)
+        if self._wake_out in ready:
+            os.read(self._wake_out, 4096)
+        for pipeline in [each for each in living if each.connection in ready]:
+            try:
+                report: Report = receive(pipeline.connection)
+            except (EOFError, OSError):
+                self._bury(pipeline)
+                continue
+            before = pipeline.stats
+            pipeline.take(report)
+            if report.stats is not None and self._on_work is not None:
+                num_fed = report.stats.num_prompt_tokens - before.num_prompt_tokens
+                num_drawn = report.stats.num_generated_tokens - before.num_generated_tokens
+                self._on_work(num_fed, num_drawn, self.state.num_running)
+            for event in report.events:
+                yield from self._take_event(pipeline, event)
 
     def _take_event(self, pipeline: TeamPipeline, event: Event) -> Iterator[Event]:
         asking = pipeline.asked.get(event.request_id)
@@ -364,32 +350,6 @@ class Team:
             yield event
         elif (new := asking.told.setdefault(event.index, StreamPosition()).take(event)) is not None:
             yield new
-
-    def _take_stats(self, pipeline: TeamPipeline, stats: EngineStats) -> None:
-        before, pipeline.stats = pipeline.stats, stats
-        num_fed = stats.num_prompt_tokens - before.num_prompt_tokens
-        num_drawn = stats.num_generated_tokens - before.num_generated_tokens
-        if self._on_work is not None:
-            self._on_work(num_fed, num_drawn, self.state.num_running)
-
-    def _reports(self, timeout_s: float | None) -> Iterator[tuple[TeamPipeline, Report]]:
-        """Yield reports of the pipelines, and bury the dead ones."""
-        living = self._living
-        ready = wait([self._wake_out, *(each.connection for each in living)], timeout_s)
-        if self._wake_out in ready:
-            os.read(self._wake_out, 4096)
-        for pipeline in living:
-            if pipeline.connection not in ready:
-                continue
-            try:
-                report: Report = receive(pipeline.connection)
-            except (EOFError, OSError):
-                self._bury(pipeline)
-                continue
-            if isinstance(report, Broken):
-                pipeline.failure = report
-            else:
-                yield pipeline, report
 
     def _bury(self, pipeline: TeamPipeline) -> None:
         """Give a dead pipeline's requests to the others."""
@@ -419,7 +379,7 @@ class Team:
         self._say(f"Pipeline {pipeline.number} {why}{others}")
 
     @property
-    def _fatal(self) -> Broken | None:
+    def _fatal(self) -> Fault | None:
         """The failure that ends the run: the last one, once no pipeline lives."""
         failures = [each.failure for each in self._dead if each.failure is not None]
         return failures[-1] if failures and not self._living else None
@@ -434,9 +394,9 @@ class Team:
                 "every pipeline has ended (the system kills processes when memory runs out). "
                 "Finished rows are kept"
             )
-        raise error_of(fatal.kind, fatal.text)
+        raise fatal.to_error()
 
 
-def _is_alike(one: Broken, other: Broken) -> bool:
+def _is_alike(one: Fault, other: Fault) -> bool:
     """Tell whether two failures differ in numbers at most, such as free bytes."""
     return one.kind == other.kind and re.sub(r"\d+", "", one.text) == re.sub(r"\d+", "", other.text)

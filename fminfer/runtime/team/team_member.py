@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, get_args
 
@@ -16,20 +17,18 @@ from fminfer.engine.engine_core import BEHIND_ALL
 from fminfer.engine.events import Event, Failed
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.pipeline.group import Group
-from fminfer.plan.opening import open_model
+from fminfer.pipeline.ranks import Spread
+from fminfer.pipeline.watch import Fault
 from fminfer.runtime.build.assembly import load_tokenizer
 from fminfer.runtime.build.one_pipeline import OnePipeline
-from fminfer.runtime.launch.role import Spread
+from fminfer.runtime.launch.role import Role
 from fminfer.runtime.team.team_messages import (
     END,
     GO_ON,
     Ask,
-    Broken,
     Cancel,
-    Loaded,
     Order,
-    Ready,
-    Told,
+    Report,
     receive,
     send,
 )
@@ -38,33 +37,26 @@ STATS_EVERY_S = 0.5
 
 
 def serve_pipeline(
-    config: EngineConfig,
-    group: Group | None,
-    link: int,
-    spread: Spread,
-    checkpoint: Checkpoint | None = None,
+    config: EngineConfig, group: Group | None, role: Role, fetch: Callable[[], Checkpoint]
 ) -> None:
     """Answer the run's requests until it says that there are no more.
 
     Args:
         group: the ranks of this pipeline, of which this process is the first.
-        link: the descriptor of the connection to the run, which no other process of it has.
-        spread: with the pipeline's place among those on this machine.
-        checkpoint: the model, if it was opened before.
+        fetch: returns the model.
 
     Raises:
         FminferError: the pipeline cannot go on; the run has been told.
     """
-    connection = Connection(link)
+    assert role.link is not None, "a member has a way to the run"
+    connection = Connection(role.link)
     try:
-        TeamMember(config, group, connection, spread, checkpoint).serve()
+        TeamMember(config, group, connection, role.spread, fetch()).serve()
     except (EOFError, ConnectionError, TimeoutError):
         os._exit(1)  # the run is gone, or the network to it
     except Exception as error:
-        told = FminferError(f"{type(error).__name__}: {error}")
-        if isinstance(error, FminferError):
-            told = error
-        send(connection, Broken(str(told), told.kind))
+        name = "" if isinstance(error, FminferError) else f"{type(error).__name__}: "
+        send(connection, Report(failure=Fault.of(error, name)))
         raise
 
 
@@ -77,7 +69,7 @@ class TeamMember:
         group: Group | None,
         connection: Connection,
         spread: Spread,
-        checkpoint: Checkpoint | None,
+        checkpoint: Checkpoint,
     ) -> None:
         self._connection = connection
         # What was asked and can never run, and whether its priority is `BEHIND_ALL`.
@@ -89,10 +81,9 @@ class TeamMember:
         self._told = (0, False)  # what was said of how it stands
 
         def wait_for_others(file_digests: dict[str, str]) -> None:
-            send(connection, Loaded(file_digests))
+            send(connection, Report(file_digests=file_digests))
             assert receive(connection) == GO_ON
 
-        checkpoint = (checkpoint or open_model(config)).with_weights()
         tokenizer = load_tokenizer(config, checkpoint)
         self._computing = OnePipeline(
             config, checkpoint, tokenizer, group=group, spread=spread, on_loaded=wait_for_others
@@ -103,7 +94,7 @@ class TeamMember:
         """Answer until no more is asked."""
         computing, core = self._computing, self._core
         threading.Thread(target=self._listen, name="listener", daemon=True).start()
-        send(self._connection, Ready(computing.facts, computing.memory))
+        send(self._connection, Report(facts=computing.facts, memory=computing.memory))
         while not self._has_ended:
             core.wait()
             if self._failure is not None:
@@ -112,7 +103,7 @@ class TeamMember:
                 getattr(core, self._orders.popleft())()
             self._tell(core.step() if core.has_work else [])
         computing.close()
-        send(self._connection, Told([], core.state, core.stats, computing.memory))
+        send(self._connection, Report([], core.state, core.stats, computing.memory))
 
     def _tell(self, events: list[Event]) -> None:
         """Send events, and now and then counts."""
@@ -125,8 +116,8 @@ class TeamMember:
         stands = core.stats.num_begun, core.has_begun
         is_due = now_s - self._told_s > STATS_EVERY_S or not core.has_work
         if events or is_due or stands != self._told:
-            stats, memory = (core.stats, self._computing.memory) if is_due else (None, [])
-            send(self._connection, Told(events, core.state, stats, memory))
+            stats, memory = (core.stats, self._computing.memory) if is_due else (None, None)
+            send(self._connection, Report(events, core.state, stats, memory))
             self._told = stands
             self._told_s = now_s if is_due else self._told_s
 

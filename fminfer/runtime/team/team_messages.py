@@ -21,9 +21,10 @@ from fminfer.engine.engine_core import Facts
 from fminfer.engine.events import Delta, Event, Failed, Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineState, EngineStats, ReadWork, StageStats
+from fminfer.pipeline.watch import Fault
 from fminfer.text.encoded_prompt import EncodedPrompt
 
-# To a pipeline go Ask, Cancel and these words; the other classes come from it.
+# To a pipeline go Ask, Cancel and these words; a Report comes from it.
 GO_ON = "go on"  # all pipelines have their weights: the memory that is left can be shared out
 END = "end"  # no more is asked
 Order = Literal["start_run", "drain", "expect_no_more"]  # methods of the engine's loop
@@ -48,46 +49,25 @@ class Cancel:
 
 
 @dataclass(slots=True, frozen=True)
-class Loaded:
-    """The weights are in memory."""
+class Report:
+    """What a pipeline tells; None: nothing new of that."""
 
-    file_digests: dict[str, str]  # of their files, which all pipelines must have the same
+    events: list[Event] = field(default_factory=list)
+    state: EngineState | None = None
+    stats: EngineStats | None = None  # now and then, and when nothing is left to do
+    memory: list[RankMemory] | None = None  # of its ranks, with the stats
+    # Its weights are in memory: digests of their files, which all pipelines must have the same.
+    file_digests: dict[str, str] | None = None
+    facts: Facts | None = None  # it can answer
+    failure: Fault | None = None  # it cannot go on
 
-
-@dataclass(slots=True, frozen=True)
-class Ready:
-    """The pipeline can answer."""
-
-    facts: Facts
-    memory: list[RankMemory] = field(default_factory=list)  # of its ranks
-
-
-@dataclass(slots=True, frozen=True)
-class Told:
-    """Events, and how the pipeline stands."""
-
-    events: list[Event]
-    state: EngineState
-    stats: EngineStats | None  # now and then, and when nothing is left to do
-    memory: list[RankMemory] = field(default_factory=list)  # of its ranks, with the stats
-
-
-@dataclass(slots=True, frozen=True)
-class Broken:
-    """The pipeline cannot go on."""
-
-    text: str
-    kind: str  # the name of one of fminfer's errors
-
-
-Report = Loaded | Ready | Told | Broken
 
 _CLASSES = {
     each.__name__: each
     for each in (
-        *(Ask, Cancel, Loaded, Ready, Told, Broken, Prepared, SamplingParams, EncodedPrompt),
-        *(VectorWish, VectorFacts, Constraint, Delta, Finished, Failed, Facts, EngineState),
-        *(EngineStats, StageStats, ReadWork, RankMemory, MemoryPeak),
+        *(Ask, Cancel, Report, Prepared, SamplingParams, EncodedPrompt, VectorWish, VectorFacts),
+        *(Constraint, Delta, Finished, Failed, Facts, EngineState, EngineStats, StageStats),
+        *(ReadWork, RankMemory, MemoryPeak, Fault),
     )
 }
 

@@ -10,21 +10,14 @@ from typing import Any
 
 from fminfer.core.config import EngineConfig
 from fminfer.core.rank_memory import RankMemory
-from fminfer.engine.engine_core import BEHIND_ALL
+from fminfer.engine.engine_core import BEHIND_ALL, Facts
 from fminfer.engine.events import Delta
 from fminfer.engine.stats import EngineState, EngineStats
-from fminfer.pipeline.ranks import RankFacts
-from fminfer.runtime.launch.processes import Process, Processes
-from fminfer.runtime.launch.role import ChildOptions, Role, Spread, Task
-from fminfer.runtime.team.team_messages import (
-    Ask,
-    Broken,
-    Loaded,
-    Ready,
-    Told,
-    receive,
-    send,
-)
+from fminfer.pipeline.ranks import RankFacts, Spread
+from fminfer.pipeline.watch import Fault
+from fminfer.runtime.launch.processes import Process
+from fminfer.runtime.launch.role import ChildOptions, Role, Task
+from fminfer.runtime.team.team_messages import Ask, Report, receive, send
 
 
 @dataclass(slots=True)
@@ -101,15 +94,22 @@ class TeamPipeline:
     def __init__(self, number: int, connection: Connection, process: Process | None = None) -> None:
         self.number, self.connection, self._process = number, connection, process
         self.is_alive = True
-        self.failure: Broken | None = None
-        self.loaded: Loaded | None = None
-        self.ready: Ready | None = None
-        self.stats = EngineStats()
+        self.failure: Fault | None = None
+        self.file_digests: dict[str, str] | None = None  # None: it has not loaded
+        self.facts: Facts | None = None  # None: it cannot answer yet
+        self.stats, self.state = EngineStats(), EngineState()  # as it last said it
         self.memory: list[RankMemory] = []  # of its ranks, numbered from 0
         self.asked: dict[int, SentRequest] = {}  # that it has, and has not answered
-        self.state = EngineState()  # as it last said it
         self.num_sent = self.num_sent_behind = 0  # requests so far, and those behind all others
         self.cost = 0  # of its requests
+
+    def take(self, report: Report) -> None:
+        """Take note of what it tells."""
+        self.state, self.stats = report.state or self.state, report.stats or self.stats
+        self.memory, self.facts = report.memory or self.memory, report.facts or self.facts
+        self.failure = report.failure or self.failure
+        if report.file_digests is not None:
+            self.file_digests = report.file_digests
 
     @property
     def num_waiting(self) -> int:
@@ -148,40 +148,24 @@ class TeamPipeline:
         until_s = time.monotonic() + wait_s
         with contextlib.suppress(OSError, EOFError):
             while self.connection.poll(max(0.0, until_s - time.monotonic())):
-                if isinstance(said := receive(self.connection), Told) and said.memory:
-                    self.memory = said.memory
+                self.memory = receive(self.connection).memory or self.memory
         if self._process is not None:
             self._process.end(max(0.0, until_s - time.monotonic()))
 
 
-def start_pipelines(
-    members: Processes, config: EngineConfig, spread: Spread, child_options: ChildOptions
-) -> list[TeamPipeline]:
-    """Give each process its pipeline, all of them on this machine."""
-    count = len(members.all)
-    shared = replace(spread, num_engines=count)
-    return [
-        start_pipeline(number, process, config, shared, child_options)
-        for number, process in enumerate(members.all)
-    ]
-
-
 def start_pipeline(
-    number: int,
+    place: Spread,
     process: Process,
     config: EngineConfig,
-    spread: Spread,
     child_options: ChildOptions,
     facts: RankFacts | None = None,
 ) -> TeamPipeline:
     """Give a process its pipeline.
 
     Args:
-        spread: with the number of engines on this machine.
+        place: its pipeline's, among those on this machine.
         facts: its place among the pipeline's ranks, if these were started apart.
     """
-    spread = replace(spread, engine_number=number)
-    role = Role("member", spread, facts, process.descriptor)
-    process.give(Task(role, config, child_options))
+    process.give(Task(Role("member", place, facts, process.descriptor), config, child_options))
     assert process.line is not None, "a member has a line"
-    return TeamPipeline(number, Connection(process.line.detach()), process)
+    return TeamPipeline(place.engine_number, Connection(process.line.detach()), process)

@@ -6,19 +6,35 @@ else over gloo, through the host's memory.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
+import numpy as np
+import orjson
 import torch
 import torch.distributed as dist
 
+from fminfer.compute.step import (
+    NO_VECTORS,
+    NOTHING,
+    STEP_COLUMNS,
+    ResultKind,
+    Results,
+    Step,
+    StepResult,
+    TokenLogprobs,
+)
 from fminfer.core.errors import PipelineError
+from fminfer.core.messages import StageSpan
 
 MAGIC = 0x666D696E66657231  # "fminfer1"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Kind = Literal["step", "result", "mark", "stop"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+RESULT_KINDS: tuple[ResultKind, ...] = get_args(ResultKind)
+RESULT_COLUMNS = [each.name for each in fields(TokenLogprobs)]
 HEADER_FIELDS = 7  # magic, kind, span bytes, body bytes, tokens, hidden size, dtype
 
 
@@ -68,9 +84,9 @@ def send(message: RankMessage, rank: int, form: HiddenForm) -> None:
     kind = KINDS.index(message.kind)
     header = [MAGIC, kind, len(message.spans), len(message.body), tokens, size, dtype]
     dist.send(torch.tensor(header, dtype=torch.int64), rank)
-    for part in (message.spans, message.body):
-        if part:
-            dist.send(torch.frombuffer(bytearray(part), dtype=torch.uint8), rank)
+    if message.spans or message.body:
+        data = bytearray(message.spans + message.body)
+        dist.send(torch.frombuffer(data, dtype=torch.uint8), rank)
     if hidden is not None and tokens:
         if form.group is not None:
             dist.send(hidden.contiguous(), rank, group=form.group)
@@ -90,19 +106,13 @@ def receive(rank: int, form: HiddenForm) -> RankMessage:
     magic, kind, num_spans, num_body, tokens, size, dtype = header.tolist()
     if magic != MAGIC or not 0 <= kind < len(KINDS):
         raise PipelineError(f"rank {rank} sent something that is no message of this version")
-    spans, body = (_receive_bytes(count, rank) for count in (num_spans, num_body))
-    hidden = None
+    data, hidden = torch.empty(num_spans + num_body, dtype=torch.uint8), None
+    if len(data):
+        dist.recv(data, rank)
     if tokens:
         hidden = _receive_hidden(rank, form, (tokens, size), DTYPES[dtype])
-    return RankMessage(KINDS[kind], body, spans, hidden)
-
-
-def _receive_bytes(count: int, rank: int) -> bytes:
-    if not count:
-        return b""
-    data = torch.empty(count, dtype=torch.uint8)
-    dist.recv(data, rank)
-    return data.numpy().tobytes()
+    told = data.numpy().tobytes()
+    return RankMessage(KINDS[kind], told[num_spans:], told[:num_spans], hidden)
 
 
 def _receive_hidden(
@@ -126,3 +136,69 @@ def _receive_hidden(
 def _await_stream(form: HiddenForm) -> None:
     if form.device.type == "cuda":
         torch.cuda.current_stream(form.device).synchronize()
+
+
+def encode_step(step: Step) -> bytes:
+    """Return a step's bytes."""
+    return _join(step.step_id, [getattr(step, name) for name in STEP_COLUMNS])
+
+
+def decode_step(data: bytes) -> Step:
+    """Return the step of `encode_step`."""
+    step_id, columns = _read(data, STEP_COLUMNS.values())
+    return Step(step_id, **dict(zip(STEP_COLUMNS, columns, strict=True)))
+
+
+def encode_result(step_id: int, results: Results) -> bytes:
+    """Return a result's bytes, without spans."""
+    found = [results.get(kind) or NOTHING for kind in RESULT_KINDS]
+    columns = [getattr(each, name) for each in found for name in RESULT_COLUMNS]
+    return _join(step_id, [*columns, results.get("vectors", NO_VECTORS)])
+
+
+def decode_result(data: bytes, spans: list[StageSpan]) -> StepResult:
+    """Return the result of `encode_result`."""
+    likes = [getattr(NOTHING, name) for name in RESULT_COLUMNS] * len(RESULT_KINDS)
+    step_id, columns = _read(data, [*likes, NO_VECTORS])
+    results: Results = {}
+    for kind in RESULT_KINDS:
+        found = TokenLogprobs(*(next(columns) for _ in RESULT_COLUMNS))
+        if len(found):
+            results[kind] = found
+    if len(vectors := next(columns)):
+        results["vectors"] = vectors
+    return StepResult(step_id, results, spans)
+
+
+def encode_spans(spans: list[StageSpan]) -> bytes:
+    """Return spans as lines of JSON, to which others may be appended."""
+    return b"".join(orjson.dumps(span, option=orjson.OPT_APPEND_NEWLINE) for span in spans)
+
+
+def decode_spans(data: bytes) -> list[StageSpan]:
+    """Return the spans of `encode_spans`."""
+    return [StageSpan(**orjson.loads(line)) for line in data.splitlines()]
+
+
+def _join(number: int, columns: list[np.ndarray]) -> bytes:
+    """Return a number, the shape of each column, and the columns as bytes."""
+    head = np.array([number, *(size for each in columns for size in each.shape)], np.int64)
+    return b"".join([head.tobytes(), *(each.tobytes() for each in columns)])
+
+
+def _read(data: bytes, likes: Iterable[np.ndarray]) -> tuple[int, Iterator[np.ndarray]]:
+    """Return the number and the columns of `_join`, given arrays of their dtypes and dimensions."""
+    likes = list(likes)
+    head = np.frombuffer(data, np.int64, 1 + sum(like.ndim for like in likes)).tolist()
+    number, *sizes = head
+
+    def read() -> Iterator[np.ndarray]:
+        start, place = 8 * len(head), 0
+        for like in likes:
+            shape = sizes[place : place + like.ndim]
+            count = int(np.prod(shape))
+            found = np.frombuffer(data, like.dtype, count, start)
+            yield found.reshape(shape).copy()  # which is aligned
+            start, place = start + count * like.itemsize, place + like.ndim
+
+    return number, read()

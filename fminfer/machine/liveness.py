@@ -1,0 +1,131 @@
+"""Who is there, and who lives: what processes use that find each other, as ranks or by claims.
+
+A process beats in turns, in the ranks' store or on its claims' files, and silence counts as death.
+Of a process of the same machine the system tells at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+POLL_S = 0.05
+
+
+def every(turn_s: float, work: Callable[[], None], name: str, end: threading.Event) -> None:
+    """Call a function in each turn, on a thread of its own, until the end."""
+
+    def turn() -> None:
+        while not end.wait(turn_s):
+            work()
+
+    threading.Thread(target=turn, name=name, daemon=True).start()
+
+
+def wait_until(is_so: Callable[[], bool], timeout_s: float) -> bool:
+    """Wait until something is so, at most so long; return whether it is."""
+    end_s = time.monotonic() + timeout_s
+    while not is_so():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def machine_name(namespace: Literal["pid", "net"]) -> str:
+    """Name this boot of this machine, and this container's namespace; "": the system is no Linux.
+
+    Processes with an equal name see each other's process ids, or share the loopback interface.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink(f'/proc/self/ns/{namespace}')}"
+    except OSError:
+        return ""
+
+
+def create_once(path: Path, data: bytes, mode: int) -> bool:
+    """Create a file; return False if it is there: of several processes one is the first.
+
+    Who reads it at this very moment may find it empty. (A hard link would show it whole at once,
+    but some file systems have none.)
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    except FileExistsError:
+        return False
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    return True
+
+
+@dataclass(slots=True, frozen=True)
+class Owner:
+    """A process; where two differ in `machine`, nothing is known of each other's processes."""
+
+    host: str
+    pid: int
+    started: str  # a process id is used again
+    machine: str  # this boot of this machine, as seen from this container
+    since: float  # time.time() of its host
+    token: str  # of this very file: a number is used again, too
+
+    @property
+    def is_near(self) -> bool:
+        """Tell whether this machine's processes are the owner's as well."""
+        return self.machine != "" and self.machine == machine_name("pid")
+
+    def is_alive(self) -> bool:
+        """Tell whether the process has not ended; it must be of this machine."""
+        started = _start(self.pid)
+        if started is not None:
+            return started == self.started
+        try:  # it may be another user's, and not be shown
+            os.kill(self.pid, 0)
+        except PermissionError:
+            return True
+        except (ProcessLookupError, OverflowError):
+            return False
+        return True
+
+
+def describe_me() -> bytes:
+    """Return what a file of this process says of its owner; no two are equal."""
+    pid, token = os.getpid(), uuid.uuid4().hex
+    started, machine = _start(pid) or "", machine_name("pid")
+    me = Owner(socket.gethostname(), pid, started, machine, time.time(), token)
+    return json.dumps(asdict(me)).encode() + b"\n"
+
+
+def read_owner(path: Path) -> Owner | None:
+    """Read whose a file is; None: it does not say."""
+    try:
+        owner = Owner(**json.loads(path.read_bytes()))
+        types = (str, int, str, str, float, str)
+        return owner if all(map(isinstance, asdict(owner).values(), types)) else None
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+def _start(pid: int) -> str | None:
+    """Return when a process began, in the kernel's ticks; "": it has ended; None: not known."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return "" if fields[0] in "ZX" else fields[19]

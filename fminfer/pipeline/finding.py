@@ -1,0 +1,332 @@
+"""Where ranks meet: at an address, through torchrun's own store, or in a folder.
+
+A folder is on one machine, or on several that share a disk. Its store listens on the loopback
+interface until a rank of another machine asks for more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import json
+import os
+import secrets
+import socket
+import struct
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from fminfer.core.errors import PipelineError, UsageError
+from fminfer.machine.liveness import create_once, machine_name, wait_until
+from fminfer.pipeline.handshake import NoStoreError, WrongSecretError, read_own, secret_of_home
+from fminfer.pipeline.ranks import HOW_TO_SHARE, RankFacts
+from fminfer.pipeline.store import Store, connect, hold
+
+SIOCGIFADDR = 0x8915  # Linux: an interface's address
+BACKLOG = 1024
+PROBES = 3  # unanswered, after which a machine counts as gone
+LOOPBACK = "127.0.0.1"
+POLL_S = 0.1
+AWAY_POLL_S = 0.5
+TORN_S = 5.0  # time for the creator of a file to fill it
+GREET_S = 20.0  # time for a greeting at the address: the port may be another program's by now
+AWAY_S = 30.0  # time for the holder to see, on a shared disk, that a rank is on another machine
+FILES = "fminfer-rendezvous-" + "[0-9]" * 6 + ".json"
+
+
+def open_store(facts: RankFacts, timeout_s: float) -> Store:
+    """Open the store, or connect to the one that another process has opened.
+
+    It is in rank 0: of ranks that are told no number, whoever opens the store is rank 0.
+
+    Raises:
+        PipelineError: nobody opened it in time, its port is taken, or its secret is another.
+        UsageError: there is no place for a secret, or for the rendezvous.
+    """
+    if facts.folder is not None:
+        return _meet_in_folder(facts.folder, facts.rank, facts.secret, timeout_s)
+    secret = facts.secret or secret_of_home()
+    if facts.agent is not None:
+        return _meet_through_agent(facts, secret, timeout_s)
+    host, port = facts.host, facts.port
+    if facts.listen_fd is not None:
+        return hold(socket.socket(fileno=facts.listen_fd), host, secret, timeout_s)
+    if facts.opens_store and (facts.rank == 0 or is_here(host)):
+        try:
+            return hold(listen(host, port), host, secret, timeout_s)
+        except OSError as error:
+            if facts.rank is not None:
+                raise PipelineError(
+                    f"rank {facts.rank} cannot listen at {host}:{port} ({error}). Is another run "
+                    "using the port? Give --dist-url another"
+                ) from error
+    return connect(host, port, secret, timeout_s, facts.prefix)
+
+
+def _meet_through_agent(facts: RankFacts, secret: str, timeout_s: float) -> Store:
+    """Find the store by an address in that of torchrun's agent, which is open to everybody."""
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        agent = dist.TCPStore(facts.host, facts.port, None, False, timeout, wait_for_workers=False)
+        told = dist.PrefixStore(f"fminfer/{facts.agent}", agent)
+        if facts.rank == 0:
+            host = LOOPBACK if facts.is_one_machine else facts.host
+            store = hold(listen(host, 0), host, secret, timeout_s)
+            told.set("address", json.dumps([host, store.port]))
+            return store
+        # torch's own wait would not hear Ctrl-C.
+        if not wait_until(lambda: told.check(["address"]), timeout_s):
+            raise PipelineError(f"rank 0 did not come within {timeout_s:g} s")
+        host, port = json.loads(told.get("address"))
+    except dist.DistError as error:
+        raise PipelineError(f"torchrun's own store does not answer: {error}") from error
+    return connect(host, port, secret, timeout_s)
+
+
+def _meet_in_folder(folder: Path, rank: int | None, secret: str | None, timeout_s: float) -> Store:
+    """Rank 0, or the first to come, writes its address into the folder; the others read it.
+
+    Files are numbered: one that leads nowhere (a killed run left it) is followed by the next
+    number, which only one rank can create. So two that find the old file agree on the new one.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--rendezvous {folder} cannot be made a folder: {error}") from error
+    until_s = time.monotonic() + timeout_s
+    seen_s: dict[Path, float] = {}  # when this rank first saw a file
+    while time.monotonic() < until_s:
+        store, files = None, sorted(folder.glob(FILES))
+        if files and rank != 0:
+            fields = _read(files[-1], secret)  # once: its holder may write another meanwhile
+            store = _join(files[-1], fields, secret, timeout_s)
+            age_s = time.monotonic() - seen_s.setdefault(files[-1], time.monotonic())
+            if store is None and _may_lead_yet(files[-1], fields, age_s):
+                time.sleep(AWAY_POLL_S if fields else POLL_S)
+                continue
+        if store is None and rank in (0, None):
+            store = _found(folder, files, secret, timeout_s)
+        if store is not None:
+            return store
+        time.sleep(POLL_S)
+    raise PipelineError(f"the ranks found no common store through {folder} in {timeout_s:g} s")
+
+
+def _read(file: Path, secret: str | None) -> dict[str, Any]:
+    """Return what a rendezvous file says, or nothing if it is torn or gone.
+
+    Args:
+        secret: of the environment; None: it stands in the file, which must be this user's alone.
+    """
+    try:
+        fields = json.loads(read_own(file) if secret is None else file.read_text())
+    except PermissionError as error:
+        raise UsageError(f"{file} cannot be read: all ranks must be one user's") from error
+    except (OSError, ValueError):
+        return {}
+    is_whole = isinstance(fields, dict) and isinstance(fields.get("port"), int)
+    return fields if is_whole and isinstance(fields.get("hosts"), list) else {}
+
+
+def _join(file: Path, fields: dict[str, Any], secret: str | None, timeout_s: float) -> Store | None:
+    """Connect to the store whose address a file holds; None: it leads nowhere."""
+    used = secret or str(fields.get("secret", ""))
+    for host in fields.get("hosts", ()):
+        if is_loopback(host) and not _is_near(fields):
+            continue
+        try:
+            return Store(host, fields["port"], used, min(GREET_S, timeout_s))
+        except (OSError, EOFError, NoStoreError):
+            continue
+        except WrongSecretError as error:
+            if secret is None and used:  # the port of a run that was killed is another's by now
+                continue
+            raise PipelineError(f"{file}: {error}. {HOW_TO_SHARE}") from None
+    return None
+
+
+def _is_near(fields: dict[str, Any]) -> bool:
+    return fields.get("machine") == machine_id()
+
+
+def _may_lead_yet(file: Path, fields: dict[str, Any], age_s: float) -> bool:
+    """Return whether a file, first seen so long ago, may lead to a store soon.
+
+    An empty one may be filled. A holder on another machine is asked to listen there.
+    """
+    if not fields:
+        return age_s < TORN_S
+    if _is_near(fields) or fields["hosts"] != [LOOPBACK]:
+        return False
+    try:
+        _away(file).touch()
+    except OSError as error:
+        raise UsageError(f"{file.parent} cannot be written: {error}") from error
+    return age_s < AWAY_S
+
+
+def _away(file: Path) -> Path:
+    """Return what says that a rank is on another machine than the holder."""
+    return file.with_suffix(".away")
+
+
+def _found(
+    folder: Path, old_files: list[Path], secret: str | None, timeout_s: float
+) -> Store | None:
+    """Open a store and write its address; None: another rank was faster.
+
+    Args:
+        old_files: in order; none of them leads anywhere.
+        secret: of the environment; None: one is made, and stands in the file.
+    """
+    number = int(old_files[-1].stem.rpartition("-")[2]) + 1 if old_files else 0
+    file = folder / FILES.replace("[0-9]" * 6, f"{number:06}")
+    listener, used = listen(LOOPBACK, 0), secret or secrets.token_hex(32)
+    port = listener.getsockname()[1]
+    fields = {"machine": machine_id(), "hosts": [LOOPBACK], "port": port}
+    fields |= {} if secret else {"secret": used}
+    try:
+        is_first = create_once(file, json.dumps(fields).encode(), 0o600)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be written: {error}") from error
+    if not is_first:
+        listener.close()
+        return None
+    for old in old_files:
+        _remove(old)
+    store = hold(listener, LOOPBACK, used, timeout_s)
+    store.on_hide = lambda: _remove(file)
+    threading.Thread(
+        target=_await_away, args=(store, file, fields), name="away", daemon=True
+    ).start()
+    return store
+
+
+def _remove(file: Path) -> None:
+    file.unlink(missing_ok=True)
+    _away(file).unlink(missing_ok=True)
+
+
+def _await_away(store: Store, file: Path, fields: dict[str, Any]) -> None:
+    """Listen on every interface once a rank of another machine has asked for it."""
+    others = [address for address in interfaces().values() if not is_loopback(address)]
+    while others and not store.has_all.wait(AWAY_POLL_S):
+        if not list(file.parent.glob(_away(file).name)):  # which asks the disk, not a cache
+            continue
+        listener = listen("", 0)
+        assert store.holder is not None
+        store.holder.listen_at(listener)
+        draft = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}.{store.port}")
+        told = fields | {"hosts": others, "port": listener.getsockname()[1]}
+        create_once(draft, json.dumps(told).encode(), 0o600)
+        os.replace(draft, file)
+        return
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Listen for the ranks that are told `host`.
+
+    On its own address if that is of this machine, so that no other network reaches the port. A
+    name gets every interface: a machine's own name often leads to its loopback, where no other
+    machine could reach it.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    is_own = is_loopback(host) or (_is_number(host) and is_here(host))
+    try:
+        listener.bind((host if is_own else "", port))
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def end_when_silent(peer: socket.socket, timeout_s: float, *, is_always_read: bool) -> None:
+    """Let the system end a connection whose other machine is silent for this time.
+
+    Args:
+        is_always_read: the process at the other end always reads. To Linux, one that does not read
+            looks like a machine that is gone. If it may stop reading, a silent machine is noticed
+            only while no data is on its way. Otherwise it takes 15 minutes.
+    """
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    turn_s = max(1, round(timeout_s / (PROBES + 1)))
+    options = {"TCP_KEEPIDLE": turn_s, "TCP_KEEPINTVL": turn_s, "TCP_KEEPCNT": PROBES}
+    if is_always_read:
+        options["TCP_USER_TIMEOUT"] = max(1, round(timeout_s * 1000))
+    for name, value in options.items():
+        if hasattr(socket, name):  # not every system has each
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address is of the loopback interface; of names only localhost is."""
+    return host.startswith("127.") or host == "localhost"
+
+
+def is_here(host: str) -> bool:
+    """Return whether an address is this machine's."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            return False
+    return True
+
+
+def machine_id() -> str:
+    """Name what shares this process's loopback interface: a machine, or a container of it."""
+    return f"{socket.gethostname()} {machine_name('net')}"
+
+
+def address_of(host: str) -> str:
+    """Return a host's IPv4 address; a name that leads nowhere is returned as it is."""
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return host
+
+
+def own_address(towards: str) -> str:
+    """Return this machine's address on the way to another; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((towards, 9))
+            address: str = probe.getsockname()[0]
+        except OSError:
+            return LOOPBACK
+    return address
+
+
+def interfaces() -> dict[str, str]:
+    """Return the IPv4 address of each network interface; empty where the system is no Linux."""
+    found: dict[str, str] = {}
+    if not sys.platform.startswith("linux"):
+        return found
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # it has no address
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, request)
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def _is_number(host: str) -> bool:
+    try:
+        ipaddress.IPv4Address(host)
+    except ValueError:
+        return False
+    return True
