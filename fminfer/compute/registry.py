@@ -16,16 +16,15 @@ from fminfer.compute.attention.attention_trial import AttentionAsked, attention_
 from fminfer.compute.attention.kernel_attention import attention_candidate
 from fminfer.compute.attention.paged_attention import AttentionBody
 from fminfer.compute.kernels.kernel_build import KernelBuild, start_build
-from fminfer.compute.layers.bodies import PartKernels, Parts, parts_candidate, parts_trial
-from fminfer.compute.layers.expert_kernel import expert_candidate
-from fminfer.compute.layers.experts import Mix, Mixture
-from fminfer.compute.linear.packed_linear import library_products
+from fminfer.compute.layers.bodies import PartKernels, Parts, parts_trial
+from fminfer.compute.layers.experts import Mix, Mixture, expert_candidate
+from fminfer.compute.layers.layer_kernels import parts_candidate
 from fminfer.compute.linear.product_kernel import (
     PackedProduct,
     head_candidate,
     product_candidate,
 )
-from fminfer.compute.linear.products import Linear, PlainProduct
+from fminfer.compute.linear.products import Linear, PlainProduct, library_products
 from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR, draw_candidate, rank_candidate
 from fminfer.compute.sampling.sampler import Drawer, Ranker, draw, rank
 from fminfer.compute.spec import Attention, Moe
@@ -86,7 +85,7 @@ class Registry:
     ) -> None:
         self.asked, self.library, self.dtype, self.device = asked, library, dtype, device
         self.reasons: dict[object, str] = {}  # why each candidate failed first; None: no library
-        self._passed: dict[tuple[object, Hashable], bool] = {}
+        self._passed: dict[tuple[object, Hashable], bool] = {}  # by candidate and trial's key
         self.of_attention: list[Candidate[AttentionAsked, AttentionBody]] = []
         self.of_parts: list[Candidate[None, PartKernels]] = []
         self.of_products: list[Candidate[Linear, Function]] = []
@@ -94,22 +93,18 @@ class Registry:
         self.of_heads: list[Candidate[Linear, PackedProduct]] = []
         self.of_draws: list[Candidate[None, Drawer]] = []
         self.of_ranks: list[Candidate[None, Ranker]] = []
+        if library is not None and device.type == "cpu":
+            self.of_attention.append(attention_candidate(library, dtype))
+            self.of_parts.append(parts_candidate(library, dtype))
+            self.of_products.append(product_candidate(library, dtype))
+            self.of_experts.append(expert_candidate(library, dtype))
+            self.of_heads.append(head_candidate(library, dtype))
+            self.of_draws.append(draw_candidate(library))
+            self.of_ranks.append(rank_candidate(library))
         if device.type == "cpu":
-            self._have_library(library)
             self.of_products += library_products(dtype, is_fast=is_fast_in_bfloat16(device))
         elif asked != "off":
             self.have_triton()
-
-    def _have_library(self, library: ctypes.CDLL | None) -> None:
-        if library is None:
-            return
-        self.of_attention.append(attention_candidate(library, self.dtype))
-        self.of_parts.append(parts_candidate(library, self.dtype))
-        self.of_products.append(product_candidate(library, self.dtype))
-        self.of_experts.append(expert_candidate(library, self.dtype))
-        self.of_heads.append(head_candidate(library, self.dtype))
-        self.of_draws.append(draw_candidate(library))
-        self.of_ranks.append(rank_candidate(library))
 
     def have_triton(self) -> None:
         """Add the GPU's kernels. Triton comes with torch for CUDA only, and is imported late."""
@@ -145,12 +140,7 @@ class Registry:
     def attention(
         self, hows: Sequence[Attention], block_size: int, kv_dtype: torch.dtype
     ) -> AttentionBody | None:
-        """Return the compiled attention; None: plain torch.
-
-        Args:
-            hows: of all layers, whose keys have one shape.
-            block_size: tokens a block of the KV cache.
-        """
+        """Return the compiled attention of layers whose keys have one shape; None: plain torch."""
         return self.find(self.of_attention, AttentionAsked(tuple(hows), block_size, kv_dtype))
 
     @cached_property
@@ -159,21 +149,12 @@ class Registry:
         return Parts(self.find(self.of_parts, None))
 
     def product(self, weight: Weight, bias: torch.Tensor | None) -> Function:
-        """Return x·Wᵀ + b of x, (…, inputs), packed once where that is faster.
-
-        Args:
-            weight: (outputs, inputs).
-        """
+        """Return x·Wᵀ + b of x, (…, inputs), packed once where that is faster."""
         asked = Linear(weight, bias)
         return self.find(self.of_products, asked) or PlainProduct(asked.weight, asked.bias)
 
     def experts(self, how: Moe, up: Weight, down: Weight) -> Mix | None:
-        """Return a layer's experts; None: their products are to be made one by one.
-
-        Args:
-            up: (experts, outputs, hidden).
-            down: (experts, hidden, size).
-        """
+        """Return a layer's experts, `Mixture`; None: their products are to be made one by one."""
         return self.find(self.of_experts, Mixture(how, up, down))
 
     def head(self, weight: Weight, bias: torch.Tensor | None) -> PackedProduct | None:
@@ -232,11 +213,7 @@ class Registry:
             if is_out_of_memory(error):  # that says nothing of the body
                 raise
             body = None
-            self._tell(candidate, trial.name, error)
+            self.reasons.setdefault(candidate, explain_failure(self.asked, trial.name, error))
         if not any(seen):  # what is nan could not be compared: the next of its key is tried, too
             self._passed[key] = body is not None
         return body
-
-    def _tell(self, candidate: object, name: str, error: Exception) -> None:
-        """Note why a kernel is not used, or raise it if plain torch will not do."""
-        self.reasons.setdefault(candidate, explain_failure(self.asked, name, error))

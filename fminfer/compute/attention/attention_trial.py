@@ -69,66 +69,64 @@ def attention_pairs(
     for how in asked.kinds:
         one = replace(asked, hows=(how,))
         sizes = num_keys, -(-TRIED_PROGRAMS[device.type] // how.kv_heads)
-        found, expected = (
-            _attend_some(body, one, sizes, dtype, where)
-            for body, where in ((kernel, device), (None, CPU))
-        )
-        yield found, expected
+        found = _attend_some(kernel, one, sizes, dtype, device)
+        yield found, _attend_some(None, one, sizes, dtype, CPU)
 
 
-def _some_biases(heads: int, reach: int, device: torch.device) -> torch.Tensor:
-    places = torch.arange(heads * (2 * reach + 1), device=device)
-    return (0.37 * places).sin().view(heads, -1)
+def _trial_scoring(how: Attention, num_keys: int, device: torch.device) -> Scoring:
+    """Return scores that differ from head to head, with limits within the rows of a trial."""
+    heads, reach = how.heads, num_keys // 3
+    slopes, relative = None, None
+    if how.alibi is not None and not how.keeps_bias:
+        slopes = torch.linspace(0.01, 0.1, heads, device=device)
+    if how.relative is not None:
+        places = torch.arange(heads * (2 * reach + 1), device=device)
+        relative = (0.37 * places).sin().view(heads, -1)
+    return Scoring(
+        how.cache_shape[2] ** -0.5,
+        window=None if how.window is None else num_keys * 5 // 6,
+        slopes=slopes,
+        softcap=how.softcap,
+        sinks=torch.linspace(-1, 2, heads, device=device) if how.has_sinks else None,
+        ahead=0 if how.is_causal else NO_LIMIT - 1 if how.window is None else reach,
+        relative=relative,
+    )
 
 
 def _attend_some(
     kernel: AttentionBody | None,
-    asked: AttentionAsked,
+    asked: AttentionAsked,  # one kind of layer
     sizes: tuple[int, int],  # keys of the longer row; rows that share a prefix
     dtype: torch.dtype,  # of queries
     device: torch.device,
 ) -> torch.Tensor:  # (tokens, heads, head_dim) float32, on the CPU
     """Attend from two prompts, a chunk of one beside a token of the other, and some that share."""
     how, block_size, (num_keys, num_rows) = asked.how, asked.block_size, sizes
-    heads, (_, kv_heads, head_dim) = how.heads, how.cache_shape
+    _, kv_heads, head_dim = how.cache_shape
     body: AttentionBody = kernel or PlainAttention(kv_heads, device)
     given = dtype if kernel else torch.float32
     count = -(-(num_keys + 3) // block_size)
-    shape = (2 * count + num_rows, kv_heads, block_size, head_dim)
-    nan = torch.full((2, *shape), torch.nan, dtype=asked.kv_dtype, device=device)
-    keys, values = nan  # what others left there must not matter
-    blocks = list(range(2 * count))
-    first, second = blocks[1::2], blocks[-2::-2]
+    shape = (2, 2 * count + num_rows, kv_heads, block_size, head_dim)
+    # What others left in a cache must not matter.
+    keys, values = torch.full(shape, torch.nan, dtype=asked.kv_dtype, device=device)
+    first, second = [*range(1, 2 * count, 2)], [*range(2 * count - 2, -1, -2)]
     part, shared = num_keys * 2 // 5, num_keys // block_size
-    has_slopes = how.alibi is not None and not how.keeps_bias
-    scoring = Scoring(
-        head_dim**-0.5,
-        window=None if how.window is None else num_keys * 5 // 6,
-        slopes=torch.linspace(0.01, 0.1, heads, device=device) if has_slopes else None,
-        softcap=how.softcap,
-        sinks=torch.linspace(-1, 2, heads, device=device) if how.has_sinks else None,
-        ahead=0 if how.is_causal else NO_LIMIT - 1 if how.window is None else num_keys // 3,
-        relative=None if how.relative is None else _some_biases(heads, num_keys // 3, device),
+    others = (
+        (shared * block_size, 1, [*first[:shared], 2 * count + number])
+        for number in range(num_rows)
     )
-    generator = torch.Generator().manual_seed(0)
-    outs = []
+    generator, outs = torch.Generator().manual_seed(0), []
     for rows in (
         Rows.of((0, num_keys, first), (0, part, second)),
         Rows.of((part, num_keys // 2, second), (num_keys, 1, first)),
-        Rows.of(
-            (num_keys + 1, 1, first),
-            *(
-                (shared * block_size, 1, [*first[:shared], 2 * count + number])
-                for number in range(num_rows)
-            ),
-        ),
+        Rows.of((num_keys + 1, 1, first), *others),
     ):
-        tokens = int(rows.lengths.sum())
         query, key, value = (
-            torch.randn((1, num, tokens, head_dim), generator=generator).to(dtype).to(device, given)
-            for num in (heads, kv_heads, kv_heads)
+            torch.randn((1, num, rows.num_tokens, head_dim), generator=generator)
+            .to(dtype)
+            .to(device, given)
+            for num in (how.heads, kv_heads, kv_heads)
         )
-        plan = body.plan(rows, block_size)
-        out = body(AttentionCall(query, key, value, keys, values, plan, scoring))
-        outs.append(out[0].float().cpu())
-    return torch.cat(outs)
+        plan, scoring = body.plan(rows, block_size), _trial_scoring(how, num_keys, device)
+        outs.append(body(AttentionCall(query, key, value, keys, values, plan, scoring))[0])
+    return torch.cat([out.float().cpu() for out in outs])

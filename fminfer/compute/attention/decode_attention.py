@@ -1,7 +1,4 @@
-"""Attention of decode rows, one token each, over the flat list of all rows' KV blocks.
-
-In plain tensor operations, for any device; kernel_attention is faster where it can be built.
-"""
+"""Attention of decode rows, one token each, over all rows' KV blocks, in plain torch."""
 
 from __future__ import annotations
 

@@ -12,31 +12,14 @@ import torch
 from fminfer.compute.attention.attention_trial import AttentionAsked, attention_trial
 from fminfer.compute.attention.paged_attention import MIN_ROWS, AttentionBody, find_shared_runs
 from fminfer.compute.attention.scoring import AttentionCall, with_rows
+from fminfer.compute.kernels.calls import Arguments
 from fminfer.compute.step import Column, Rows
 from fminfer.compute.trial import Candidate
+from fminfer.compute.weights import KERNEL_TYPES
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+CACHE_TYPES = KERNEL_TYPES | {torch.float16: 2}
 NO_RUNS = (np.zeros((0, 4), np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
 MOST_ENTRIES = 4  # runs that a row is in, on average: each costs memory, and less and less is left
-
-
-class Arguments(ctypes.Structure):
-    """What the kernel is called with; attention.cpp says what each is."""
-
-    _fields_ = (
-        *[(name, ctypes.c_void_p) for name in ("query", "out", "keys", "values")],
-        *[(name, ctypes.c_void_p) for name in ("new_keys", "new_values", "slots")],
-        *[(name, ctypes.c_void_p) for name in ("rows", "tables", "runs", "members")],
-        *[(name, ctypes.c_void_p) for name in ("entries", "slopes", "sinks", "relative")],
-        *[(name, ctypes.c_int64) for name in ("num_rows", "num_runs", "num_members", "num_tokens")],
-        *[(name, ctypes.c_int64) for name in ("query_head", "query_token")],
-        *[(name, ctypes.c_int64) for name in ("new_key_head", "new_key_token")],
-        *[(name, ctypes.c_int64) for name in ("new_value_head", "new_value_token")],
-        *[(name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "block_size")],
-        *[(name, ctypes.c_int64) for name in ("window", "ahead", "reach")],
-        *[(name, ctypes.c_int64) for name in ("type", "kv_type", "num_threads")],
-        *[(name, ctypes.c_float) for name in ("scaling", "softcap")],
-    )
 
 
 @dataclass(slots=True, frozen=True)
@@ -126,8 +109,8 @@ def step_arguments(
     arguments.num_rows, arguments.num_runs = len(rows.rows), len(rows.runs)
     arguments.num_members, arguments.num_tokens = len(rows.members), len(rows.slots)
     _, arguments.kv_heads, arguments.block_size, arguments.head_dim = keys.shape
-    arguments.heads, arguments.type, arguments.kv_type = heads, TYPES[kind], TYPES[keys.dtype]
-    arguments.num_threads = torch.get_num_threads()
+    arguments.heads, arguments.num_threads = heads, torch.get_num_threads()
+    arguments.type, arguments.kv_type = KERNEL_TYPES[kind], CACHE_TYPES[keys.dtype]
     return arguments
 
 
@@ -136,7 +119,6 @@ class KernelAttention:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._attend = library.fminfer_attention
-        self._attend.argtypes = [ctypes.POINTER(Arguments)]
 
     plan = staticmethod(plan_rows)
 
@@ -171,7 +153,7 @@ class KernelAttention:
         _, given.new_value_head, given.new_value_token, _ = value.stride()
         given.window, given.scaling = min(how.window or 0, 2**31 - 1), how.scaling
         given.softcap = how.softcap or 0.0
-        if self._attend(given):
+        if self._attend(ctypes.byref(given)):
             raise MemoryError("no memory for the attention kernel's working space")
         if rows.kept is not None:
             out = out[:, rows.kept]

@@ -20,23 +20,17 @@ class KvCache:
     """One tensor for all layers, in blocks that sequences share or copy.
 
     Of latent attention keys alone are kept: values are read where keys are.
-
-    Args:
-        layers: the attention of each layer; their keys have the same shape.
-        num_blocks, block_size: the size of the cache.
-        dtype: of the cache; what is stored is rounded to it.
-        kernel: the compiled attention; None: plain torch.
     """
 
     def __init__(
         self,
-        layers: Sequence[Attention],
+        layers: Sequence[Attention],  # whose keys have one shape
         *,
         num_blocks: int,
         block_size: int,
-        dtype: torch.dtype,
+        dtype: torch.dtype,  # what is stored is rounded to it
         device: torch.device,
-        kernel: AttentionBody | None,
+        kernel: AttentionBody | None,  # None: plain torch
     ) -> None:
         # Of an encoder alone there are no layers, and what is empty may be of any shape.
         ((kept, kv_heads, head_dim),) = {how.cache_shape for how in layers} or {(2, 1, 1)}
@@ -53,21 +47,15 @@ class KvCache:
     def plan_cross(self, rows: Rows, kept: np.ndarray | None) -> StepAttention:
         """Return the attention of tokens to what the encoder gave, as `BlockTables.cross` has them.
 
-        Args:
-            kept: (wanted,) int64, the tokens whose queries the last layer has; None: all.
+        The last layer has the queries of the tokens `kept` alone.
         """
         plan = self.body.plan(rows, self.block_size)
         last = plan if kept is None else self.body.plan(rows.part(kept), self.block_size)
         return StepAttention(self.layers, plan, last)
 
     def plan(self, rows: Rows, kept: torch.Tensor | None = None) -> StepAttention:
-        """Return the attention of a step's rows.
-
-        Args:
-            kept: (wanted,) int64, the tokens whose queries the last layer needs; None: all.
-        """
-        plan = self.body.plan(rows, self.block_size)
-        return StepAttention(self.layers, plan, plan if kept is None else plan.keep(kept))
+        """Return the attention of a step's rows, of whose queries the last layer keeps some."""
+        return _attention_of(self.layers, self.body.plan(rows, self.block_size), kept)
 
     def copy_blocks(self, copies: np.ndarray) -> None:
         """Copy whole blocks, given as pairs (from, to): (copies, 2) int64."""
@@ -77,21 +65,14 @@ class KvCache:
 
 
 class WholeRows:
-    """Attention of whole prompts: one layer's keys and values, which the next layer overwrites.
-
-    Args:
-        how: the attention of a layer; keys of all have its shape.
-        block_size: tokens a block.
-        dtype: of hidden states; nothing is rounded further.
-        kernel: the compiled attention; None: plain torch.
-    """
+    """Attention of whole prompts: one layer's keys and values, which the next layer overwrites."""
 
     def __init__(
         self,
-        how: Attention,
+        how: Attention,  # of a layer; keys of all have its shape
         *,
         block_size: int,
-        dtype: torch.dtype,
+        dtype: torch.dtype,  # of hidden states
         device: torch.device,
         kernel: AttentionBody | None,
     ) -> None:
@@ -103,18 +84,13 @@ class WholeRows:
     def plan(
         self, lengths: np.ndarray, num_layers: int, kept: torch.Tensor | None
     ) -> StepAttention:
-        """Return the attention of prompts of these lengths.
-
-        Args:
-            kept: (wanted,) int64, the tokens whose queries the last layer needs; None: all.
-        """
+        """Return the attention of prompts of these lengths; `kept` as in `KvCache.plan`."""
         rows = Rows.whole(lengths, self._block_size)
         num_blocks = int((-(-lengths // self._block_size)).sum())
         if num_blocks > self._kv.shape[1]:
             self._kv = self._kv.new_empty((2, num_blocks, *self._shape))
-        plan = self._body.plan(rows, self._block_size)
         layers = [PagedAttention(self._kv[0], self._kv[1], self._body)] * num_layers
-        return StepAttention(layers, plan, plan if kept is None else plan.keep(kept))
+        return _attention_of(layers, self._body.plan(rows, self._block_size), kept)
 
 
 @dataclass(slots=True, frozen=True)
@@ -140,3 +116,10 @@ class StepAttention:
         """Store a step's new keys and values, then attend."""
         q, k, v = (part.transpose(0, 1)[None] for part in (query, key, value))
         return self.layers[layer](self.plan_of(layer), q, k, v, how)[0]
+
+
+def _attention_of(
+    layers: Sequence[PagedAttention], plan: Any, kept: torch.Tensor | None
+) -> StepAttention:
+    """Return the attention by a plan; `kept`, (wanted,) int64, or None: all."""
+    return StepAttention(layers, plan, plan if kept is None else plan.keep(kept))

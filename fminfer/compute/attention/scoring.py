@@ -15,7 +15,7 @@ NO_LIMIT = 2**30  # of positions
 
 @dataclass(slots=True, frozen=True)
 class Scoring:
-    """What a layer makes of its scores: the same at each step, and made once for each layer.
+    """What a layer makes of its scores, at each step.
 
     A key is seen if -ahead <= query position - key position < window (None: no limit). Scores are
     bent into (-softcap, softcap) before biases and mask (None: left as they are). A sink is the

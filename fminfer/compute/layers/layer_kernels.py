@@ -1,7 +1,4 @@
-"""Calls the compiled norms, rotary positions and gated activations of the CPU.
-
-Each is a function of tensors, computed in float32 and rounded once.
-"""
+"""Calls the compiled norms, rotary positions and gated activations of the CPU."""
 
 from __future__ import annotations
 
@@ -9,123 +6,59 @@ import ctypes
 
 import torch
 
+from fminfer.compute.kernels.calls import RowSizes
+from fminfer.compute.layers.bodies import GATES, GELU, RELU, NormWeights, PartKernels, parts_trial
 from fminfer.compute.spec import Mlp, Norm
-
-TYPES = {torch.float32: 0, torch.bfloat16: 1}
-SILU, GELU_TANH, RELU, GELU = 0, 1, 2, 3
-TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
-GATES = {"silu": SILU, "swish": SILU} | dict.fromkeys(TANH_GELUS, GELU_TANH)  # of all kernels
+from fminfer.compute.trial import Candidate
+from fminfer.compute.weights import KERNEL_TYPES
 
 
-class RowSizes(ctypes.Structure):
-    """What a kernel is called with; layers.cpp says what each is."""
-
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        *[(name, ctypes.c_int64) for name in ("outer", "inner", "width")],
-        *[(name, ctypes.c_int64) for name in ("outer_step", "inner_step")],
-        *[(name, ctypes.c_int64) for name in ("type", "num_threads")],
-    )
-
-
-class LayerKernels:
+class LayerKernels(PartKernels):
     """The kernels of one built library."""
 
     device = torch.device("cpu")
-    types = frozenset(TYPES)
     activations = GATES | {"gelu": GELU}
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        address, number = ctypes.c_void_p, ctypes.c_float
-        rows = ctypes.POINTER(RowSizes)
-        self._rms_norm, self._layer_norm = library.fminfer_rms_norm, library.fminfer_layer_norm
-        self._rotate, self._gate = library.fminfer_rotate, library.fminfer_gate
-        self._rms_norm.argtypes = [rows, address, number, number, address, address]
-        self._layer_norm.argtypes = [rows, address, address, number, address, address]
-        self._rotate.argtypes = [rows, address, address, ctypes.c_int64]
-        self._gate.argtypes = [rows, address, ctypes.c_int64]
+        self._library = library
 
     def can_norm(self, how: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
         """Tell whether it computes such a norm: RMSNorms, and LayerNorms with weight and bias."""
         has_both = how.has_bias != how.is_rms and not (how.offset and not how.is_rms)
         return how.has_weight and has_both and weight is not None and weight.dim() == 1
 
-    def norm(
-        self, x: torch.Tensor, how: Norm, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return x normed, as `compute.layers.plain.norm` gives it.
-
-        Args:
-            x: (rows, width) or (rows, more rows, width).
-            weight, bias: (width,), of a norm that it can.
-        """
-        rows, out = _plan(x[None])
-        self._run_norm(rows, how, weight, bias, None, None)
-        return out[0]
-
-    def add_and_norm(
+    def run_norm(
         self,
         x: torch.Tensor,
-        other: torch.Tensor,
-        how: Norm,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return x + other and that normed; all are (rows, width)."""
-        other = other.contiguous()
-        assert x.shape == other.shape and x.dtype == other.dtype, "terms of a sum"
-        rows, out = _plan(x[None])
-        both = torch.empty_like(out)
-        self._run_norm(rows, how, weight, bias, other.data_ptr(), both.data_ptr())
-        return both[0], out[0]
-
-    def _run_norm(
-        self,
-        rows: RowSizes,
-        how: Norm,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        other: int | None,
-        both: int | None,
+        norm: NormWeights,
+        out: torch.Tensor,
+        added: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:
-        assert weight.is_contiguous() and weight.shape == (rows.width,), "weight of a norm"
-        assert TYPES[weight.dtype] == rows.type, "weight of a norm"
+        how, rows, weight = norm.how, self._rows(x, out), norm.weight.data_ptr()
+        sums = (None, None) if added is None else (added[0].data_ptr(), added[1].data_ptr())
         if how.is_rms:
-            self._rms_norm(rows, weight.data_ptr(), how.eps, how.offset, other, both)
+            self._library.fminfer_rms_norm(rows, weight, how.eps, how.offset, *sums)
             return
-        assert bias is not None and bias.is_contiguous() and bias.shape == weight.shape
-        assert bias.dtype == weight.dtype, "bias of a norm"
-        self._layer_norm(rows, weight.data_ptr(), bias.data_ptr(), how.eps, other, both)
+        assert norm.bias is not None, "bias of a norm"
+        self._library.fminfer_layer_norm(rows, weight, norm.bias.data_ptr(), how.eps, *sums)
 
-    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Return x with rotary positions (Su et al. 2021), its first half paired with its second.
+    def run_rotate(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        turns = cos.data_ptr(), sin.data_ptr()
+        self._library.fminfer_rotate(self._rows(x, out), *turns, cos.shape[-1])
 
-        Args:
-            x: (tokens, heads, head_dim).
-            cos, sin: (tokens, turned) float32, for the first `turned` elements of each head.
-        """
-        cos, sin = cos.contiguous(), sin.contiguous()
-        assert cos.shape == sin.shape == (len(x), cos.shape[-1]), "cos and sin"
-        assert cos.dtype == sin.dtype == torch.float32, "cos and sin"
-        assert cos.shape[-1] % 2 == 0 and cos.shape[-1] <= x.shape[-1], "cos and sin"
-        rows, out = _plan(x[None])
-        self._rotate(rows, cos.data_ptr(), sin.data_ptr(), cos.shape[-1])
-        return out[0]
+    def run_gate(
+        self, x: torch.Tensor, second: torch.Tensor | None, activation: int, out: torch.Tensor
+    ) -> None:
+        address = None if second is None else second.data_ptr()
+        self._library.fminfer_gate(self._rows(x, out), address, activation)
 
-    def gate(self, both: torch.Tensor, activation: int) -> torch.Tensor:
-        """Return activation(first half) * second half, of (…, 2 * width)."""
-        assert both.shape[-1] % 2 == 0, "halves"
-        first, second = both.view(1, -1, both.shape[-1]).chunk(2, -1)
-        rows, out = _plan(first)
-        self._gate(rows, second.data_ptr(), activation)
-        return out.view(*both.shape[:-1], -1)
-
-    def gelu(self, x: torch.Tensor, activation: int) -> torch.Tensor:
-        """Return gelu (Hendrycks and Gimpel 2016) in one of its forms, of (rows, width)."""
-        rows, out = _plan(x[None])
-        self._gate(rows, None, activation)
-        return out[0]
+    def _rows(self, x: torch.Tensor, out: torch.Tensor) -> ctypes._CArgObject:
+        outer, inner, *steps = self.walk(x)
+        kind, num_threads = KERNEL_TYPES[x.dtype], torch.get_num_threads()
+        sizes = (outer, inner, x.shape[-1], *steps, kind, num_threads)
+        return ctypes.byref(RowSizes(x.data_ptr(), out.data_ptr(), *sizes))
 
 
 def activations_of(mlp: Mlp) -> dict[str, int]:
@@ -133,13 +66,10 @@ def activations_of(mlp: Mlp) -> dict[str, int]:
     return LayerKernels.activations | ({} if mlp.is_gated else {"relu": RELU})
 
 
-def _plan(x: torch.Tensor) -> tuple[RowSizes, torch.Tensor]:
-    """Return how to walk through a tensor, and an empty one of its shape, in one piece."""
-    shape, steps = x.shape, x.stride()
-    assert x.is_cpu and shape[0] == 1 and len(shape) in (3, 4), "rows of a step"
-    assert steps[-1] == 1, "the elements of a row lie side by side"
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    inner, inner_step = (shape[2], steps[2]) if len(shape) == 4 else (1, 0)
-    sizes = (shape[1], inner, shape[-1], steps[1], inner_step)
-    kind, num_threads = TYPES[x.dtype], torch.get_num_threads()
-    return RowSizes(x.data_ptr(), out.data_ptr(), *sizes, kind, num_threads), out
+def parts_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[None, PartKernels]:
+    """Return the CPU's parts, of hidden states of a dtype."""
+    return Candidate(
+        lambda _: LayerKernels(library),
+        lambda _: parts_trial(dtype, LayerKernels.device),
+        lambda _: dtype in KERNEL_TYPES,
+    )

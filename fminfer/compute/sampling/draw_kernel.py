@@ -20,9 +20,7 @@ class DrawKernel:
     """`sampler.draw`, compiled."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        address, number = ctypes.c_void_p, ctypes.c_int64
         self._draw = library.fminfer_draw
-        self._draw.argtypes = [address, *[number] * 3, *[address] * 7, ctypes.c_int]
 
     def __call__(
         self, logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor
@@ -68,9 +66,7 @@ class ScoreKernel:
     """`sampling.rank`, compiled."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        address, number = ctypes.c_void_p, ctypes.c_int64
         self._score = library.fminfer_score
-        self._score.argtypes = [address, *[number] * 3, *[address] * 3, ctypes.c_int]
 
     def __call__(self, logits: torch.Tensor, num_top: int) -> Ranking:
         """Return the normalizers of (rows, vocab) logits, and the best `num_top`, in float32.
@@ -96,7 +92,7 @@ class ScoreKernel:
             best_ids.data_ptr(),
             torch.get_num_threads(),
         )
-        return Ranking(normalizer, best, best_ids, best_ids[:, 0])
+        return Ranking(normalizer, best, best_ids)
 
 
 def draw_candidate(library: ctypes.CDLL) -> Candidate[None, Drawer]:
@@ -148,5 +144,4 @@ def rank_pairs(ranker: Ranker) -> Iterator[Pair]:
         found, expected = ranker(logits, num_top), rank(logits, num_top)
         yield found.best, expected.best
         yield found.best_ids, expected.best_ids
-        yield found.first, expected.first
         yield found.normalizer, expected.normalizer

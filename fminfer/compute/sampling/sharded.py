@@ -62,7 +62,7 @@ class TokenShard(TokenSpan):
             best, order = _side_by_side(best).sort(stable=True, dim=-1, descending=True)
             ids = _side_by_side(ids).gather(-1, order)[:, :num_top].long()
             normalizer = normalizers[..., 0].logsumexp(0).float()
-            return Ranking(normalizer, best[:, :num_top].float(), ids, ids[:, 0])
+            return Ranking(normalizer, best[:, :num_top].float(), ids)
 
         return rank
 
