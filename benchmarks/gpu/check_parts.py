@@ -16,12 +16,11 @@ from torch.nn.functional import gelu, silu
 from benchmarks.gpu import references
 from benchmarks.gpu.cases import Case, Figures, Setting, Skipped, expect
 from benchmarks.gpu.processes import END_S, run_within
-from fminfer.compute.attention.attention_trial import AttentionAsked, attention_trial
+from fminfer.compute.attention.kernel_attention import AttentionAsked, attention_trial
 from fminfer.compute.attention.triton_attention import TritonAttention
 from fminfer.compute.layers.bodies import GELU_TANH, SILU, NormWeights, parts_trial
-from fminfer.compute.layers.triton_layers import TritonLayers
-from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR
-from fminfer.compute.sampling.triton_draws import race_pairs, triton_race
+from fminfer.compute.layers.triton_layers import TritonLayers, triton_race
+from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR, race_pairs
 from fminfer.compute.spec import Attention, Norm
 from fminfer.compute.trial import compare
 

@@ -1,7 +1,7 @@
 """Chooses what computes each part of a model as it loads: a kernel, or plain torch.
 
-Each kind of part has candidates in order of preference. The first that serves what is asked is
-tried beside plain torch, once for all that are like it; if it fails, the next is.
+The first candidate that serves what is asked is tried beside plain torch, once for all that are
+like it; if it fails, the next is.
 """
 
 from __future__ import annotations
@@ -12,20 +12,27 @@ from functools import cached_property, partial
 
 import torch
 
-from fminfer.compute.attention.attention_trial import AttentionAsked, attention_trial
-from fminfer.compute.attention.kernel_attention import attention_candidate
+from fminfer.compute.attention.kernel_attention import (
+    AttentionAsked,
+    attention_candidate,
+    attention_trial,
+)
 from fminfer.compute.attention.paged_attention import AttentionBody
 from fminfer.compute.kernels.kernel_build import KernelBuild, start_build
-from fminfer.compute.layers.bodies import PartKernels, Parts, parts_trial
+from fminfer.compute.layers.bodies import PartKernels, Parts, parts_candidate, parts_trial
 from fminfer.compute.layers.experts import Mix, Mixture, expert_candidate
-from fminfer.compute.layers.layer_kernels import parts_candidate
-from fminfer.compute.linear.product_kernel import (
+from fminfer.compute.layers.product_kernel import (
     PackedProduct,
     head_candidate,
     product_candidate,
 )
-from fminfer.compute.linear.products import Linear, PlainProduct, library_products
-from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR, draw_candidate, rank_candidate
+from fminfer.compute.layers.products import Linear, PlainProduct, library_products
+from fminfer.compute.sampling.draw_kernel import (
+    TOKEN_ERROR,
+    draw_candidate,
+    race_pairs,
+    rank_candidate,
+)
 from fminfer.compute.sampling.sampler import Drawer, Ranker, draw, rank
 from fminfer.compute.spec import Attention, Moe
 from fminfer.compute.trial import Asked, Body, Candidate, Pair, Trial, compare, explain_failure
@@ -67,20 +74,13 @@ def open_registry(kernels: Kernels, dtype: torch.dtype, device: torch.device) ->
 
 
 class Registry:
-    """What computes the parts of a model; the candidates of each kind stand in `of_…`.
-
-    Args:
-        asked: --kernels. "require": a kernel that fails its trial ends the run.
-        library: the CPU's kernels; None: there are none, or they are off.
-        dtype: of hidden states.
-        device: where all tensors are.
-    """
+    """What computes the parts of a model; the candidates of each kind stand in `of_…`."""
 
     def __init__(
         self,
-        asked: Kernels,
-        library: ctypes.CDLL | None,
-        dtype: torch.dtype,
+        asked: Kernels,  # "require": a kernel that fails its trial ends the run
+        library: ctypes.CDLL | None,  # the CPU's kernels; None: there are none, or they are off
+        dtype: torch.dtype,  # of hidden states
         device: torch.device,
     ) -> None:
         self.asked, self.library, self.dtype, self.device = asked, library, dtype, device
@@ -122,19 +122,19 @@ class Registry:
             return TritonLayers(device)
 
         def make_drawer(_: None) -> Drawer:
-            from fminfer.compute.sampling.triton_draws import triton_race
+            from fminfer.compute.layers.triton_layers import triton_race
 
             return partial(draw, racer=triton_race)
 
-        def race_pairs(_: Drawer) -> Iterator[Pair]:
-            from fminfer.compute.sampling import triton_draws
+        def pairs_of_races(_: Drawer) -> Iterator[Pair]:
+            from fminfer.compute.layers.triton_layers import triton_race
 
-            yield from triton_draws.race_pairs(triton_draws.triton_race, device)
+            yield from race_pairs(triton_race, device)
 
         attention = partial(attention_trial, dtype=dtype, device=device)
         self.of_attention.append(Candidate(attend, attention))
         self.of_parts.append(Candidate(make_parts, lambda _: parts_trial(dtype, device)))
-        draws: Trial[Drawer] = Trial("draws", race_pairs, TOKEN_ERROR)
+        draws: Trial[Drawer] = Trial("draws", pairs_of_races, TOKEN_ERROR)
         self.of_draws.append(Candidate(make_drawer, lambda _: draws))
 
     def attention(
@@ -158,12 +158,7 @@ class Registry:
         return self.find(self.of_experts, Mixture(how, up, down))
 
     def head(self, weight: Weight, bias: torch.Tensor | None) -> PackedProduct | None:
-        """Return the head, packed, for `PackedProduct.unrounded`; None: plain torch.
-
-        Args:
-            weight: (vocab, hidden).
-            bias: (vocab,) float32.
-        """
+        """Return the head, packed, for `PackedProduct.unrounded`; None: plain torch."""
         return self.find(self.of_heads, Linear(weight, bias))
 
     def drawer(self) -> Drawer:

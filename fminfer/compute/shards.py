@@ -41,11 +41,7 @@ class ShardGroup(Protocol):
 
 
 class SharedMemoryGroup:
-    """Ranks of one machine that map the same memory, all zeros at first.
-
-    Args:
-        memory: of `num_bytes(count)`.
-    """
+    """Ranks of one machine that map the same memory of `num_bytes`, all zeros at first."""
 
     def __init__(self, library: ctypes.CDLL, memory: mmap.mmap, index: int, count: int) -> None:
         self._sum, self._gather = library.fminfer_sum, library.fminfer_gather

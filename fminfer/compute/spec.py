@@ -214,7 +214,7 @@ class Pooling:
 
 @dataclass(slots=True, frozen=True)
 class Encoder:
-    """Layers that see each prompt whole, and keep no keys: they are the last of a model's layers."""
+    """Layers that see each prompt whole and keep no keys; they come last in a model."""
 
     num_layers: int
     final_norm: Norm | None = None

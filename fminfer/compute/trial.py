@@ -44,10 +44,7 @@ class Trial(Generic[Body]):
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Candidate(Generic[Asked, Body]):
-    """A compiled body. Its kernel's file makes the candidate, and the registry chooses it.
-
-    What is asked of it says what differs from one body to the next: a weight, a spec.
-    """
+    """A compiled body that may be chosen for what is asked: a weight, a spec."""
 
     make: Callable[[Asked], Body]
     trial: Callable[[Asked], Trial[Body]]

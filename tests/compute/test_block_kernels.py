@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fminfer.compute.kernels.kernel_build import find_compiler
+from fminfer.compute.layers import product_kernel
 from fminfer.compute.layers.experts import PackedExperts
-from fminfer.compute.linear import product_kernel
-from fminfer.compute.linear.product_kernel import (
+from fminfer.compute.layers.product_kernel import (
     PackedProduct,
     ProductKernel,
     head_takes,

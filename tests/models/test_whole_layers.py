@@ -15,9 +15,9 @@ from torch import nn
 import fminfer
 from fminfer.compute.kernels.calls import RowSizes
 from fminfer.compute.kernels.kernel_build import find_compiler
+from fminfer.compute.layers import product_kernel
 from fminfer.compute.layers.bodies import GELU, RELU
 from fminfer.compute.layers.experts import Workspace
-from fminfer.compute.linear import product_kernel
 from fminfer.compute.spec import Alibi, Norm, Rope
 from fminfer.compute.weights import KERNEL_TYPES
 from fminfer.models.checkpoint import open_random

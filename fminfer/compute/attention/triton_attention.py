@@ -1,7 +1,4 @@
-"""Calls the GPU's attention kernels, for all rows of a step at once.
-
-Importing it needs triton, which torch brings where it is built for CUDA.
-"""
+"""Calls the GPU's attention kernels, for all rows of a step at once. Importing it needs triton."""
 
 from __future__ import annotations
 
@@ -49,14 +46,7 @@ class TileShape:
 
 
 class TritonAttention:
-    """The kernels, as a function of tensors.
-
-    Args:
-        heads, kv_heads, head_dim: of the model.
-        dtype: of queries. Keys and values of the KV cache become it as they are read.
-        kv_dtype: of the KV cache; None: the same.
-        device: where all tensors are.
-    """
+    """The kernels, as a function of tensors."""
 
     def __init__(
         self,
@@ -64,9 +54,9 @@ class TritonAttention:
         kv_heads: int,
         head_dim: int,
         *,
-        dtype: torch.dtype,
+        dtype: torch.dtype,  # of queries; cached keys and values become it as they are read
         device: torch.device,
-        kv_dtype: torch.dtype | None = None,
+        kv_dtype: torch.dtype | None = None,  # of the KV cache; None: the same
     ) -> None:
         self.heads, self.group, self.head_dim = heads, heads // kv_heads, head_dim
         self.dtype, self.device = dtype, device
@@ -149,11 +139,7 @@ class TritonAttention:
         return TileRows(tiles_of.view(-1, 5), others.view(-1, 5), blocks, slots)
 
     def decode_numbers(self, rows: Rows, block_size: int, size: int) -> list[np.ndarray]:
-        """Lay out rows of one token each, and as many that are none as `size` asks for.
-
-        Returns:
-            Numbers of int32; behind each other they are what `decode_plan` reads.
-        """
+        """Lay out rows of one token each, and none up to `size`, as `decode_plan` reads them."""
         num, used = len(rows), rows.num_blocks(block_size)
         tiles = np.zeros((size, 5), np.int32)  # without tokens; none has another's place in `out`
         tiles[:, 0] = np.arange(size)

@@ -1,4 +1,4 @@
-"""The GPU's kernels, in Triton. `triton_attention`, `triton_layers` and `triton_draws` call them.
+"""The GPU's kernels, in Triton. `triton_attention` and `triton_layers` call them.
 
 In attention a tile is a few consecutive tokens of one row, with all query heads that share a KV
 head: one program attends from it to all of the row's keys before it, block by block, with the

@@ -12,8 +12,8 @@ from torch import nn
 
 from fminfer.compute.kernels.calls import ExpertCall
 from fminfer.compute.layers import plain
-from fminfer.compute.layers.layer_kernels import activations_of
-from fminfer.compute.linear.product_kernel import PackedPart, ProductKernel, kernel_takes
+from fminfer.compute.layers.bodies import activations_of
+from fminfer.compute.layers.product_kernel import PackedPart, ProductKernel, kernel_takes
 from fminfer.compute.spec import Moe
 from fminfer.compute.trial import Candidate, Limits, Pair, Trial
 from fminfer.compute.weights import KERNEL_TYPES, Function, Weight
@@ -61,20 +61,20 @@ class Mixture:
 
 def expert_pairs(mix: Mix, asked: Mixture, dtype: torch.dtype) -> Iterator[Pair]:
     """Mix the experts of one token and of a few, compiled and plain, in float32 between."""
-    how, up, down = asked.how, asked.up, asked.down
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(TRIED_TOKENS, down.shape[1], generator=generator).to(dtype)
+    how, generator = asked.how, torch.Generator().manual_seed(0)
+    x = torch.randn(TRIED_TOKENS, asked.down.shape[1], generator=generator).to(dtype)
     shares = torch.rand(TRIED_TOKENS, how.top_k, generator=generator)
     chosen = torch.arange(TRIED_TOKENS * how.top_k).view(TRIED_TOKENS, -1) % how.num_experts
     act: Function = plain.ACTIVATIONS[how.expert.activation]
     if how.expert.is_gated:
         act = partial(plain.gate, activation=how.expert.activation)
-    expected = torch.zeros(x.shape)
-    for token, row in enumerate(x.float()):
-        for share, number in zip(shares[token], chosen[token].tolist(), strict=True):
-            first, last = (w.expert(number).dequantized(torch.float32) for w in (up, down))
-            inner = act(nn.functional.linear(row, first))
-            expected[token] += share * nn.functional.linear(inner, last)
+
+    def compute(part: torch.Tensor, number: int) -> torch.Tensor:
+        up, down = (w.expert(number).dequantized(torch.float32) for w in (asked.up, asked.down))
+        return nn.functional.linear(act(nn.functional.linear(part, up)), down)
+
+    experts = [partial(compute, number=number) for number in range(how.num_experts)]
+    expected = PlainExperts(how, experts)(x.float(), chosen, shares)
     for tokens in (1, TRIED_TOKENS):
         yield mix(x[:tokens], chosen[:tokens], shares[:tokens]), expected[:tokens]
 
@@ -106,22 +106,16 @@ class ExpertKernel:
         self.products, self.mix = ProductKernel(library), library.fminfer_mix
         self.workspace = Workspace()  # of all layers, one after another
 
-    def pack(self, up: Weight, down: Weight, *, is_gated: bool, activation: int) -> PackedExperts:
-        """Return experts of the types and sizes that the kernel of products can pack.
-
-        Args:
-            up: (experts, size, hidden), or (experts, 2 * size, hidden): gates first.
-            down: (experts, hidden, size).
-            activation: of `layer_kernels`.
-        """
+    def pack(self, asked: Mixture) -> PackedExperts:
+        """Return experts of the types and sizes that the kernel of products can pack."""
+        expert, up, down = asked.how.expert, asked.up, asked.down
         num_experts, hidden, size = down.shape
-        halves = 2 if is_gated else 1
-        assert up.shape == (num_experts, halves * size, hidden), "weights of experts"
-        pack = self.products.pack_part
+        assert (num_experts, size) == (asked.how.num_experts, expert.size), "weights of experts"
+        assert up.shape == (num_experts, expert.up_size, hidden), "weights of experts"
+        pack, halves = self.products.pack_part, 2 if expert.is_gated else 1
         packed_up = pack(up.format, up.tensors[0], halves, hidden)
         packed_down = pack(down.format, down.tensors[0], 1, size)
-        sizes = (num_experts, hidden, size)
-        return PackedExperts(self, packed_up, packed_down, *sizes, is_gated, activation)
+        return PackedExperts(self, asked.how, packed_up, packed_down)
 
 
 @dataclass(slots=True, frozen=True)
@@ -129,39 +123,33 @@ class PackedExperts:
     """The MLPs of all experts of a layer."""
 
     kernel: ExpertKernel
-    up: PackedPart  # of all experts
+    how: Moe
+    up: PackedPart  # of all experts, gates first
     down: PackedPart
-    num_experts: int
-    hidden: int
-    size: int  # the inputs of `down`
-    is_gated: bool
-    activation: int
 
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """Return the sum of each token's experts, times their shares; as x.
-
-        Raises:
-            MemoryError: there was none for the threads' working space.
 
         Args:
             x: (tokens, hidden), of a type that the weights are multiplied by.
             chosen: (tokens, top_k) int64, of which none may be beyond the last expert.
             shares: (tokens, top_k) float32.
         """
-        tokens, top_k = chosen.shape
-        assert x.is_cpu and x.shape == (tokens, self.hidden), "hidden states"
+        (tokens, top_k), hidden, expert = chosen.shape, self.up.inputs, self.how.expert
+        assert x.is_cpu and x.shape == (tokens, hidden), "hidden states"
         assert chosen.dtype == torch.int64 and shares.dtype == torch.float32, "a choice"
         assert shares.shape == chosen.shape, "a choice"
         x, chosen, shares = x.contiguous(), chosen.contiguous(), shares.contiguous()
         out = torch.empty_like(x)
-        space = self.kernel.workspace.take(4 * tokens * top_k * (self.hidden + self.size))
-        arguments = ExpertCall(
+        space = self.kernel.workspace.take(4 * tokens * top_k * (hidden + expert.size))
+        activation = activations_of(expert)[expert.activation]
+        call = ExpertCall(
             *(x.data_ptr(), self.up.call, self.down.call),
             *(each.data_ptr() for each in (chosen, shares, out, space)),
-            *(tokens, top_k, self.num_experts, self.hidden, self.size),
-            *(self.is_gated, self.activation, KERNEL_TYPES[x.dtype], torch.get_num_threads()),
+            *(tokens, top_k, self.how.num_experts, hidden, expert.size),
+            *(expert.is_gated, activation, KERNEL_TYPES[x.dtype], torch.get_num_threads()),
         )
-        if self.kernel.mix(ctypes.byref(arguments)):
+        if self.kernel.mix(ctypes.byref(call)):
             self.kernel.workspace.drop()  # for the halves of the step
             raise MemoryError("no memory for the experts' working space")
         return out
@@ -183,9 +171,4 @@ def expert_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[Mixt
         is_best = all(kernel_takes(w.format, dtype) and len(w.tensors) == 1 for w in weights)
         return is_best and serves(asked.how) and all(map(ProductKernel.can_pack, weights))
 
-    def make(asked: Mixture) -> Mix:
-        expert = asked.how.expert
-        activation = activations_of(expert)[expert.activation]
-        return kernel.pack(asked.up, asked.down, is_gated=expert.is_gated, activation=activation)
-
-    return Candidate(make, partial(Mixture.trial, dtype=dtype), serves_all)
+    return Candidate(kernel.pack, partial(Mixture.trial, dtype=dtype), serves_all)

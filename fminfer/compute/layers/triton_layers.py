@@ -1,15 +1,22 @@
-"""Calls the GPU's norms, rotary positions and gated activations. Importing it needs triton."""
+"""Calls the GPU's norms, rotary positions, activations and draws. Importing it needs triton."""
 
 from __future__ import annotations
 
 import torch
 import triton
+from torch import Tensor
 
-from fminfer.compute.kernels.triton_kernels import gate_kernel, norm_kernel, rotate_kernel
-from fminfer.compute.layers.bodies import GATES, SILU, NormWeights, PartKernels
+from fminfer.compute.kernels.triton_kernels import (
+    gate_kernel,
+    norm_kernel,
+    race_kernel,
+    rotate_kernel,
+)
+from fminfer.compute.layers.bodies import GATES, SILU, NormWeights, PartKernels, Sum
 from fminfer.compute.spec import Norm
 
 COLUMNS = 1024  # of a gate's rows that one program computes
+TOKENS = 2048  # of a race that one program looks at
 
 
 class TritonLayers(PartKernels):
@@ -20,17 +27,11 @@ class TritonLayers(PartKernels):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def can_norm(self, how: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
+    def can_norm(self, how: Norm, weight: Tensor | None, bias: Tensor | None) -> bool:
         """Tell whether it computes such a norm: an RMSNorm with a weight."""
         return how.is_rms and weight is not None and weight.dim() == 1 and bias is None
 
-    def run_norm(
-        self,
-        x: torch.Tensor,
-        norm: NormWeights,
-        out: torch.Tensor,
-        added: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> None:
+    def run_norm(self, x: Tensor, norm: NormWeights, out: Tensor, added: Sum | None) -> None:
         outer, inner, *steps = self.walk(x)
         other, both = (out, out) if added is None else added
         size = triton.next_power_of_2(x.shape[-1])
@@ -43,9 +44,7 @@ class TritonLayers(PartKernels):
                 num_warps=max(1, min(16, size // 512)),
             )
 
-    def run_rotate(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def run_rotate(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
         tokens, heads, *steps = self.walk(x)
         turned, width = cos.shape[-1], x.shape[-1]
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
@@ -58,9 +57,7 @@ class TritonLayers(PartKernels):
                 num_warps=1,
             )
 
-    def run_gate(
-        self, x: torch.Tensor, second: torch.Tensor | None, activation: int, out: torch.Tensor
-    ) -> None:
+    def run_gate(self, x: Tensor, second: Tensor | None, activation: int, out: Tensor) -> None:
         rows, _, step, _ = self.walk(x)
         width = x.shape[-1]
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
@@ -71,3 +68,22 @@ class TritonLayers(PartKernels):
                 SIZE=COLUMNS,
                 num_warps=4,
             )
+
+
+def triton_race(scaled: Tensor, noise: Tensor, first_id: int = 0) -> Tensor:
+    """Return the places of the highest sums of scaled logit and noise, as `sampler.race` does.
+
+    Each logit is read once. In plain torch the noise of all tokens goes over the GPU's memory some
+    thirty times: about 500 bytes a logit.
+    """
+    rows, vocab = scaled.shape
+    assert scaled.dtype == torch.float32 and scaled.is_contiguous(), "scaled logits"
+    assert noise.dtype == torch.int64 and noise.is_contiguous() and len(noise) == rows, "noise"
+    parts = triton.cdiv(vocab, TOKENS)
+    scores = torch.empty((rows, parts), dtype=torch.float64, device=scaled.device)
+    winners = torch.empty((rows, parts), dtype=torch.int64, device=scaled.device)
+    with torch.cuda.device_of(scaled):  # type: ignore[no-untyped-call]
+        race_kernel[(rows, parts)](
+            *(scaled, noise, scores, winners, vocab, first_id), SIZE=TOKENS, num_warps=8
+        )
+    return winners.gather(-1, scores.argmax(-1, keepdim=True))[:, 0]

@@ -56,7 +56,7 @@ class Blocks:
         return self.unpack(packed.reshape(*packed.shape[:-1], -1, size)).flatten(-2).to(dtype)
 
     def quantize(self, numbers: torch.Tensor, to: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the only tensor of a weight, of its numbers, (…, outputs, inputs), or fill `to`."""
+        """Return the only tensor of a weight, of numbers (…, outputs, inputs), or fill `to`."""
         assert self.pack is not None and self.takes(numbers.shape[-1]), "numbers for blocks"
         if to is None:
             (to,) = self.empty(tuple(numbers.shape), numbers.device)

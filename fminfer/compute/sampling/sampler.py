@@ -272,6 +272,8 @@ class TokenSpan:
     """The tokens that logits belong to: all. `sharded.TokenShard` has those of one rank."""
 
     size: int  # of the whole vocabulary
+    ranker: Ranker = field(default=rank, kw_only=True)  # of the logits here
+    drawer: Drawer = field(default=draw, kw_only=True)
 
     @property
     def own(self) -> range:
@@ -283,13 +285,13 @@ class TokenSpan:
         """Most tokens whose logits any rank has."""
         return self.size
 
-    def ranker(self, body: Ranker) -> Ranker:
-        """Return what ranks the whole vocabulary, made of what ranks the logits here."""
-        return body
+    def rank(self, logits: torch.Tensor, num_top: int) -> Ranking:
+        """Rank the whole vocabulary."""
+        return self.ranker(logits, num_top)
 
-    def drawer(self, body: Drawer, ranker: Ranker) -> Drawer:
-        """Return what draws from the whole vocabulary, made of what draws and ranks here."""
-        return body
+    def draw(self, logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor) -> torch.Tensor:
+        """Draw ids from the whole vocabulary, as `Drawer`."""
+        return self.drawer(logits, how, rows)
 
     def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the id of each row's highest logit; of equals the lowest."""
@@ -309,8 +311,6 @@ def sample(
     how: SamplingTensors,
     num_top: int,
     edits: LogitEditTensors | None = None,
-    ranker: Ranker = rank,
-    drawer: Drawer = draw,
     tokens: TokenSpan | None = None,
 ) -> Draws:
     """Draw one token a row of logits, (rows, vocab), of any floating dtype.
@@ -318,11 +318,10 @@ def sample(
     Args:
         num_top: how many alternatives to report.
         edits: changes of single logits; the logprobs are those of the logits without them.
-        ranker, drawer: `rank` and `draw`, or compiled bodies of them.
         tokens: that the logits belong to; None: the whole vocabulary.
     """
     tokens = tokens or TokenSpan(logits.shape[-1])
-    ranking = _rank(logits, num_top, ranker, tokens)
+    ranking = tokens.rank(logits, _num_ranked(num_top, tokens))
     edited = logits if edits is None else edits.apply(logits)
     masks = None if edits is None else edits.masks
     # The likeliest token; ties go to the lowest id.
@@ -337,11 +336,10 @@ def sample(
     drawn = is_drawn.nonzero()[:, 0]
     if len(drawn):
         rows = drawn.to(ids.device, non_blocking=True)
-        ids[rows] = drawer(edited, how, rows)
+        ids[rows] = tokens.draw(edited, how, rows)
     if masks is not None:
         is_held_back = (how.host.is_random & ~is_drawn).to(ids.device)
-        is_out = is_held_back | ~masks.allow(ids)
-        _draw_masked(edited, how, masks, is_out, ids, drawer, tokens)
+        _draw_masked(edited, how, masks, is_held_back | ~masks.allow(ids), ids, tokens)
     return _report(logits, ids, num_top, ranking, tokens)
 
 
@@ -351,7 +349,6 @@ def _draw_masked(
     masks: MaskTensors,
     is_out: torch.Tensor,  # (rows,) bool: these rows are drawn
     ids: torch.Tensor,  # (rows,) int64, which are changed
-    drawer: Drawer,
     tokens: TokenSpan,
 ) -> None:
     """Draw some rows with their masks."""
@@ -359,7 +356,7 @@ def _draw_masked(
     for kind in sorted({*kinds} - {0}):
         places = [row for row, other in enumerate(kinds) if other == kind]
         rows = torch.tensor(places, device=logits.device)
-        own, draw_own, find = masks.part(rows), drawer, tokens.likeliest
+        own, draw_own, find = masks.part(rows), tokens.draw, tokens.likeliest
         if kind > 2:
             left, few = own.gather(logits, rows)
             left, find = tokens.join(left), likeliest
@@ -374,28 +371,20 @@ def _draw_masked(
 
 
 def score(
-    logits: torch.Tensor,
-    ids: torch.Tensor,
-    num_top: int,
-    ranker: Ranker = rank,
-    tokens: TokenSpan | None = None,
+    logits: torch.Tensor, ids: torch.Tensor, num_top: int, tokens: TokenSpan | None = None
 ) -> Draws:
     """Return the logprob of each row's given id, (rows,) int64, and the best alternatives."""
     tokens = tokens or TokenSpan(logits.shape[-1])
-    ranking = _rank(logits, num_top, ranker, tokens)
+    ranking = tokens.rank(logits, _num_ranked(num_top, tokens))
     return _report(logits, ids, num_top, ranking, tokens)
 
 
-def _rank(logits: torch.Tensor, num_top: int, ranker: Ranker, tokens: TokenSpan) -> Ranking:
-    return ranker(logits, max(1, min(num_top, tokens.size)))
+def _num_ranked(num_top: int, tokens: TokenSpan) -> int:
+    return max(1, min(num_top, tokens.size))
 
 
 def _report(
-    logits: torch.Tensor,
-    ids: torch.Tensor,
-    num_top: int,
-    ranking: Ranking,
-    tokens: TokenSpan,
+    logits: torch.Tensor, ids: torch.Tensor, num_top: int, ranking: Ranking, tokens: TokenSpan
 ) -> Draws:
     logprobs = tokens.logits_of(logits, ids) - ranking.normalizer
     # A chosen token that is also among the best has the very same float there.

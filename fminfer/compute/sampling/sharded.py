@@ -7,14 +7,11 @@ Logits are gathered of the few rows alone whose filters leave more.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
 from fminfer.compute.sampling.masks import likeliest
 from fminfer.compute.sampling.sampler import (
-    Drawer,
-    Ranker,
     Ranking,
     SamplingTensors,
     TokenSpan,
@@ -34,13 +31,9 @@ NO_FILTER = SamplingTensors(
 
 @dataclass(slots=True, frozen=True)
 class TokenShard(TokenSpan):
-    """The tokens of one rank, among those of all ranks of its stage.
+    """The tokens of one rank, among those of all ranks of its stage."""
 
-    Args:
-        parts: the tokens of each rank, in their order.
-    """
-
-    parts: tuple[range, ...]
+    parts: tuple[range, ...]  # the tokens of each rank, in their order
     shards: ShardGroup
 
     @property
@@ -51,68 +44,59 @@ class TokenShard(TokenSpan):
     def most_own(self) -> int:
         return max(map(len, self.parts))
 
-    def ranker(self, body: Ranker) -> Ranker:
-        def rank(logits: torch.Tensor, num_top: int) -> Ranking:
-            """Rank the whole vocabulary by the best of each rank's."""
-            found = body(logits, min(num_top, logits.shape[-1]))
-            best, ids = _padded(found.best, num_top), _padded(found.best_ids, num_top, 0)
-            table = torch.cat([found.normalizer[:, None], best, ids + self.own.start], 1)
-            normalizers, best, ids = torch.split(self._share(table), [1, num_top, num_top], -1)
-            # Of equals the first stay first: of one rank the lower ids, of two the lower rank.
-            best, order = _side_by_side(best).sort(stable=True, dim=-1, descending=True)
-            ids = _side_by_side(ids).gather(-1, order)[:, :num_top].long()
-            normalizer = normalizers[..., 0].logsumexp(0).float()
-            return Ranking(normalizer, best[:, :num_top].float(), ids)
+    def rank(self, logits: torch.Tensor, num_top: int) -> Ranking:
+        """Rank the whole vocabulary by the best of each rank's."""
+        found = self.ranker(logits, min(num_top, logits.shape[-1]))
+        best, ids = _padded(found.best, num_top), _padded(found.best_ids, num_top, 0)
+        table = torch.cat([found.normalizer[:, None], best, ids + self.own.start], 1)
+        normalizers, best, ids = torch.split(self._share(table), [1, num_top, num_top], -1)
+        # Of equals the first stay first: of one rank the lower ids, of two the lower rank.
+        best, order = _side_by_side(best).sort(stable=True, dim=-1, descending=True)
+        ids = _side_by_side(ids).gather(-1, order)[:, :num_top].long()
+        normalizer = normalizers[..., 0].logsumexp(0).float()
+        return Ranking(normalizer, best[:, :num_top].float(), ids)
 
-        return rank
+    def draw(self, logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor) -> torch.Tensor:
+        logits, own = _rows_of(logits, rows).float(), how.rows(rows)
+        if not how.host.is_filtered.any():
+            return self._race(logits, own)
+        found = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
+        for is_part, draw_part in (
+            (~own.is_filtered, self._race),
+            (own.is_filtered, self._draw_filtered),
+        ):
+            part = is_part.nonzero()[:, 0]
+            if len(part):
+                found[part] = draw_part(_rows_of(logits, part), own.rows(part))
+        return found
 
-    def drawer(self, body: Drawer, ranker: Ranker) -> Drawer:
-        def draw(logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor) -> torch.Tensor:
-            logits, own = _rows_of(logits, rows).float(), how.rows(rows)
-            if not how.host.is_filtered.any():
-                return self._race(logits, own, body)
-            found = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
-            for is_part, draw_part in (
-                (~own.is_filtered, partial(self._race, body=body)),
-                (own.is_filtered, partial(self._draw_filtered, body=body, ranker=ranker)),
-            ):
-                part = is_part.nonzero()[:, 0]
-                if len(part):
-                    found[part] = draw_part(_rows_of(logits, part), own.rows(part))
-            return found
-
-        return draw
-
-    def _race(self, logits: torch.Tensor, how: SamplingTensors, body: Drawer) -> torch.Tensor:
+    def _race(self, logits: torch.Tensor, how: SamplingTensors) -> torch.Tensor:
         """Draw rows without filters: each rank's winner races with those of others."""
         own = replace(how, on_host=NO_FILTER, first_id=self.own.start)
-        places = body(logits, own, _all_of(logits))[:, None]
+        places = self.drawer(logits, own, _all_of(logits))[:, None]
         noise = gumbel(how.noise, places + self.own.start)
         scores = logits.gather(-1, places).double() / how.temperature[:, None].double() + noise
         return self._winner(scores, places)
 
-    def _draw_filtered(
-        self, logits: torch.Tensor, how: SamplingTensors, body: Drawer, ranker: Ranker
-    ) -> torch.Tensor:
+    def _draw_filtered(self, logits: torch.Tensor, how: SamplingTensors) -> torch.Tensor:
         """Draw from the best tokens where filters leave no others, and else from all."""
-        found, is_drawn = self._draw_from_best(logits, how, ranker)
+        found, is_drawn = self._draw_from_best(logits, how)
         left = (~is_drawn).nonzero()[:, 0]
         for some in torch.split(left, MOST_ROWS) if len(left) else ():
             padded = self.shards.gather(_padded(logits[some], self.most_own))
             whole = torch.cat([e[:, : len(p)] for e, p in zip(padded, self.parts, strict=True)], 1)
-            found[some] = body(whole, how.rows(some), _all_of(whole))
+            found[some] = self.drawer(whole, how.rows(some), _all_of(whole))
         return found
 
     def _draw_from_best(
-        self, logits: torch.Tensor, how: SamplingTensors, ranker: Ranker
+        self, logits: torch.Tensor, how: SamplingTensors
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tokens of rows whose filters leave only some of the best, and which these are.
 
-        Filters leave the first of tokens in the order of their logits. Tokens are known in this
-        order down to the best one that some rank has not told of.
+        Tokens are known in the order of their logits, down to the best that a rank has not told.
         """
         num = min(NUM_BEST, logits.shape[-1])
-        ranking = ranker(logits, num)
+        ranking = self.ranker(logits, num)
         scale = 1 / how.temperature[:, None].double()
         top = ranking.best[:, :1].double()
         far = (logits - ranking.best[:, :1]).mul_(scale.float())

@@ -1,9 +1,8 @@
 """Products with weights: in plain torch, and packed once by MKL (float32) or oneDNN (bfloat16).
 
 A plain product rearranges its operands at every call, which for few rows takes longer than the
-product itself. Measured on two Cascade Lake cores, float32, W of 3072 × 768, in GFLOP/s, plain and
-packed: 8 rows 31 and 68, 32 rows 106 and 163, 512 rows 227 and 261. The registry takes our own
-kernel (product_kernel) where that is faster.
+product itself: packed, 8 rows of 3072 × 768 are twice as fast. The registry takes our own kernel
+(product_kernel) where that is faster.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Linear:
 
 @dataclass(slots=True, frozen=True)
 class PlainProduct:
-    """The product of plain torch; weights of another form become x's at each call."""
+    """The product of plain torch."""
 
     weight: Weight
     bias: torch.Tensor | None
@@ -69,7 +68,7 @@ class PlainProduct:
 
 
 def multiply_plain(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return x·Wᵀ + b in x's type; of blocks some rows are floats at a time."""
+    """Return x·Wᵀ + b in x's type; some rows of blocks are made floats at a time."""
     if weight.is_plain:
         return nn.functional.linear(x, weight.dequantized(x.dtype), bias)
     parts = [nn.functional.linear(x, each.dequantized(x.dtype)) for each in pieces_of(weight)]
@@ -95,8 +94,7 @@ def product_pairs(
 def torch_takes(held: Format, dtype: torch.dtype, *, is_fast: bool) -> bool:
     """Tell whether a library packs weights of a format, for rows of a dtype.
 
-    Args:
-        is_fast: the processor has units for bfloat16; without them oneDNN is no faster than torch.
+    Without units for bfloat16 (`is_fast`) oneDNN is no faster than torch.
     """
     if held != Dense(dtype):
         return False

@@ -1,7 +1,4 @@
-"""Calls the compiled products of rows, float32 or bfloat16 on the CPU, with packed weights.
-
-Weights are of these types or in blocks (compute/quantized).
-"""
+"""Calls the CPU's products of rows, float32 or bfloat16, with packed weights of any format."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from functools import partial
 import torch
 
 from fminfer.compute.kernels.calls import PackedCall, ProductCall
-from fminfer.compute.linear.products import Linear, product_pairs
+from fminfer.compute.layers.products import Linear, product_pairs
 from fminfer.compute.quantized.block_format import Blocks, Joined, parts_of
 from fminfer.compute.trial import Candidate, Pair, Trial
 from fminfer.compute.weights import KERNEL_TYPES, Dense, Format, Function, Weight
@@ -60,11 +57,7 @@ class PackedProduct:
     least: torch.dtype  # of rows: float32 where a part is, for it is never rounded
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (…, outputs) of x, (…, inputs), in x's type.
-
-        Raises:
-            MemoryError: there was none for the threads' working space.
-        """
+        """Return (…, outputs) of x, (…, inputs), in x's type."""
         return self._multiply(x, x.dtype)
 
     def unrounded(self, x: torch.Tensor) -> torch.Tensor:
@@ -110,12 +103,7 @@ class ProductKernel:
         return self.pack(asked.weight, asked.bias)
 
     def pack(self, weight: Weight, bias: torch.Tensor | None) -> PackedProduct:
-        """Return the product x·Wᵀ + b for x of (…, inputs).
-
-        Args:
-            weight: (outputs, inputs), one that `can_pack`.
-            bias: (outputs,), or None.
-        """
+        """Return the product with a weight that `can_pack`."""
         assert self.can_pack(weight), "a weight to pack"
         outputs, inputs = weight.shape
         own = zip(parts_of(weight), weight.tensors, strict=True)
