@@ -157,7 +157,7 @@ class Rows:
 
     @property
     def is_decode(self) -> bool:
-        """Whether each row is one token: then nothing needs to be laid out token by token."""
+        """Whether each row is one token."""
         return self.num_tokens == len(self)
 
     @property

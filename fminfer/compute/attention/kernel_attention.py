@@ -106,9 +106,7 @@ def step_arguments(
 ) -> Arguments:
     """Return what the kernel is told of a step, without any layer's tensors and settings.
 
-    Args:
-        keys: (pool, kv_heads, block_size, head_dim), of any layer.
-        kind: of queries, new keys and values: float32 or bfloat16.
+    `keys` are a layer's; `kind` is that of queries, new keys and values: float32 or bfloat16.
     """
     tensors = (rows.slots, rows.rows, rows.tables, rows.runs, rows.members, rows.entries)
     arguments = Arguments(*[None] * 6, *(tensor.data_ptr() for tensor in tensors))
@@ -152,8 +150,7 @@ class KernelAttention:
         given.slopes, given.sinks, given.relative = (
             None if t is None else t.data_ptr() for t in of_heads
         )
-        given.ahead = how.ahead
-        given.reach = 0 if how.relative is None else how.relative.shape[1] // 2
+        given.ahead, given.reach = how.ahead, how.reach
         _, given.query_head, given.query_token, _ = asked.stride()
         _, given.new_key_head, given.new_key_token, _ = key.stride()
         _, given.new_value_head, given.new_value_token, _ = value.stride()

@@ -165,11 +165,7 @@ class NormBody:
     """A norm with its weights, on (…, width)."""
 
     def __init__(
-        self,
-        how: Norm,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        kernels: PartKernels | None,
+        self, how: Norm, weight: Tensor | None, bias: Tensor | None, kernels: PartKernels | None
     ) -> None:
         self._plain, self._kernels, self._own = (how, weight, bias), kernels, None
         if kernels is not None and weight is not None and kernels.can_norm(how, weight, bias):
