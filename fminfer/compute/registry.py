@@ -21,11 +21,7 @@ from fminfer.compute.attention.paged_attention import AttentionBody
 from fminfer.compute.kernels.kernel_build import KernelBuild, start_build
 from fminfer.compute.layers.bodies import PartKernels, Parts, parts_candidate, parts_trial
 from fminfer.compute.layers.experts import Mix, Mixture, expert_candidate
-from fminfer.compute.layers.product_kernel import (
-    PackedProduct,
-    head_candidate,
-    product_candidate,
-)
+from fminfer.compute.layers.product_kernel import PackedProduct, head_candidate, product_candidate
 from fminfer.compute.layers.products import Linear, PlainProduct, library_products
 from fminfer.compute.sampling.draw_kernel import (
     TOKEN_ERROR,

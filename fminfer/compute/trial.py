@@ -21,14 +21,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # (found, expected)
 Limits = dict[torch.dtype, float]  # of an error, as a part of the largest expected number
 
 # Compilers, drivers and machines raise others. These say that our own code is wrong.
-OUR_FAULTS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    NameError,
-    TypeError,
-)
+OUR_FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
 POSITION = re.compile(r"at \d+:\d+:")
 
 

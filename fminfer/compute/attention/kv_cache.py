@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,8 @@ class KvCache:
 
     def plan(self, rows: Rows, kept: torch.Tensor | None = None) -> StepAttention:
         """Return the attention of a step's rows, of whose queries the last layer keeps some."""
-        return _attention_of(self.layers, self.body.plan(rows, self.block_size), kept)
+        plan = self.body.plan(rows, self.block_size)
+        return StepAttention(self.layers, plan, plan if kept is None else plan.keep(kept))
 
     def copy_blocks(self, copies: np.ndarray) -> None:
         """Copy whole blocks, given as pairs (from, to): (copies, 2) int64."""
@@ -76,21 +78,21 @@ class WholeRows:
         device: torch.device,
         kernel: AttentionBody | None,
     ) -> None:
-        _, kv_heads, head_dim = how.cache_shape
-        self._shape, self._block_size = (kv_heads, block_size, head_dim), block_size
-        self._body = kernel or PlainAttention(kv_heads, device)
-        self._kv = torch.empty((2, 0, *self._shape), dtype=dtype, device=device)
+        self._make = partial(
+            KvCache, [how], block_size=block_size, dtype=dtype, device=device, kernel=kernel
+        )
+        self._cache = self._make(num_blocks=0)
 
     def plan(
         self, lengths: np.ndarray, num_layers: int, kept: torch.Tensor | None
     ) -> StepAttention:
         """Return the attention of prompts of these lengths; `kept` as in `KvCache.plan`."""
-        rows = Rows.whole(lengths, self._block_size)
-        num_blocks = int((-(-lengths // self._block_size)).sum())
-        if num_blocks > self._kv.shape[1]:
-            self._kv = self._kv.new_empty((2, num_blocks, *self._shape))
-        layers = [PagedAttention(self._kv[0], self._kv[1], self._body)] * num_layers
-        return _attention_of(layers, self._body.plan(rows, self._block_size), kept)
+        block_size = self._cache.block_size
+        rows = Rows.whole(lengths, block_size)
+        num_blocks = int(rows.num_blocks(block_size).sum())
+        if num_blocks > self._cache.num_blocks:
+            self._cache = self._make(num_blocks=num_blocks)
+        return replace(self._cache.plan(rows, kept), layers=self._cache.layers * num_layers)
 
 
 @dataclass(slots=True, frozen=True)
@@ -116,10 +118,3 @@ class StepAttention:
         """Store a step's new keys and values, then attend."""
         q, k, v = (part.transpose(0, 1)[None] for part in (query, key, value))
         return self.layers[layer](self.plan_of(layer), q, k, v, how)[0]
-
-
-def _attention_of(
-    layers: Sequence[PagedAttention], plan: Any, kept: torch.Tensor | None
-) -> StepAttention:
-    """Return the attention by a plan; `kept`, (wanted,) int64, or None: all."""
-    return StepAttention(layers, plan, plan if kept is None else plan.keep(kept))

@@ -11,12 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fminfer.compute.sampling.masks import likeliest
-from fminfer.compute.sampling.sampler import (
-    Ranking,
-    SamplingTensors,
-    TokenSpan,
-    gumbel,
-)
+from fminfer.compute.sampling.sampler import Ranking, SamplingTensors, TokenSpan, gumbel
 from fminfer.compute.shards import ShardGroup
 
 LOWEST = float("-inf")
