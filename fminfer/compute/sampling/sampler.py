@@ -286,8 +286,8 @@ class TokenSpan:
         return self.size
 
     def rank(self, logits: torch.Tensor, num_top: int) -> Ranking:
-        """Rank the whole vocabulary."""
-        return self.ranker(logits, num_top)
+        """Rank the whole vocabulary, and find `num_top` of it, or at least the best."""
+        return self.ranker(logits, max(1, min(num_top, self.size)))
 
     def draw(self, logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor) -> torch.Tensor:
         """Draw ids from the whole vocabulary, as `Drawer`."""
@@ -321,7 +321,7 @@ def sample(
         tokens: that the logits belong to; None: the whole vocabulary.
     """
     tokens = tokens or TokenSpan(logits.shape[-1])
-    ranking = tokens.rank(logits, _num_ranked(num_top, tokens))
+    ranking = tokens.rank(logits, num_top)
     edited = logits if edits is None else edits.apply(logits)
     masks = None if edits is None else edits.masks
     # The likeliest token; ties go to the lowest id.
@@ -375,12 +375,8 @@ def score(
 ) -> Draws:
     """Return the logprob of each row's given id, (rows,) int64, and the best alternatives."""
     tokens = tokens or TokenSpan(logits.shape[-1])
-    ranking = tokens.rank(logits, _num_ranked(num_top, tokens))
+    ranking = tokens.rank(logits, num_top)
     return _report(logits, ids, num_top, ranking, tokens)
-
-
-def _num_ranked(num_top: int, tokens: TokenSpan) -> int:
-    return max(1, min(num_top, tokens.size))
 
 
 def _report(

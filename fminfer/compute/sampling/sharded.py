@@ -41,6 +41,7 @@ class TokenShard(TokenSpan):
 
     def rank(self, logits: torch.Tensor, num_top: int) -> Ranking:
         """Rank the whole vocabulary by the best of each rank's."""
+        num_top = max(1, min(num_top, self.size))
         found = self.ranker(logits, min(num_top, logits.shape[-1]))
         best, ids = _padded(found.best, num_top), _padded(found.best_ids, num_top, 0)
         table = torch.cat([found.normalizer[:, None], best, ids + self.own.start], 1)
