@@ -42,12 +42,6 @@ class Linear:
         is_here = self.weight.device.type == "cpu" and math.prod(self.weight.shape) > 0
         return is_here and not self.weight.is_lent
 
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The weight of a format that is one tensor."""
-        (tensor,) = self.weight.tensors
-        return tensor
-
     def trial(self, dtype: torch.dtype) -> Trial[Function]:
         """Return how a product of rows of a dtype is tried; each shape and format is once."""
         outputs, inputs = shape = self.weight.shape
@@ -57,11 +51,8 @@ class Linear:
 
 
 @dataclass(slots=True, frozen=True)
-class PlainProduct:
+class PlainProduct(Linear):
     """The product of plain torch."""
-
-    weight: Weight
-    bias: torch.Tensor | None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return multiply_plain(x, self.weight, self.bias)
@@ -119,7 +110,7 @@ def onednn_packs_bfloat16() -> bool:
 
 def pack_by_mkl(asked: Linear) -> Function:
     """Return a product with a weight of float32, packed."""
-    weight, bias = asked.tensor.contiguous(), asked.bias
+    weight, bias = asked.weight.plain.contiguous(), asked.bias
     packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, MKL_ROWS)
     nothing = weight.new_full((1,), float("nan")).expand(weight.shape)
 
@@ -133,7 +124,7 @@ def pack_by_mkl(asked: Linear) -> Function:
 
 def pack_by_onednn(asked: Linear) -> Function:
     """Return a product with a weight of bfloat16, packed."""
-    weight, bias = asked.tensor.contiguous(), asked.bias
+    weight, bias = asked.weight.plain.contiguous(), asked.bias
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
     is_narrow = len(weight) in NARROW
 
