@@ -65,9 +65,18 @@ class PackedProduct:
         return self._multiply(x.to(torch.promote_types(x.dtype, self.least)), torch.float32)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows of W, (n, inputs) in its type, for (n,) ids, which are below `outputs`."""
+        """Return rows of W, (n, inputs) in its type, for (n,) ids; of blocks in float32."""
         (part,) = self.parts  # an embedding is not joined
-        return self.kernel.rows(part, ids)
+        if isinstance(part.held, Blocks):
+            call, ids = part.call, ids.contiguous()
+            out = torch.empty((len(ids), part.inputs), dtype=torch.float32, device="cpu")
+            how = call.type, call.weight, part.inputs, call.block
+            wanted = ids.data_ptr(), len(ids), out.data_ptr(), torch.get_num_threads()
+            self.kernel.library.fminfer_unpack_rows(*how, *wanted)
+            return out
+        panel, units = self.kernel.panel, part.packed.view(torch.int32)
+        panels = units.view(-1, units.shape[1], panel)
+        return panels[ids // panel, :, ids % panel].view(part.packed.dtype)
 
     def _multiply(self, x: torch.Tensor, out_type: torch.dtype) -> torch.Tensor:
         assert x.is_cpu and x.shape[-1] == self.inputs, "rows"
@@ -88,7 +97,7 @@ class ProductKernel:
     """The products of one built library."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._library, self.multiply = library, library.fminfer_multiply
+        self.library, self.multiply = library, library.fminfer_multiply
         self.panel: int = library.fminfer_panel()  # outputs of a panel
 
     @staticmethod
@@ -131,29 +140,16 @@ class ProductKernel:
         panels, sizes = items * halves * -(-outputs // self.panel), (items, halves, outputs)
         if isinstance(held, Blocks):
             block = inputs, held.block or inputs
-            size = self._library.fminfer_panel_bytes(held.kind, *block)
+            size = self.library.fminfer_panel_bytes(held.kind, *block)
             assert size, f"forms.h has the kind {held.kind}"
             packed = tensor.new_empty((panels, size))
             source = held.kind, tensor.data_ptr(), *sizes, *block
-            self._library.fminfer_pack_blocks(*source, packed.data_ptr(), num_threads)
+            self.library.fminfer_pack_blocks(*source, packed.data_ptr(), num_threads)
         else:
             packed = tensor.new_empty((panels * self.panel, row))
             floats = tensor.data_ptr(), *sizes, row * tensor.itemsize // 4
-            self._library.fminfer_pack_experts(*floats, packed.data_ptr(), num_threads)
+            self.library.fminfer_pack_experts(*floats, packed.data_ptr(), num_threads)
         return PackedPart(held, packed, outputs, inputs)
-
-    def rows(self, part: PackedPart, ids: torch.Tensor) -> torch.Tensor:
-        """Return outputs of a packed part, (n, inputs), in its type; of blocks in float32."""
-        if isinstance(part.held, Blocks):
-            call, ids = part.call, ids.contiguous()
-            out = torch.empty((len(ids), part.inputs), dtype=torch.float32, device="cpu")
-            how = call.type, call.weight, part.inputs, call.block
-            wanted = ids.data_ptr(), len(ids), out.data_ptr(), torch.get_num_threads()
-            self._library.fminfer_unpack_rows(*how, *wanted)
-            return out
-        units = part.packed.view(torch.int32)
-        panels = units.view(-1, units.shape[1], self.panel)
-        return panels[ids // self.panel, :, ids % self.panel].view(part.packed.dtype)
 
 
 def kernel_takes(held: Format, dtype: torch.dtype) -> bool:

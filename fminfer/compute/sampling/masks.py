@@ -130,17 +130,12 @@ class LogitEditTensors:
     masks: MaskTensors | None = None
     has_others: bool = False  # a change is for a token of another rank
 
-    @property
-    def has_changes(self) -> bool:
-        """Whether any logit is changed, here or elsewhere."""
-        return self.has_others or bool(len(self.ids) or len(self.banned_ids))
-
     def apply(self, logits: torch.Tensor) -> torch.Tensor:  # (rows, vocab)
         """Return changed logits, without masks; the given ones stay, for the reported logprobs.
 
         The repetition penalty is that of Keskar et al. 2019 (CTRL).
         """
-        if not self.has_changes:
+        if not (self.has_others or len(self.ids) or len(self.banned_ids)):
             return logits
         changed = logits.to(torch.float32, copy=True)
         biased = changed[self.rows, self.ids] + self.bias
