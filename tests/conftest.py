@@ -21,7 +21,7 @@ import transformers  # noqa: E402
 if not torch.cuda.is_available():  # triton reads it when imported: its kernels run on the CPU
     os.environ["TRITON_INTERPRET"] = "1"
 
-from fminfer.compute.attention.attention_trial import (  # noqa: E402
+from fminfer.compute.attention.kernel_attention import (  # noqa: E402
     ATTENTION_ERRORS,
     AttentionAsked,
     attention_pairs,
@@ -29,6 +29,13 @@ from fminfer.compute.attention.attention_trial import (  # noqa: E402
 from fminfer.compute.kernels.kernel_build import start_build  # noqa: E402
 from fminfer.compute.layers.bodies import PartKernels, Parts  # noqa: E402
 from fminfer.compute.registry import Registry  # noqa: E402
+from fminfer.compute.sampling.sampler import (  # noqa: E402
+    Drawer,
+    Ranker,
+    TokenSpan,
+    draw,
+    rank,
+)
 from fminfer.compute.spec import Alibi, Attention  # noqa: E402
 from fminfer.compute.trial import compare  # noqa: E402
 from fminfer.core.partition import Part  # noqa: E402
@@ -288,6 +295,11 @@ def interpreter() -> None:
         if "only 0-dimensional arrays can be converted" not in str(error):
             raise
         pytest.skip("the interpreter of triton 3.6 needs numpy < 2.4")
+
+
+def span(logits: torch.Tensor, ranker: Ranker = rank, drawer: Drawer = draw) -> TokenSpan:
+    """Return the tokens of (rows, vocab) logits, with what ranks them and draws."""
+    return TokenSpan(logits.shape[-1], ranker=ranker, drawer=drawer)
 
 
 def built_library() -> ctypes.CDLL:

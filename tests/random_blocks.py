@@ -7,8 +7,7 @@ from functools import cache
 import torch
 
 from fminfer.compute.quantized.block_format import Blocks, Joined
-from fminfer.compute.quantized.gguf_forms import GGUF_FORMS
-from fminfer.compute.quantized.own_forms import OWN_FORMS
+from fminfer.compute.quantized.forms import GGUF_FORMS, OWN_FORMS
 from fminfer.compute.weights import Dense, Format, Tensors, TensorSpec, Use, Weight
 
 FORMS = {form.name: form for form in (*GGUF_FORMS, *OWN_FORMS)}

@@ -61,7 +61,6 @@ OWN_LATE = {
         "fminfer.compute.attention.triton_attention",
     ): "triton comes with CUDA's torch only",
     ("compute", "fminfer.compute.layers.triton_layers"): "the same",
-    ("compute", "fminfer.compute.sampling.triton_draws"): "the same",
 }
 # What is decided of a run, and the packages that may name it. Others read it of the `RunPlan`.
 CHOICES = ["choose_device", "choose_dtype", "choose_packer", "split_model"]

@@ -16,13 +16,11 @@ from torch.nn.functional import gelu, silu
 from benchmarks.gpu import references
 from benchmarks.gpu.cases import Case, Figures, Setting, Skipped, expect
 from benchmarks.gpu.processes import END_S, run_within
-from fminfer.compute.attention.attention_trial import AttentionAsked, attention_trial
+from fminfer.compute.attention.kernel_attention import AttentionAsked, attention_trial
 from fminfer.compute.attention.triton_attention import TritonAttention
-from fminfer.compute.layers.bodies import parts_trial
-from fminfer.compute.layers.layer_kernels import GELU_TANH, SILU
-from fminfer.compute.layers.triton_layers import TritonLayers
-from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR
-from fminfer.compute.sampling.triton_draws import race_pairs, triton_race
+from fminfer.compute.layers.bodies import GELU_TANH, SILU, NormWeights, parts_trial
+from fminfer.compute.layers.triton_layers import TritonLayers, triton_race
+from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR, race_pairs
 from fminfer.compute.spec import Attention, Norm
 from fminfer.compute.trial import compare
 
@@ -63,13 +61,13 @@ def check_width(kind: str, width: int, dtype: torch.dtype) -> Figures:
         x, other = (torch.randn(tokens, width, device=device).to(dtype) for _ in ("x", "y"))
         weight = torch.randn(width, device=device).to(dtype)
         for offset in (0.0, 1.0):
-            how = Norm(EPS, offset=offset)
-            normed = kernels.norm(x, how, weight, None)
+            own = NormWeights(Norm(EPS, offset=offset), weight, None)
+            normed = kernels.norm(x, own)
             errors.append(_error(normed, references.rms_norm(x, weight, EPS, offset)))
-            both, in_one = kernels.add_and_norm(x, other, how, weight, None)
+            both, in_one = kernels.add_and_norm(x, other, own)
             errors.append(_error(both, (x + other).double()))
             errors.append(_error(in_one, references.rms_norm(both, weight, EPS, offset)))
-            is_equal &= torch.equal(in_one, kernels.norm(both, how, weight, None))
+            is_equal &= torch.equal(in_one, kernels.norm(both, own))
         pair = torch.cat([x, other], -1)
         wide, second = x.double(), other.double()
         errors.append(_error(kernels.gate(pair, SILU), silu(wide) * second))

@@ -1,7 +1,7 @@
 """Chooses what computes each part of a model as it loads: a kernel, or plain torch.
 
-Each kind of part has candidates in order of preference. The first that serves what is asked is
-tried beside plain torch, once for all that are like it; if it fails, the next is.
+The first candidate that serves what is asked is tried beside plain torch, once for all that are
+like it; if it fails, the next is.
 """
 
 from __future__ import annotations
@@ -12,21 +12,23 @@ from functools import cached_property, partial
 
 import torch
 
-from fminfer.compute.attention.attention_trial import AttentionAsked, attention_trial
-from fminfer.compute.attention.kernel_attention import attention_candidate
+from fminfer.compute.attention.kernel_attention import (
+    AttentionAsked,
+    attention_candidate,
+    attention_trial,
+)
 from fminfer.compute.attention.paged_attention import AttentionBody
 from fminfer.compute.kernels.kernel_build import KernelBuild, start_build
 from fminfer.compute.layers.bodies import PartKernels, Parts, parts_candidate, parts_trial
-from fminfer.compute.layers.expert_kernel import expert_candidate
-from fminfer.compute.layers.experts import Mix, Mixture
-from fminfer.compute.linear.packed_linear import library_products
-from fminfer.compute.linear.product_kernel import (
-    PackedProduct,
-    head_candidate,
-    product_candidate,
+from fminfer.compute.layers.experts import Mix, Mixture, expert_candidate
+from fminfer.compute.layers.product_kernel import PackedProduct, head_candidate, product_candidate
+from fminfer.compute.layers.products import Linear, PlainProduct, library_products
+from fminfer.compute.sampling.draw_kernel import (
+    TOKEN_ERROR,
+    draw_candidate,
+    race_pairs,
+    rank_candidate,
 )
-from fminfer.compute.linear.products import Linear, PlainProduct
-from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR, draw_candidate, rank_candidate
 from fminfer.compute.sampling.sampler import Drawer, Ranker, draw, rank
 from fminfer.compute.spec import Attention, Moe
 from fminfer.compute.trial import Asked, Body, Candidate, Pair, Trial, compare, explain_failure
@@ -68,25 +70,18 @@ def open_registry(kernels: Kernels, dtype: torch.dtype, device: torch.device) ->
 
 
 class Registry:
-    """What computes the parts of a model; the candidates of each kind stand in `of_…`.
-
-    Args:
-        asked: --kernels. "require": a kernel that fails its trial ends the run.
-        library: the CPU's kernels; None: there are none, or they are off.
-        dtype: of hidden states.
-        device: where all tensors are.
-    """
+    """What computes the parts of a model; the candidates of each kind stand in `of_…`."""
 
     def __init__(
         self,
-        asked: Kernels,
-        library: ctypes.CDLL | None,
-        dtype: torch.dtype,
+        asked: Kernels,  # "require": a kernel that fails its trial ends the run
+        library: ctypes.CDLL | None,  # the CPU's kernels; None: there are none, or they are off
+        dtype: torch.dtype,  # of hidden states
         device: torch.device,
     ) -> None:
         self.asked, self.library, self.dtype, self.device = asked, library, dtype, device
         self.reasons: dict[object, str] = {}  # why each candidate failed first; None: no library
-        self._passed: dict[tuple[object, Hashable], bool] = {}
+        self._passed: dict[tuple[object, Hashable], bool] = {}  # by candidate and trial's key
         self.of_attention: list[Candidate[AttentionAsked, AttentionBody]] = []
         self.of_parts: list[Candidate[None, PartKernels]] = []
         self.of_products: list[Candidate[Linear, Function]] = []
@@ -94,22 +89,18 @@ class Registry:
         self.of_heads: list[Candidate[Linear, PackedProduct]] = []
         self.of_draws: list[Candidate[None, Drawer]] = []
         self.of_ranks: list[Candidate[None, Ranker]] = []
+        if library is not None and device.type == "cpu":
+            self.of_attention.append(attention_candidate(library, dtype))
+            self.of_parts.append(parts_candidate(library, dtype))
+            self.of_products.append(product_candidate(library, dtype))
+            self.of_experts.append(expert_candidate(library, dtype))
+            self.of_heads.append(head_candidate(library, dtype))
+            self.of_draws.append(draw_candidate(library))
+            self.of_ranks.append(rank_candidate(library))
         if device.type == "cpu":
-            self._have_library(library)
             self.of_products += library_products(dtype, is_fast=is_fast_in_bfloat16(device))
         elif asked != "off":
             self.have_triton()
-
-    def _have_library(self, library: ctypes.CDLL | None) -> None:
-        if library is None:
-            return
-        self.of_attention.append(attention_candidate(library, self.dtype))
-        self.of_parts.append(parts_candidate(library, self.dtype))
-        self.of_products.append(product_candidate(library, self.dtype))
-        self.of_experts.append(expert_candidate(library, self.dtype))
-        self.of_heads.append(head_candidate(library, self.dtype))
-        self.of_draws.append(draw_candidate(library))
-        self.of_ranks.append(rank_candidate(library))
 
     def have_triton(self) -> None:
         """Add the GPU's kernels. Triton comes with torch for CUDA only, and is imported late."""
@@ -127,30 +118,25 @@ class Registry:
             return TritonLayers(device)
 
         def make_drawer(_: None) -> Drawer:
-            from fminfer.compute.sampling.triton_draws import triton_race
+            from fminfer.compute.layers.triton_layers import triton_race
 
             return partial(draw, racer=triton_race)
 
-        def race_pairs(_: Drawer) -> Iterator[Pair]:
-            from fminfer.compute.sampling import triton_draws
+        def pairs_of_races(_: Drawer) -> Iterator[Pair]:
+            from fminfer.compute.layers.triton_layers import triton_race
 
-            yield from triton_draws.race_pairs(triton_draws.triton_race, device)
+            yield from race_pairs(triton_race, device)
 
         attention = partial(attention_trial, dtype=dtype, device=device)
         self.of_attention.append(Candidate(attend, attention))
         self.of_parts.append(Candidate(make_parts, lambda _: parts_trial(dtype, device)))
-        draws: Trial[Drawer] = Trial("draws", race_pairs, TOKEN_ERROR)
+        draws: Trial[Drawer] = Trial("draws", pairs_of_races, TOKEN_ERROR)
         self.of_draws.append(Candidate(make_drawer, lambda _: draws))
 
     def attention(
         self, hows: Sequence[Attention], block_size: int, kv_dtype: torch.dtype
     ) -> AttentionBody | None:
-        """Return the compiled attention; None: plain torch.
-
-        Args:
-            hows: of all layers, whose keys have one shape.
-            block_size: tokens a block of the KV cache.
-        """
+        """Return the compiled attention of layers whose keys have one shape; None: plain torch."""
         return self.find(self.of_attention, AttentionAsked(tuple(hows), block_size, kv_dtype))
 
     @cached_property
@@ -159,30 +145,16 @@ class Registry:
         return Parts(self.find(self.of_parts, None))
 
     def product(self, weight: Weight, bias: torch.Tensor | None) -> Function:
-        """Return x·Wᵀ + b of x, (…, inputs), packed once where that is faster.
-
-        Args:
-            weight: (outputs, inputs).
-        """
+        """Return x·Wᵀ + b of x, (…, inputs), packed once where that is faster."""
         asked = Linear(weight, bias)
         return self.find(self.of_products, asked) or PlainProduct(asked.weight, asked.bias)
 
     def experts(self, how: Moe, up: Weight, down: Weight) -> Mix | None:
-        """Return a layer's experts; None: their products are to be made one by one.
-
-        Args:
-            up: (experts, outputs, hidden).
-            down: (experts, hidden, size).
-        """
+        """Return a layer's experts, `Mixture`; None: their products are to be made one by one."""
         return self.find(self.of_experts, Mixture(how, up, down))
 
     def head(self, weight: Weight, bias: torch.Tensor | None) -> PackedProduct | None:
-        """Return the head, packed, for `PackedProduct.unrounded`; None: plain torch.
-
-        Args:
-            weight: (vocab, hidden).
-            bias: (vocab,) float32.
-        """
+        """Return the head, packed, for `PackedProduct.unrounded`; None: plain torch."""
         return self.find(self.of_heads, Linear(weight, bias))
 
     def drawer(self) -> Drawer:
@@ -232,11 +204,7 @@ class Registry:
             if is_out_of_memory(error):  # that says nothing of the body
                 raise
             body = None
-            self._tell(candidate, trial.name, error)
+            self.reasons.setdefault(candidate, explain_failure(self.asked, trial.name, error))
         if not any(seen):  # what is nan could not be compared: the next of its key is tried, too
             self._passed[key] = body is not None
         return body
-
-    def _tell(self, candidate: object, name: str, error: Exception) -> None:
-        """Note why a kernel is not used, or raise it if plain torch will not do."""
-        self.reasons.setdefault(candidate, explain_failure(self.asked, name, error))

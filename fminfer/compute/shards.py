@@ -12,10 +12,11 @@ from typing import Protocol
 
 import torch
 
+from fminfer.compute.kernels.calls import SumsStruct
+from fminfer.compute.weights import KERNEL_TYPES
 from fminfer.core.errors import PipelineError
 
 CAPACITY = 1 << 20  # bytes that a rank shares at once; larger tensors go in parts
-TYPES = {torch.float32: 0, torch.bfloat16: 1}
 DIFFER = 3  # of sums.h
 
 
@@ -39,29 +40,11 @@ class ShardGroup(Protocol):
         """End this process's waits with a PipelineError: a rank has failed."""
 
 
-class SumsStruct(ctypes.Structure):
-    """sums.h says what each field is."""
-
-    _fields_ = (
-        ("memory", ctypes.c_void_p),
-        *[(name, ctypes.c_int64) for name in ("capacity", "index", "count")],
-        ("turn", ctypes.c_uint64),
-        ("is_over", ctypes.c_int64),
-    )
-
-
 class SharedMemoryGroup:
-    """Ranks of one machine that map the same memory, all zeros at first.
-
-    Args:
-        memory: of `num_bytes(count)`.
-    """
+    """Ranks of one machine that map the same memory of `num_bytes`, all zeros at first."""
 
     def __init__(self, library: ctypes.CDLL, memory: mmap.mmap, index: int, count: int) -> None:
-        address, number = ctypes.c_void_p, ctypes.c_int64
         self._sum, self._gather = library.fminfer_sum, library.fminfer_gather
-        self._sum.argtypes = [address, address, number, number, number]
-        self._gather.argtypes = [address, address, address, number]
         self.index, self.count, self._memory = index, count, memory
         place = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self.struct = SumsStruct(place, CAPACITY, index, count, 0, 0)
@@ -70,17 +53,15 @@ class SharedMemoryGroup:
     @staticmethod
     def num_bytes(library: ctypes.CDLL, count: int) -> int:
         """Return the bytes that so many ranks need."""
-        library.fminfer_sums_bytes.argtypes = [ctypes.c_int64] * 2
-        library.fminfer_sums_bytes.restype = ctypes.c_int64
         found: int = library.fminfer_sums_bytes(count, CAPACITY)
         return found
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype not in TYPES:
+        if x.dtype not in KERNEL_TYPES:
             return self.sum(x.float()).to(x.dtype)
         x = x.contiguous()
-        num_threads = torch.get_num_threads()
-        raise_failure(self._sum(self.address, x.data_ptr(), x.numel(), TYPES[x.dtype], num_threads))
+        how = KERNEL_TYPES[x.dtype], torch.get_num_threads()
+        raise_failure(self._sum(self.address, x.data_ptr(), x.numel(), *how))
         return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,4 @@
-"""The spec: what a transformer is made of, as plain values.
-
-The row of an architecture turns a config into a `Model`, and `models.transformer` computes it. Each
-compiled body says which specs it can serve.
-"""
+"""The spec: what a transformer is made of, as plain values, which each family makes of a config."""
 
 from __future__ import annotations
 
@@ -45,8 +41,7 @@ class Alibi:
 class Relative:
     """T5's bias by distance (Raffel et al. 2020): each head has learned one for each bucket.
 
-    Near distances have a bucket each; farther ones share theirs, in steps of a logarithm, up to
-    `max_distance`.
+    Near distances have a bucket each; farther ones share theirs, in steps of a logarithm.
     """
 
     buckets: int
@@ -58,8 +53,8 @@ class Relative:
 class Latent:
     """Latent attention (DeepSeek-V2, 2024): keys and values of all heads come from one vector.
 
-    The cache keeps that vector, normed, and one rotated key of all heads. `kv_up` is moved to
-    queries and outputs, so that heads attend to the vector itself.
+    The cache keeps it, normed, and one rotated key of all heads. `kv_up` is moved to queries and
+    outputs, so that heads attend to the vector itself.
     """
 
     rank: int  # of the vector
@@ -151,10 +146,7 @@ class Mlp:
 
 @dataclass(slots=True, frozen=True)
 class Moe:
-    """A mixture of experts: each token goes to `top_k` of them (Shazeer et al. 2017).
-
-    `compute.layers.routing` tells how they are chosen.
-    """
+    """A mixture of experts: each token goes to `top_k` of them (Shazeer et al. 2017)."""
 
     num_experts: int
     top_k: int
@@ -222,10 +214,7 @@ class Pooling:
 
 @dataclass(slots=True, frozen=True)
 class Encoder:
-    """Layers that see each prompt whole, and keep no keys: they are the last of a model's layers.
-
-    With a decoder, its layers attend to what comes out. Otherwise that is pooled.
-    """
+    """Layers that see each prompt whole and keep no keys; they come last in a model."""
 
     num_layers: int
     final_norm: Norm | None = None

@@ -103,7 +103,7 @@ STEP_COLUMNS = {
 
 
 def make_draws(token_index: Sequence[int], **columns: Any) -> Column:
-    """Return draws from these packed tokens as requests' defaults say, with others in `columns`."""
+    """Return draws from these packed tokens, by requests' defaults but for `columns`."""
     draws = np.zeros(len(token_index), DRAW)
     of_fields = {name: getattr(DEFAULTS, name) for name in COLUMNS}
     for name, column in (of_fields | {"token_index": token_index, "mask": -1} | columns).items():
@@ -157,7 +157,7 @@ class Rows:
 
     @property
     def is_decode(self) -> bool:
-        """Whether each row is one token: then nothing needs to be laid out token by token."""
+        """Whether each row is one token."""
         return self.num_tokens == len(self)
 
     @property
@@ -208,8 +208,7 @@ class Rows:
         """Return the rows of packed tokens [first, last)."""
         if first == 0 and last == self.num_tokens:
             return self
-        start = np.clip(first - self.firsts, 0, self.lengths)
-        end = np.clip(last - self.firsts, 0, self.lengths)
+        start, end = (np.clip(each - self.firsts, 0, self.lengths) for each in (first, last))
         cut = Rows(self.positions + start, end - start, self.table_of, self.tables, last - first)
         return cut.part(end > start)
 

@@ -21,14 +21,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # (found, expected)
 Limits = dict[torch.dtype, float]  # of an error, as a part of the largest expected number
 
 # Compilers, drivers and machines raise others. These say that our own code is wrong.
-OUR_FAULTS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    NameError,
-    TypeError,
-)
+OUR_FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
 POSITION = re.compile(r"at \d+:\d+:")
 
 
@@ -44,10 +37,7 @@ class Trial(Generic[Body]):
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Candidate(Generic[Asked, Body]):
-    """A compiled body. Its kernel's file makes the candidate, and the registry chooses it.
-
-    What is asked of it says what differs from one body to the next: a weight, a spec.
-    """
+    """A compiled body that may be chosen for what is asked: a weight, a spec."""
 
     make: Callable[[Asked], Body]
     trial: Callable[[Asked], Trial[Body]]

@@ -16,10 +16,8 @@ Tensors = tuple[torch.Tensor, ...]
 # (`kv_up` of a latent); router and choice: small ones that decide between experts.
 Matrix = Literal["product", "moved", "head", "embedding", "router"]
 Use = Matrix | Literal["choice", "norm", "norm_bias", "bias", "other"]
-USES: tuple[Use, ...] = (
-    *get_args(Matrix),
-    *("choice", "norm", "norm_bias", "bias", "other"),
-)
+USES: tuple[Use, ...] = (*get_args(Matrix), "choice", "norm", "norm_bias", "bias", "other")
+KERNEL_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # what the CPU's kernels compute in
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,9 +48,7 @@ class Format(Protocol):
     """How the numbers of a weight are held in memory: in one or several tensors.
 
     The first dimensions of each tensor are the weight's, up to its outputs. So rows can be looked
-    up, joined, stacked and cut whatever they hold. A format is a class with these and what
-    `models/formats` needs to read it; products that take it say so by `serves`. All others get it
-    dequantized.
+    up, joined, stacked and cut. Products that take a format say so; others get it dequantized.
     """
 
     @property

@@ -10,8 +10,7 @@ from typing import Protocol
 import torch
 
 from fminfer.compute.quantized.block_format import Blocks, join
-from fminfer.compute.quantized.gguf_forms import GGUF_FORMS
-from fminfer.compute.quantized.own_forms import OWN_FORMS, quantized_forms
+from fminfer.compute.quantized.forms import GGUF_FORMS, OWN_FORMS, quantized_forms
 from fminfer.compute.weights import Dense, Format, Shape, Tensors, TensorSpec
 
 

@@ -12,7 +12,7 @@ from fminfer.compute.attention.scoring import scoring_of
 from fminfer.compute.layers import plain
 from fminfer.compute.layers.bodies import NormBody
 from fminfer.compute.layers.experts import Mix, PlainExperts
-from fminfer.compute.linear.products import PlainProduct
+from fminfer.compute.layers.products import PlainProduct
 from fminfer.compute.spec import Attention, Cross, Layer, Mlp, Moe
 from fminfer.compute.weights import Function
 from fminfer.models.layer_bodies import Bodies

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from fminfer.compute.quantized.own_forms import OWN_FORMS
+from fminfer.compute.quantized.forms import OWN_FORMS
 from fminfer.compute.spec import Layer, Mlp, Moe
 from fminfer.compute.weights import Shape, TensorSpec
 from fminfer.core.errors import CheckpointError

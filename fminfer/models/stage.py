@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -145,9 +146,8 @@ class Stage:
         self._head = network.head
         self._device = device
         self.has_kernel = kernel is not None  # attention is compiled
-        self._tokens = tokens or TokenSpan(network.model.vocab_size)
-        self._ranker = self._tokens.ranker(ranker)
-        self._drawer = self._tokens.drawer(drawer, ranker)
+        tokens = tokens or TokenSpan(network.model.vocab_size)
+        self._tokens = replace(tokens, ranker=ranker, drawer=drawer)
         self.clock = StepClock(device, network.stream)
         self._set_limits()
         self.cache = KvCache(
@@ -356,8 +356,7 @@ class Stage:
 
         def choose(logits: torch.Tensor, part: slice) -> Draws:
             how = SamplingTensors.of(step.draws[part], self._device)
-            bodies = self._ranker, self._drawer
-            return sample(logits, how, num_top, edits.part(part), *bodies, tokens=tokens)
+            return sample(logits, how, num_top, edits.part(part), tokens)
 
         return choose
 
@@ -365,8 +364,7 @@ class Stage:
         """Return a function that finds the logprobs of a part of the step's scores."""
         (targets,) = send([step.scores["target_id"].copy()], self._device)
         num_top = int(step.scores["num_top"].max())
-        body, tokens = self._ranker, self._tokens
-        return lambda logits, part: score(logits, targets[part], num_top, body, tokens)
+        return lambda logits, part: score(logits, targets[part], num_top, self._tokens)
 
     def _by_parts(self, hidden: torch.Tensor, places: np.ndarray, use: Use) -> TokenLogprobs:
         """Run the head and `use` its logits a bounded number of rows at a time."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fminfer.compute.layers import plain
-from fminfer.compute.linear.products import multiply_plain
+from fminfer.compute.layers.products import multiply_plain
 from fminfer.compute.registry import Registry
 from fminfer.compute.shards import ShardGroup
 from fminfer.compute.spec import Model

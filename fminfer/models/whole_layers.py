@@ -14,20 +14,16 @@ from functools import partial
 import torch
 
 from fminfer.compute import spec
-from fminfer.compute.attention.kernel_attention import (
-    Arguments,
-    KernelAttention,
-    KernelRows,
-    step_arguments,
-)
+from fminfer.compute.attention.kernel_attention import KernelAttention, KernelRows, step_arguments
 from fminfer.compute.attention.kv_cache import KvCache, StepAttention
-from fminfer.compute.layers.layer_kernels import activations_of
-from fminfer.compute.linear.product_kernel import PackedProduct
+from fminfer.compute.kernels.calls import Arguments
+from fminfer.compute.layers.bodies import activations_of
+from fminfer.compute.layers.experts import Workspace
+from fminfer.compute.layers.product_kernel import PackedProduct
 from fminfer.compute.registry import Registry
 from fminfer.compute.shards import SharedMemoryGroup, raise_failure
 from fminfer.compute.step import Rows
 from fminfer.compute.trial import Candidate, Limits, Pair, Trial
-from fminfer.compute.workspace import Workspace
 from fminfer.models.layer import LayerOf
 from fminfer.models.layer_step import LayerStep
 from fminfer.models.tensor_specs import Weights

@@ -14,8 +14,14 @@ import torch
 
 from fminfer.compute.quantized import block_format
 from fminfer.compute.quantized.block_format import Blocks, Joined, join
-from fminfer.compute.quantized.gguf_forms import GGUF_FORMS
-from fminfer.compute.quantized.own_forms import INT4, INT8, INT8_32, OWN_FORMS, quantized_forms
+from fminfer.compute.quantized.forms import (
+    GGUF_FORMS,
+    INT4,
+    INT8,
+    INT8_32,
+    OWN_FORMS,
+    quantized_forms,
+)
 from fminfer.compute.weights import Dense, Format, TensorSpec, Use
 from fminfer.models.formats import Holding
 from fminfer.models.stored.gguf_file import read_gguf

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.layers.expert_kernel import PackedExperts
-from fminfer.compute.linear import product_kernel
-from fminfer.compute.linear.product_kernel import (
+from fminfer.compute.layers import product_kernel
+from fminfer.compute.layers.experts import PackedExperts
+from fminfer.compute.layers.product_kernel import (
     PackedProduct,
     ProductKernel,
     head_takes,
     kernel_takes,
 )
 from fminfer.compute.quantized.block_format import Blocks, Joined, join
-from fminfer.compute.quantized.own_forms import INT4, INT8, INT8_32
+from fminfer.compute.quantized.forms import INT4, INT8, INT8_32
 from fminfer.compute.registry import Registry
 from fminfer.compute.spec import Mlp, Moe
 from fminfer.compute.weights import Dense, Format, Use, Weight, dense

@@ -33,7 +33,7 @@ from fminfer.core.messages import Mask, make_mask, pack_ids
 from fminfer.engine.noise import draw_key, noise_key, step_noise
 from fminfer.models.layer_source import open_weights
 from fminfer.models.tensor_specs import Weights
-from tests.conftest import built_library
+from tests.conftest import built_library, span
 
 VOCAB = 60
 NUM_DRAWS = 6_400  # of each setting
@@ -205,7 +205,9 @@ def counts(request: pytest.FixtureRequest) -> tuple[np.ndarray, list[np.ndarray]
     for step in range(8):
         rows = rows_of(settings, [step_noise(key, step) for key in keys])
         expanded = torch.from_numpy(logits).expand(len(keys), -1)
-        ids = sample(expanded, rows, 0, edits_of(settings), drawer=drawer).ids
+        ids = sample(
+            expanded, rows, 0, edits_of(settings), tokens=span(expanded, drawer=drawer)
+        ).ids
         for place, column in enumerate(ids.view(-1, len(SETTINGS)).numpy().T):
             found[place] += np.bincount(column, minlength=VOCAB)
     return logits, found

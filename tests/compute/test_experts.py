@@ -12,10 +12,8 @@ import torch
 
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.layers import plain
-from fminfer.compute.layers.expert_kernel import PackedExperts, serves
-from fminfer.compute.layers.experts import Mix
-from fminfer.compute.linear import product_kernel
+from fminfer.compute.layers import plain, product_kernel
+from fminfer.compute.layers.experts import Mix, PackedExperts, serves
 from fminfer.compute.registry import Registry
 from fminfer.compute.spec import Mlp, Moe
 from fminfer.compute.weights import dense

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import fminfer
-from fminfer.compute.linear.packed_linear import library_products, onednn_packs_bfloat16
-from fminfer.compute.linear.products import Linear
+from fminfer.compute.layers.products import Linear, library_products, onednn_packs_bfloat16
 from fminfer.compute.registry import Registry
 from fminfer.compute.trial import Candidate
 from fminfer.compute.weights import Function, Weight, dense

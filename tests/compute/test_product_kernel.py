@@ -12,9 +12,9 @@ from torch import nn
 
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.linear import product_kernel
-from fminfer.compute.linear.packed_linear import library_products, onednn_packs_bfloat16
-from fminfer.compute.linear.product_kernel import PackedProduct, ProductKernel, kernel_takes
+from fminfer.compute.layers import product_kernel
+from fminfer.compute.layers.product_kernel import PackedProduct, ProductKernel, kernel_takes
+from fminfer.compute.layers.products import library_products, onednn_packs_bfloat16
 from fminfer.compute.registry import Registry
 from fminfer.compute.weights import Dense, Weight, dense
 from tests.conftest import built_library

@@ -27,7 +27,7 @@ from fminfer.compute.sampling.sampler import (
 from fminfer.compute.step import Step, mask_columns, masks_of
 from fminfer.core.messages import invert, make_mask, pack_ids
 from fminfer.engine.noise import step_noise
-from tests.conftest import built_library
+from tests.conftest import built_library, span
 from tests.steps import make_draws
 
 VOCAB = 50
@@ -75,7 +75,9 @@ def test_every_row_has_its_own_parameters_and_the_right_distribution(drawer: Dra
     counts = torch.zeros(len(settings), VOCAB)
     for start in range(0, 20_000, 500):
         rows = [(*s, start + 5 * i + j) for i in range(100) for j, s in enumerate(settings)]
-        ids = sample(logits.expand(len(rows), -1), how(rows), 0, drawer=drawer).ids.view(100, -1)
+        ids = sample(
+            logits.expand(len(rows), -1), how(rows), 0, tokens=span(logits, drawer=drawer)
+        ).ids.view(100, -1)
         for j in range(len(settings)):
             counts[j] += torch.bincount(ids[:, j], minlength=VOCAB)
     for j, setting in enumerate(settings):
@@ -91,9 +93,9 @@ def test_a_row_does_not_depend_on_its_neighbours(drawer: Drawer) -> None:
     torch.manual_seed(0)
     logits = torch.randn(8, VOCAB)
     rows = [(0.1 * i, 1 - 0.1 * i, i, i) for i in range(8)]
-    together = sample(logits, how(rows), 3, drawer=drawer)
+    together = sample(logits, how(rows), 3, tokens=span(logits, drawer=drawer))
     for i, row in enumerate(rows):
-        alone = sample(logits[i : i + 1], how([row]), 3, drawer=drawer)
+        alone = sample(logits[i : i + 1], how([row]), 3, tokens=span(logits, drawer=drawer))
         assert alone.ids[0] == together.ids[i]
         assert torch.equal(alone.top_ids[0], together.top_ids[i])
 
@@ -102,9 +104,14 @@ def test_greedy_by_temperature_top_p_or_top_k_and_ties_to_the_lowest_id(drawer: 
     logits = torch.zeros(4, VOCAB)
     logits[:, [7, 30]] = 5.0
     rows = [(0.0, 1.0, 0, 9), (1.0, 0.0, 0, 9), (1.0, 1.0, 1, 9), (0.0, 1.0, 5, 2)]
-    assert sample(logits, how(rows), 0, drawer=drawer).ids.tolist() == [7, 7, 7, 7]
+    assert sample(logits, how(rows), 0, tokens=span(logits, drawer=drawer)).ids.tolist() == [
+        7,
+        7,
+        7,
+        7,
+    ]
     rows = [(1e-6, 1.0, 0, i) for i in range(100)]
-    equals = sample(logits[:1].expand(100, -1), how(rows), 0, drawer=drawer)
+    equals = sample(logits[:1].expand(100, -1), how(rows), 0, tokens=span(logits, drawer=drawer))
     assert set(equals.ids.tolist()) == {7, 30}
 
 
@@ -326,7 +333,7 @@ def test_the_compiled_ranking_of_a_nan(place: int) -> None:
     assert kernel(best, 2).best_ids.tolist() == [[502, 500]]
     logits = torch.randn(3, 999)
     logits[1, place] = float("nan")
-    found = score(logits, logits.nan_to_num(-9.0).argmax(-1), 5, kernel)
+    found = score(logits, logits.nan_to_num(-9.0).argmax(-1), 5, span(logits, kernel))
     assert found.logprobs.isnan().tolist() == [False, True, False]
     assert found.top_logprobs.isnan().all(-1).tolist() == [False, True, False]
     logits[1, place - 1] = float("inf")
@@ -347,7 +354,7 @@ def test_a_logit_of_plus_infinity_makes_every_logprob_nan(
     logits = torch.randn(4, VOCAB).to(dtype)
     logits[1, 5] = float("inf")
     logits[2, 5] = float("-inf")  # a token that cannot be
-    scored = score(logits, torch.tensor([3, 3, 5, 3]), 2, ranker)
+    scored = score(logits, torch.tensor([3, 3, 5, 3]), 2, span(logits, ranker))
     assert scored.logprobs.isnan().tolist() == [False, True, False, False]
     assert scored.logprobs[2] == float("-inf")
     assert scored.top_logprobs.isnan().all(-1).tolist() == [False, True, False, False]
@@ -360,7 +367,7 @@ def test_a_logit_of_plus_infinity_makes_every_logprob_nan(
     for temperature in (0.0, 1.0):
         for changes in (None, edits):  # the overflown logit may be banned from the draw
             rows = how([(temperature, 1.0, 0, 5)] * 4)
-            draws = sample(logits, rows, 1, changes, ranker, drawer)
+            draws = sample(logits, rows, 1, changes, span(logits, ranker, drawer))
             assert draws.logprobs.isnan().tolist() == [False, True, False, False]
 
 
@@ -504,7 +511,7 @@ def test_masked_draws_are_those_of_what_the_masks_leave(drawer: Drawer, dtype: t
     step = varied(count)
     logits = (3 * torch.randn(count, vocab, generator=torch.Generator().manual_seed(2))).to(dtype)
     edits, rows_how = edits_of(step, vocab), how_of(step)
-    draws = sample(logits, rows_how, 2, edits, drawer=drawer)
+    draws = sample(logits, rows_how, 2, edits, tokens=span(logits, drawer=drawer))
     left = masked(edits.apply(logits), step)
     expected = sample(left, rows_how, 0)
     assert torch.equal(draws.ids, expected.ids)
@@ -512,12 +519,16 @@ def test_masked_draws_are_those_of_what_the_masks_leave(drawer: Drawer, dtype: t
     assert torch.allclose(draws.logprobs, raw, atol=1e-5), "logprobs are of the raw logits"
     for part in (slice(0, 7), slice(7, 8), slice(100, 230), slice(800, 840)):
         own = sample(
-            logits[part], how_of(step, part), 2, edits_of(step, vocab, part), drawer=drawer
+            logits[part],
+            how_of(step, part),
+            2,
+            edits_of(step, vocab, part),
+            tokens=span(logits, drawer=drawer),
         )
         assert torch.equal(own.ids, draws.ids[part])
     # A promise: a token that is drawn without the mask is drawn with it, where it is allowed.
     free = replace(edits, masks=None)
-    without = sample(logits, rows_how, 0, free, drawer=drawer).ids
+    without = sample(logits, rows_how, 0, free, tokens=span(logits, drawer=drawer)).ids
     is_allowed = left.gather(-1, without[:, None])[:, 0].isfinite()
     is_kept = is_allowed & ~(rows_how.is_random & rows_how.is_filtered)
     assert count / 6 < int(is_kept.sum()) < count / 2, "the test looks at nothing"
@@ -535,11 +546,11 @@ def test_masked_rows_of_any_logits_draw_what_is_allowed(drawer: Drawer) -> None:
     for value in (float("nan"), float("inf"), float("-inf")):
         for share in (0.002, 0.5, 1.0):
             logits = torch.where(odd < share, value, normal)
-            ids = sample(logits, rows_how, 1, edits, drawer=drawer).ids
+            ids = sample(logits, rows_how, 1, edits, tokens=span(logits, drawer=drawer)).ids
             left = masked(torch.zeros(count, vocab), step)
             assert torch.equal(left.gather(-1, ids[:, None]), torch.zeros(count, 1))
     all_low = torch.full((count, vocab), float("-inf"))
-    ids = sample(all_low, rows_how, 1, edits, drawer=drawer).ids.tolist()
+    ids = sample(all_low, rows_how, 1, edits, tokens=span(all_low, drawer=drawer)).ids.tolist()
     firsts = [3, 3, 5, 699, 0, 320, 0]  # the last is of rows without a mask
     assert ids == [firsts[place] for place in step.draws["mask"]]
 
@@ -556,7 +567,11 @@ def test_masks_copy_no_logits_where_their_rows_draw_what_is_allowed() -> None:
         raise AssertionError("nothing is drawn again")
 
     greedy = how([(0.0, 1.0, 0, 5)] * 3)
-    assert sample(logits, greedy, 0, edits, drawer=refuse).ids.tolist() == [7, 7, 7]
+    assert sample(logits, greedy, 0, edits, tokens=span(logits, drawer=refuse)).ids.tolist() == [
+        7,
+        7,
+        7,
+    ]
 
 
 def test_a_row_of_nan_leaves_its_neighbours_alone() -> None:

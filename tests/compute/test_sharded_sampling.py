@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from fminfer.compute.sampling.sharded import TokenShard
 from fminfer.compute.step import Step, mask_columns
 from fminfer.core.messages import invert, make_mask, pack_ids
 from fminfer.core.partition import even_parts
-from tests.conftest import built_library, num_examples
+from tests.conftest import built_library, num_examples, span
 from tests.shard_threads import make_shards
 from tests.steps import make_draws
 
@@ -117,13 +118,13 @@ def check_draws(rng: random.Random, count: int, ranker: Ranker, drawer: Drawer) 
     )
     how = SamplingTensors.of(draws, CPU)
     edits = StepEdits(step, VOCAB, CPU).part(slice(0, ROWS))
-    whole = sample_whole(logits, how, num_top, edits, ranker, drawer)
+    whole = sample_whole(logits, how, num_top, edits, span(logits, ranker, drawer))
 
     def sample(own: TokenShard) -> Draws:
         edits = StepEdits(step, VOCAB, CPU, own.own).part(slice(0, ROWS))
         part = logits[:, own.own.start : own.own.stop].contiguous()
-        made = own.ranker(ranker), own.drawer(drawer, ranker)
-        return sample_whole(part, how, num_top, edits, *made, tokens=own)
+        made = replace(own, ranker=ranker, drawer=drawer)
+        return sample_whole(part, how, num_top, edits, made)
 
     check_same(on_all(count, sample), whole)
 
@@ -136,9 +137,9 @@ def test_scores_are_those_of_one_rank(bodies: tuple[Ranker, Drawer]) -> None:
 
         def score(own: TokenShard, num_top: int = num_top) -> Draws:
             part = logits[:, own.own.start : own.own.stop].contiguous()
-            return score_whole(part, targets, num_top, own.ranker(ranker), own)
+            return score_whole(part, targets, num_top, replace(own, ranker=ranker))
 
-        check_same(on_all(3, score), score_whole(logits, targets, num_top, ranker))
+        check_same(on_all(3, score), score_whole(logits, targets, num_top, span(logits, ranker)))
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
@@ -152,7 +153,7 @@ def test_a_row_that_is_not_finite_is_told_by_every_rank(odd: float) -> None:
 
     def sample(own: TokenShard) -> Draws:
         part = logits[:, own.own.start : own.own.stop].contiguous()
-        return sample_whole(part, how, 1, None, own.ranker(rank), own.drawer(draw, rank), own)
+        return sample_whole(part, how, 1, None, own)
 
     for found in on_all(2, sample):
         assert found.logprobs.isnan().tolist() == [row == 5 for row in range(ROWS)]
@@ -173,7 +174,8 @@ def test_a_draw_from_the_best_tokens_is_told_once(bodies: tuple[Ranker, Drawer])
         gather = own.shards.gather
         own.shards.gather = lambda x: told.append(x) or gather(x)  # type: ignore[method-assign]
         part = logits[:, own.own.start : own.own.stop].contiguous()
-        assert torch.equal(own.drawer(drawer, ranker)(part, how, rows), drawer(logits, how, rows))
+        made = replace(own, ranker=ranker, drawer=drawer)
+        assert torch.equal(made.draw(part, how, rows), drawer(logits, how, rows))
         return len(told)
 
     assert on_all(2, count) == [1, 1]

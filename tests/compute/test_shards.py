@@ -12,8 +12,7 @@ import torch
 
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.quantized.block_format import Blocks, Joined, join
-from fminfer.compute.quantized.gguf_forms import GGUF_FORMS
-from fminfer.compute.quantized.own_forms import INT4, INT8, OWN_FORMS
+from fminfer.compute.quantized.forms import GGUF_FORMS, INT4, INT8, OWN_FORMS
 from fminfer.compute.shards import CAPACITY
 from fminfer.core.errors import PipelineError
 from tests.conftest import built_library

@@ -13,10 +13,11 @@ from click.testing import CliRunner
 import fminfer
 from fminfer.cli.app import main
 from fminfer.compute.attention.kernel_attention import KernelAttention
+from fminfer.compute.kernels.calls import PackedCall
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.layers.layer_kernels import LayerKernels
-from fminfer.compute.linear.product_kernel import PackedCall, PackedProduct
-from fminfer.compute.linear.products import Linear, multiply_plain
+from fminfer.compute.layers.bodies import LayerKernels
+from fminfer.compute.layers.product_kernel import PackedProduct
+from fminfer.compute.layers.products import Linear, multiply_plain
 from fminfer.compute.registry import Registry
 from fminfer.compute.sampling.draw_kernel import DrawKernel, ScoreKernel
 from fminfer.compute.sampling.sampler import Ranking

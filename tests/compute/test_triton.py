@@ -20,17 +20,16 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from fminfer.compute.attention import triton_attention
-from fminfer.compute.attention.attention_trial import AttentionAsked, attention_pairs
+from fminfer.compute.attention.kernel_attention import AttentionAsked, attention_pairs
 from fminfer.compute.attention.scoring import AttentionCall, Scoring
 from fminfer.compute.attention.triton_attention import TileShape, TritonAttention
 from fminfer.compute.layers import triton_layers
 from fminfer.compute.layers.bodies import PART_ERRORS, part_pairs
-from fminfer.compute.layers.triton_layers import TritonLayers
+from fminfer.compute.layers.triton_layers import TOKENS, TritonLayers, triton_race
 from fminfer.compute.registry import Registry
-from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR
+from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR, race_pairs
 from fminfer.compute.sampling.masks import LogitEditTensors, make_masks
 from fminfer.compute.sampling.sampler import SamplingTensors, draw, sample
-from fminfer.compute.sampling.triton_draws import TOKENS, race_pairs, triton_race
 from fminfer.compute.spec import Alibi
 from fminfer.compute.step import Rows, make_draws
 from fminfer.compute.trial import compare
@@ -51,6 +50,7 @@ from tests.conftest import (
     make_model,
     more,
     save_byte_tokenizer,
+    span,
     triton_device,
     try_triton,
 )
@@ -265,7 +265,7 @@ def test_masked_rows_draw_as_on_the_cpu() -> None:
         )
         how = SamplingTensors.of(ways, device)
         drawer = draw if device.type == "cpu" and not found else partial(draw, racer=triton_race)
-        draws = sample(logits.to(device), how, 1, edits, drawer=drawer)
+        draws = sample(logits.to(device), how, 1, edits, tokens=span(logits, drawer=drawer))
         found.append((draws.ids.cpu(), draws.logprobs.cpu()))
     assert torch.equal(found[0][0], found[1][0]) and torch.allclose(found[0][1], found[1][1])
     for place, token_id in zip(places, found[0][0].tolist(), strict=True):
@@ -426,7 +426,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from fminfer.compute.attention import triton_attention
 from fminfer.compute.attention.triton_attention import TritonAttention
-from fminfer.compute.sampling.triton_draws import TOKENS
+from fminfer.compute.layers.triton_layers import TOKENS
 from fminfer.compute.kernels.triton_kernels import attend_kernel, gate_kernel, join_kernel
 from fminfer.compute.kernels.triton_kernels import norm_kernel, race_kernel, rotate_kernel
 from fminfer.compute.kernels.triton_kernels import store_kernel

@@ -16,8 +16,8 @@ import torch
 
 from fminfer.compute.attention.scoring import Scoring
 from fminfer.compute.layers import plain
-from fminfer.compute.layers.layer_kernels import LayerKernels
-from fminfer.compute.linear.packed_linear import library_products
+from fminfer.compute.layers.bodies import LayerKernels
+from fminfer.compute.layers.products import library_products
 from fminfer.compute.spec import Model, Norm
 from fminfer.core.partition import Part, split_layers
 from fminfer.models.checkpoint import open_checkpoint

@@ -13,11 +13,13 @@ import torch
 from torch import nn
 
 import fminfer
+from fminfer.compute.kernels.calls import RowSizes
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.layers.layer_kernels import GELU, RELU, TYPES, RowSizes
-from fminfer.compute.linear import product_kernel
+from fminfer.compute.layers import product_kernel
+from fminfer.compute.layers.bodies import GELU, RELU
+from fminfer.compute.layers.experts import Workspace
 from fminfer.compute.spec import Alibi, Norm, Rope
-from fminfer.compute.workspace import Workspace
+from fminfer.compute.weights import KERNEL_TYPES
 from fminfer.models.checkpoint import open_random
 from fminfer.models.families.table import architecture_of
 from fminfer.models.whole_layers import WholeLayer, WholeLayers, serves
@@ -46,7 +48,7 @@ def rows_of(x: torch.Tensor) -> tuple[RowSizes, torch.Tensor]:
     """Return how to walk through (…, width), whose rows may have gaps, and an empty result."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     width, count = x.shape[-1], out.numel() // x.shape[-1]
-    sizes = (count, 1, width, x.stride(-2), 0, TYPES[x.dtype], 2)
+    sizes = (count, 1, width, x.stride(-2), 0, KERNEL_TYPES[x.dtype], 2)
     return RowSizes(x.data_ptr(), out.data_ptr(), *sizes), out
 
 

@@ -18,9 +18,9 @@ from click.testing import CliRunner
 import fminfer
 from fminfer.cli.app import main
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.linear import product_kernel
-from fminfer.compute.linear.packed_linear import library_products
-from fminfer.compute.linear.product_kernel import PackedProduct
+from fminfer.compute.layers import product_kernel
+from fminfer.compute.layers.product_kernel import PackedProduct
+from fminfer.compute.layers.products import library_products
 from fminfer.compute.registry import Registry
 from fminfer.compute.weights import Dense, dense
 from fminfer.core.config import EngineConfig

@@ -1,7 +1,4 @@
-"""Attention of decode rows, one token each, over the flat list of all rows' KV blocks.
-
-In plain tensor operations, for any device; kernel_attention is faster where it can be built.
-"""
+"""Attention of decode rows, one token each, over all rows' KV blocks, in plain torch."""
 
 from __future__ import annotations
 
@@ -83,13 +80,15 @@ def decode_attention(
     return (row_out / row_total[..., None]).view(num_rows, heads, head_dim).to(query.dtype)
 
 
-def _bend(
-    scores: torch.Tensor,  # (blocks, kv_heads, group, block_size)
-    distance: torch.Tensor,  # (blocks, block_size)
-    is_hidden: torch.Tensor,  # (blocks, block_size)
+def _weigh(
+    scores: torch.Tensor,  # (blocks, kv_heads, group, keys)
+    distance: torch.Tensor,  # (blocks, keys): query position - key position
     how: Scoring,
-) -> torch.Tensor:
-    """Cap, add ALiBi and hide what a query must not see: a finite lowest value, never nan."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return which keys are hidden, the largest scores, and the exponentials of the others.
+
+    Hidden keys have a finite lowest score, so that nothing becomes nan.
+    """
     if how.softcap is not None:
         scores = soft_cap(scores, how.softcap)
     if how.slopes is not None:
@@ -98,7 +97,10 @@ def _bend(
     if how.relative is not None:
         biases = how.biases(distance).view(*scores.shape[1:3], *distance.shape)
         scores = scores + biases.movedim(2, 0)
-    return torch.where(is_hidden[:, None, None], LOWEST, scores)
+    is_hidden = how.hides(distance)
+    scores = torch.where(is_hidden[:, None, None], LOWEST, scores)
+    largest = scores.amax(-1)
+    return is_hidden, largest, torch.exp(scores - largest[..., None])
 
 
 Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -113,15 +115,12 @@ def _block_partial(
 ) -> Partial:
     """Return each block's largest score, sum of exponentials and weighted values, by products.
 
-    Shapes: (blocks, kv_heads, group), the same, (blocks, kv_heads, group, head_dim); float32.
+    (blocks, kv_heads, group), the same, and (blocks, kv_heads, group, head_dim); float32.
     """
     offsets = torch.arange(key_blocks.shape[2], device=grouped.device)
     distance = (rows.positions[rows.row_of_block] - rows.block_start)[:, None] - offsets
     scores = grouped[rows.row_of_block] @ _floats(key_blocks, rows.blocks).transpose(2, 3)
-    is_hidden = how.hides(distance)
-    scores = _bend(scores, distance, is_hidden, how)
-    largest = scores.amax(-1)
-    weights = torch.exp(scores - largest[..., None])
+    is_hidden, largest, weights = _weigh(scores, distance, how)
     values = _floats(value_blocks, rows.blocks)
     # Past a row's end lies what another row left, or nothing: 0 times it might still be nan.
     values.masked_fill_(is_hidden[:, None, :, None], 0.0)
@@ -150,11 +149,9 @@ def _shared_partial(
     query = grouped[shared.rows].transpose(0, 1).reshape(kv_heads, num_rows * group, head_dim)
     scores = (query @ keys.transpose(1, 2)).view(kv_heads, num_rows, group, -1).transpose(0, 1)
     key_positions = torch.arange(shared.start, shared.start + keys.shape[1], device=grouped.device)
-    distance = positions[shared.rows][:, None] - key_positions
-    is_hidden = how.hides(distance)
-    scores = _bend(scores, distance, is_hidden, how)
-    largest = scores.amax(-1)
-    weights = torch.exp(scores - largest[..., None])
+    is_hidden, largest, weights = _weigh(
+        scores, positions[shared.rows][:, None] - key_positions, how
+    )
     grouped = weights.transpose(0, 1).reshape(kv_heads, num_rows * group, -1)
     out = weigh_values(grouped, values, is_hidden.repeat_interleave(group, 0))
     out = out.view(kv_heads, num_rows, group, head_dim).transpose(0, 1)

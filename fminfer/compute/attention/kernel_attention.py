@@ -1,42 +1,38 @@
-"""Calls the compiled attention kernel of the CPU, for all rows of a step at once."""
+"""Calls the CPU's attention kernel for all rows of a step, and tries that of any device."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
 
-from fminfer.compute.attention.attention_trial import AttentionAsked, attention_trial
-from fminfer.compute.attention.paged_attention import MIN_ROWS, AttentionBody, find_shared_runs
-from fminfer.compute.attention.scoring import AttentionCall, with_rows
+from fminfer.compute.attention.paged_attention import (
+    MIN_ROWS,
+    AttentionBody,
+    PlainAttention,
+    find_shared_runs,
+)
+from fminfer.compute.attention.scoring import NO_LIMIT, AttentionCall, Scoring, with_rows
+from fminfer.compute.kernels.calls import Arguments
+from fminfer.compute.spec import Attention
 from fminfer.compute.step import Column, Rows
-from fminfer.compute.trial import Candidate
+from fminfer.compute.trial import Candidate, Limits, Pair, Trial
+from fminfer.compute.weights import KERNEL_TYPES
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+CACHE_TYPES = KERNEL_TYPES | {torch.float16: 2}
 NO_RUNS = (np.zeros((0, 4), np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
+CPU = torch.device("cpu")
+# Of the largest expected number. 16 bits round weights and results.
+ATTENTION_ERRORS: Limits = {torch.float32: 2e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
+# Of the longer row of a trial: more than a split of the GPU's kernel has. And its rows times KV
+# heads: more than two for each of a GPU's multiprocessors, where programs merge their splits.
+TRIED_KEYS = {"cpu": 67, "cuda": 327}
+TRIED_PROGRAMS = {"cpu": 1, "cuda": 400}
 MOST_ENTRIES = 4  # runs that a row is in, on average: each costs memory, and less and less is left
-
-
-class Arguments(ctypes.Structure):
-    """What the kernel is called with; attention.cpp says what each is."""
-
-    _fields_ = (
-        *[(name, ctypes.c_void_p) for name in ("query", "out", "keys", "values")],
-        *[(name, ctypes.c_void_p) for name in ("new_keys", "new_values", "slots")],
-        *[(name, ctypes.c_void_p) for name in ("rows", "tables", "runs", "members")],
-        *[(name, ctypes.c_void_p) for name in ("entries", "slopes", "sinks", "relative")],
-        *[(name, ctypes.c_int64) for name in ("num_rows", "num_runs", "num_members", "num_tokens")],
-        *[(name, ctypes.c_int64) for name in ("query_head", "query_token")],
-        *[(name, ctypes.c_int64) for name in ("new_key_head", "new_key_token")],
-        *[(name, ctypes.c_int64) for name in ("new_value_head", "new_value_token")],
-        *[(name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "block_size")],
-        *[(name, ctypes.c_int64) for name in ("window", "ahead", "reach")],
-        *[(name, ctypes.c_int64) for name in ("type", "kv_type", "num_threads")],
-        *[(name, ctypes.c_float) for name in ("scaling", "softcap")],
-    )
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,12 +52,9 @@ class KernelRows:
     kept: torch.Tensor | None = None  # int64: the tokens whose output is wanted; None: all
 
     def keep(self, tokens: torch.Tensor) -> KernelRows:
-        """Return rows whose keys and values are all stored, and whose outputs are some tokens'.
+        """Return rows whose keys are all stored, and whose outputs are some tokens', in order.
 
         Each row attends from its first such token on, from its last token if it has none.
-
-        Args:
-            tokens: (wanted,) int64, packed tokens in order.
         """
         rows = self.rows.clone()
         first, num = rows[:, 0].contiguous(), rows[:, 1]
@@ -92,11 +85,7 @@ def plan_rows(rows: Rows, block_size: int) -> KernelRows:
 
 
 def _plan_runs(rows: Rows, block_size: int) -> tuple[Column, Column, Column]:
-    """Find what rows of one token share.
-
-    Returns:
-        `runs` and `members` of KernelRows, and each row's first key of no run.
-    """
+    """Return `runs` and `members` of KernelRows, and each row's first key of no run."""
     runs: list[list[int]] = []
     members = [np.empty(0, np.int64)]
     num_members, own = 0, np.zeros(len(rows), np.int64)
@@ -117,17 +106,15 @@ def step_arguments(
 ) -> Arguments:
     """Return what the kernel is told of a step, without any layer's tensors and settings.
 
-    Args:
-        kind: of queries, new keys and values: float32 or bfloat16.
-        keys: (pool, kv_heads, block_size, head_dim), of any layer.
+    `keys` are a layer's; `kind` is that of queries, new keys and values: float32 or bfloat16.
     """
     tensors = (rows.slots, rows.rows, rows.tables, rows.runs, rows.members, rows.entries)
     arguments = Arguments(*[None] * 6, *(tensor.data_ptr() for tensor in tensors))
     arguments.num_rows, arguments.num_runs = len(rows.rows), len(rows.runs)
     arguments.num_members, arguments.num_tokens = len(rows.members), len(rows.slots)
     _, arguments.kv_heads, arguments.block_size, arguments.head_dim = keys.shape
-    arguments.heads, arguments.type, arguments.kv_type = heads, TYPES[kind], TYPES[keys.dtype]
-    arguments.num_threads = torch.get_num_threads()
+    arguments.heads, arguments.num_threads = heads, torch.get_num_threads()
+    arguments.type, arguments.kv_type = KERNEL_TYPES[kind], CACHE_TYPES[keys.dtype]
     return arguments
 
 
@@ -136,7 +123,6 @@ class KernelAttention:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._attend = library.fminfer_attention
-        self._attend.argtypes = [ctypes.POINTER(Arguments)]
 
     plan = staticmethod(plan_rows)
 
@@ -164,23 +150,131 @@ class KernelAttention:
         given.slopes, given.sinks, given.relative = (
             None if t is None else t.data_ptr() for t in of_heads
         )
-        given.ahead = how.ahead
-        given.reach = 0 if how.relative is None else how.relative.shape[1] // 2
+        given.ahead, given.reach = how.ahead, how.reach
         _, given.query_head, given.query_token, _ = asked.stride()
         _, given.new_key_head, given.new_key_token, _ = key.stride()
         _, given.new_value_head, given.new_value_token, _ = value.stride()
         given.window, given.scaling = min(how.window or 0, 2**31 - 1), how.scaling
         given.softcap = how.softcap or 0.0
-        if self._attend(given):
+        if self._attend(ctypes.byref(given)):
             raise MemoryError("no memory for the attention kernel's working space")
         if rows.kept is not None:
             out = out[:, rows.kept]
         return out.to(call.query.dtype)
 
 
+@dataclass(slots=True, frozen=True)
+class AttentionAsked:
+    """The attention that is asked for."""
+
+    hows: tuple[Attention, ...]  # of all layers, whose keys have one shape
+    block_size: int  # tokens a block of the KV cache
+    kv_dtype: torch.dtype
+
+    @property
+    def how(self) -> Attention:
+        return self.hows[0]
+
+    @property
+    def kinds(self) -> list[Attention]:
+        """One layer of each kind that a GPU compiles for."""
+        kind = {
+            (e.window is None, e.has_sinks, e.alibi is None, e.is_causal, e.relative is None): e
+            for e in self.hows
+        }
+        return list(kind.values())
+
+
+def attention_trial(
+    asked: AttentionAsked, dtype: torch.dtype, device: torch.device
+) -> Trial[AttentionBody]:
+    """Return how it is tried, with queries, new keys and values of a dtype."""
+    num_keys = TRIED_KEYS[device.type]
+    pairs = partial(attention_pairs, asked=asked, num_keys=num_keys, dtype=dtype, device=device)
+    return Trial("attention", pairs, ATTENTION_ERRORS[dtype], asked)
+
+
+def attention_pairs(
+    kernel: AttentionBody,
+    asked: AttentionAsked,
+    num_keys: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Iterator[Pair]:
+    """Attend as each kind of layer does with a kernel, and in plain torch in float32 on the CPU.
+
+    Nothing is rounded there but what a KV cache of another type rounds.
+    """
+    for how in asked.kinds:
+        one = replace(asked, hows=(how,))
+        sizes = num_keys, -(-TRIED_PROGRAMS[device.type] // how.kv_heads)
+        found = _attend_some(kernel, one, sizes, dtype, device)
+        yield found, _attend_some(None, one, sizes, dtype, CPU)
+
+
+def _trial_scoring(how: Attention, num_keys: int, device: torch.device) -> Scoring:
+    """Return scores that differ from head to head, with limits within the rows of a trial."""
+    heads, reach = how.heads, num_keys // 3
+    slopes, relative = None, None
+    if how.alibi is not None and not how.keeps_bias:
+        slopes = torch.linspace(0.01, 0.1, heads, device=device)
+    if how.relative is not None:
+        places = torch.arange(heads * (2 * reach + 1), device=device)
+        relative = (0.37 * places).sin().view(heads, -1)
+    return Scoring(
+        how.cache_shape[2] ** -0.5,
+        window=None if how.window is None else num_keys * 5 // 6,
+        slopes=slopes,
+        softcap=how.softcap,
+        sinks=torch.linspace(-1, 2, heads, device=device) if how.has_sinks else None,
+        ahead=0 if how.is_causal else NO_LIMIT - 1 if how.window is None else reach,
+        relative=relative,
+    )
+
+
+def _attend_some(
+    kernel: AttentionBody | None,
+    asked: AttentionAsked,  # one kind of layer
+    sizes: tuple[int, int],  # keys of the longer row; rows that share a prefix
+    dtype: torch.dtype,  # of queries
+    device: torch.device,
+) -> torch.Tensor:  # (tokens, heads, head_dim) float32, on the CPU
+    """Attend from two prompts, a chunk of one beside a token of the other, and some that share."""
+    how, block_size, (num_keys, num_rows) = asked.how, asked.block_size, sizes
+    _, kv_heads, head_dim = how.cache_shape
+    body: AttentionBody = kernel or PlainAttention(kv_heads, device)
+    given = dtype if kernel else torch.float32
+    count = -(-(num_keys + 3) // block_size)
+    shape = (2, 2 * count + num_rows, kv_heads, block_size, head_dim)
+    # What others left in a cache must not matter.
+    keys, values = torch.full(shape, torch.nan, dtype=asked.kv_dtype, device=device)
+    first, second = [*range(1, 2 * count, 2)], [*range(2 * count - 2, -1, -2)]
+    part, shared = num_keys * 2 // 5, num_keys // block_size
+    others = (
+        (shared * block_size, 1, [*first[:shared], 2 * count + number])
+        for number in range(num_rows)
+    )
+    generator, outs = torch.Generator().manual_seed(0), []
+    for rows in (
+        Rows.of((0, num_keys, first), (0, part, second)),
+        Rows.of((part, num_keys // 2, second), (num_keys, 1, first)),
+        Rows.of((num_keys + 1, 1, first), *others),
+    ):
+        query, key, value = (
+            torch.randn((1, num, rows.num_tokens, head_dim), generator=generator)
+            .to(dtype)
+            .to(device, given)
+            for num in (how.heads, kv_heads, kv_heads)
+        )
+        plan, scoring = body.plan(rows, block_size), _trial_scoring(how, num_keys, device)
+        outs.append(body(AttentionCall(query, key, value, keys, values, plan, scoring))[0])
+    return torch.cat([out.float().cpu() for out in outs])
+
+
 def attention_candidate(
     library: ctypes.CDLL, dtype: torch.dtype
 ) -> Candidate[AttentionAsked, AttentionBody]:
     """Return the CPU's attention, of queries of a dtype."""
-    trial = partial(attention_trial, dtype=dtype, device=torch.device("cpu"))
+    trial = partial(attention_trial, dtype=dtype, device=CPU)
     return Candidate(lambda _: KernelAttention(library), trial)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,23 +21,17 @@ class KvCache:
     """One tensor for all layers, in blocks that sequences share or copy.
 
     Of latent attention keys alone are kept: values are read where keys are.
-
-    Args:
-        layers: the attention of each layer; their keys have the same shape.
-        num_blocks, block_size: the size of the cache.
-        dtype: of the cache; what is stored is rounded to it.
-        kernel: the compiled attention; None: plain torch.
     """
 
     def __init__(
         self,
-        layers: Sequence[Attention],
+        layers: Sequence[Attention],  # whose keys have one shape
         *,
         num_blocks: int,
         block_size: int,
-        dtype: torch.dtype,
+        dtype: torch.dtype,  # what is stored is rounded to it
         device: torch.device,
-        kernel: AttentionBody | None,
+        kernel: AttentionBody | None,  # None: plain torch
     ) -> None:
         # Of an encoder alone there are no layers, and what is empty may be of any shape.
         ((kept, kv_heads, head_dim),) = {how.cache_shape for how in layers} or {(2, 1, 1)}
@@ -53,19 +48,14 @@ class KvCache:
     def plan_cross(self, rows: Rows, kept: np.ndarray | None) -> StepAttention:
         """Return the attention of tokens to what the encoder gave, as `BlockTables.cross` has them.
 
-        Args:
-            kept: (wanted,) int64, the tokens whose queries the last layer has; None: all.
+        The last layer has the queries of the tokens `kept` alone.
         """
         plan = self.body.plan(rows, self.block_size)
         last = plan if kept is None else self.body.plan(rows.part(kept), self.block_size)
         return StepAttention(self.layers, plan, last)
 
     def plan(self, rows: Rows, kept: torch.Tensor | None = None) -> StepAttention:
-        """Return the attention of a step's rows.
-
-        Args:
-            kept: (wanted,) int64, the tokens whose queries the last layer needs; None: all.
-        """
+        """Return the attention of a step's rows, of whose queries the last layer keeps some."""
         plan = self.body.plan(rows, self.block_size)
         return StepAttention(self.layers, plan, plan if kept is None else plan.keep(kept))
 
@@ -77,44 +67,32 @@ class KvCache:
 
 
 class WholeRows:
-    """Attention of whole prompts: one layer's keys and values, which the next layer overwrites.
-
-    Args:
-        how: the attention of a layer; keys of all have its shape.
-        block_size: tokens a block.
-        dtype: of hidden states; nothing is rounded further.
-        kernel: the compiled attention; None: plain torch.
-    """
+    """Attention of whole prompts: one layer's keys and values, which the next layer overwrites."""
 
     def __init__(
         self,
-        how: Attention,
+        how: Attention,  # of a layer; keys of all have its shape
         *,
         block_size: int,
-        dtype: torch.dtype,
+        dtype: torch.dtype,  # of hidden states
         device: torch.device,
         kernel: AttentionBody | None,
     ) -> None:
-        _, kv_heads, head_dim = how.cache_shape
-        self._shape, self._block_size = (kv_heads, block_size, head_dim), block_size
-        self._body = kernel or PlainAttention(kv_heads, device)
-        self._kv = torch.empty((2, 0, *self._shape), dtype=dtype, device=device)
+        self._make = partial(
+            KvCache, [how], block_size=block_size, dtype=dtype, device=device, kernel=kernel
+        )
+        self._cache = self._make(num_blocks=0)
 
     def plan(
         self, lengths: np.ndarray, num_layers: int, kept: torch.Tensor | None
     ) -> StepAttention:
-        """Return the attention of prompts of these lengths.
-
-        Args:
-            kept: (wanted,) int64, the tokens whose queries the last layer needs; None: all.
-        """
-        rows = Rows.whole(lengths, self._block_size)
-        num_blocks = int((-(-lengths // self._block_size)).sum())
-        if num_blocks > self._kv.shape[1]:
-            self._kv = self._kv.new_empty((2, num_blocks, *self._shape))
-        plan = self._body.plan(rows, self._block_size)
-        layers = [PagedAttention(self._kv[0], self._kv[1], self._body)] * num_layers
-        return StepAttention(layers, plan, plan if kept is None else plan.keep(kept))
+        """Return the attention of prompts of these lengths; `kept` as in `KvCache.plan`."""
+        block_size = self._cache.block_size
+        rows = Rows.whole(lengths, block_size)
+        num_blocks = int(rows.num_blocks(block_size).sum())
+        if num_blocks > self._cache.num_blocks:
+            self._cache = self._make(num_blocks=num_blocks)
+        return replace(self._cache.plan(rows, kept), layers=self._cache.layers * num_layers)
 
 
 @dataclass(slots=True, frozen=True)

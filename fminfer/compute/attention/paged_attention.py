@@ -1,6 +1,5 @@
 """Attention over the paged KV cache, for packed rows of any lengths.
 
-Linear layers see all tokens of a step in one line, [1, tokens, hidden]; attention alone sees rows.
 Chunks of prompts (several tokens of one row) are matrix products row by row; decode rows (one token
 each) run together, over the flat list of their blocks, so that no row is padded to another.
 """
@@ -75,7 +74,7 @@ class ChunkRow:
 
 @dataclass(slots=True, frozen=True)
 class AttentionPlan:
-    """Everything attention needs to know of a step, made once and used by every layer."""
+    """What plain attention needs to know of a step."""
 
     slots: torch.Tensor  # (tokens * kv_heads,) int64: where new keys go, in rows of head_dim
     chunks: list[ChunkRow]
@@ -85,35 +84,6 @@ class AttentionPlan:
     def keep(self, tokens: torch.Tensor) -> AttentionPlan:
         """Return the plan that gives outputs of these tokens only."""
         return replace(self, kept=tokens)
-
-
-def plan_attention(
-    rows: Rows, block_size: int, kv_heads: int, device: torch.device
-) -> AttentionPlan:
-    """Lay out a step. Rows of one token are computed together if they come last.
-
-    Args:
-        rows: the step's rows in packed order.
-        block_size: tokens a block.
-        kv_heads: heads of keys, on which a token's place in the cache depends.
-    """
-    # A step that is cut into parts may leave one token of a chunk; before chunks it is one, too.
-    several = np.flatnonzero(rows.lengths > 1)
-    num_chunks = int(several[-1]) + 1 if len(several) else 0
-    tables = np.split(rows.blocks(block_size), rows.num_blocks(block_size).cumsum()[:-1])
-    firsts, positions = rows.firsts.tolist(), rows.positions.tolist()
-    chunks = [
-        ChunkRow(first, first + num, position, torch.from_numpy(table).to(device, torch.int64))
-        for first, num, position, table in zip(
-            firsts[:num_chunks], rows.lengths.tolist()[:num_chunks], positions, tables, strict=False
-        )
-    ]
-    decode = rows.part(slice(num_chunks, None))
-    return AttentionPlan(
-        _slots(rows, block_size, kv_heads).to(device),
-        chunks,
-        _plan_decode(decode, firsts[num_chunks], block_size, device) if len(decode) else None,
-    )
 
 
 def _slots(rows: Rows, block_size: int, kv_heads: int) -> torch.Tensor:
@@ -176,7 +146,8 @@ def chunk_attention(
     scores = (grouped @ keys.transpose(1, 2)).view(heads, queries, num_keys)
     if how.softcap is not None:
         scores = soft_cap(scores, how.softcap)
-    distance = _distance(position, queries, num_keys, query.device)
+    places = torch.arange(max(num_keys, position + queries), device=query.device)
+    distance = places[position : position + queries, None] - places[:num_keys]
     if how.slopes is not None:
         scores = scores - how.slopes[:, None, None] * distance
     if how.relative is not None:
@@ -189,13 +160,6 @@ def chunk_attention(
     weights = weights.reshape(kv_heads, -1, num_keys)
     out = weigh_values(weights, values, is_hidden.repeat(heads // kv_heads, 1))
     return out.view(heads, queries, head_dim).transpose(0, 1)
-
-
-def _distance(
-    position: int, queries: int, num_keys: int, device: torch.device
-) -> torch.Tensor:  # (queries, keys) int64
-    query_positions = torch.arange(position, position + queries, device=device)
-    return query_positions[:, None] - torch.arange(num_keys, device=device)
 
 
 QUERY_TILE = 128  # query tokens of one product; bounds the memory of the scores
@@ -221,18 +185,30 @@ class AttentionBody(Protocol):
 
 
 class PlainAttention:
-    """Attention in plain tensor operations, on any device: the reference.
-
-    Args:
-        kv_heads: of the cache.
-        device: where all tensors are.
-    """
+    """Attention in plain tensor operations, on any device: the reference."""
 
     def __init__(self, kv_heads: int, device: torch.device) -> None:
         self._kv_heads, self._device = kv_heads, device
 
     def plan(self, rows: Rows, block_size: int) -> AttentionPlan:
-        return plan_attention(rows, block_size, self._kv_heads, self._device)
+        """Lay out a step. Rows of one token are computed together if they come last."""
+        device = self._device
+        # A step that is cut may leave one token of a chunk; before chunks it is one, too.
+        several = np.flatnonzero(rows.lengths > 1)
+        num_chunks = int(several[-1]) + 1 if len(several) else 0
+        tables = np.split(rows.blocks(block_size), rows.num_blocks(block_size).cumsum()[:-1])
+        firsts, positions = rows.firsts.tolist(), rows.positions.tolist()
+        lengths = rows.lengths.tolist()[:num_chunks]
+        chunks = [
+            ChunkRow(first, first + num, position, torch.from_numpy(table).to(device, torch.int64))
+            for num, first, position, table in zip(lengths, firsts, positions, tables, strict=False)
+        ]
+        decode = rows.part(slice(num_chunks, None))
+        return AttentionPlan(
+            _slots(rows, block_size, self._kv_heads).to(device),
+            chunks,
+            _plan_decode(decode, firsts[num_chunks], block_size, device) if len(decode) else None,
+        )
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         query, how = call.query, call.how
@@ -284,10 +260,7 @@ def _attend_chunk(
 
 @dataclass(slots=True)
 class PagedAttention:
-    """One layer's keys and values in blocks, and attention over them.
-
-    New keys and values are rounded to the cache's type, and read as their own type.
-    """
+    """One layer's keys and values in blocks, and attention over them."""
 
     keys: torch.Tensor  # (blocks, kv_heads, block_size, head_dim)
     values: torch.Tensor  # the same; or the very keys, where one of both is kept
@@ -296,5 +269,5 @@ class PagedAttention:
     def __call__(
         self, plan: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Scoring
     ) -> torch.Tensor:
-        """Store the new keys and values, then attend, as `AttentionBody`, by a plan of it."""
+        """Store the new keys and values, then attend, by a plan of the body."""
         return self.body(AttentionCall(query, key, value, self.keys, self.values, plan, how))

@@ -15,7 +15,7 @@ NO_LIMIT = 2**30  # of positions
 
 @dataclass(slots=True, frozen=True)
 class Scoring:
-    """What a layer makes of its scores: the same at each step, and made once for each layer.
+    """What a layer makes of its scores, at each step.
 
     A key is seen if -ahead <= query position - key position < window (None: no limit). Scores are
     bent into (-softcap, softcap) before biases and mask (None: left as they are). A sink is the
@@ -32,6 +32,11 @@ class Scoring:
     # to reach; what is farther has that of the end.
     relative: torch.Tensor | None = None
 
+    @property
+    def reach(self) -> int:
+        """How far `relative` reaches; 0: there is none."""
+        return 0 if self.relative is None else self.relative.shape[1] // 2
+
     def hides(self, distance: torch.Tensor) -> torch.Tensor:
         """Tell which keys a query must not see, by query position - key position."""
         is_hidden = distance < -self.ahead
@@ -40,8 +45,7 @@ class Scoring:
     def biases(self, distance: torch.Tensor) -> torch.Tensor:
         """Return what `relative` adds, (heads, …), by query position - key position."""
         assert self.relative is not None, "biases by distance"
-        reach = self.relative.shape[1] // 2
-        return self.relative[:, reach + distance.clamp(-reach, reach)]
+        return self.relative[:, self.reach + distance.clamp(-self.reach, self.reach)]
 
 
 @dataclass(slots=True)

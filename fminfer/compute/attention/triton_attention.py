@@ -1,7 +1,4 @@
-"""Calls the GPU's attention kernels, for all rows of a step at once.
-
-Importing it needs triton, which torch brings where it is built for CUDA.
-"""
+"""Calls the GPU's attention kernels, for all rows of a step at once. Importing it needs triton."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import triton
 
 from fminfer.compute.attention.scoring import AttentionCall, with_rows
 from fminfer.compute.kernels.triton_kernels import attend_kernel, join_kernel, store_kernel
@@ -49,14 +47,7 @@ class TileShape:
 
 
 class TritonAttention:
-    """The kernels, as a function of tensors.
-
-    Args:
-        heads, kv_heads, head_dim: of the model.
-        dtype: of queries. Keys and values of the KV cache become it as they are read.
-        kv_dtype: of the KV cache; None: the same.
-        device: where all tensors are.
-    """
+    """The kernels, as a function of tensors."""
 
     def __init__(
         self,
@@ -64,13 +55,13 @@ class TritonAttention:
         kv_heads: int,
         head_dim: int,
         *,
-        dtype: torch.dtype,
+        dtype: torch.dtype,  # of queries; cached keys and values become it as they are read
         device: torch.device,
-        kv_dtype: torch.dtype | None = None,
+        kv_dtype: torch.dtype | None = None,  # of the KV cache; None: the same
     ) -> None:
         self.heads, self.group, self.head_dim = heads, heads // kv_heads, head_dim
         self.dtype, self.device = dtype, device
-        self._dim = max(16, power_of_2(head_dim))
+        self._dim = max(16, triton.next_power_of_2(head_dim))
         if self._dim > MAX_DIM:
             raise ValueError(
                 f"keys of {head_dim} elements need more shared memory than a GPU has; the kernel "
@@ -91,7 +82,7 @@ class TritonAttention:
         queries, most = (128 if self._dim <= 64 else 64), 64
         if size > 2:  # without tensor cores, and with fewer registers
             queries, most = 16, (16 << 10) // key_bytes
-        queries = max(queries, power_of_2(self.group))
+        queries = max(queries, triton.next_power_of_2(self.group))
         warps = 8 if queries * self._dim > 8192 and size == 2 else 4
         room -= queries * self._dim * size
         sizes = [(keys, ahead) for keys in (64, 32, 16) if keys <= most for ahead in (2, 1)]
@@ -100,7 +91,7 @@ class TritonAttention:
         return TileShape(queries, keys, warps, ahead)
 
     def _decode_shape(self, key_bytes: int) -> TileShape:
-        queries, keys = max(16, power_of_2(self.group)), 32 if key_bytes <= 512 else 16
+        queries, keys = max(16, triton.next_power_of_2(self.group)), 32 if key_bytes <= 512 else 16
         warps = max(2 if self.dtype.itemsize == 2 else 4, min(8, queries * self._dim // 1024))
         return TileShape(queries, keys, warps, min(3, (64 << 10) // (2 * keys * key_bytes)))
 
@@ -149,11 +140,7 @@ class TritonAttention:
         return TileRows(tiles_of.view(-1, 5), others.view(-1, 5), blocks, slots)
 
     def decode_numbers(self, rows: Rows, block_size: int, size: int) -> list[np.ndarray]:
-        """Lay out rows of one token each, and as many that are none as `size` asks for.
-
-        Returns:
-            Numbers of int32; behind each other they are what `decode_plan` reads.
-        """
+        """Lay out rows of one token each, and none up to `size`, as `decode_plan` reads them."""
         num, used = len(rows), rows.num_blocks(block_size)
         tiles = np.zeros((size, 5), np.int32)  # without tokens; none has another's place in `out`
         tiles[:, 0] = np.arange(size)
@@ -185,14 +172,13 @@ class TritonAttention:
             self._no_slopes if each is None else each.float().contiguous()
             for each in (how.slopes, how.sinks, how.relative)
         )
-        reach = 0 if how.relative is None else how.relative.shape[1] // 2
         window = min(how.window or NO_WINDOW, NO_WINDOW)
         has = {"HAS_SINKS": how.sinks is not None, "HAS_WINDOW": how.window is not None}
         attended = {"HAS_CAP": how.softcap is not None, "HAS_SLOPES": how.slopes is not None, **has}
         attended["HAS_RELATIVE"] = how.relative is not None
         given = (asked, out, keys, values)
         others = (rows.blocks, slopes, of_sinks, relative, self._parts, self._marks)
-        scalars = (*asked.stride()[:2], window, how.ahead, reach, how.scaling, how.softcap or 1.0)
+        limits, bend = (window, how.ahead, how.reach), (how.scaling, how.softcap or 1.0)
         # Triton launches on the current device of the thread.
         with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
             if num_new:
@@ -206,7 +192,7 @@ class TritonAttention:
                 num_splits = SPLITS if is_one and len(tiles) < self.full_rows else 1
                 if len(tiles):
                     attend_kernel[(len(tiles) * kv_heads, num_splits)](
-                        *(*given, tiles, *others, *scalars),
+                        *(*given, tiles, *others, *asked.stride()[:2], *limits, *bend),
                         **self.constants(block_size, is_one=is_one),
                         **attended,
                     )
@@ -219,11 +205,6 @@ class TritonAttention:
         if rows.kept is not None:
             out = out[:, rows.kept]
         return out
-
-
-def power_of_2(number: int) -> int:
-    """Return the lowest power of two that is no less."""
-    return 1 << (number - 1).bit_length()
 
 
 def _shared_bytes(device: torch.device) -> int:

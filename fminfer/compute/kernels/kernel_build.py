@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import hashlib
 import os
 import platform
@@ -22,6 +21,7 @@ import time
 from pathlib import Path
 from typing import IO
 
+from fminfer.compute.kernels.calls import Library
 from fminfer.machine import processor
 from fminfer.machine.user_cache import cache_folder
 
@@ -32,13 +32,10 @@ VERSION_S = 5.0  # so does one that does not tell its version by then
 
 
 class KernelBuild:
-    """The kernels' library: found in the cache, or being built.
-
-    Starting one returns at once, and raises nothing: without the kernels all works, slower.
-    """
+    """The kernels' library: found in the cache, or being built. Starting that raises nothing."""
 
     def __init__(self) -> None:
-        self._library: ctypes.CDLL | None = None
+        self._library: Library | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._own_folder: tempfile.TemporaryDirectory[str] | None = None
         self.error = ""  # why there is no library
@@ -68,43 +65,29 @@ class KernelBuild:
         self._part = Path(name)
         self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (open until the build ends)
         self._started_s = time.monotonic()
-        command = [
-            *compiler,
-            *FLAGS,
-            *processor.compiler_flags(),
-            "-shared",
-            "-fPIC",
-            "-o",
-            name,
-            *map(str, sorted(SOURCES.glob("*.cpp"))),
-        ]
+        flags = [*FLAGS, *processor.compiler_flags(), "-shared", "-fPIC", "-o", name]
+        sources = map(str, sorted(SOURCES.glob("*.cpp")))
         try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=self._said,
-                stderr=self._said,
-                start_new_session=True,  # so that its children can be ended with it
-            )
+            self._process = _run([*compiler, *flags, *sources], self._said)
         except OSError:
             self._part.unlink(missing_ok=True)
             raise
         atexit.register(self.abandon)
 
-    def library(self) -> ctypes.CDLL | None:
+    def library(self) -> Library | None:
         """Return the library, once the build is done; None: `error` says why there is none."""
         if self._process is not None:
             self._finish(self._process)
         if self._library is None and not self.error:
             try:
-                self._library = ctypes.CDLL(str(self._path))
+                self._library = Library(str(self._path))
             except OSError as error:
                 self.error = f"{self._path} cannot be loaded: {error}"
         return self._library
 
     def may_succeed(self) -> bool:
         """Tell whether there is a library or may still be one, without waiting."""
-        if self._process is not None and self._process.poll() is not None:
+        if self._process is not None and not self.is_under_way():
             self._finish(self._process)
         return not self.error
 
@@ -114,9 +97,9 @@ class KernelBuild:
 
     def abandon(self) -> None:
         """End a build that nobody waited for; keep what it made, if it is done."""
-        if self._process is not None and self.is_under_way():
-            _end(self._process)
         if self._process is not None:
+            if self.is_under_way():
+                _end(self._process)
             self._finish(self._process)
 
     def _finish(self, process: subprocess.Popen[bytes]) -> None:
@@ -137,6 +120,14 @@ class KernelBuild:
         self._process = None
         self._said.close()
         self._part.unlink(missing_ok=True)
+
+
+def _run(command: list[str], said: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start a compiler, in a session of its own: its children can then be ended with it."""
+    nothing = subprocess.DEVNULL
+    return subprocess.Popen(
+        command, stdin=nothing, stdout=said, stderr=said, start_new_session=True
+    )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -224,13 +215,7 @@ def _build_key(compiler: list[str]) -> str:
 def _version_of(compiler: list[str]) -> str:
     """Return what the compiler says of its version; an update keeps its path."""
     with tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(
-            [*compiler, "--version"],
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        process = _run([*compiler, "--version"], said)
         try:
             process.wait(timeout=VERSION_S)
         except subprocess.TimeoutExpired:

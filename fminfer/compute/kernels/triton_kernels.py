@@ -1,9 +1,8 @@
-"""The GPU's kernels, in Triton. `triton_attention`, `triton_layers` and `triton_draws` call them.
+"""The GPU's kernels, in Triton. `triton_attention` and `triton_layers` call them.
 
 In attention a tile is a few consecutive tokens of one row, with all query heads that share a KV
-head: one program attends from it to all of the row's keys before it, block by block, with the
-online softmax (Milakov and Gimelshein 2018; Dao et al. 2022, "FlashAttention"). Nothing is padded
-but a tile. The parts of layers are computed in float32 and rounded once.
+head: one program attends from it to the row's keys before it, block by block, with the online
+softmax (Milakov and Gimelshein 2018; Dao et al. 2022, "FlashAttention").
 """
 
 from __future__ import annotations
@@ -19,15 +18,10 @@ def store_kernel(
     new_keys,  # (kv_heads, tokens, head_dim), by its strides
     new_values,
     slots,  # (tokens,) int32: block * block_size + place; below 0: the token is none
-    key_head,
-    key_token,
-    value_head,
-    value_token,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    key_head, key_token, value_head, value_token,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr,  # the power of two that holds head_dim
-):
+):  # fmt: skip
     """Put one token's keys and values of one head where they belong. Grid: (tokens, kv_heads)."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -48,9 +42,8 @@ def row_splits(
 ):  # fmt: skip
     """Return the first key of a tile's first piece, the end of its last, and the keys of a split.
 
-    Also the position of its first token, the number of its tokens, and the end of its keys.
-
-    The row alone decides: its result is the same beside any others, and in any number of programs.
+    Then the position of its first token, their number, and the end of its keys. The row alone
+    decides: its result is the same beside any others, and in any number of programs.
     """
     num_tokens = tl.load(tile + 1)
     start_position = tl.load(tile + 2)

@@ -1,1 +1,1 @@
-"""Norms, rotary positions, activations and mixtures of experts."""
+"""Norms, rotary positions, activations, products and mixtures of experts."""

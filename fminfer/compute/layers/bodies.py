@@ -3,85 +3,184 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
+from torch import Tensor
 
+from fminfer.compute.kernels.calls import RowSizes
 from fminfer.compute.layers import plain
-from fminfer.compute.layers.layer_kernels import GELU, GELU_TANH, SILU, LayerKernels
-from fminfer.compute.spec import Norm, Rope
+from fminfer.compute.spec import Mlp, Norm, Rope
 from fminfer.compute.trial import Candidate, Limits, Pair, Trial
-from fminfer.compute.weights import Function
+from fminfer.compute.weights import KERNEL_TYPES, Function
 
 PART_ERRORS: Limits = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 0.016}
+# The numbers of activations in kernels, as activations.h has them.
+SILU, GELU_TANH, RELU, GELU = 0, 1, 2, 3
+TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+GATES = {"silu": SILU, "swish": SILU} | dict.fromkeys(TANH_GELUS, GELU_TANH)  # of all kernels
 
 
-class PartKernels(Protocol):
-    """The compiled parts of layers, from `layer_kernels` (CPU) or `triton_layers` (GPU).
+@dataclass(slots=True, frozen=True)
+class NormWeights:
+    """A norm that a kernel can compute, with its weight and bias, (width,)."""
 
-    Each passes over memory once, computes in float32 and rounds once.
-    """
+    how: Norm
+    weight: Tensor
+    bias: Tensor | None
 
-    @property
-    def activations(self) -> dict[str, int]:
-        """The numbers of those that `gate` and `gelu` compute."""
 
-    def can_norm(
-        self, how: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None
-    ) -> bool: ...
+Sum = tuple[Tensor, Tensor]  # what is added to rows, and where the sum is put
 
-    def norm(
-        self, x: torch.Tensor, how: Norm, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor: ...
 
-    def add_and_norm(
-        self,
-        x: torch.Tensor,
-        other: torch.Tensor,
-        how: Norm,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+class PartKernels(ABC):
+    """The compiled parts of layers. Each passes over memory once, and rounds float32 once."""
 
-    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor: ...
+    device: torch.device
+    activations: Mapping[str, int]  # the numbers of those that `gate` and `gelu` compute
 
-    def gate(self, both: torch.Tensor, activation: int) -> torch.Tensor: ...
+    @abstractmethod
+    def can_norm(self, how: Norm, weight: Tensor | None, bias: Tensor | None) -> bool: ...
 
-    def gelu(self, x: torch.Tensor, activation: int) -> torch.Tensor: ...
+    @abstractmethod
+    def run_norm(self, x: Tensor, norm: NormWeights, out: Tensor, added: Sum | None) -> None: ...
+
+    @abstractmethod
+    def run_rotate(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None: ...
+
+    @abstractmethod
+    def run_gate(self, x: Tensor, second: Tensor | None, activation: int, out: Tensor) -> None: ...
+
+    def norm(self, x: Tensor, norm: NormWeights) -> Tensor:
+        """Return x normed, (rows, width) or (rows, more rows, width)."""
+        self._check_norm(x, norm)
+        out = _like(x)
+        self.run_norm(x, norm, out, None)
+        return out
+
+    def add_and_norm(self, x: Tensor, other: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:
+        """Return x + other and that normed; all are (rows, width)."""
+        assert x.shape == other.shape and x.dtype == other.dtype, "terms of a sum"
+        self._check_norm(x, norm)
+        both, out = _like(x), _like(x)
+        self.run_norm(x, norm, out, (other.contiguous(), both))
+        return both, out
+
+    def _check_norm(self, x: Tensor, norm: NormWeights) -> None:
+        """Check what kernels trust."""
+        for each in (norm.weight,) if norm.bias is None else (norm.weight, norm.bias):
+            assert each.is_contiguous() and each.shape == x.shape[-1:], "weight of a norm"
+            assert each.dtype == x.dtype, "weight of a norm"
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return x with rotary positions (Su et al. 2021), its first half paired with its second.
+
+        Args:
+            x: (tokens, heads, head_dim).
+            cos, sin: (tokens, turned) float32, for the first `turned` elements of each head.
+        """
+        cos, sin = cos.contiguous(), sin.contiguous()
+        assert cos.shape == sin.shape == (len(x), cos.shape[-1]), "cos and sin"
+        assert cos.dtype == sin.dtype == torch.float32, "cos and sin"
+        assert cos.shape[-1] % 2 == 0 and cos.shape[-1] <= x.shape[-1], "cos and sin"
+        out = _like(x)
+        self.run_rotate(x, cos, sin, out)
+        return out
+
+    def gate(self, both: Tensor, activation: int) -> Tensor:
+        """Return activation(first half) * second half, of (…, 2 * width)."""
+        assert both.shape[-1] % 2 == 0, "halves"
+        first, second = both.view(-1, both.shape[-1]).chunk(2, -1)
+        out = _like(first)
+        self.run_gate(first, second, activation, out)
+        return out.view(*both.shape[:-1], -1)
+
+    def gelu(self, x: Tensor, activation: int) -> Tensor:
+        """Return gelu (Hendrycks and Gimpel 2016) in one of its forms, of (rows, width)."""
+        out = _like(x)
+        self.run_gate(x, None, activation, out)
+        return out
+
+    def walk(self, x: Tensor) -> tuple[int, int, int, int]:
+        """Return how to walk through x: rows, rows in each, and the steps between them."""
+        shape, steps = x.shape, x.stride()
+        assert x.device.type == self.device.type, "device"
+        assert len(shape) in (2, 3), "rows of a step"
+        assert steps[-1] == 1, "the elements of a row lie side by side"
+        inner, inner_step = (shape[1], steps[1]) if len(shape) == 3 else (1, 0)
+        return shape[0], inner, steps[0], inner_step
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+class LayerKernels(PartKernels):
+    """The kernels of the CPU."""
+
+    device = torch.device("cpu")
+    activations = GATES | {"gelu": GELU}
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def can_norm(self, how: Norm, weight: Tensor | None, bias: Tensor | None) -> bool:
+        """Tell whether it computes such a norm: RMSNorms, and LayerNorms with weight and bias."""
+        has_both = how.has_bias != how.is_rms and not (how.offset and not how.is_rms)
+        return how.has_weight and has_both and weight is not None and weight.dim() == 1
+
+    def run_norm(self, x: Tensor, norm: NormWeights, out: Tensor, added: Sum | None) -> None:
+        how, rows, weight = norm.how, self._rows(x, out), norm.weight.data_ptr()
+        sums = (None, None) if added is None else (added[0].data_ptr(), added[1].data_ptr())
+        if how.is_rms:
+            self._library.fminfer_rms_norm(rows, weight, how.eps, how.offset, *sums)
+            return
+        assert norm.bias is not None, "bias of a norm"
+        self._library.fminfer_layer_norm(rows, weight, norm.bias.data_ptr(), how.eps, *sums)
+
+    def run_rotate(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+        turns = cos.data_ptr(), sin.data_ptr()
+        self._library.fminfer_rotate(self._rows(x, out), *turns, cos.shape[-1])
+
+    def run_gate(self, x: Tensor, second: Tensor | None, activation: int, out: Tensor) -> None:
+        address = None if second is None else second.data_ptr()
+        self._library.fminfer_gate(self._rows(x, out), address, activation)
+
+    def _rows(self, x: Tensor, out: Tensor) -> ctypes._CArgObject:
+        outer, inner, *steps = self.walk(x)
+        kind, num_threads = KERNEL_TYPES[x.dtype], torch.get_num_threads()
+        sizes = (outer, inner, x.shape[-1], *steps, kind, num_threads)
+        return ctypes.byref(RowSizes(x.data_ptr(), out.data_ptr(), *sizes))
+
+
+def activations_of(mlp: Mlp) -> dict[str, int]:
+    """Return the numbers of those that the library computes in an MLP."""
+    return LayerKernels.activations | ({} if mlp.is_gated else {"relu": RELU})
 
 
 class NormBody:
     """A norm with its weights, on (…, width)."""
 
     def __init__(
-        self,
-        how: Norm,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        kernels: PartKernels | None,
+        self, how: Norm, weight: Tensor | None, bias: Tensor | None, kernels: PartKernels | None
     ) -> None:
-        self._add_and_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
-        if kernels is None or weight is None or not kernels.can_norm(how, weight, bias):
-            self._norm: Function = lambda x: plain.norm(x, how, weight, bias)
-            return
-        own = weight.contiguous()
-        self._norm = lambda x: kernels.norm(x, how, own, bias)
-        self._add_and_norm = lambda x, more: kernels.add_and_norm(x, more, how, own, bias)
+        self._plain, self._kernels, self._own = (how, weight, bias), kernels, None
+        if kernels is not None and weight is not None and kernels.can_norm(how, weight, bias):
+            self._own = NormWeights(how, weight.contiguous(), bias)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._norm(x)
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._kernels is None or self._own is None:
+            return plain.norm(x, *self._plain)
+        return self._kernels.norm(x, self._own)
 
-    def of_sum(
-        self, x: torch.Tensor, more: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_sum(self, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return x + more, both (tokens, width), and the norm of that sum."""
-        if more is None:
-            return x, self(x)
-        if self._add_and_norm is not None:
-            return self._add_and_norm(x, more)
-        x = x + more
+        if more is not None and self._kernels is not None and self._own is not None:
+            return self._kernels.add_and_norm(x, more, self._own)
+        x = x if more is None else x + more
         return x, self(x)
 
 
@@ -91,28 +190,24 @@ class RotateBody:
     def __init__(self, how: Rope, kernels: PartKernels | None) -> None:
         self._how, self._kernels = how, None if how.is_interleaved else kernels
 
-    def turns(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def turns(self, table: Tensor, positions: Tensor) -> Tensor:
         """Look up the cosines and sines of a step's tokens in a `plain.rotary_table`."""
         found = table[:, positions]
         return found if self._kernels is None else found.repeat(1, 1, 2)  # for both halves
 
-    def __call__(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor, turns: Tensor) -> Tensor:
         if self._kernels is None:
             return plain.rotate(x, self._how, turns)
         return self._kernels.rotate(x, *turns)
 
 
 class Parts:
-    """Makes norms, rotary positions and activations.
-
-    Args:
-        kernels: compute those that they serve; None: all are plain torch.
-    """
+    """Makes norms, rotary positions and activations; without kernels all are plain torch."""
 
     def __init__(self, kernels: PartKernels | None = None) -> None:
         self.kernels = kernels
 
-    def norm(self, how: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None) -> NormBody:
+    def norm(self, how: Norm, weight: Tensor | None, bias: Tensor | None) -> NormBody:
         return NormBody(how, weight, bias, self.kernels)
 
     def rotate(self, how: Rope) -> RotateBody:
@@ -131,7 +226,6 @@ class Parts:
 
 
 def parts_trial(dtype: torch.dtype, device: torch.device) -> Trial[PartKernels]:
-    """Return how the parts are tried."""
     pairs = partial(part_pairs, dtype=dtype, device=device)
     return Trial("norms and activations", pairs, PART_ERRORS[dtype])
 
@@ -141,7 +235,7 @@ def parts_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[None,
     return Candidate(
         lambda _: LayerKernels(library),
         lambda _: parts_trial(dtype, LayerKernels.device),
-        lambda _: dtype in LayerKernels.types,
+        lambda _: dtype in KERNEL_TYPES,
     )
 
 
@@ -156,8 +250,9 @@ def part_pairs(kernels: PartKernels, dtype: torch.dtype, device: torch.device) -
         (Norm(1e-5, is_rms=False, has_bias=True), other[0, 0].contiguous()),
     ):
         if kernels.can_norm(how, weight, bias):
-            yield kernels.norm(x, how, weight, bias), plain.norm(x, how, weight, bias)
-            both, normed = kernels.add_and_norm(row, more, how, weight, bias)
+            own = NormWeights(how, weight, bias)
+            yield kernels.norm(x, own), plain.norm(x, how, weight, bias)
+            both, normed = kernels.add_and_norm(row, more, own)
             yield both, row + more
             yield normed, plain.norm(row + more, how, weight, bias)
     turn = other[:, 0, :24].sin().float()

@@ -1,7 +1,8 @@
-"""Mixtures of experts in plain torch, one expert after another, and the trial of compiled ones."""
+"""Mixtures of experts: in plain torch, one expert after another, and compiled for the CPU."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,10 +10,13 @@ from functools import partial
 import torch
 from torch import nn
 
+from fminfer.compute.kernels.calls import ExpertCall
 from fminfer.compute.layers import plain
+from fminfer.compute.layers.bodies import activations_of
+from fminfer.compute.layers.product_kernel import PackedPart, ProductKernel, kernel_takes
 from fminfer.compute.spec import Moe
-from fminfer.compute.trial import Limits, Pair, Trial
-from fminfer.compute.weights import Function, Weight
+from fminfer.compute.trial import Candidate, Limits, Pair, Trial
+from fminfer.compute.weights import KERNEL_TYPES, Function, Weight
 
 # (hidden states, chosen experts, their shares) → hidden states; `PackedExperts` says more.
 Mix = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -57,19 +61,114 @@ class Mixture:
 
 def expert_pairs(mix: Mix, asked: Mixture, dtype: torch.dtype) -> Iterator[Pair]:
     """Mix the experts of one token and of a few, compiled and plain, in float32 between."""
-    how, up, down = asked.how, asked.up, asked.down
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(TRIED_TOKENS, down.shape[1], generator=generator).to(dtype)
+    how, generator = asked.how, torch.Generator().manual_seed(0)
+    x = torch.randn(TRIED_TOKENS, asked.down.shape[1], generator=generator).to(dtype)
     shares = torch.rand(TRIED_TOKENS, how.top_k, generator=generator)
     chosen = torch.arange(TRIED_TOKENS * how.top_k).view(TRIED_TOKENS, -1) % how.num_experts
     act: Function = plain.ACTIVATIONS[how.expert.activation]
     if how.expert.is_gated:
         act = partial(plain.gate, activation=how.expert.activation)
-    expected = torch.zeros(x.shape)
-    for token, row in enumerate(x.float()):
-        for share, number in zip(shares[token], chosen[token].tolist(), strict=True):
-            first, last = (w.expert(number).dequantized(torch.float32) for w in (up, down))
-            inner = act(nn.functional.linear(row, first))
-            expected[token] += share * nn.functional.linear(inner, last)
+
+    def compute(part: torch.Tensor, number: int) -> torch.Tensor:
+        up, down = (w.expert(number).dequantized(torch.float32) for w in (asked.up, asked.down))
+        return nn.functional.linear(act(nn.functional.linear(part, up)), down)
+
+    experts = [partial(compute, number=number) for number in range(how.num_experts)]
+    expected = PlainExperts(how, experts)(x.float(), chosen, shares)
     for tokens in (1, TRIED_TOKENS):
         yield mix(x[:tokens], chosen[:tokens], shares[:tokens]), expected[:tokens]
+
+
+class Workspace:
+    """Memory that calls work in, one after another: it is near, and not had again each time."""
+
+    _bytes: torch.Tensor
+
+    def __init__(self) -> None:
+        self.drop()
+
+    def take(self, size: int) -> torch.Tensor:
+        """Return so many bytes; the next call may return the same."""
+        if len(self._bytes) < size:
+            self.drop()  # not both at once
+            self._bytes = torch.empty(size, dtype=torch.uint8, device="cpu")
+        return self._bytes
+
+    def drop(self) -> None:
+        """Give it back."""
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+class ExpertKernel:
+    """The experts of one built library."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.products, self.mix = ProductKernel(library), library.fminfer_mix
+        self.workspace = Workspace()  # of all layers, one after another
+
+    def pack(self, asked: Mixture) -> PackedExperts:
+        """Return experts of the types and sizes that the kernel of products can pack."""
+        expert, up, down = asked.how.expert, asked.up, asked.down
+        num_experts, hidden, size = down.shape
+        assert (num_experts, size) == (asked.how.num_experts, expert.size), "weights of experts"
+        assert up.shape == (num_experts, expert.up_size, hidden), "weights of experts"
+        pack, halves = self.products.pack_part, 2 if expert.is_gated else 1
+        packed_up = pack(up.format, up.tensors[0], halves, hidden)
+        packed_down = pack(down.format, down.tensors[0], 1, size)
+        return PackedExperts(self, asked.how, packed_up, packed_down)
+
+
+@dataclass(slots=True, frozen=True)
+class PackedExperts:
+    """The MLPs of all experts of a layer."""
+
+    kernel: ExpertKernel
+    how: Moe
+    up: PackedPart  # of all experts, gates first
+    down: PackedPart
+
+    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """Return the sum of each token's experts, times their shares; as x.
+
+        Args:
+            x: (tokens, hidden), of a type that the weights are multiplied by.
+            chosen: (tokens, top_k) int64, of which none may be beyond the last expert.
+            shares: (tokens, top_k) float32.
+        """
+        (tokens, top_k), hidden, expert = chosen.shape, self.up.inputs, self.how.expert
+        assert x.is_cpu and x.shape == (tokens, hidden), "hidden states"
+        assert chosen.dtype == torch.int64 and shares.dtype == torch.float32, "a choice"
+        assert shares.shape == chosen.shape, "a choice"
+        x, chosen, shares = x.contiguous(), chosen.contiguous(), shares.contiguous()
+        out = torch.empty_like(x)
+        space = self.kernel.workspace.take(4 * tokens * top_k * (hidden + expert.size))
+        activation = activations_of(expert)[expert.activation]
+        call = ExpertCall(
+            *(x.data_ptr(), self.up.call, self.down.call),
+            *(each.data_ptr() for each in (chosen, shares, out, space)),
+            *(tokens, top_k, self.how.num_experts, hidden, expert.size),
+            *(expert.is_gated, activation, KERNEL_TYPES[x.dtype], torch.get_num_threads()),
+        )
+        if self.kernel.mix(ctypes.byref(call)):
+            self.kernel.workspace.drop()  # for the halves of the step
+            raise MemoryError("no memory for the experts' working space")
+        return out
+
+
+def serves(how: Moe) -> bool:
+    """Tell whether the kernel computes such experts: no bias, an activation that it has."""
+    expert = how.expert
+    is_plain = not expert.has_bias and expert.limit is None
+    return is_plain and expert.activation in activations_of(expert)
+
+
+def expert_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[Mixture, Mix]:
+    """Return the kernel's mixtures, of hidden states of a dtype."""
+    kernel = ExpertKernel(library)
+
+    def serves_all(asked: Mixture) -> bool:
+        weights = (asked.up, asked.down)
+        is_best = all(kernel_takes(w.format, dtype) and len(w.tensors) == 1 for w in weights)
+        return is_best and serves(asked.how) and all(map(ProductKernel.can_pack, weights))
+
+    return Candidate(kernel.pack, partial(Mixture.trial, dtype=dtype), serves_all)

@@ -1,7 +1,4 @@
-"""The parts of layers in plain torch, on any device and in any dtype.
-
-Compiled bodies are tried against them. They compute whatever no compiled body serves.
-"""
+"""The parts of layers in plain torch, on any device and in any dtype: the reference."""
 
 from __future__ import annotations
 
@@ -44,11 +41,7 @@ def xielu(
 def norm(
     x: torch.Tensor, how: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Normalize the last dimension in float32, and round once.
-
-    Args:
-        weight, bias: of the shape of the last dimensions of x; None where `how` has none.
-    """
+    """Normalize the last dimension in float32, and round once; weights are of last dimensions."""
     if not (how.is_rms or how.offset) and (weight is None or weight.dim() == 1):
         return nn.functional.layer_norm(x, x.shape[-1:], weight, bias, how.eps)
     y = x.float()
@@ -81,11 +74,7 @@ def rotary_table(how: Rope, num_positions: int, device: torch.device) -> torch.T
 
 
 def rotate(x: torch.Tensor, how: Rope, turn: torch.Tensor) -> torch.Tensor:
-    """Apply rotary positions to (tokens, heads, head_dim), in float32.
-
-    Args:
-        turn: (2, tokens, turned / 2) of a `rotary_table`.
-    """
+    """Turn (tokens, heads, head_dim) in float32, by (2, tokens, turned / 2) of a `rotary_table`."""
     cos, sin = turn[:, :, None]
     size = 2 * turn.shape[-1]
     part = x[..., :size].float()

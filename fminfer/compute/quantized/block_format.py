@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -24,23 +24,14 @@ DEQUANTIZED_AT_ONCE = 1 << 22  # numbers, whose copies take up to 12 bytes each
 
 @dataclass(slots=True, frozen=True)
 class Blocks:
-    """A format whose only tensor holds the bytes of blocks, (…, outputs, bytes of a row).
+    """A format whose only tensor holds the bytes of blocks, (…, outputs, bytes of a row)."""
 
-    Args:
-        name: what people call it.
-        block: the numbers of a block; 0: a row is one block.
-        block_bytes: of a block; where a row is one, those beside a byte for each number.
-        unpack: returns the numbers of blocks.
-        pack: makes blocks of numbers; None: fminfer only reads such weights.
-        kind: its number in the CPU's kernels (`forms.h`); None: it becomes floats when it is read.
-    """
-
-    name: str
-    block: int
-    block_bytes: int
-    unpack: Unpack
-    pack: Pack | None = None
-    kind: int | None = None
+    name: str  # what people call it
+    block: int  # the numbers of a block; 0: a row is one block
+    block_bytes: int  # of a block; where a row is one, those beside a byte for each number
+    unpack: Unpack = field(compare=False)
+    pack: Pack | None = field(default=None, compare=False)  # None: such weights are only read
+    kind: int | None = None  # its number in `forms.h`; None: it becomes floats when it is read
 
     def row_bytes(self, inputs: int) -> int:
         """Return what a row of a weight takes."""
@@ -65,11 +56,7 @@ class Blocks:
         return self.unpack(packed.reshape(*packed.shape[:-1], -1, size)).flatten(-2).to(dtype)
 
     def quantize(self, numbers: torch.Tensor, to: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the only tensor of a weight, of its numbers, (…, outputs, inputs).
-
-        Args:
-            to: the tensor, to be written; None: a new one.
-        """
+        """Return the only tensor of a weight, of numbers (…, outputs, inputs), or fill `to`."""
         assert self.pack is not None and self.takes(numbers.shape[-1]), "numbers for blocks"
         if to is None:
             (to,) = self.empty(tuple(numbers.shape), numbers.device)
@@ -125,12 +112,9 @@ class Joined:
     """Rows of several formats: parts one below the other, each with tensors of its own.
 
     Files hold queries, keys and values in different formats, which are one weight of ours.
-
-    Args:
-        parts: of each, its format and how many outputs it has.
     """
 
-    parts: tuple[tuple[Format, int], ...]
+    parts: tuple[tuple[Format, int], ...]  # and how many outputs each has
 
     @property
     def name(self) -> str:
@@ -151,10 +135,10 @@ class Joined:
         """Return the format of some rows."""
         kept = []
         for (held, num), first in zip(self.parts, self.starts(), strict=False):
-            own = range(first, first + num)
-            shares = [range(max(r.start, own.start), min(r.stop, own.stop)) for r in rows]
-            kept.append((held, sum(map(len, shares))))
-        return join([part for part in kept if part[1]])
+            shares = (range(max(r.start, first), min(r.stop, first + num)) for r in rows)
+            if share := sum(map(len, shares)):
+                kept.append((held, share))
+        return join(kept)
 
     def starts(self) -> list[int]:
         """Return the first output of each part, and the end."""

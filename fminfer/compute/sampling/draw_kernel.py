@@ -1,4 +1,4 @@
-"""Calls the compiled drawing of tokens on the CPU."""
+"""Calls the CPU's compiled draws and ranking, and tries those of any device."""
 
 from __future__ import annotations
 
@@ -8,30 +8,35 @@ from dataclasses import replace
 
 import torch
 
-from fminfer.compute.sampling.sampler import Drawer, Ranker, Ranking, SamplingTensors, draw, rank
+from fminfer.compute.sampling.sampler import (
+    Drawer,
+    Racer,
+    Ranker,
+    Ranking,
+    SamplingTensors,
+    draw,
+    race,
+    rank,
+)
 from fminfer.compute.step import make_draws
 from fminfer.compute.trial import Candidate, Pair, Trial
 
 TOKEN_ERROR = 1e-9  # none: the ids must be the same
+MOST_TOP = 64  # of more, torch's own selection is faster
 RANK_ERROR = 1e-5  # of logits and normalizers; ids are whole numbers up to 3,000
+VOCAB = 3000  # of trials
 
 
 class DrawKernel:
     """`sampler.draw`, compiled."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        address, number = ctypes.c_void_p, ctypes.c_int64
         self._draw = library.fminfer_draw
-        self._draw.argtypes = [address, *[number] * 3, *[address] * 7, ctypes.c_int]
 
     def __call__(
         self, logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor
     ) -> torch.Tensor:
-        """Return the places that some rows of (rows, vocab) logits draw, each as its own says.
-
-        Raises:
-            MemoryError: there was none for the threads' working space.
-        """
+        """Return the places that some rows of (rows, vocab) logits draw, each as its own says."""
         num_rows, vocab = logits.shape
         logits = logits.float().contiguous()
         tensors = (
@@ -47,36 +52,20 @@ class DrawKernel:
             assert tensor.dtype == dtype and tensor.is_contiguous(), "how rows draw"
             assert tensor is rows or len(tensor) == num_rows, "how rows draw"
         ids = torch.empty_like(rows)
-        failed = self._draw(
-            logits.data_ptr(),
-            vocab,
-            how.first_id,
-            len(rows),
-            *(tensor.data_ptr() for tensor, _ in tensors),
-            ids.data_ptr(),
-            torch.get_num_threads(),
-        )
-        if failed:
+        sizes = vocab, how.first_id, len(rows)
+        addresses = [tensor.data_ptr() for tensor in (*(each for each, _ in tensors), ids)]
+        if self._draw(logits.data_ptr(), *sizes, *addresses, torch.get_num_threads()):
             raise MemoryError("no memory for the drawing kernel's working space")
         return ids
-
-
-MOST_TOP = 64  # of more, torch's own selection is faster
 
 
 class ScoreKernel:
     """`sampling.rank`, compiled."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        address, number = ctypes.c_void_p, ctypes.c_int64
         self._score = library.fminfer_score
-        self._score.argtypes = [address, *[number] * 3, *[address] * 3, ctypes.c_int]
 
     def __call__(self, logits: torch.Tensor, num_top: int) -> Ranking:
-        """Return the normalizers of (rows, vocab) logits, and the best `num_top`, in float32.
-
-        Of equal logits the lowest ids come first.
-        """
         if num_top > MOST_TOP:
             return rank(logits, num_top)
         rows, vocab = logits.shape
@@ -86,17 +75,9 @@ class ScoreKernel:
         normalizer = torch.empty(rows, device="cpu")
         best = torch.empty((rows, num_top), device="cpu")
         best_ids = logits.new_empty((rows, num_top), dtype=torch.int64)
-        self._score(
-            logits.data_ptr(),
-            rows,
-            vocab,
-            num_top,
-            normalizer.data_ptr(),
-            best.data_ptr(),
-            best_ids.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return Ranking(normalizer, best, best_ids, best_ids[:, 0])
+        found = [each.data_ptr() for each in (normalizer, best, best_ids)]
+        self._score(logits.data_ptr(), rows, vocab, num_top, *found, torch.get_num_threads())
+        return Ranking(normalizer, best, best_ids)
 
 
 def draw_candidate(library: ctypes.CDLL) -> Candidate[None, Drawer]:
@@ -109,9 +90,6 @@ def rank_candidate(library: ctypes.CDLL) -> Candidate[None, Ranker]:
     """Return the kernel's ranking."""
     trial: Trial[Ranker] = Trial("scores", rank_pairs, RANK_ERROR)
     return Candidate(lambda _: ScoreKernel(library), lambda _: trial)
-
-
-VOCAB = 3000
 
 
 def draw_pairs(drawer: Drawer) -> Iterator[Pair]:
@@ -148,5 +126,15 @@ def rank_pairs(ranker: Ranker) -> Iterator[Pair]:
         found, expected = ranker(logits, num_top), rank(logits, num_top)
         yield found.best, expected.best
         yield found.best_ids, expected.best_ids
-        yield found.first, expected.first
         yield found.normalizer, expected.normalizer
+
+
+def race_pairs(racer: Racer, device: torch.device) -> Iterator[Pair]:
+    """Let some rows race on a device, and in plain torch on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    scaled = -3 * torch.rand((8, 5000), generator=generator)
+    scaled[4:, 9:4990] = float("-inf")  # masks leave as few, or fewer
+    scaled[5, 1:], scaled[6, :-1] = float("-inf"), float("-inf")
+    noise = torch.randint(-(2**63), 2**63 - 1, (8,), generator=generator)
+    for first_id in (0, 40_000):
+        yield racer(scaled.to(device), noise.to(device), first_id), race(scaled, noise, first_id)

@@ -52,10 +52,6 @@ class MaskTensors:
 
         Behind a row's last token stand -inf and -1. Nothing draws them: where all are -inf, the
         first is taken. Tokens whose logits are elsewhere have -inf as well.
-
-        Args:
-            logits: (all rows, vocab).
-            rows: those of these masks, (rows,) int64.
         """
         ids = self.few[self.mask_of]
         places = torch.where(ids < 0, -1, ids - self.first_id)
@@ -92,11 +88,7 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
 def make_masks(
     masks: Sequence[Mask], mask_of: Sequence[int], vocab: int, device: torch.device
 ) -> MaskTensors:
-    """Put a step's masks on a device.
-
-    Args:
-        mask_of: the place of each row's mask; -1: it has none.
-    """
+    """Put a step's masks on a device, and the place of each row's; -1: it has none."""
     size = -(-vocab // 8)
     filler = [b"\xff" if mask.bits[-1] > 127 else b"\0" for mask in masks]
     rows = [mask.bits[:size].ljust(size, end) for mask, end in zip(masks, filler, strict=True)]
@@ -138,18 +130,12 @@ class LogitEditTensors:
     masks: MaskTensors | None = None
     has_others: bool = False  # a change is for a token of another rank
 
-    @property
-    def has_changes(self) -> bool:
-        """Whether any logit is changed, here or elsewhere."""
-        return self.has_others or bool(len(self.ids) or len(self.banned_ids))
-
     def apply(self, logits: torch.Tensor) -> torch.Tensor:  # (rows, vocab)
         """Return changed logits, without masks; the given ones stay, for the reported logprobs.
 
-        The repetition penalty is that of Keskar et al. 2019 (CTRL): a logit above 0 is divided by
-        it, another is multiplied.
+        The repetition penalty is that of Keskar et al. 2019 (CTRL).
         """
-        if not self.has_changes:
+        if not (self.has_others or len(self.ids) or len(self.banned_ids)):
             return logits
         changed = logits.to(torch.float32, copy=True)
         biased = changed[self.rows, self.ids] + self.bias
@@ -160,15 +146,14 @@ class LogitEditTensors:
 
 
 class StepEdits:
-    """The changes of all draws of a step. `part` puts those of some draws on a device.
-
-    Args:
-        vocab: the size of the whole vocabulary.
-        own: the tokens whose logits are here; None: all.
-    """
+    """The changes of all draws of a step. `part` puts those of some draws on a device."""
 
     def __init__(
-        self, step: Step, vocab: int, device: torch.device, own: range | None = None
+        self,
+        step: Step,
+        vocab: int,  # all tokens
+        device: torch.device,
+        own: range | None = None,  # the tokens whose logits are here; None: all
     ) -> None:
         self._step, self._device, self._own = step, device, own or range(vocab)
         self._is_none = not (len(step.edit_ids) or len(step.banned_ids) or len(step.masks))

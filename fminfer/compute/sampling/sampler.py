@@ -24,15 +24,10 @@ FIRST, SECOND = 0x7FEB352D, 0x846CA68B - 2**32
 
 
 def token_bits(noise: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
-    """Return 32 random bits for each row and token id, (rows, tokens) int32.
+    """Return 32 random bits for each row and token id, (rows, tokens) int32; see `gumbel`.
 
-    Two rounds of a mixer: one with the lower half of a row's noise, one with the upper half. It
-    needs only 32-bit products, shifts and xor, which all processors have for vectors. One round
-    would give two rows whose halves are near each other the same numbers at other ids.
-
-    Args:
-        noise: (rows,) int64, 64 random bits each.
-        tokens: how many there are, or (rows, tokens) ids.
+    Two rounds of a mixer of 32 bits: one with the lower half of a row's noise, one with the upper.
+    One round would give two rows whose halves are near each other the same numbers at other ids.
     """
     if isinstance(tokens, int):
         tokens = torch.arange(tokens, device=noise.device)
@@ -45,7 +40,7 @@ def token_bits(noise: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
 def gumbel(noise: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
     """Return noise of the standard Gumbel distribution, (rows, tokens) float64.
 
-    Float64 holds all 32 bits. The few that win have uniform numbers near 0, and need them.
+    The few that win have uniform numbers near 0, and need all 32 bits, which float64 holds.
 
     Args:
         noise: (rows,) int64, 64 random bits each.
@@ -80,10 +75,7 @@ class Draws:
     top_logprobs: torch.Tensor  # (rows, k) float32
 
     def to_host(self) -> TokenLogprobs:
-        """Return the same in the host's memory, by one copy: a GPU is waited for at each.
-
-        Float64, in which they are copied, holds ids and float32 as they are.
-        """
+        """Return the same in host memory, by one copy in float64: a GPU is waited for at each."""
         columns = [self.ids, self.logprobs, self.top_ids, self.top_logprobs]
         if not self.ids.is_cpu:
             table = torch.cat([self.ids[:, None].double(), self.logprobs[:, None], *columns[2:]], 1)
@@ -95,13 +87,12 @@ class Draws:
 
 @dataclass(slots=True, frozen=True)
 class Ranking:
-    """What is asked of raw logits: their normalizer, and the best of them, best first."""
+    """The normalizer of raw logits, and the best of them, best first."""
 
     # (rows,) float32: the log of the sum of exponentials; nan where a logit is nan or +inf
     normalizer: torch.Tensor
     best: torch.Tensor  # (rows, k) float32, the logits
-    best_ids: torch.Tensor  # (rows, k) int64
-    first: torch.Tensor  # (rows,) int64: the best one's id, of equals the lowest
+    best_ids: torch.Tensor  # (rows, k) int64; of equals the lowest come first
 
 
 Ranker = Callable[[torch.Tensor, int], Ranking]  # of (rows, vocab) logits and k >= 1
@@ -112,13 +103,11 @@ def rank(logits: torch.Tensor, num_top: int) -> Ranking:
     logits = logits.float()
     if num_top == 1:
         best, best_ids = logits.max(-1, keepdim=True)
-        first = best_ids[:, 0]
     else:
         best, best_ids = _find_top(logits, num_top)
-        first = logits.argmax(-1)
     normalizer = logits.logsumexp(-1)
     normalizer = normalizer.masked_fill(normalizer == float("inf"), float("nan"))
-    return Ranking(normalizer, best, best_ids, first)
+    return Ranking(normalizer, best, best_ids)
 
 
 def _find_top(logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,7 +131,7 @@ def _find_top(logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.T
 
 @dataclass(slots=True, frozen=True)
 class SamplingTensors:
-    """How each row draws: tensors of the columns of `DRAW` that have these names."""
+    """How each row draws: the columns of `DRAW` that have these names."""
 
     temperature: torch.Tensor  # (rows,) float32; 0: greedy
     top_p: torch.Tensor  # (rows,) float32; 0: greedy
@@ -197,9 +186,7 @@ def race(
 ) -> torch.Tensor:
     """Return the places of the highest sums of scaled logit and noise, in plain torch.
 
-    Args:
-        first_id: the token of the first logit, if the others follow it.
-        ids: (rows, tokens), whose logits these are; None: tokens from `first_id` on.
+    The logits are of tokens from `first_id` on, or of `ids`, (rows, tokens).
     """
     if ids is None:
         ids = torch.arange(first_id, first_id + scaled.shape[-1], device=scaled.device)
@@ -209,12 +196,10 @@ def race(
 def draw(
     logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor, racer: Racer = race
 ) -> torch.Tensor:  # as many places as rows, int64
-    """Draw by Gumbel-max from what top_k, min_p and top_p leave.
+    """Draw by Gumbel-max from what top_k, min_p and top_p leave, as `Drawer`.
 
     Args:
-        logits: (rows, vocab), of any floating dtype.
         how: of all rows; temperature and top_p above 0 in those that draw.
-        rows: (rows that draw,) int64.
         racer: `race`, or a compiled body of it.
     """
     host = how.host  # to see which filters are used; a filter leaves other rows as they are
@@ -236,11 +221,7 @@ def draw(
 
 
 def _keep_top_k(scaled: torch.Tensor, top_k: torch.Tensor, most: int) -> torch.Tensor:
-    """Set all but each row's top_k best to -inf; ties go to the lowest ids. 0 keeps all.
-
-    Args:
-        most: the largest top_k.
-    """
+    """Set all but each row's top_k best, at most `most`, to -inf; ties go to the lowest ids."""
     vocab = scaled.shape[-1]
     counts = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)
     best = scaled.topk(min(most, vocab), -1)[0]
@@ -288,13 +269,11 @@ def _keep_first(
 
 @dataclass(slots=True, frozen=True)
 class TokenSpan:
-    """The tokens that logits belong to: all. `sharded.TokenShard` has those of one rank.
+    """The tokens that logits belong to: all. `sharded.TokenShard` has those of one rank."""
 
-    Args:
-        size: of the whole vocabulary.
-    """
-
-    size: int
+    size: int  # of the whole vocabulary
+    ranker: Ranker = field(default=rank, kw_only=True)  # of the logits here
+    drawer: Drawer = field(default=draw, kw_only=True)
 
     @property
     def own(self) -> range:
@@ -306,13 +285,13 @@ class TokenSpan:
         """Most tokens whose logits any rank has."""
         return self.size
 
-    def ranker(self, body: Ranker) -> Ranker:
-        """Return what ranks the whole vocabulary, made of what ranks the logits here."""
-        return body
+    def rank(self, logits: torch.Tensor, num_top: int) -> Ranking:
+        """Rank the whole vocabulary, and find `num_top` of it, or at least the best."""
+        return self.ranker(logits, max(1, min(num_top, self.size)))
 
-    def drawer(self, body: Drawer, ranker: Ranker) -> Drawer:
-        """Return what draws from the whole vocabulary, made of what draws and ranks here."""
-        return body
+    def draw(self, logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor) -> torch.Tensor:
+        """Draw ids from the whole vocabulary, as `Drawer`."""
+        return self.drawer(logits, how, rows)
 
     def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the id of each row's highest logit; of equals the lowest."""
@@ -332,25 +311,21 @@ def sample(
     how: SamplingTensors,
     num_top: int,
     edits: LogitEditTensors | None = None,
-    ranker: Ranker = rank,
-    drawer: Drawer = draw,
     tokens: TokenSpan | None = None,
 ) -> Draws:
-    """Draw one token a row.
+    """Draw one token a row of logits, (rows, vocab), of any floating dtype.
 
     Args:
-        logits: (rows, vocab), of any floating dtype; what is computed of them is float32.
         num_top: how many alternatives to report.
         edits: changes of single logits; the logprobs are those of the logits without them.
-        ranker, drawer: `rank` and `draw`, or compiled bodies of them.
         tokens: that the logits belong to; None: the whole vocabulary.
     """
     tokens = tokens or TokenSpan(logits.shape[-1])
-    ranking = _rank(logits, num_top, ranker, tokens)
+    ranking = tokens.rank(logits, num_top)
     edited = logits if edits is None else edits.apply(logits)
     masks = None if edits is None else edits.masks
     # The likeliest token; ties go to the lowest id.
-    ids = ranking.first.clone() if edited is logits else tokens.likeliest(edited)
+    ids = ranking.best_ids[:, 0].clone() if edited is logits else tokens.likeliest(edited)
     if how.is_greedy and masks is None:
         return _report(logits, ids, num_top, ranking, tokens)
     # Noise is by token id, so a draw without the mask is the masked one wherever it is allowed.
@@ -361,11 +336,10 @@ def sample(
     drawn = is_drawn.nonzero()[:, 0]
     if len(drawn):
         rows = drawn.to(ids.device, non_blocking=True)
-        ids[rows] = drawer(edited, how, rows)
+        ids[rows] = tokens.draw(edited, how, rows)
     if masks is not None:
         is_held_back = (how.host.is_random & ~is_drawn).to(ids.device)
-        is_out = is_held_back | ~masks.allow(ids)
-        _draw_masked(edited, how, masks, is_out, ids, drawer, tokens)
+        _draw_masked(edited, how, masks, is_held_back | ~masks.allow(ids), ids, tokens)
     return _report(logits, ids, num_top, ranking, tokens)
 
 
@@ -375,7 +349,6 @@ def _draw_masked(
     masks: MaskTensors,
     is_out: torch.Tensor,  # (rows,) bool: these rows are drawn
     ids: torch.Tensor,  # (rows,) int64, which are changed
-    drawer: Drawer,
     tokens: TokenSpan,
 ) -> None:
     """Draw some rows with their masks."""
@@ -383,7 +356,7 @@ def _draw_masked(
     for kind in sorted({*kinds} - {0}):
         places = [row for row, other in enumerate(kinds) if other == kind]
         rows = torch.tensor(places, device=logits.device)
-        own, draw_own, find = masks.part(rows), drawer, tokens.likeliest
+        own, draw_own, find = masks.part(rows), tokens.draw, tokens.likeliest
         if kind > 2:
             left, few = own.gather(logits, rows)
             left, find = tokens.join(left), likeliest
@@ -398,34 +371,16 @@ def _draw_masked(
 
 
 def score(
-    logits: torch.Tensor,
-    ids: torch.Tensor,
-    num_top: int,
-    ranker: Ranker = rank,
-    tokens: TokenSpan | None = None,
+    logits: torch.Tensor, ids: torch.Tensor, num_top: int, tokens: TokenSpan | None = None
 ) -> Draws:
-    """Return the logprob of each row's given id, and the best alternatives.
-
-    Args:
-        logits: (rows, vocab), of any floating dtype.
-        ids: (rows,) int64.
-        tokens: that the logits belong to; None: the whole vocabulary.
-    """
+    """Return the logprob of each row's given id, (rows,) int64, and the best alternatives."""
     tokens = tokens or TokenSpan(logits.shape[-1])
-    ranking = _rank(logits, num_top, ranker, tokens)
+    ranking = tokens.rank(logits, num_top)
     return _report(logits, ids, num_top, ranking, tokens)
 
 
-def _rank(logits: torch.Tensor, num_top: int, ranker: Ranker, tokens: TokenSpan) -> Ranking:
-    return ranker(logits, max(1, min(num_top, tokens.size)))
-
-
 def _report(
-    logits: torch.Tensor,
-    ids: torch.Tensor,
-    num_top: int,
-    ranking: Ranking,
-    tokens: TokenSpan,
+    logits: torch.Tensor, ids: torch.Tensor, num_top: int, ranking: Ranking, tokens: TokenSpan
 ) -> Draws:
     logprobs = tokens.logits_of(logits, ids) - ranking.normalizer
     # A chosen token that is also among the best has the very same float there.

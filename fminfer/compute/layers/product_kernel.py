@@ -1,7 +1,4 @@
-"""Calls the compiled products of rows, float32 or bfloat16 on the CPU, with packed weights.
-
-Weights are of these types or in blocks (compute/quantized).
-"""
+"""Calls the CPU's products of rows, float32 or bfloat16, with packed weights of any format."""
 
 from __future__ import annotations
 
@@ -13,33 +10,14 @@ from functools import partial
 
 import torch
 
-from fminfer.compute.linear.products import Linear, product_pairs
+from fminfer.compute.kernels.calls import PackedCall, ProductCall
+from fminfer.compute.layers.products import Linear, product_pairs
 from fminfer.compute.quantized.block_format import Blocks, Joined, parts_of
 from fminfer.compute.trial import Candidate, Pair, Trial
-from fminfer.compute.weights import Dense, Format, Function, Weight
+from fminfer.compute.weights import KERNEL_TYPES, Dense, Format, Function, Weight
 from fminfer.machine.processor import has_unit
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1}
 TRIED_OUTPUTS, UNROUNDED_ERROR = 150, 1e-4  # the error is a part of the largest result
-
-
-class PackedCall(ctypes.Structure):
-    """A packed weight, or some outputs of one; calls.h says what each is."""
-
-    _fields_ = (
-        ("weight", ctypes.c_void_p),
-        *[(name, ctypes.c_int64) for name in ("outputs", "type", "block", "is_lent")],
-    )
-
-
-class ProductCall(ctypes.Structure):
-    """What the kernel is called with; calls.h says what each is."""
-
-    _fields_ = (
-        *[(name, ctypes.c_void_p) for name in ("x", "parts", "bias", "out")],
-        *[(name, ctypes.c_int64) for name in ("num_parts", "rows", "inputs", "outputs")],
-        *[(name, ctypes.c_int64) for name in ("x_type", "out_type", "num_threads")],
-    )
 
 
 @dataclass(slots=True, frozen=True)
@@ -59,7 +37,7 @@ class PackedPart:
         if isinstance(self.held, Blocks):
             block = self.held.block or self.inputs
             return PackedCall(address, self.outputs, self.held.kind, block)
-        return PackedCall(address, self.outputs, TYPES[self.packed.dtype], 0, self.is_lent)
+        return PackedCall(address, self.outputs, KERNEL_TYPES[self.packed.dtype], 0, self.is_lent)
 
 
 @dataclass(slots=True, frozen=True)
@@ -79,11 +57,7 @@ class PackedProduct:
     least: torch.dtype  # of rows: float32 where a part is, for it is never rounded
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (…, outputs) of x, (…, inputs), in x's type.
-
-        Raises:
-            MemoryError: there was none for the threads' working space.
-        """
+        """Return (…, outputs) of x, (…, inputs), in x's type."""
         return self._multiply(x, x.dtype)
 
     def unrounded(self, x: torch.Tensor) -> torch.Tensor:
@@ -91,29 +65,30 @@ class PackedProduct:
         return self._multiply(x.to(torch.promote_types(x.dtype, self.least)), torch.float32)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows of W, (n, inputs) in its type, for (n,) ids, which are below `outputs`."""
+        """Return rows of W, (n, inputs) in its type, for (n,) ids; of blocks in float32."""
         (part,) = self.parts  # an embedding is not joined
-        return self.kernel.rows(part, ids)
+        if isinstance(part.held, Blocks):
+            call, ids = part.call, ids.contiguous()
+            out = torch.empty((len(ids), part.inputs), dtype=torch.float32, device="cpu")
+            how = call.type, call.weight, part.inputs, call.block
+            wanted = ids.data_ptr(), len(ids), out.data_ptr(), torch.get_num_threads()
+            self.kernel.library.fminfer_unpack_rows(*how, *wanted)
+            return out
+        panel, units = self.kernel.panel, part.packed.view(torch.int32)
+        panels = units.view(-1, units.shape[1], panel)
+        return panels[ids // panel, :, ids % panel].view(part.packed.dtype)
 
     def _multiply(self, x: torch.Tensor, out_type: torch.dtype) -> torch.Tensor:
         assert x.is_cpu and x.shape[-1] == self.inputs, "rows"
         assert x.dtype in (torch.float32, self.least), "rows"
         x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], self.outputs), dtype=out_type)
-        product = ProductCall(
-            x.data_ptr(),
-            ctypes.addressof(self.calls),
-            None if self.bias is None else self.bias.data_ptr(),
-            out.data_ptr(),
-            len(self.calls),
-            x.numel() // self.inputs,
-            self.inputs,
-            self.outputs,
-            TYPES[x.dtype],
-            TYPES[out_type],
-            torch.get_num_threads(),
-        )
-        if self.kernel.multiply(product):
+        bias = None if self.bias is None else self.bias.data_ptr()
+        addresses = x.data_ptr(), ctypes.addressof(self.calls), bias, out.data_ptr()
+        sizes = len(self.calls), x.numel() // self.inputs, self.inputs, self.outputs
+        types = KERNEL_TYPES[x.dtype], KERNEL_TYPES[out_type]
+        product = ProductCall(*addresses, *sizes, *types, torch.get_num_threads())
+        if self.kernel.multiply(ctypes.byref(product)):
             raise MemoryError("no memory for a product's working space")
         return out
 
@@ -122,17 +97,7 @@ class ProductKernel:
     """The products of one built library."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        address, number = ctypes.c_void_p, ctypes.c_int64
-        self._pack, self._pack_blocks = library.fminfer_pack_experts, library.fminfer_pack_blocks
-        self._unpack, self.multiply = library.fminfer_unpack_rows, library.fminfer_multiply
-        self._pack.argtypes = [address, number, number, number, number, address, number]
-        self._pack_blocks.argtypes = [number, address, *[number] * 5, address, number]
-        self._unpack.argtypes = [number, address, number, number, address, number, address, number]
-        self.multiply.argtypes = [ctypes.POINTER(ProductCall)]
-        self._panel_bytes = library.fminfer_panel_bytes
-        for sized in (library.fminfer_panel, self._panel_bytes):
-            sized.restype = number
-        self._panel_bytes.argtypes = [number, number, number]
+        self.library, self.multiply = library, library.fminfer_multiply
         self.panel: int = library.fminfer_panel()  # outputs of a panel
 
     @staticmethod
@@ -143,13 +108,11 @@ class ProductKernel:
         held, is_even = [each for each, _ in parts_of(weight)], weight.shape[-1] % 2 == 0
         return all(head_takes(h) and (is_even or h == Dense(torch.float32)) for h in held)
 
-    def pack(self, weight: Weight, bias: torch.Tensor | None) -> PackedProduct:
-        """Return the product x·Wᵀ + b for x of (…, inputs).
+    def make(self, asked: Linear) -> PackedProduct:
+        return self.pack(asked.weight, asked.bias)
 
-        Args:
-            weight: (outputs, inputs), one that `can_pack`.
-            bias: (outputs,), or None.
-        """
+    def pack(self, weight: Weight, bias: torch.Tensor | None) -> PackedProduct:
+        """Return the product with a weight that `can_pack`."""
         assert self.can_pack(weight), "a weight to pack"
         outputs, inputs = weight.shape
         own = zip(parts_of(weight), weight.tensors, strict=True)
@@ -174,37 +137,19 @@ class ProductKernel:
         tensor = tensor.contiguous()
         items, all_outputs, row = tensor.shape
         outputs, num_threads = all_outputs // halves, torch.get_num_threads()
-        whole = halves * (-(-outputs // self.panel) * self.panel)
-        sizes = (items, halves, outputs)
+        panels, sizes = items * halves * -(-outputs // self.panel), (items, halves, outputs)
         if isinstance(held, Blocks):
-            block = held.block or inputs
-            size = self._panel_bytes(held.kind, inputs, block)
+            block = inputs, held.block or inputs
+            size = self.library.fminfer_panel_bytes(held.kind, *block)
             assert size, f"forms.h has the kind {held.kind}"
-            packed = tensor.new_empty((items * whole // self.panel, size))
-            addresses = tensor.data_ptr(), packed.data_ptr()
-            self._pack_blocks(
-                held.kind, addresses[0], *sizes, inputs, block, addresses[1], num_threads
-            )
+            packed = tensor.new_empty((panels, size))
+            source = held.kind, tensor.data_ptr(), *sizes, *block
+            self.library.fminfer_pack_blocks(*source, packed.data_ptr(), num_threads)
         else:
-            packed = tensor.new_empty((items * whole, row))
-            units = row * tensor.itemsize // 4
-            self._pack(tensor.data_ptr(), *sizes, units, packed.data_ptr(), num_threads)
+            packed = tensor.new_empty((panels * self.panel, row))
+            floats = tensor.data_ptr(), *sizes, row * tensor.itemsize // 4
+            self.library.fminfer_pack_experts(*floats, packed.data_ptr(), num_threads)
         return PackedPart(held, packed, outputs, inputs)
-
-    def rows(self, part: PackedPart, ids: torch.Tensor) -> torch.Tensor:
-        """Return outputs of a packed part, (n, inputs), in its type; of blocks in float32."""
-        if isinstance(part.held, Blocks):
-            call, ids = part.call, ids.contiguous()
-            out = torch.empty((len(ids), part.inputs), dtype=torch.float32, device="cpu")
-            addresses = part.packed.data_ptr(), ids.data_ptr(), out.data_ptr()
-            self._unpack(
-                *(call.type, addresses[0], part.inputs, call.block),
-                *(addresses[1], len(ids), addresses[2], torch.get_num_threads()),
-            )
-            return out
-        units = part.packed.view(torch.int32)
-        panels = units.view(-1, units.shape[1], self.panel)
-        return panels[ids // self.panel, :, ids % self.panel].view(part.packed.dtype)
 
 
 def kernel_takes(held: Format, dtype: torch.dtype) -> bool:
@@ -221,7 +166,14 @@ def kernel_takes(held: Format, dtype: torch.dtype) -> bool:
 def _fits(held: Format, dtype: torch.dtype) -> bool:
     """Tell whether rows of a dtype can be multiplied by weights of a format."""
     is_narrower = isinstance(held, Dense) and dtype not in (torch.float32, held.dtype)
-    return head_takes(held) and dtype in TYPES and not is_narrower
+    return head_takes(held) and dtype in KERNEL_TYPES and not is_narrower
+
+
+def head_takes(held: Format) -> bool:
+    """Tell whether the kernel's sums may stay float32 for weights of a format, as a head's do."""
+    if isinstance(held, Dense):
+        return held.dtype in KERNEL_TYPES
+    return isinstance(held, Blocks) and held.kind is not None
 
 
 def product_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[Linear, Function]:
@@ -231,42 +183,26 @@ def product_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[Lin
     def serves(asked: Linear) -> bool:
         return kernel_takes(asked.weight.format, dtype) and kernel.can_pack(asked.weight)
 
-    def make(asked: Linear) -> Function:
-        return kernel.pack(asked.weight, asked.bias)
-
-    return Candidate(make, partial(Linear.trial, dtype=dtype), serves)
-
-
-def head_takes(held: Format) -> bool:
-    """Tell whether the kernel's sums may stay float32 for weights of a format, as a head's do."""
-    if isinstance(held, Dense):
-        return held.dtype in TYPES
-    return isinstance(held, Blocks) and held.kind is not None
+    return Candidate(kernel.make, partial(Linear.trial, dtype=dtype), serves)
 
 
 def head_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[Linear, PackedProduct]:
-    """Return the kernel's products whose sums stay float32, for rows of a dtype.
-
-    The trial is of the weight's first outputs.
-    """
+    """Return products whose sums stay float32, tried with the weight's first outputs."""
     kernel = ProductKernel(library)
 
     def serves(asked: Linear) -> bool:
         return head_takes(asked.weight.format) and kernel.can_pack(asked.weight)
-
-    def make(asked: Linear) -> PackedProduct:
-        return kernel.pack(asked.weight, asked.bias)
 
     def trial(asked: Linear) -> Trial[PackedProduct]:
         bias = None if asked.bias is None else asked.bias[:TRIED_OUTPUTS]
         some = Linear(asked.weight.first_rows(TRIED_OUTPUTS), bias)
 
         def pairs(_: PackedProduct) -> Iterator[Pair]:
-            product = make(some)
+            product = kernel.make(some)
             rows = product.rows(torch.arange(product.outputs))
             yield rows, some.weight.dequantized(rows.dtype)
             yield from product_pairs(product.unrounded, some, dtype, torch.float32)
 
         return Trial("products in float32", pairs, UNROUNDED_ERROR, asked.weight.format.name)
 
-    return Candidate(make, trial, serves)
+    return Candidate(kernel.make, trial, serves)

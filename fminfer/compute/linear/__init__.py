@@ -1,1 +1,0 @@
-"""Products with weights: plain, or packed once for the CPU."""

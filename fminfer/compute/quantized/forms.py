@@ -1,0 +1,237 @@
+"""The forms of weights in blocks: of GGUF files, and fminfer's own 8 and 4 bits.
+
+GGUF's are as the structs of ggml-common.h have them: `d` and `dmin` are float16 numbers of a block.
+K forms have blocks of 256 numbers, in groups with whole numbers that both are multiplied by.
+
+Ours are what `--quantize` makes of a model. A block is a scale in float16, in some forms a minimum,
+and then its numbers. 8 numbers of 4 bits are one unit of 32 bits, in which the kernels multiply
+them: first those with an even place, then those with an odd one.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from fminfer.compute.quantized.block_format import Blocks
+from fminfer.compute.weights import Use
+
+Tensor = torch.Tensor
+# What the 16 values of IQ4_NL stand for.
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # halves
+# The smallest float16, and the step between small ones. As a least scale it avoids 0 / 0.
+LEAST_SCALE = 2.0**-24
+
+
+def divided(packed: Tensor, *sizes: int) -> Tensor:
+    """Return the last dimension as several."""
+    return packed.reshape(*packed.shape[:-1], *sizes)
+
+
+def _halves(blocks: Tensor, first: int, num: int = 1) -> Tensor:
+    """Return float16 numbers of blocks, (…, num) float32."""
+    return blocks[..., first : first + 2 * num].contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """Return the lower halves of bytes, then their upper ones."""
+    return torch.cat([packed & 15, packed >> 4], -1)
+
+
+def _fields(packed: Tensor, bits: int) -> Tensor:
+    """Return each byte's fields of so many bits as rows, (…, fields, bytes), the lowest first."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    fields: Tensor = (packed[..., None, :] >> shifts[:, None]) & (2**bits - 1)
+    return fields
+
+
+def unpack_q8_0(blocks: Tensor) -> Tensor:
+    return _halves(blocks, 0) * blocks[..., 2:].view(torch.int8).float()
+
+
+def _unpack_small(blocks: Tensor, *, has_fifth: bool, has_least: bool) -> Tensor:
+    """Return numbers of 4 or 5 bits, which are above a least one or around 0."""
+    first = 4 if has_least else 2
+    values = _nibbles(blocks[..., first + 4 * has_fifth :])
+    if has_fifth:  # 32 bits, each worth 16
+        values = values | _fields(blocks[..., first : first + 4], 1).mT.flatten(-2) << 4
+    if has_least:
+        return _halves(blocks, 0) * values.float() + _halves(blocks, 2)
+    return _halves(blocks, 0) * (values.float() - (16 if has_fifth else 8))
+
+
+def _looked_up(values: tuple[int, ...], packed: Tensor) -> Tensor:
+    table = torch.tensor(values, dtype=torch.float32, device=packed.device)
+    return table[_nibbles(packed).int()]
+
+
+def unpack_iq4_nl(blocks: Tensor) -> Tensor:
+    return _halves(blocks, 0) * _looked_up(IQ4_VALUES, blocks[..., 2:])
+
+
+def unpack_mxfp4(blocks: Tensor) -> Tensor:
+    """A block's scale is a power of 2."""
+    scale = torch.exp2(blocks[..., :1].float() - 128)
+    return scale * _looked_up(MXFP4_VALUES, blocks[..., 1:])
+
+
+def _scales_and_mins(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return 8 scales and 8 minima of Q4_K and Q5_K, (…, 8, 1): 6 bits each, in 12 bytes."""
+    low, high, both = divided(blocks[..., 4:16], 3, 4).unbind(-2)
+    scales = torch.cat([low & 63, (both & 15) | (low >> 6 << 4)], -1)
+    mins = torch.cat([high & 63, (both >> 4) | (high >> 6 << 4)], -1)
+    scale = _halves(blocks, 0) * scales.float()
+    return scale[..., None], (_halves(blocks, 2) * mins.float())[..., None]
+
+
+def _groups_of_nibbles(packed: Tensor) -> Tensor:
+    """Return 128 bytes as 8 groups of 32: each 32 bytes hold two."""
+    return _fields(divided(packed, 4, 32), 4).flatten(-3, -2)
+
+
+def _unpack_k(blocks: Tensor, *, has_fifth: bool) -> Tensor:
+    """Return numbers of Q4_K or Q5_K."""
+    scale, least = _scales_and_mins(blocks)
+    values = _groups_of_nibbles(blocks[..., 48 if has_fifth else 16 :])
+    if has_fifth:
+        values = values | _fields(blocks[..., 16:48], 1) << 4
+    return (scale * values.float() - least).flatten(-2)
+
+
+def unpack_q6_k(blocks: Tensor) -> Tensor:
+    low = _fields(divided(blocks[..., :128], 2, 64), 4).flatten(-2)  # (…, 2, 128)
+    high = _fields(divided(blocks[..., 128:192], 2, 32), 2).flatten(-2)
+    values = divided((low | high << 4).flatten(-2), 16, 16).float() - 32
+    scale = _halves(blocks, 208) * blocks[..., 192:208].view(torch.int8).float()
+    return (scale[..., None] * values).flatten(-2)
+
+
+def _groups_of_twos(packed: Tensor) -> Tensor:
+    """Return 64 bytes as 16 groups of 16 numbers of 2 bits."""
+    return divided(_fields(divided(packed, 2, 32), 2).flatten(-3), 16, 16)
+
+
+def unpack_q2_k(blocks: Tensor) -> Tensor:
+    scale = _halves(blocks, 80) * (blocks[..., :16] & 15).float()
+    least = _halves(blocks, 82) * (blocks[..., :16] >> 4).float()
+    values = _groups_of_twos(blocks[..., 16:80]).float()
+    return (scale[..., None] * values - least[..., None]).flatten(-2)
+
+
+def unpack_q3_k(blocks: Tensor) -> Tensor:
+    third = divided(_fields(blocks[..., :32], 1).flatten(-2), 16, 16)
+    values = _groups_of_twos(blocks[..., 32:96]).float() - 4 * (1 - third.float())
+    low = _nibbles(blocks[..., 96:104])
+    high = _fields(blocks[..., 104:108], 2).flatten(-2)
+    scale = _halves(blocks, 108) * ((low | high << 4).float() - 32)
+    return (scale[..., None] * values).flatten(-2)
+
+
+# Those with a `kind` are held in their bits; others are floats once they are read.
+GGUF_FORMS = (
+    Blocks("Q8_0", 32, 34, unpack_q8_0, kind=2),
+    Blocks("Q4_0", 32, 18, partial(_unpack_small, has_fifth=False, has_least=False), kind=5),
+    Blocks("Q4_1", 32, 20, partial(_unpack_small, has_fifth=False, has_least=True), kind=6),
+    Blocks("Q5_0", 32, 22, partial(_unpack_small, has_fifth=True, has_least=False), kind=7),
+    Blocks("Q5_1", 32, 24, partial(_unpack_small, has_fifth=True, has_least=True), kind=8),
+    Blocks("Q4_K", 256, 144, partial(_unpack_k, has_fifth=False), kind=9),
+    Blocks("Q5_K", 256, 176, partial(_unpack_k, has_fifth=True), kind=10),
+    Blocks("Q6_K", 256, 210, unpack_q6_k, kind=11),
+    Blocks("Q2_K", 256, 84, unpack_q2_k),
+    Blocks("Q3_K", 256, 110, unpack_q3_k),
+    Blocks("IQ4_NL", 32, 18, unpack_iq4_nl),
+    Blocks("MXFP4", 32, 17, unpack_mxfp4),
+)
+
+
+def _bytes_of(numbers: Tensor) -> Tensor:
+    """Return float16's bytes of numbers, (…, numbers)."""
+    return numbers.half().contiguous().view(torch.uint8)
+
+
+def _scale(sizes: Tensor, steps: int) -> Tensor:
+    """Return scales as float16 holds them, (…, 1), of which `steps` reach each size.
+
+    One that is too large is inf, so that its block becomes nan. One that is too small for all bits
+    of float16 is rounded up: none of its block is cut.
+    """
+    exact = (sizes / steps).clamp(LEAST_SCALE)
+    scale = exact.half().float()
+    return torch.where(scale < exact * 0.999, scale + LEAST_SCALE, scale)
+
+
+def pack_int8(blocks: Tensor) -> Tensor:
+    scale = _scale(blocks.abs().amax(-1, keepdim=True), 127)
+    values = (blocks / scale).round_().clamp_(-127, 127).to(torch.int8)
+    return torch.cat([_bytes_of(scale), values.view(torch.uint8)], -1)
+
+
+def _pack_units(values: Tensor) -> Tensor:
+    """Return numbers of 4 bits in units, (…, numbers / 2 bytes): 8 bytes at once."""
+    eight = values.contiguous().view(torch.int64)
+    both = eight | eight >> 12  # bytes 0, 1, 4 and 5 have numbers i and i + 2
+    units = both & 0xFF | both >> 24 & 0xFF00 | both << 8 & 0xFF0000 | both >> 16 & 0xFF000000
+    return units.view(torch.int32)[..., ::2].contiguous().view(torch.uint8)
+
+
+def _unpack_units(packed: Tensor) -> Tensor:
+    units = divided(torch.stack([packed & 15, packed >> 4], -1).flatten(-2), -1, 2, 4)
+    return units.mT.flatten(-3).float()
+
+
+def pack_symmetric(blocks: Tensor) -> Tensor:
+    """Pack numbers so that the largest one is -8 or 8 times the scale, as others reach -8 and 7."""
+    most = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+    scale = _scale(most.abs(), 8) * torch.where(most > 0, -1.0, 1.0)
+    values = (blocks / scale).round_().add_(8).clamp_(0, 15).to(torch.uint8)
+    return torch.cat([_bytes_of(scale), _pack_units(values)], -1)
+
+
+def unpack_symmetric(blocks: Tensor) -> Tensor:
+    scale = blocks[..., :2].contiguous().view(torch.float16).float()
+    return scale * (_unpack_units(blocks[..., 2:]) - 8)
+
+
+def pack_int4(blocks: Tensor) -> Tensor:
+    least, most = blocks.aminmax(dim=-1, keepdim=True)
+    least = least.half().float()
+    scale = _scale(most - least, 15)
+    values = ((blocks - least) / scale).round_().clamp_(0, 15).to(torch.uint8)
+    return torch.cat([_bytes_of(scale), _bytes_of(least), _pack_units(values)], -1)
+
+
+def unpack_int4(blocks: Tensor) -> Tensor:
+    both = blocks[..., :4].contiguous().view(torch.float16).float()
+    return both[..., :1] * _unpack_units(blocks[..., 4:]) + both[..., 1:]
+
+
+_int8 = partial(Blocks, unpack=unpack_q8_0, pack=pack_int8, kind=2)
+_symmetric = partial(Blocks, unpack=unpack_symmetric, pack=pack_symmetric, kind=3)
+_int4 = partial(Blocks, unpack=unpack_int4, pack=pack_int4, kind=4)
+INT8, INT8_32, INT4 = _int8("int8", 128, 130), _int8("int8-32", 32, 34), _int4("int4", 32, 20)
+INT4_SYMMETRIC = _symmetric("int4-symmetric", 32, 18)
+OWN_FORMS = (
+    INT8,
+    INT8_32,
+    _int8("int8-row", 0, 2),
+    INT4,
+    _int4("int4-128", 128, 68),
+    INT4_SYMMETRIC,
+    _symmetric("int4-symmetric-128", 128, 66),
+)
+_BY_NAME = {form.name: form for form in OWN_FORMS}
+
+
+def quantized_forms(name: str, use: Use) -> tuple[Blocks, ...]:
+    """Return what a matrix becomes by --quantize: the first of these forms that takes its rows.
+
+    Head and embedding keep 8 bits. Matrices that none takes keep their floats.
+    """
+    form = _BY_NAME[name]
+    if form.name.startswith("int8"):
+        return form, INT8_32
+    if use != "product":
+        return INT8, INT8_32
+    return form, INT4 if form.unpack is unpack_int4 else INT4_SYMMETRIC
