@@ -20,9 +20,15 @@ from tokenizers import processors
 from fminfer.core.errors import CheckpointError
 from fminfer.machine.user_cache import cache_folder
 from fminfer.models.gguf.metadata import GgufModel
-from fminfer.models.gguf.pre_tokenizers import find_cuts
-from fminfer.models.gguf.tokenizer_models import byte_level, scored_merges, unigram
-from fminfer.models.gguf.vocabulary import Json, Metadata, StoredVocabulary
+from fminfer.models.gguf.tokenizer_models import (
+    Json,
+    Metadata,
+    StoredVocabulary,
+    byte_level,
+    find_cuts,
+    scored_merges,
+    unigram,
+)
 
 KINDS = ("gpt2", "llama", "t5")  # of tokenizer.ggml.model
 TEMPLATE = "tokenizer.chat_template"
