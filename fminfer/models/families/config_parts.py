@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -17,7 +17,6 @@ from fminfer.models.families.tensor_names import Architecture, Sources
 Changes = dict[str, Any]  # fields of a spec's class that differ
 Row = Callable[[Any], Architecture]
 Mlps = Mlp | Moe | Sequence[Mlp | Moe]  # of all layers, or of each
-T = TypeVar("T")
 # transformers turns a part of each head in these alone, whatever other configs say.
 PARTIAL = {
     *("phi", "phi3", "stablelm", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox"),
@@ -45,8 +44,7 @@ def norm_of(c: Any, **changes: Any) -> Norm:
 
 
 def places_of(norm: Norm, where: Where) -> Changes:
-    """Return the fields of a layer that has this norm before attention and MLP, once before both,
-    behind them, or on the residual sums."""
+    """Return the fields of a layer that has this norm in some places ("once": before both)."""
     both = (norm, norm)
     found: dict[str, Changes] = {
         "before": {},
@@ -58,10 +56,15 @@ def places_of(norm: Norm, where: Where) -> Changes:
     return {"before": both} | found[where]
 
 
+def has_bias_by(c: Any, name: str) -> bool:
+    """Tell whether products have biases, by this field or by that of all products."""
+    return bool(getattr(c, name, False) or getattr(c, "use_bias", False))
+
+
 def mlp_of(c: Any, size: int | None = None, **changes: Any) -> Mlp:
     """Return a gated MLP by the fields of most configs, with changes."""
     if "has_bias" not in changes:
-        changes["has_bias"] = getattr(c, "mlp_bias", False)
+        changes["has_bias"] = has_bias_by(c, "mlp_bias")
     size = c.intermediate_size if size is None else size
     return Mlp(first_of(c, "hidden_activation", "hidden_act"), size, **changes)
 

@@ -103,7 +103,7 @@ def gpt_like(
     )
 
 
-def _fairseq(c: Any, top: str, *, outer: Sources | None = None, **more: Any) -> Architecture:
+def _fairseq(c: Any, *, top: str, outer: Sources | None = None, **more: Any) -> Architecture:
     """Return a GPT with the names and positions of fairseq, and its eps, whatever the config says.
 
     Args:
@@ -114,15 +114,20 @@ def _fairseq(c: Any, top: str, *, outer: Sources | None = None, **more: Any) -> 
         positions=f"{top}embed_positions",
         final_norm=f"{top}layer_norm",
     )
-    return gpt_like(
-        c,
-        inner=FAIRSEQ_INNER,
-        outer=own | (outer or {}),
-        prefix=f"{top}layers.{{}}.",
-        num_positions=c.max_position_embeddings + 2,
-        position_offset=2,
-        **{"norm": FAIRSEQ_NORM} | more,
-    )
+    usual: Changes = {
+        "norm": FAIRSEQ_NORM,
+        "size": first_of(c, "ffn_dim", "intermediate_size"),
+        "num_positions": c.max_position_embeddings + 2,
+        "position_offset": 2,
+        "embed_scale": embed_scale(c),
+    }
+    names = own | (outer or {})
+    prefix = f"{top}layers.{{}}."
+    return gpt_like(c, inner=FAIRSEQ_INNER, outer=names, prefix=prefix, **usual | more)
+
+
+def embed_scale(c: Any) -> float:
+    return float(c.hidden_size**0.5) if getattr(c, "scale_embedding", False) else 1.0
 
 
 def opt(c: Any) -> Architecture:
@@ -136,40 +141,14 @@ def opt(c: Any) -> Architecture:
     )
     return _fairseq(
         c,
-        top,
+        top=top,
         norm=norm,
-        size=c.ffn_dim,
         outer=outer,
         has_bias=c.enable_bias,
         norms="before" if is_before else "of_sum",
         final_norm=norm if is_before and not c._remove_final_layer_norm else None,
         embed_size=c.word_embed_proj_dim,
     )
-
-
-def biogpt(c: Any) -> Architecture:
-    return _fairseq(
-        c,
-        "biogpt.",
-        size=c.intermediate_size,
-        outer=sources(head="output_projection"),
-        embed_scale=embed_scale(c),
-    )
-
-
-def xglm(c: Any) -> Architecture:
-    return _fairseq(
-        c,
-        "model.",
-        size=c.ffn_dim,
-        embed_scale=embed_scale(c),
-        has_sinusoids=True,
-        left_out=r"model\.embed_positions\.weights$",  # stored by old releases
-    )
-
-
-def embed_scale(c: Any) -> float:
-    return float(c.hidden_size**0.5) if c.scale_embedding else 1.0
 
 
 def gpt2(c: Any) -> Architecture:
@@ -336,8 +315,13 @@ ROWS: dict[str, Row] = {
     "falcon": falcon,
     "mpt": mpt,
     "bloom": bloom,
-    "biogpt": biogpt,
-    "xglm": xglm,
+    "biogpt": partial(_fairseq, top="biogpt.", outer=sources(head="output_projection")),
+    "xglm": partial(
+        _fairseq,
+        top="model.",
+        has_sinusoids=True,
+        left_out=r"model\.embed_positions\.weights$",  # stored by old releases
+    ),
     "gpt_neox": gpt_neox,
     "gpt_neox_japanese": gpt_neox_japanese,
 }

@@ -18,6 +18,7 @@ from fminfer.models.families.config_parts import (
     Row,
     Where,
     assemble,
+    has_bias_by,
     head_dim_of,
     mlp_of,
     norm_of,
@@ -76,7 +77,7 @@ def llama_like(
         more: as for `assemble`.
     """
     norm = norm or norm_of(c)
-    has_bias = getattr(c, "attention_bias", False)
+    has_bias = has_bias_by(c, "attention_bias")
     of_out = getattr(c, "attention_out_bias", has_bias)
     usual: Changes = {"has_qkv_bias": has_bias, "has_out_bias": of_out}
     if qk_norm:
@@ -140,7 +141,7 @@ def gemma2(c: Any, inner: Sources = SANDWICH, norms: Where = "around") -> Archit
 gemma3_text = partial(gemma_like, inner=SANDWICH, norms="around", qk_norm="head")
 
 
-def _phi_like(c: Any, inner: Sources, **more: Any) -> Architecture:
+def _phi_like(c: Any, *, inner: Sources, **more: Any) -> Architecture:
     """Return a LLaMA with LayerNorms and biases, and maybe norms of queries and keys."""
     own = sources(
         out="self_attn.dense", q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm"
@@ -156,27 +157,12 @@ def _phi_like(c: Any, inner: Sources, **more: Any) -> Architecture:
     )
 
 
-def phi(c: Any) -> Architecture:
-    return _phi_like(c, sources(up="mlp.fc1", down="mlp.fc2"), norms="once", has_head_bias=True)
-
-
-def persimmon(c: Any) -> Architecture:
-    own = sources(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h")
-    return _phi_like(c, own | sources(BY_HEAD, qkv="self_attn.query_key_value"))
-
-
 def stablelm(c: Any) -> Architecture:
     of_head = norm_of(c, has_bias=False) if c.qk_layernorm else None
     qk = {"has_qkv_bias": c.use_qkv_bias, "qk_norm": of_head, "qk_norm_over": "heads"}
     names = {f"{n}_norm": f"self_attn.{n}_layernorm.norms.*" for n in "qk"}
     norms = "once" if c.use_parallel_residual else "before"
     return llama_like(c, inner=sources(**names), attention=qk, norms=norms)
-
-
-def ernie4_5(c: Any) -> Architecture:
-    bias = c.use_bias
-    attention = {"has_qkv_bias": bias, "has_out_bias": bias}
-    return llama_like(c, is_interleaved=True, attention=attention, mlp=mlp_of(c, has_bias=bias))
 
 
 def smollm3(c: Any) -> Architecture:
@@ -286,12 +272,8 @@ def nanochat(c: Any) -> Architecture:
 
 
 def starcoder2(c: Any) -> Architecture:
-    return llama_like(
-        c,
-        inner=sources(up="mlp.c_fc", down="mlp.c_proj"),
-        attention={"has_qkv_bias": c.use_bias, "has_out_bias": c.use_bias},
-        mlp=mlp_of(c, is_gated=False, has_bias=c.use_bias),
-    )
+    names = sources(up="mlp.c_fc", down="mlp.c_proj")
+    return llama_like(c, inner=names, mlp=mlp_of(c, is_gated=False))
 
 
 GATE_UP = sources(up="mlp.gate_up_proj")
@@ -312,8 +294,14 @@ ROWS: dict[str, Row] = {
     "vaultgemma": partial(
         gemma2, inner=sources(before_mlp="pre_feedforward_layernorm"), norms="before"
     ),
-    "phi": phi,
-    "persimmon": persimmon,
+    "phi": partial(
+        _phi_like, inner=sources(up="mlp.fc1", down="mlp.fc2"), norms="once", has_head_bias=True
+    ),
+    "persimmon": partial(
+        _phi_like,
+        inner=sources(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h")
+        | sources(BY_HEAD, qkv="self_attn.query_key_value"),
+    ),
     "phi3": partial(llama_like, inner=GATE_UP | sources(qkv="self_attn.qkv_proj")),
     "stablelm": stablelm,
     "starcoder2": starcoder2,
@@ -325,7 +313,7 @@ ROWS: dict[str, Row] = {
         | sources(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
         norms="around",
     ),
-    "ernie4_5": ernie4_5,
+    "ernie4_5": partial(llama_like, is_interleaved=True),
     "smollm3": smollm3,
     "granite": granite_like,
     "hyperclovax": hyperclovax,

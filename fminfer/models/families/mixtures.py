@@ -127,20 +127,19 @@ def phimoe(c: Any) -> Architecture:
 
 
 def ernie4_5_moe(c: Any) -> Architecture:
-    bias, expert = c.use_bias, mlp_of(c, c.moe_intermediate_size)
+    expert = mlp_of(c, c.moe_intermediate_size, has_bias=False)
     size = expert.size * c.moe_num_shared_experts
-    shared = replace(expert, size=size, has_bias=bias) if size else None
-    moe = moe_of(c, is_precise=True, has_choice_bias=True, shared=shared)
+    shared = mlp_of(c, size) if size else None
+    moe = moe_of(c, expert=expert, is_precise=True, has_choice_bias=True, shared=shared)
     first, last, every = c.moe_layer_start_index, c.moe_layer_end_index, c.moe_layer_interval
     numbers = [n for n in range(first, last + 1) if (n + 1) % every == 0]
     return llama_like(
         c,
+        is_interleaved=True,
         # Published, and of transformers 5.
         inner=SIGMOID | _choice("mlp.moe_statics", "mlp.gate.moe_statics", layout=AS_ROW),
-        is_interleaved=True,
-        attention={"has_qkv_bias": bias, "has_out_bias": bias},
-        mlp=with_experts(c, moe, numbers, mlp_of(c, has_bias=bias)),
-        has_head_bias=bias,
+        mlp=with_experts(c, moe, numbers),
+        has_head_bias=c.use_bias,
         left_out=r"model\.mtp_",  # of several tokens at once
     )
 
