@@ -62,11 +62,7 @@ def read_gguf(path: Path) -> tuple[StoredFile, Metadata]:
 
 
 def read_values(tensor: StoredTensor) -> list[float]:
-    """Return the values of a small tensor of floats.
-
-    Raises:
-        CheckpointError: it is no vector of float32, or the file cannot be read.
-    """
+    """Return the values of a vector of float32; a tensor of another kind is refused."""
     try:
         if tensor.dtype != "F32" or len(tensor.shape) != 1:
             raise ValueError(f"{tensor.dtype} of shape {tensor.shape} where F32 of one is needed")
@@ -174,7 +170,7 @@ def _read_metadata(cursor: _Cursor, num: int) -> Metadata:
 
 
 def _read_entry(path: Path, cursor: _Cursor) -> tuple[str, StoredTensor]:
-    """Return a tensor by its name. It starts at an offset into the values of all."""
+    """Return a tensor by its name; its start is an offset into the values of all."""
     (name,), num = cursor.texts(1), cursor.whole()
     if num > MOST_DIMENSIONS:
         raise ValueError(f"tensor {name!r} has {num} dimensions; {MOST_DIMENSIONS} are the most")
