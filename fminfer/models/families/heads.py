@@ -26,9 +26,6 @@ def with_head(architecture: Architecture, c: Any, pooling: Pooling | None) -> Ar
 
     Args:
         pooling: of a folder of sentence-transformers; None: the config says it.
-
-    Raises:
-        CheckpointError: the checkpoint has a head that does not run.
     """
     name, model = (c.architectures or [""])[0], architecture.model
     if pooling is not None:
@@ -69,9 +66,6 @@ def pooled(
 
     Args:
         readings: where the tensors of the pooling's dense layers are.
-
-    Raises:
-        CheckpointError: something of the decoder does not run in an encoder.
     """
     model, outer, encoder = architecture.model, architecture.outer, architecture.model.encoder
     if encoder is None:

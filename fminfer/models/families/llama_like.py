@@ -100,9 +100,6 @@ def text_part(c: Any, **rows: Row) -> Architecture:
 
     Args:
         rows: by the architectures that the text part may have.
-
-    Raises:
-        CheckpointError: it has another.
     """
     text_type = c.text_config.model_type
     if (row := rows.get(text_type)) is not None:

@@ -52,11 +52,7 @@ def other_kind(model_type: str, fields: Mapping[str, Any]) -> str:
 
 
 def nearest_family(model_type: str, fields: Iterable[str], families: Iterable[str]) -> str:
-    """Return the family whose name and config are nearest; "": none is near.
-
-    Args:
-        fields: those of the config.json.
-    """
+    """Return the family whose name and fields of config.json are nearest; "": none is near."""
     found = frozenset(fields)
 
     def likeness(family: str) -> tuple[float, float]:
@@ -82,13 +78,10 @@ ROWS: dict[str, Row] = {
 
 
 def check_model_type(model_type: str, fields: dict[str, Any]) -> None:
-    """Refuse an architecture without a row.
+    """Refuse an architecture without a row; say what kind that is, or the nearest family that runs.
 
     Args:
         fields: of its config.json.
-
-    Raises:
-        CheckpointError: it says what kind of model that is, or the nearest family that runs.
     """
     if model_type in ROWS:
         return

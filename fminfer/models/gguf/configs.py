@@ -296,11 +296,7 @@ def _original_length(m: GgufModel) -> int:
 
 
 def _rope(m: GgufModel, size: int | None = None) -> Fields:
-    """Return the rotary settings of all layers, or of those without a window.
-
-    Args:
-        size: of what is turned; None: of a head.
-    """
+    """Return the rotary settings of all layers, or of those without a window (size: of a head)."""
     size = turned = size or _head_dim(m)
     how: Fields = {"rope_type": "default", "rope_theta": m.real("rope.freq_base", 10000.0)}
     if m.arch in PARTLY_TURNED:
@@ -332,11 +328,7 @@ def _rope(m: GgufModel, size: int | None = None) -> Fields:
 
 
 def _ropes_by_kind(m: GgufModel, near_theta: float | None = None) -> Fields:
-    """Return rotary settings by the kind of a layer; those with a window are never scaled.
-
-    Args:
-        near_theta: of layers with a window, where the file tells none; None: as the others.
-    """
+    """Return rotary settings by the kind of a layer; those with a window are never scaled."""
     far = _rope(m)
     near = m.real("rope.freq_base_swa", near_theta or far["rope_theta"])
     return {FULL: far, NEAR: {"rope_type": "default", "rope_theta": near}}

@@ -143,11 +143,7 @@ class Cuts:
 
 
 def find_cuts(name: object) -> Cuts:
-    """Return the row of a name.
-
-    Raises:
-        CheckpointError: there is no such row.
-    """
+    """Return the row of a name; another one is refused."""
     by_name = {each: row for row in _ROWS for each in row.names.split()}
     if (found := by_name.get(str(name))) is None:
         known = ", ".join(sorted(by_name))

@@ -47,9 +47,6 @@ def read_gguf(path: Path) -> tuple[StoredFile, Metadata]:
 
     A tensor in blocks has its rows in bytes: (…, outputs, bytes of a row). Stacked experts or heads
     are one tensor each, with their number before the end of the name.
-
-    Raises:
-        CheckpointError: the file is broken, of another version, or big-endian.
     """
     refuse_impostor(path)
     try:
@@ -73,11 +70,7 @@ def read_values(tensor: StoredTensor) -> list[float]:
 
 
 class _Cursor:
-    """Reads little-endian values one after the other, and none beyond the end.
-
-    Raises:
-        ValueError: of each method, when the file says more than it has.
-    """
+    """Reads little-endian values one after the other, and raises ValueError beyond the end."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self.at = data, 0

@@ -41,19 +41,13 @@ MOST_HEADER_BYTES = 100_000_000  # of what names the tensors of a file
 
 @dataclass(slots=True, frozen=True)
 class StoredTensor:
-    """Where the values of one tensor lie.
-
-    Args:
-        dtype: its name in safetensors.
-        start: the byte of its first value in the file.
-        strides: in values.
-    """
+    """Where the values of one tensor lie."""
 
     file: Path
-    dtype: str
+    dtype: str  # its name in safetensors
     shape: tuple[int, ...]
-    start: int
-    strides: tuple[int, ...]
+    start: int  # the byte of its first value
+    strides: tuple[int, ...]  # in values
 
     @property
     def span(self) -> tuple[int, int]:
@@ -106,10 +100,6 @@ def read_safetensors(path: Path) -> StoredFile:
     """Return what a safetensors file holds.
 
     The header is 8 bytes of its length, then JSON. Values follow without holes.
-
-    Raises:
-        CheckpointError: the file is broken, or is not what its header says.
-        OSError: it cannot be read.
     """
     size = path.stat().st_size
     with path.open("rb") as file:

@@ -169,9 +169,7 @@ class TensorFiles:
     def waiting(self, span: Span, *, is_used_there: bool) -> Waiting:
         """Return bytes of a tensor that are to be read.
 
-        Args:
-            is_used_there: it is used where it lies, so that its pages may be this process's. What
-                is copied is only read into the system's memory.
+        What is copied is only read into the system's memory, not into this process's pages.
         """
         size = span.last - span.first
         fetch = partial(_have_read, span)
@@ -237,9 +235,7 @@ def _have_read(span: Span) -> None:
 
 @contextmanager
 def reading_ahead(groups: Sequence[Sequence[Waiting]]) -> Iterator[Callable[[], None]]:
-    """Have a thread bring groups of tensors into memory, one after the other.
-
-    It waits when it is too far ahead. At the end it has read all, unless an error came first.
+    """Have a thread bring groups of tensors into memory, one after the other, not too far ahead.
 
     Yields:
         what is to be called when a group has been used.

@@ -190,12 +190,7 @@ def _read_older(path: Path, file: BinaryIO) -> StoredFile:
 
 
 class _Machine:
-    """Follows the instructions of pickles.
-
-    Raises:
-        UnsafePickleError: one names something that weights do not need.
-        ValueError, and other errors of wrong values: one is broken.
-    """
+    """Follows the instructions of pickles; what is broken raises one of `WRONG_VALUES`."""
 
     def __init__(self) -> None:
         self.storages: dict[str, Storage] = {}  # by their keys
@@ -342,11 +337,7 @@ def _made_by(name: object, arguments: Any) -> object:
 def _find_tensors(
     path: Path, value: object, bounds: dict[str, Bounds], top: str = ""
 ) -> dict[str, StoredTensor]:
-    """Find the tensors of a state dict, which may stand in another dict, in their storages.
-
-    Args:
-        bounds: of storages, by `top` and their keys.
-    """
+    """Find the tensors of a state dict, which may stand in another, in storages by top and key."""
     found = {}
     for name, tensor in _tensors_of(value).items():
         try:

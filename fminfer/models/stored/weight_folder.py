@@ -43,9 +43,6 @@ def find_weights(folder: Path) -> WeightFiles:
 
     Args:
         folder: or a GGUF file, the first one of a model that was split.
-
-    Raises:
-        CheckpointError: one of them is missing, or an index is broken.
     """
     if is_gguf(folder):
         return WeightFiles("gguf", _find_gguf(folder))
