@@ -134,7 +134,7 @@ def main(held: str, dtype: str, names: tuple[str, ...], layers: int, turns: int)
     import torch
     from transformers import AutoConfig
 
-    from fminfer.models.families.table import architecture_of
+    from fminfer.models.config_fields import architecture_of
     from fminfer.models.tensor_specs import layer_specs
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))

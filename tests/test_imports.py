@@ -153,6 +153,14 @@ def test_nothing_imports_in_a_circle() -> None:
             pytest.fail(" -> ".join(error.args[1]))
 
 
+@pytest.mark.parametrize("folder", ["fminfer.models.families", "fminfer.models.gguf"])
+def test_a_folder_imports_nothing_of_what_holds_it(folder: str) -> None:
+    """`families` and `models` imported each other: a folder in name only."""
+    holder = folder.rpartition(".")[0]
+    own = [(a, b) for a, b in edges() if a.rpartition(".")[0] == folder]
+    assert own and not [(a, b) for a, b in own if b.rpartition(".")[0] == holder]
+
+
 def test_functions_import_only_what_takes_time() -> None:
     wrong = []
     for name, tree in MODULES.items():

@@ -17,8 +17,8 @@ from fminfer.compute.spec import Model
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import GGUF, broken, gguf_error, is_gguf, refuse_impostor
 from fminfer.models.beside import TELLING_FILES, refuse_what_is_beside
-from fminfer.models.config_fields import TEXT_PART, is_own_folder
-from fminfer.models.families.table import architecture_of, check_model_type
+from fminfer.models.config_fields import TEXT_PART, architecture_of, is_own_folder
+from fminfer.models.families.table import check_model_type
 from fminfer.models.families.tensor_names import Architecture
 from fminfer.models.gguf.configs import config_of
 from fminfer.models.gguf.metadata import read_model
@@ -177,7 +177,7 @@ def _open_gguf(
     """Open a GGUF file; its metadata are its config and its tokenizer."""
     model = read_model(Path(name))
     config = text_part(config_of(model) if model_config is None else find_config(model_config)[0])
-    architecture = gguf_architecture(model, config)
+    architecture = gguf_architecture(model, architecture_of(config).model)
     own = small_files(model, has_tokenizer=tokenizer is None and needs_tokenizer)
     tokenizer_folder = own if tokenizer is None else _find_tokenizer(tokenizer)
     return Checkpoint(name, model.path, config, architecture, tokenizer_folder, own)

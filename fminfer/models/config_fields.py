@@ -1,4 +1,4 @@
-"""Accounts for every field of a config: a row reads it, or it changes nothing, or it is refused.
+"""Turns a config into a spec by its row, which reads every field that changes something.
 
 A row gets the config as a `ReadConfig`, which notes the fields that it reads. Any other field must
 be in `HARMLESS`, or have the default of the config's class.
@@ -12,7 +12,13 @@ from typing import Any
 
 import transformers
 
+from fminfer.compute.layers.plain import ACTIVATIONS
+from fminfer.compute.spec import ACTIVATION_SHAPES, Moe, Pooling
 from fminfer.core.errors import CheckpointError
+from fminfer.models.families.heads import seen_both_ways, with_head
+from fminfer.models.families.table import ROWS, check_model_type
+from fminfer.models.families.tensor_names import Architecture, by_our_names
+from fminfer.models.tensor_specs import model_specs
 
 # Why a field that no row reads changes no answer -> such fields.
 _BY_REASON = {
@@ -154,3 +160,30 @@ class ReadConfig:
                     yield path, found, runnable[0]
         for part in self._parts.values():
             yield from part._unread()
+
+
+def architecture_of(config: Any, pooling: Pooling | None = None) -> Architecture:
+    """Turn a config of transformers into a spec and the sources of its tensors.
+
+    Args:
+        pooling: of a folder of sentence-transformers; None: the config says what a model gives.
+
+    Raises:
+        CheckpointError: the architecture does not run, or no row reads a field that is set.
+    """
+    check_model_type(config.model_type, config.to_dict())
+    read = ReadConfig(config)
+    architecture = with_head(ROWS[config.model_type](read), read, pooling)
+    if architecture.model.is_pooled:
+        architecture = seen_both_ways(architecture, read)
+    read.refuse_unread()
+    for layer in architecture.model.layers:
+        mlp = layer.mlp.expert if isinstance(layer.mlp, Moe) else layer.mlp  # shared ones alike
+        if mlp.activation not in ACTIVATIONS.keys() | ACTIVATION_SHAPES.keys():
+            raise CheckpointError(
+                f"config.json has the activation {mlp.activation!r}, which does not run; these do: "
+                + ", ".join(sorted(ACTIVATIONS))
+            )
+    if is_own_folder(getattr(config, "quantization_config", None)):
+        return by_our_names(architecture, model_specs(architecture.model))
+    return architecture

@@ -15,7 +15,7 @@ from fminfer.core.quantities import name_few
 from fminfer.core.version import DRAWING, __version__
 from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.models.sentence_folder import sentence_files
-from fminfer.models.stored.weight_file import read_weight_file
+from fminfer.models.stored.tensor_table import read_weight_file
 from fminfer.models.stored.weight_folder import weight_files
 
 # Of a weight file what names its tensors, and of each of them this much in its middle and at its

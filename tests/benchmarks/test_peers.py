@@ -16,7 +16,7 @@ import transformers
 from click.testing import CliRunner
 
 from fminfer.machine import processor
-from fminfer.models.families.table import architecture_of
+from fminfer.models.config_fields import architecture_of
 
 BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # scripts, not a package: they find each other like this

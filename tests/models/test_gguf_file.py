@@ -18,6 +18,7 @@ import torch
 from fminfer.core.errors import CheckpointError
 from fminfer.core.partition import split_layers
 from fminfer.models.checkpoint import open_checkpoint
+from fminfer.models.config_fields import architecture_of
 from fminfer.models.fingerprint import digest_files
 from fminfer.models.gguf.configs import config_of
 from fminfer.models.gguf.metadata import read_model
@@ -198,7 +199,7 @@ def test_broken_metadata_are_refused_or_make_a_model(name: str, tmp_path: Path) 
         path.write_bytes(data)
         try:
             model = read_model(path)
-            gguf_architecture(model, config_of(model))
+            gguf_architecture(model, architecture_of(config_of(model)).model)
             num_read += 1
         except CheckpointError:
             pass

@@ -20,7 +20,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import CheckpointError
 from fminfer.core.partition import split_layers
 from fminfer.models.checkpoint import context_length, open_checkpoint
-from fminfer.models.families.table import architecture_of
+from fminfer.models.config_fields import architecture_of
 from fminfer.models.fingerprint import fingerprint_of
 from fminfer.models.formats import Holding
 from fminfer.models.gguf.metadata import HARMLESS

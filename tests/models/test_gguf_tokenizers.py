@@ -15,9 +15,8 @@ from transformers import GemmaTokenizer, GPT2Tokenizer, Qwen2Tokenizer, T5Tokeni
 from transformers.tokenization_utils_base import generate_merges
 
 from fminfer.core.errors import CheckpointError
-from fminfer.models.gguf.pre_tokenizers import find_cuts
 from fminfer.models.gguf.tokenizer_files import write_tokenizer_files
-from fminfer.models.gguf.tokenizer_models import derive_merges
+from fminfer.models.gguf.tokenizer_models import find_cuts
 from fminfer.models.stored.gguf_file import read_gguf
 from fminfer.text.chat_template import ChatTemplate
 from fminfer.text.tokenizer import Tokenizer
@@ -209,15 +208,6 @@ def test_scored_merges_give_the_ids_of_sentencepiece(leads: bool, tmp_path: Path
         assert tokenizer._ids(text, False) == ids, text
         assert tokenizer.encode(text).ids == [1, *ids]
         assert tokenizer.decode(ids) == own.decode(ids)
-
-
-def test_merges_are_in_the_order_of_transformers(tmp_path: Path) -> None:
-    stored, _ = train_pieces(tmp_path, "llama", vocab_size=600, character_coverage=0.98)
-    scores = {each.piece: each.score for each in stored.pieces}
-    scores |= {piece: 0.0 for piece in list(scores)[300:320]}  # the same score, as user's pieces
-    ids = {piece: token_id for token_id, piece in enumerate(scores)}
-    expected = [list(merge) for merge in generate_merges(ids, scores)]
-    assert derive_merges(scores) == expected
 
 
 def test_gemmas_runs_of_spaces_are_single_tokens(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from fminfer.compute.layers.experts import Workspace
 from fminfer.compute.spec import Alibi, Norm, Rope
 from fminfer.compute.weights import KERNEL_TYPES
 from fminfer.models.checkpoint import open_random
-from fminfer.models.families.table import architecture_of
+from fminfer.models.config_fields import architecture_of
 from fminfer.models.whole_layers import WholeLayer, WholeLayers, serves
 from tests.conftest import FIELDS, built_library, make_model
 from tests.models.test_oracle import mixed_requests

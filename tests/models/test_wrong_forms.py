@@ -21,8 +21,9 @@ from safetensors.torch import save_file
 
 from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import open_checkpoint
-from fminfer.models.stored import pickles
-from fminfer.models.stored.weight_file import read_torch_file, read_weight_file
+from fminfer.models.stored import torch_file
+from fminfer.models.stored.tensor_table import read_weight_file
+from fminfer.models.stored.torch_file import read_torch_file
 from fminfer.models.stored.weight_folder import find_weight_files
 from fminfer.models.weight_headers import check_tensors, stored_formats
 from tests.conftest import make_model
@@ -286,7 +287,7 @@ def _written(path: Path, data: bytes) -> Path:
 def test_bombs_are_refused_before_they_take_memory(
     bomb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pickles, "MOST_STEPS", 50_000)  # five million take seconds
+    monkeypatch.setattr(torch_file, "MOST_STEPS", 50_000)  # five million take seconds
     path = BOMBS[bomb](tmp_path / "pytorch_model.bin")
     tracemalloc.start()
     try:

@@ -1,41 +1,103 @@
-"""Reads what many configs say alike: heads, rotary positions, windows, slopes."""
+"""Reads what many configs say alike: norms, heads, rotary positions, windows, experts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fminfer.compute.spec import Attention, Layer, Mlp, Model, Moe, Norm, Rope
 from fminfer.core.errors import CheckpointError
-from fminfer.models.families.tensor_names import Architecture, Sources, experts, parameter, sources
+from fminfer.models.families.tensor_names import Architecture, Sources
 
-Changes = dict[str, Any]
+Changes = dict[str, Any]  # fields of a spec's class that differ
+Row = Callable[[Any], Architecture]
+Mlps = Mlp | Moe | Sequence[Mlp | Moe]  # of all layers, or of each
 # transformers turns a part of each head in these alone, whatever other configs say.
-PARTIAL = frozenset(
-    (
-        "phi",
-        "phi3",
-        "stablelm",
-        "glm",
-        "glm4",
-        "glm4_moe",
-        "glm4_moe_lite",
-        "gpt_neox",
-        "gpt_neox_japanese",
-        "minimax_m2",
-        "nemotron",
-        "persimmon",
-        "solar_open",
-    )
-)
-
+PARTIAL = {
+    *("phi", "phi3", "stablelm", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox"),
+    *("gpt_neox_japanese", "minimax_m2", "nemotron", "persimmon", "solar_open"),
+}
 # Of the families here, these have rotary settings for each kind of layer in transformers.
-LAYERED = frozenset(("gemma3_text", "modernbert", "olmo3"))
+LAYERED = {"gemma3_text", "modernbert", "olmo3"}
+Where = Literal["before", "once", "after", "around", "of_sum"]
+
+
+def first_of(c: Any, *names: str) -> Any:
+    """Return the first of these fields that a config declares."""
+    for name in names[:-1]:
+        if hasattr(c, name):
+            return getattr(c, name)
+    return getattr(c, names[-1])
+
+
+def norm_of(c: Any, **changes: Any) -> Norm:
+    """Return an RMSNorm if the config's eps is of one, else a LayerNorm with a bias."""
+    if hasattr(c, "rms_norm_eps"):
+        return Norm(**{"eps": c.rms_norm_eps} | changes)
+    eps = first_of(c, "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+    return Norm(**{"eps": eps, "is_rms": False, "has_bias": True} | changes)
+
+
+def places_of(norm: Norm, where: Where) -> Changes:
+    """Return the fields of a layer that has this norm in some places ("once": before both)."""
+    both = (norm, norm)
+    found: dict[str, Changes] = {
+        "before": {},
+        "once": {"before": (norm, None), "is_parallel": True},
+        "after": {"before": (None, None), "after": both},
+        "around": {"after": both},
+        "of_sum": {"before": (None, None), "of_sum": both},
+    }
+    return {"before": both} | found[where]
+
+
+def has_bias_by(c: Any, name: str) -> bool:
+    """Tell whether products have biases, by this field or by that of all products."""
+    return bool(getattr(c, name, False) or getattr(c, "use_bias", False))
+
+
+def mlp_of(c: Any, size: int | None = None, **changes: Any) -> Mlp:
+    """Return a gated MLP by the fields of most configs, with changes."""
+    if "has_bias" not in changes:
+        changes["has_bias"] = has_bias_by(c, "mlp_bias")
+    size = c.intermediate_size if size is None else size
+    return Mlp(first_of(c, "hidden_activation", "hidden_act"), size, **changes)
+
+
+def moe_of(c: Any, **changes: Any) -> Moe:
+    """Return experts that a softmax chooses by the fields of most configs, with changes."""
+    if "expert" not in changes:
+        changes["expert"] = mlp_of(c, first_of(c, "moe_intermediate_size", "intermediate_size"))
+    if "is_normalized" not in changes:
+        changes["is_normalized"] = getattr(c, "norm_topk_prob", True)
+    num = first_of(c, "num_local_experts", "n_routed_experts", "num_experts")
+    return Moe(num, c.num_experts_per_tok, **changes)
+
+
+def sigmoid_moe(c: Any) -> Moe:
+    """Return experts that are chosen as in DeepSeek V3 (2024)."""
+    expert = mlp_of(c, c.moe_intermediate_size)
+    num_shared = first_of(c, "n_shared_experts", "num_shared_experts")
+    return moe_of(
+        c,
+        scores="sigmoid",
+        has_choice_bias=True,
+        groups=c.n_group,
+        top_groups=c.topk_group,
+        scale=c.routed_scaling_factor,
+        shared=replace(expert, size=expert.size * num_shared),
+    )
+
+
+def with_experts(c: Any, moe: Moe, numbers: Collection[int], plain: Mlp | None = None) -> Mlps:
+    """Return the MLP of each layer, of which these have experts, and the others a plain one."""
+    plain = plain or mlp_of(c)
+    return [moe if number in numbers else plain for number in range(c.num_hidden_layers)]
 
 
 def rope_of(c: Any, layer: int = 0, *, is_interleaved: bool = False) -> Rope:
@@ -130,11 +192,13 @@ def assemble(
     c: Any,
     *,
     norm: Norm,
-    mlp: Callable[[int], Mlp | Moe],
-    prefix: str,
+    mlp: Mlps,
     outer: Sources,
     inner: Sources,
-    attention: Callable[[int], Changes] | Changes | None = None,
+    prefix: str,
+    norms: Where = "before",
+    usual: Changes | None = None,
+    attention: Changes | Sequence[Changes] | None = None,
     layer: Changes | None = None,
     left_out: str = "",
     **changes: Any,
@@ -143,85 +207,20 @@ def assemble(
 
     Args:
         norm: at all places.
-        mlp: by a layer's number.
-        attention: fields of `Attention` that differ, for all layers or by a layer's number.
+        norms: where they stand in a layer.
+        usual: fields of `Attention` that differ in all layers.
+        attention: those that differ from these, in all layers or in each.
         left_out: a pattern of the names of stored tensors that the model does not compute.
         layer, changes: fields of every `Layer` and of the `Model` that differ.
     """
-
-    def one(number: int) -> Layer:
-        own = attention(number) if callable(attention) else attention or {}
-        how: Changes = {"before": (norm, norm)} | (layer or {})
-        return Layer(attention_of(c, number, **own), mlp(number), **how)
-
-    layers = tuple(one(number) for number in range(c.num_hidden_layers))
-    how: Changes = {"embed_size": c.hidden_size, "final_norm": norm} | changes
-    model = Model(c.hidden_size, c.vocab_size, layers, **how)
+    num = c.num_hidden_layers
+    mlps = mlp if isinstance(mlp, Sequence) else [mlp] * num
+    own = attention if isinstance(attention, Sequence) else [attention or {}] * num
+    how = places_of(norm, norms) | (layer or {})
+    layers = tuple(
+        Layer(attention_of(c, n, **(usual or {}) | own[n]), mlps[n], **how) for n in range(num)
+    )
+    changes = {"embed_size": c.hidden_size, "final_norm": norm} | changes
+    model = Model(c.hidden_size, c.vocab_size, layers, **changes)
     base = prefix.partition(".")[0] + "."
     return Architecture(model, outer, inner, prefix, base, left_out=left_out)
-
-
-def same(mlp: Mlp | Moe) -> Callable[[int], Mlp | Moe]:
-    """Return a function that gives this MLP for every layer."""
-    return lambda layer: mlp
-
-
-OF_IMAGES = r"(model\.)?(vision_tower|multi_modal_projector)\."
-
-
-def text_part(c: Any, **rows: Callable[[Any], Architecture]) -> Architecture:
-    """Return the text part of a model that reads images, too; what it has for these is left out.
-
-    Args:
-        rows: by the architectures that the text part may have.
-
-    Raises:
-        CheckpointError: it has another.
-    """
-    text_type = c.text_config.model_type
-    if (row := rows.get(text_type)) is not None:
-        return replace(row(c.text_config), left_out=OF_IMAGES)
-    raise CheckpointError(
-        f"config.json has a text_config of the architecture {text_type!r}, which does not run "
-        f"there; these do: {', '.join(rows)}"
-    )
-
-
-def mixtral_names() -> Sources:
-    """Return where router and experts are, in the first form and in that of transformers 5."""
-    first, second, third = (
-        f"block_sparse_moe.experts.*.{name}|mlp.experts.*.{name}" for name in ("w1", "w2", "w3")
-    )
-    own = sources(router="block_sparse_moe.gate|mlp.gate")
-    return own | experts(f"{first} {third}", second, "mlp.experts")
-
-
-def shared_names(top: str) -> Sources:
-    """Return where the expert of all tokens is."""
-    return sources(shared__up=f"{top}.gate_proj {top}.up_proj", shared__down=f"{top}.down_proj")
-
-
-SIGMOID = shared_names("mlp.shared_experts") | {
-    "choice": parameter("mlp.gate.e_score_correction_bias")
-}
-
-
-def sigmoid_moe(c: Any, num_experts: int, num_shared: int) -> Moe:
-    """Return experts that are chosen as in DeepSeek V3 (2024)."""
-    expert = Mlp(c.hidden_act, c.moe_intermediate_size)
-    return Moe(
-        *(num_experts, c.num_experts_per_tok, expert),
-        is_normalized=c.norm_topk_prob,
-        scores="sigmoid",
-        has_choice_bias=True,
-        groups=c.n_group,
-        top_groups=c.topk_group,
-        scale=c.routed_scaling_factor,
-        shared=replace(expert, size=expert.size * num_shared),
-    )
-
-
-def layers_beyond(c: Any, number: int) -> str:
-    """Return a pattern of the names of so many layers that predict several tokens at once."""
-    numbers = range(c.num_hidden_layers, c.num_hidden_layers + number)
-    return rf"model\.layers\.({'|'.join(map(str, numbers))})\." if number else ""

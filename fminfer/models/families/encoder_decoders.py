@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from fminfer.compute.spec import (
-    Attention,
-    Cross,
-    Encoder,
-    Layer,
-    Mlp,
-    Model,
-    Norm,
-    Relative,
-)
+from fminfer.compute.spec import Attention, Cross, Encoder, Layer, Mlp, Model, Norm, Relative
 from fminfer.core.errors import CheckpointError
-from fminfer.models.families.gpt_like import FAIRSEQ_INNER
+from fminfer.models.families.config_parts import Row, places_of
+from fminfer.models.families.gpt_like import FAIRSEQ_INNER, FAIRSEQ_NORM, embed_scale
 from fminfer.models.families.tensor_names import (
     AS_ROW,
     Architecture,
@@ -26,22 +19,14 @@ from fminfer.models.families.tensor_names import (
 )
 
 
-def t5(c: Any) -> Architecture:
-    """Return T5 (Raffel et al. 2020), v1.1, Flan-T5, UL2 or T0: biases by distance are shared."""
+def t5(c: Any, *, is_shared: bool = True) -> Architecture:
+    """Return T5 (Raffel et al. 2020), v1.1, Flan-T5, UL2, T0 or mT5.
+
+    Args:
+        is_shared: all layers have the biases by distance of the first; in UMT5 each has its own.
+    """
     is_scaled = getattr(c, "scale_decoder_outputs", c.tie_word_embeddings)
-    return _t5(c, is_shared=True, is_scaled=is_scaled)
-
-
-def mt5(c: Any) -> Architecture:
-    return _t5(c, is_shared=True, is_scaled=False)
-
-
-def umt5(c: Any) -> Architecture:
-    """Return UMT5 (Chung et al. 2023), whose layers each have biases by distance."""
-    return _t5(c, is_shared=False, is_scaled=c.tie_word_embeddings)
-
-
-def _t5(c: Any, *, is_shared: bool, is_scaled: bool) -> Architecture:
+    is_scaled = is_scaled and c.model_type != "mt5"
     norm = Norm(c.layer_norm_epsilon)
     mlp = Mlp(c.dense_act_fn, c.d_ff, is_gated=c.is_gated_act, is_wide=True)
     plain = Attention(c.num_heads, c.num_heads, c.d_kv, 1.0)
@@ -123,18 +108,13 @@ BART_INNER = FAIRSEQ_INNER | sources(
 )
 
 
-def bart(c: Any) -> Architecture:
-    """Return BART (Lewis et al. 2019): norms stand behind the sums."""
-    return _bart(c, is_before=False)
+def bart(c: Any, *, is_before: bool = False) -> Architecture:
+    """Return BART (Lewis et al. 2019), with norms behind the sums.
 
-
-def mbart(c: Any) -> Architecture:
-    """Return mBART (Liu et al. 2020): norms stand before attention and MLP."""
-    return _bart(c, is_before=True)
-
-
-def _bart(c: Any, *, is_before: bool) -> Architecture:
-    norm = Norm(1e-5, is_rms=False, has_bias=True)
+    Args:
+        is_before: norms stand before attention and MLP, as in mBART (Liu et al. 2020).
+    """
+    norm = FAIRSEQ_NORM
     heads = c.decoder_attention_heads
     if c.encoder_attention_heads != heads:
         raise CheckpointError(
@@ -143,9 +123,7 @@ def _bart(c: Any, *, is_before: bool) -> Architecture:
         )
     dim = c.d_model // heads
     own = Attention(heads, heads, dim, dim**-0.5, has_qkv_bias=True, has_out_bias=True)
-    ends: dict[str, Any] = {"before": (norm, norm)}
-    if not is_before:
-        ends = {"before": (None, None), "of_sum": (norm, norm)}
+    ends = places_of(norm, "before" if is_before else "of_sum")
 
     def one(size: int, *, is_causal: bool) -> Layer:
         mlp = Mlp(c.activation_function, size, is_gated=False, has_bias=True)
@@ -155,11 +133,8 @@ def _bart(c: Any, *, is_before: bool) -> Architecture:
 
     decoder = (one(c.decoder_ffn_dim, is_causal=True),) * c.decoder_layers
     encoder = (one(c.encoder_ffn_dim, is_causal=False),) * c.encoder_layers
-    tables: dict[str, Any] = {
-        "num_positions": c.max_position_embeddings + 2,
-        "position_offset": 2,
-        "embed_norm": norm,
-    }
+    num_positions = c.max_position_embeddings + 2
+    tables = {"num_positions": num_positions, "position_offset": 2, "embed_norm": norm}
     final_norm = norm if is_before else None
     model = Model(
         c.d_model,
@@ -167,7 +142,7 @@ def _bart(c: Any, *, is_before: bool) -> Architecture:
         decoder + encoder,
         final_norm,
         embed_size=c.d_model,
-        embed_scale=c.d_model**0.5 if c.scale_embedding else 1.0,
+        embed_scale=embed_scale(c),
         has_head_bias=True,
         encoder=Encoder(len(encoder), final_norm=final_norm, **tables),
         **tables,
@@ -184,4 +159,9 @@ def _bart(c: Any, *, is_before: bool) -> Architecture:
     )
 
 
-ROWS = (t5, mt5, umt5, bart, mbart)
+ROWS: dict[str, Row] = {
+    **dict.fromkeys(("t5", "mt5"), t5),
+    "umt5": partial(t5, is_shared=False),
+    "bart": bart,
+    "mbart": partial(bart, is_before=True),
+}

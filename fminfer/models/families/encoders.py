@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fminfer.compute.spec import (
@@ -16,7 +16,15 @@ from fminfer.compute.spec import (
     Reading,
     Relative,
 )
-from fminfer.models.families.config_parts import attention_of, rope_of
+from fminfer.models.families.config_parts import (
+    Changes,
+    Row,
+    attention_of,
+    mlp_of,
+    norm_of,
+    places_of,
+    rope_of,
+)
 from fminfer.models.families.tensor_names import Architecture, Source, Sources, sources
 
 MEAN = Pooling("mean")  # as sentence-transformers pools what does not say how
@@ -43,73 +51,52 @@ def _bert_like(
     c: Any,
     *,
     base: str,
-    head: Sources = POOLER,
-    activation: str = "tanh",
+    norm: Norm | None = None,
     attention: Attention | None = None,
     mlp: Mlp | None = None,
-    eps: float = 1e-12,
-    names: tuple[str, Sources] = ("encoder.layer.{}.", BERT_INNER),
+    head: Sources = POOLER,
+    activation: str = "tanh",
+    prefix: str = "encoder.layer.{}.",
+    inner: Sources = BERT_INNER,
     outer: Sources = BERT_OUTER,
     **encoder: Any,
 ) -> Architecture:
-    """Return a BERT with what differs.
+    """Return a BERT (Devlin et al. 2018) with what differs.
 
     Args:
         base: what names begin with, where a head was saved, too.
         head, activation: of the head that scores classes.
-        attention, mlp: of each layer; None: BERT's.
-        eps: of norms.
-        names: of layers, and of the tensors in one.
         encoder: fields of `Encoder` that differ.
     """
-    norm = Norm(eps, is_rms=False, has_bias=True)
-    layer = Layer(
-        attention or _attention(c),
-        mlp or Mlp(c.hidden_act, c.intermediate_size, is_gated=False, has_bias=True),
-        before=(None, None),
-        of_sum=(norm, norm),
-    )
-    how: dict[str, Any] = {"num_positions": c.max_position_embeddings, "embed_norm": norm}
+    norm = norm or norm_of(c)
+    mlp = mlp or mlp_of(c, is_gated=False, has_bias=True)
+    layer = Layer(attention or _attention(c), mlp, **places_of(norm, "of_sum"))
+    how: Changes = {"num_positions": c.max_position_embeddings, "embed_norm": norm}
+    how["num_types"] = getattr(c, "type_vocab_size", 0)
     readings = Reading(c.hidden_size, activation), Reading(c.num_labels)
     scored = Pooling("cls", readings, is_scored=True), head
-    left_out = rf"({base})?pooler\."
     found = _encoder(c, (layer,) * c.num_hidden_layers, **how | encoder)
-    return Architecture(*(found, outer, names[1], names[0], base), left_out=left_out, scored=scored)
+    left_out = rf"({base})?pooler\."
+    return Architecture(found, outer, inner, prefix, base, left_out=left_out, scored=scored)
 
 
 def _encoder(c: Any, layers: tuple[Layer, ...], **how: Any) -> Model:
-    """Return the spec of an encoder.
-
-    Args:
-        how: fields of `Encoder`.
-    """
+    """Return the spec of an encoder with these fields of `Encoder`."""
     encoder = Encoder(len(layers), pooling=MEAN, **how)
     size = c.hidden_size
     return Model(size, c.vocab_size, layers, None, embed_size=size, encoder=encoder)
 
 
 def _attention(c: Any, **changes: Any) -> Attention:
-    how = attention_of(c, 0, kv_heads=c.num_attention_heads, rope=None, window=None)
-    is_causal = getattr(c, "is_decoder", False)
-    how = replace(how, has_qkv_bias=True, has_out_bias=True, is_causal=is_causal)
-    return replace(how, **changes)
-
-
-def bert(c: Any) -> Architecture:
-    """Return BERT (Devlin et al. 2018)."""
-    return _bert_like(c, base="bert.", eps=c.layer_norm_eps, num_types=c.type_vocab_size)
+    usual: Changes = {"kv_heads": c.num_attention_heads, "rope": None, "window": None}
+    usual |= {"has_qkv_bias": True, "has_out_bias": True}
+    usual["is_causal"] = getattr(c, "is_decoder", False)
+    return attention_of(c, 0, **usual | changes)
 
 
 def roberta(c: Any) -> Architecture:
     """Return RoBERTa (Liu et al. 2019): positions begin behind the padding's row."""
-    return _bert_like(
-        c,
-        base="roberta.",
-        head=CLASSIFIER,
-        eps=c.layer_norm_eps,
-        num_types=c.type_vocab_size,
-        position_offset=c.pad_token_id + 1,
-    )
+    return _bert_like(c, base="roberta.", head=CLASSIFIER, position_offset=c.pad_token_id + 1)
 
 
 def distilbert(c: Any) -> Architecture:
@@ -127,8 +114,10 @@ def distilbert(c: Any) -> Architecture:
         base="distilbert.",
         head=sources(reading_0="pre_classifier", reading_1="classifier"),
         activation="relu",
+        norm=Norm(1e-12, is_rms=False, has_bias=True),
         mlp=Mlp(c.activation, c.hidden_dim, is_gated=False, has_bias=True),
-        names=("transformer.layer.{}.", inner),
+        prefix="transformer.layer.{}.",
+        inner=inner,
     )
 
 
@@ -148,8 +137,7 @@ def mpnet(c: Any) -> Architecture:
         base="mpnet.",
         head=CLASSIFIER,
         attention=_attention(c, relative=Relative(32, 128, is_causal=False)),
-        eps=c.layer_norm_eps,
-        names=("encoder.layer.{}.", BERT_INNER | inner),
+        inner=BERT_INNER | inner,
         position_offset=2,
     )
 
@@ -170,19 +158,17 @@ def nomic_bert(c: Any) -> Architecture:
         c,
         base="nomic_bert.|encoder.",
         attention=_attention(c, rope=rope_of(c), has_qkv_bias=False, has_out_bias=False),
-        mlp=Mlp(c.hidden_act, c.intermediate_size),
-        eps=c.layer_norm_eps,
-        names=("layers.{}.", inner),
+        mlp=mlp_of(c),
+        prefix="layers.{}.",
+        inner=inner,
         outer=BERT_OUTER | sources(encoder__embed_norm="emb_ln|embeddings.LayerNorm"),
         num_positions=0,
-        num_types=c.type_vocab_size,
     )
 
 
 def modernbert(c: Any) -> Architecture:
     """Return ModernBERT (Warner et al. 2024): some layers see a window on both sides."""
-    norm = Norm(c.norm_eps, is_rms=False, has_bias=c.norm_bias)
-    mlp = Mlp(c.hidden_activation, c.intermediate_size, has_bias=c.mlp_bias)
+    norm, mlp = norm_of(c, has_bias=c.norm_bias), mlp_of(c)
     own = {"has_qkv_bias": c.attention_bias, "has_out_bias": c.attention_bias}
     span = c.local_attention // 2 + 1  # itself, and so many on either side
 
@@ -212,4 +198,11 @@ def modernbert(c: Any) -> Architecture:
     return Architecture(model, outer, inner, "layers.{}.", "model.", scored=(pooling, head))
 
 
-ROWS = (bert, roberta, distilbert, mpnet, nomic_bert, modernbert)
+ROWS: dict[str, Row] = {
+    "bert": partial(_bert_like, base="bert."),
+    **dict.fromkeys(("roberta", "camembert", "xlm-roberta"), roberta),
+    "distilbert": distilbert,
+    "mpnet": mpnet,
+    "nomic_bert": nomic_bert,
+    "modernbert": modernbert,
+}

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fminfer.compute.spec import Alibi, Mlp, Norm
 from fminfer.models.families.config_parts import (
     Changes,
+    Row,
     assemble,
+    first_of,
     head_dim_of,
     interleaved_slopes,
     mpt_slopes,
+    norm_of,
     plain_rope,
     rope_of,
-    same,
 )
 from fminfer.models.families.tensor_names import (
     AS_STORED,
@@ -55,6 +57,7 @@ BLOOM_INNER = sources(
 NEOX_INNER = (
     BLOOM_INNER | sources(out="attention.dense") | sources(BY_HEAD, qkv="attention.query_key_value")
 )
+FAIRSEQ_NORM = Norm(1e-5, is_rms=False, has_bias=True)
 FAIRSEQ_INNER = sources(
     before_attention="self_attn_layer_norm",
     sum_attention="self_attn_layer_norm",
@@ -75,8 +78,6 @@ def gpt_like(
     size: int | None = None,
     inner: Sources | None = None,
     outer: Sources | None = None,
-    prefix: str = "transformer.h.{}.",
-    attention: Callable[[int], Changes] | Changes | None = None,
     has_bias: bool = True,
     **more: Any,
 ) -> Architecture:
@@ -85,41 +86,27 @@ def gpt_like(
     Args:
         norm: at all places; None: a LayerNorm with a bias.
         activation, size: of the MLP.
-        inner, outer, prefix: names that differ from GPT-2's.
+        inner, outer: names that differ from GPT-2's.
         has_bias: of the products.
-        attention, more: as for `assemble`.
+        more: as for `assemble`.
     """
-    activation = activation or c.activation_function
+    activation = activation or first_of(c, "activation_function", "hidden_act")
     mlp = Mlp(activation, size or 4 * c.hidden_size, is_gated=False, has_bias=has_bias)
-
-    def own(number: int) -> Changes:
-        changes = attention(number) if callable(attention) else attention or {}
-        return {"has_qkv_bias": has_bias, "has_out_bias": has_bias} | changes
-
     return assemble(
         c,
-        norm=norm or Norm(c.layer_norm_epsilon, is_rms=False, has_bias=True),
-        mlp=same(mlp),
-        prefix=prefix,
+        norm=norm or norm_of(c),
+        mlp=mlp,
         outer=OUTER | (outer or {}),
         inner=INNER | (inner or {}),
-        attention=own,
-        **more,
+        usual={"has_qkv_bias": has_bias, "has_out_bias": has_bias},
+        **{"prefix": "transformer.h.{}."} | more,
     )
 
 
-def _fairseq(
-    c: Any,
-    top: str,
-    *,
-    norm: Norm | None = None,
-    outer: Sources | None = None,
-    **more: Any,
-) -> Architecture:
-    """Return a GPT with the names and positions of fairseq.
+def _fairseq(c: Any, *, top: str, outer: Sources | None = None, **more: Any) -> Architecture:
+    """Return a GPT with the names and positions of fairseq, and its eps, whatever the config says.
 
     Args:
-        norm: at all places; None: fairseq's own, whatever the config says.
         outer: names that differ.
     """
     own = sources(
@@ -127,22 +114,26 @@ def _fairseq(
         positions=f"{top}embed_positions",
         final_norm=f"{top}layer_norm",
     )
-    return gpt_like(
-        c,
-        norm=norm or Norm(1e-5, is_rms=False, has_bias=True),
-        inner=FAIRSEQ_INNER,
-        outer=own | (outer or {}),
-        prefix=f"{top}layers.{{}}.",
-        num_positions=c.max_position_embeddings + 2,
-        position_offset=2,
-        **more,
-    )
+    usual: Changes = {
+        "norm": FAIRSEQ_NORM,
+        "size": first_of(c, "ffn_dim", "intermediate_size"),
+        "num_positions": c.max_position_embeddings + 2,
+        "position_offset": 2,
+        "embed_scale": embed_scale(c),
+    }
+    names = own | (outer or {})
+    prefix = f"{top}layers.{{}}."
+    return gpt_like(c, inner=FAIRSEQ_INNER, outer=names, prefix=prefix, **usual | more)
+
+
+def embed_scale(c: Any) -> float:
+    return float(c.hidden_size**0.5) if getattr(c, "scale_embedding", False) else 1.0
 
 
 def opt(c: Any) -> Architecture:
-    has_weights = c.layer_norm_elementwise_affine
+    has_weights, is_before = c.layer_norm_elementwise_affine, c.do_layer_norm_before
     norm = Norm(1e-5, is_rms=False, has_weight=has_weights, has_bias=has_weights)
-    top, is_before = "model.decoder.", c.do_layer_norm_before
+    top = "model.decoder."
     outer = sources(
         final_norm=f"{top}final_layer_norm",
         project_in=f"{top}project_in",
@@ -150,88 +141,62 @@ def opt(c: Any) -> Architecture:
     )
     return _fairseq(
         c,
-        top,
+        top=top,
         norm=norm,
-        size=c.ffn_dim,
         outer=outer,
         has_bias=c.enable_bias,
-        layer={} if is_before else {"before": (None, None), "of_sum": (norm, norm)},
+        norms="before" if is_before else "of_sum",
         final_norm=norm if is_before and not c._remove_final_layer_norm else None,
         embed_size=c.word_embed_proj_dim,
     )
 
 
-def biogpt(c: Any) -> Architecture:
-    return _fairseq(
-        c,
-        "biogpt.",
-        activation=c.hidden_act,
-        size=c.intermediate_size,
-        outer=sources(head="output_projection"),
-        embed_scale=c.hidden_size**0.5 if c.scale_embedding else 1.0,
-    )
-
-
-def xglm(c: Any) -> Architecture:
-    return _fairseq(
-        c,
-        "model.",
-        size=c.ffn_dim,
-        embed_scale=c.hidden_size**0.5 if c.scale_embedding else 1.0,
-        has_sinusoids=True,
-        left_out=r"model\.embed_positions\.weights$",  # stored by old releases
-    )
-
-
 def gpt2(c: Any) -> Architecture:
-    def attention(number: int) -> Changes:
-        scaling = head_dim_of(c) ** -0.5 if c.scale_attn_weights else 1.0
-        return {"scaling": scaling / (number + 1 if c.scale_attn_by_inverse_layer_idx else 1)}
-
+    by_layer, scaling = c.scale_attn_by_inverse_layer_idx, _scaling(c)
+    numbers = range(1, c.num_hidden_layers + 1)
     products = {name: INNER[name] for name in ("qkv", "out", "up", "down")}
     return gpt_like(
         c,
         size=c.n_inner,
         inner=laid_out(TRANSPOSED, products),
-        attention=attention,
+        attention=[{"scaling": scaling / (n if by_layer else 1)} for n in numbers],
         num_positions=c.max_position_embeddings,
     )
 
 
 def gpt_bigcode(c: Any) -> Architecture:
-    scaling = head_dim_of(c) ** -0.5 if c.scale_attn_weights else 1.0
     kv_heads = 1 if c.multi_query else c.num_attention_heads
     layout = AS_STORED if c.multi_query else BY_HEAD
     return gpt_like(
         c,
         size=c.n_inner,
         inner=sources(layout, qkv="attn.c_attn"),
-        attention={"kv_heads": kv_heads, "scaling": scaling},
+        attention={"kv_heads": kv_heads, "scaling": _scaling(c)},
         num_positions=c.max_position_embeddings,
     )
+
+
+def _scaling(c: Any) -> float:
+    return float(head_dim_of(c) ** -0.5) if c.scale_attn_weights else 1.0
 
 
 def gpt_neo(c: Any) -> Architecture:
     top = "attn.attention."
     own = sources(qkv=f"{top}q_proj {top}k_proj {top}v_proj", out=f"{top}out_proj")
-
-    window_size = c.window_size  # read it also where no layer is local
-
-    def attention(number: int) -> Changes:
-        window = window_size if c.attention_layers[number] == "local" else None
-        return {"scaling": 1.0, "window": window, "has_qkv_bias": False}
-
+    window, kinds = c.window_size, c.attention_layers
     return gpt_like(
         c,
         size=c.intermediate_size,
         inner=own,
-        attention=attention,
+        attention=[
+            {"scaling": 1.0, "window": window if kind == "local" else None, "has_qkv_bias": False}
+            for kind in kinds
+        ],
         num_positions=c.max_position_embeddings,
     )
 
 
 def gptj(c: Any, inner: Sources | None = None) -> Architecture:
-    norm = Norm(c.layer_norm_epsilon, is_rms=False, has_bias=True)
     own = sources(
         qkv="attn.q_proj attn.k_proj attn.v_proj",
         out="attn.out_proj",
@@ -241,22 +206,16 @@ def gptj(c: Any, inner: Sources | None = None) -> Architecture:
     rope = plain_rope(10000, c.rotary_dim or c.hidden_size, is_interleaved=True)
     return gpt_like(
         c,
-        norm=norm,
         size=c.n_inner,
         inner=own | (inner or {}),
         attention={"rope": rope, "has_qkv_bias": False, "has_out_bias": False},
-        layer={"before": (norm, None), "is_parallel": True},
+        norms="once",
         has_head_bias=True,
     )
 
 
-def codegen(c: Any) -> Architecture:
-    return gptj(c, sources(BY_CORE, qkv="attn.qkv_proj"))
-
-
 def falcon(c: Any) -> Architecture:
-    norm = Norm(c.layer_norm_epsilon, is_rms=False, has_bias=True)
-    heads, is_new = c.num_attention_heads, c.new_decoder_architecture
+    norm, heads, is_new = norm_of(c), c.num_attention_heads, c.new_decoder_architecture
     of_new, num_norms = c.num_kv_heads, c.num_ln_in_parallel_attn  # of the new layout only
     kv_heads = of_new if is_new else 1 if c.multi_query else heads
     is_parallel, has_two = c.parallel_attn or is_new, is_new and num_norms != 1
@@ -273,19 +232,15 @@ def falcon(c: Any) -> Architecture:
         outer=BLOOM_OUTER,
         attention=attention,
         has_bias=c.bias,
-        layer={
-            "before": (norm, norm if has_two or not is_parallel else None),
-            "is_parallel": is_parallel,
-        },
+        norms="once" if is_parallel and not has_two else "before",
+        layer={"is_parallel": is_parallel},
     )
 
 
 def mpt(c: Any) -> Architecture:
     how = c.attn_config
-    attention: Changes = {
-        "alibi": Alibi(mpt_slopes(c.num_attention_heads, how.alibi_bias_max)),
-        "clip": how.clip_qkv,
-    }
+    alibi = Alibi(mpt_slopes(c.num_attention_heads, how.alibi_bias_max))
+    attention: Changes = {"alibi": alibi, "clip": how.clip_qkv}
     if how.softmax_scale:
         attention["scaling"] = how.softmax_scale
     inner = sources(
@@ -298,7 +253,7 @@ def mpt(c: Any) -> Architecture:
     )
     return gpt_like(
         c,
-        norm=Norm(c.layer_norm_epsilon, is_rms=False),
+        norm=norm_of(c, has_bias=False),
         activation="gelu",
         inner=inner,
         outer=sources(final_norm="transformer.norm_f"),
@@ -316,27 +271,21 @@ def bloom(c: Any) -> Architecture:
         outer=BLOOM_OUTER,
         attention={"alibi": Alibi(interleaved_slopes(c.num_attention_heads))},
         layer={"adds_normed": c.apply_residual_connection_post_layernorm},
-        embed_norm=Norm(c.layer_norm_epsilon, is_rms=False, has_bias=True),
+        embed_norm=norm_of(c),
     )
 
 
-def _neox_like(c: Any, top: str, head: str, inner: Sources, **more: Any) -> Architecture:
+def _neox_like(c: Any, *, head: str, inner: Sources = NEOX_INNER, **more: Any) -> Architecture:
+    top = f"{c.model_type}."
     outer = sources(embed=f"{top}embed_in", final_norm=f"{top}final_layer_norm", head=head)
-    return gpt_like(
-        c,
-        norm=Norm(c.layer_norm_eps, is_rms=False, has_bias=True),
-        activation=c.hidden_act,
-        inner=inner,
-        outer=outer,
-        prefix=f"{top}layers.{{}}.",
-        **more,
-    )
+    return gpt_like(c, inner=inner, outer=outer, prefix=f"{top}layers.{{}}.", **more)
 
 
 def gpt_neox(c: Any) -> Architecture:
     bias = c.attention_bias
     return _neox_like(
-        *(c, "gpt_neox.", "embed_out|lm_head", NEOX_INNER),
+        c,
+        head="embed_out|lm_head",
         size=c.intermediate_size,
         attention={"has_qkv_bias": bias, "has_out_bias": bias},
         layer={"is_parallel": c.use_parallel_residual},
@@ -345,17 +294,34 @@ def gpt_neox(c: Any) -> Architecture:
 
 def gpt_neox_japanese(c: Any) -> Architecture:
     """Only the last layer has a bias, at the output of attention."""
-    inner = NEOX_INNER | {"out.bias": parameter("attention.dense_bias")}
-    last = c.num_hidden_layers - 1
+    num = c.num_hidden_layers
     return _neox_like(
-        *(c, "gpt_neox_japanese.", "embed_out", inner),
+        c,
+        head="embed_out",
+        inner=NEOX_INNER | {"out.bias": parameter("attention.dense_bias")},
         size=c.hidden_size * c.intermediate_multiple_size,
-        attention=lambda number: {"has_out_bias": number == last},
+        attention=[{"has_out_bias": number == num} for number in range(1, num + 1)],
         has_bias=False,
     )
 
 
-ROWS = (
-    *(opt, gpt2, gpt_bigcode, gpt_neo, gptj, codegen, falcon, mpt, bloom),
-    *(biogpt, xglm, gpt_neox, gpt_neox_japanese),
-)
+ROWS: dict[str, Row] = {
+    "opt": opt,
+    "gpt2": gpt2,
+    "gpt_bigcode": gpt_bigcode,
+    "gpt_neo": gpt_neo,
+    "gptj": gptj,
+    "codegen": partial(gptj, inner=sources(BY_CORE, qkv="attn.qkv_proj")),
+    "falcon": falcon,
+    "mpt": mpt,
+    "bloom": bloom,
+    "biogpt": partial(_fairseq, top="biogpt.", outer=sources(head="output_projection")),
+    "xglm": partial(
+        _fairseq,
+        top="model.",
+        has_sinusoids=True,
+        left_out=r"model\.embed_positions\.weights$",  # stored by old releases
+    ),
+    "gpt_neox": gpt_neox,
+    "gpt_neox_japanese": gpt_neox_japanese,
+}

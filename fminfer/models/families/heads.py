@@ -25,11 +25,7 @@ def with_head(architecture: Architecture, c: Any, pooling: Pooling | None) -> Ar
     """Return an architecture with what its checkpoint gives: tokens, vectors or scores.
 
     Args:
-        architecture: by its row.
         pooling: of a folder of sentence-transformers; None: the config says it.
-
-    Raises:
-        CheckpointError: the checkpoint has a head that does not run.
     """
     name, model = (c.architectures or [""])[0], architecture.model
     if pooling is not None:
@@ -66,15 +62,10 @@ def _without_heads(architecture: Architecture) -> Architecture:
 def pooled(
     architecture: Architecture, pooling: Pooling, readings: Sources | None = None
 ) -> Architecture:
-    """Return an encoder that pools, of an encoder, of a model that has one, or of a decoder.
-
-    A decoder's layers become the encoder's, and stay causal.
+    """Return an encoder that pools. A decoder's layers become the encoder's, and stay causal.
 
     Args:
         readings: where the tensors of the pooling's dense layers are.
-
-    Raises:
-        CheckpointError: something of the decoder does not run in an encoder.
     """
     model, outer, encoder = architecture.model, architecture.outer, architecture.model.encoder
     if encoder is None:

@@ -1,19 +1,29 @@
-"""Rows that resemble LLaMA: norms before, rotary positions, a gated MLP or one of two products."""
+"""Rows that resemble LLaMA: norms before, rotary positions, a gated MLP or one of two products.
+
+Those that stand in `ROWS` alone differ in fields that do not depend on their config.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from fminfer.compute.spec import Mlp, Moe, Norm
+from fminfer.compute.spec import Norm, Rope
+from fminfer.core.errors import CheckpointError
 from fminfer.models.families.config_parts import (
     Changes,
+    Mlps,
+    Row,
+    Where,
     assemble,
-    mixtral_names,
+    has_bias_by,
+    head_dim_of,
+    mlp_of,
+    norm_of,
+    plain_rope,
     rope_of,
-    same,
-    text_part,
 )
 from fminfer.models.families.tensor_names import (
     BY_HEAD,
@@ -43,265 +53,275 @@ SANDWICH = sources(
     before_mlp="pre_feedforward_layernorm",
     after_mlp="post_feedforward_layernorm",
 )
+OF_IMAGES = r"(model\.)?(vision_tower|multi_modal_projector)\."
 
 
 def llama_like(
     c: Any,
     *,
     norm: Norm | None = None,
-    mlp: Callable[[int], Mlp | Moe] | None = None,
+    mlp: Mlps | None = None,
     inner: Sources | None = None,
-    outer: Sources | None = None,
+    qk_norm: str = "",
+    is_interleaved: bool = False,
     **more: Any,
 ) -> Architecture:
     """Return a LLaMA with what differs.
 
     Args:
-        norm: at all places; None: an RMSNorm.
-        mlp: by a layer's number; None: a gated one.
-        inner, outer: names that differ from LLaMA's.
+        norm: at all places; None: by the config's eps.
+        mlp: None: a gated one.
+        inner: names that differ from LLaMA's.
+        qk_norm: the `qk_norm_over` of queries and keys with the same norm; "": they have none.
+        is_interleaved: neighbours rotate together.
         more: as for `assemble`.
     """
+    norm = norm or norm_of(c)
+    has_bias = has_bias_by(c, "attention_bias")
+    of_out = getattr(c, "attention_out_bias", has_bias)
+    usual: Changes = {"has_qkv_bias": has_bias, "has_out_bias": of_out}
+    if qk_norm:
+        usual |= {"qk_norm": norm, "qk_norm_over": qk_norm}
+    if is_interleaved:
+        usual["rope"] = rope_of(c, is_interleaved=True)
     return assemble(
         c,
-        norm=norm or Norm(c.rms_norm_eps),
-        mlp=mlp or same(gated_mlp(c)),
-        prefix="model.layers.{}.",
-        outer=OUTER | (outer or {}),
+        norm=norm,
+        mlp=mlp or mlp_of(c),
         inner=INNER | (inner or {}),
-        **more,
+        prefix="model.layers.{}.",
+        usual=usual,
+        **{"outer": OUTER} | more,
     )
 
 
-def gated_mlp(c: Any, *, has_bias: bool = False) -> Mlp:
-    return Mlp(c.hidden_act, c.intermediate_size, has_bias=has_bias)
+def text_part(c: Any, **rows: Row) -> Architecture:
+    """Return the text part of a model that reads images, too; what it has for these is left out.
+
+    Args:
+        rows: by the architectures that the text part may have.
+    """
+    text_type = c.text_config.model_type
+    if (row := rows.get(text_type)) is not None:
+        return replace(row(c.text_config), left_out=OF_IMAGES)
+    raise CheckpointError(
+        f"config.json has a text_config of the architecture {text_type!r}, which does not run "
+        f"there; these do: {', '.join(rows)}"
+    )
 
 
-def plain_mlp(c: Any, *, has_bias: bool) -> Mlp:
-    """Return an MLP of two products, in some with a squared ReLU between them."""
-    return Mlp(c.hidden_act, c.intermediate_size, is_gated=False, has_bias=has_bias)
+def turned_where(rope: Rope, has_rope: Iterable[object]) -> list[Changes]:
+    """Return the attention of each layer: some have no rotary positions."""
+    return [{"rope": rope if each else None} for each in has_rope]
 
 
-def biases(c: Any) -> Changes:
-    """Return the biases of attention's products, where one field sets all."""
-    return {"has_qkv_bias": c.attention_bias, "has_out_bias": c.attention_bias}
-
-
-def llama(c: Any) -> Architecture:
-    mlp = same(gated_mlp(c, has_bias=c.mlp_bias))
-    return llama_like(c, attention=biases(c), mlp=mlp)
-
-
-def mistral(c: Any) -> Architecture:
-    return llama_like(c)
-
-
-def qwen2(c: Any) -> Architecture:
-    return llama_like(c, attention={"has_qkv_bias": True})
-
-
-def qwen3(c: Any) -> Architecture:
-    return llama_like(c, attention=biases(c) | {"qk_norm": Norm(c.rms_norm_eps)})
-
-
-def gemma_like(c: Any, activation: str, **more: Any) -> Architecture:
-    mlp = Mlp(activation, c.intermediate_size)
+def gemma_like(c: Any, *, attention: Changes | None = None, **more: Any) -> Architecture:
+    own: Changes = {}
+    if hasattr(c, "query_pre_attn_scalar"):
+        own["scaling"] = c.query_pre_attn_scalar**-0.5
     return llama_like(
         c,
-        norm=Norm(c.rms_norm_eps, offset=1.0),
-        mlp=same(mlp),
+        norm=norm_of(c, offset=1.0),
+        attention=own | (attention or {}),
         embed_scale=c.hidden_size**0.5,
+        logit_cap=getattr(c, "final_logit_softcapping", None),
         **more,
     )
 
 
-def gemma(c: Any) -> Architecture:
-    return gemma_like(c, c.hidden_act, attention=biases(c))
+def gemma2(c: Any, inner: Sources = SANDWICH, norms: Where = "around") -> Architecture:
+    softcap = c.attn_logit_softcapping
+    return gemma_like(c, inner=inner, norms=norms, attention={"softcap": softcap})
 
 
-def _gemma2_like(c: Any, **attention: Any) -> Architecture:
-    norm = Norm(c.rms_norm_eps, offset=1.0)
-    attention["scaling"] = c.query_pre_attn_scalar**-0.5
-    return gemma_like(
-        c,
-        c.hidden_activation,
-        inner=SANDWICH,
-        attention=biases(c) | attention,
-        layer={"after": (norm, norm)},
-        logit_cap=c.final_logit_softcapping,
-    )
+# It reads no attn_logit_softcapping: transformers' Gemma 3 never applies one.
+gemma3_text = partial(gemma_like, inner=SANDWICH, norms="around", qk_norm="head")
 
 
-def gemma2(c: Any) -> Architecture:
-    return _gemma2_like(c, softcap=c.attn_logit_softcapping)
-
-
-def gemma3_text(c: Any) -> Architecture:
-    """It reads no attn_logit_softcapping: transformers' Gemma 3 never applies one."""
-    return _gemma2_like(c, qk_norm=Norm(c.rms_norm_eps, offset=1.0))
-
-
-def gemma3(c: Any) -> Architecture:
-    return text_part(c, gemma3_text=gemma3_text)
-
-
-def _phi_like(c: Any, inner: Sources, **more: Any) -> Architecture:
+def _phi_like(c: Any, *, inner: Sources, **more: Any) -> Architecture:
     """Return a LLaMA with LayerNorms and biases, and maybe norms of queries and keys."""
-    norm = Norm(c.layer_norm_eps, is_rms=False, has_bias=True)
-    of_head = norm if c.qk_layernorm else None
     own = sources(
         out="self_attn.dense", q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm"
     )
     return llama_like(
         c,
-        norm=norm,
         inner=own | inner,
-        outer=sources(final_norm="model.final_layernorm"),
-        attention={"has_qkv_bias": True, "has_out_bias": True, "qk_norm": of_head},
-        mlp=same(plain_mlp(c, has_bias=True)),
+        outer=OUTER | sources(final_norm="model.final_layernorm"),
+        attention={"has_qkv_bias": True, "has_out_bias": True},
+        qk_norm="head" if c.qk_layernorm else "",
+        mlp=mlp_of(c, is_gated=False, has_bias=True),
         **more,
     )
 
 
-def phi(c: Any) -> Architecture:
-    before = Norm(c.layer_norm_eps, is_rms=False, has_bias=True), None
-    return _phi_like(
-        c,
-        sources(up="mlp.fc1", down="mlp.fc2"),
-        layer={"before": before, "is_parallel": True},
-        has_head_bias=True,
-    )
-
-
-def persimmon(c: Any) -> Architecture:
-    own = sources(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h")
-    return _phi_like(c, own | sources(BY_HEAD, qkv="self_attn.query_key_value"))
-
-
-def phi3(c: Any) -> Architecture:
-    return llama_like(c, inner=sources(qkv="self_attn.qkv_proj", up="mlp.gate_up_proj"))
-
-
 def stablelm(c: Any) -> Architecture:
-    norm = Norm(c.layer_norm_eps, is_rms=False, has_bias=True)
-    of_head = Norm(c.layer_norm_eps, is_rms=False)
-    attention = {
-        "has_qkv_bias": c.use_qkv_bias,
-        "qk_norm": of_head if c.qk_layernorm else None,
-        "qk_norm_over": "heads",
-    }
+    of_head = norm_of(c, has_bias=False) if c.qk_layernorm else None
+    qk = {"has_qkv_bias": c.use_qkv_bias, "qk_norm": of_head, "qk_norm_over": "heads"}
+    names = {f"{n}_norm": f"self_attn.{n}_layernorm.norms.*" for n in "qk"}
+    norms = "once" if c.use_parallel_residual else "before"
+    return llama_like(c, inner=sources(**names), attention=qk, norms=norms)
+
+
+def smollm3(c: Any) -> Architecture:
+    return llama_like(c, attention=turned_where(rope_of(c), c.no_rope_layers))
+
+
+def cohere(c: Any, attention: Changes | Sequence[Changes] | None = None) -> Architecture:
+    norm = norm_of(c, has_bias=False)
     return llama_like(
         c,
         norm=norm,
-        inner=sources(
-            q_norm="self_attn.q_layernorm.norms.*", k_norm="self_attn.k_layernorm.norms.*"
-        ),
+        is_interleaved=True,
         attention=attention,
-        layer={"before": (norm, None), "is_parallel": True} if c.use_parallel_residual else {},
+        qk_norm="heads" if getattr(c, "use_qk_norm", False) else "",
+        norms="once",
+        logit_scale=c.logit_scale,
     )
 
 
-def starcoder2(c: Any) -> Architecture:
+def cohere2(c: Any) -> Architecture:
+    """Only layers with a window have rotary positions."""
+    rope = rope_of(c, is_interleaved=True)
+    return cohere(c, turned_where(rope, [kind == "sliding_attention" for kind in c.layer_types]))
+
+
+def exaone_attention(c: Any) -> list[Changes]:
+    """Return attention as in Cohere 2. Without windows all layers have positions."""
+    every = c.sliding_window is None
+    return turned_where(rope_of(c), [every or t == "sliding_attention" for t in c.layer_types])
+
+
+def exaone4(c: Any) -> Architecture:
+    attention = exaone_attention(c)
+    return llama_like(c, inner=SANDWICH, attention=attention, qk_norm="head", norms="after")
+
+
+def granite_like(c: Any, logit_scale: float | None = None, **more: Any) -> Architecture:
+    """Return a LLaMA with Granite's multipliers, and what differs besides."""
     return llama_like(
         c,
-        norm=Norm(c.norm_epsilon, is_rms=False, has_bias=True),
-        inner=sources(up="mlp.c_fc", down="mlp.c_proj"),
-        attention={"has_qkv_bias": c.use_bias, "has_out_bias": c.use_bias},
-        mlp=same(plain_mlp(c, has_bias=c.use_bias)),
+        attention={"scaling": c.attention_multiplier},
+        layer={"residual_scale": c.residual_multiplier},
+        embed_scale=c.embedding_multiplier,
+        logit_scale=logit_scale or 1 / c.logits_scaling,
+        **more,
     )
 
 
-def glm4(c: Any) -> Architecture:
-    norm = Norm(c.rms_norm_eps)
-    own = sources(
-        after_attention="post_self_attn_layernorm",
-        after_mlp="post_mlp_layernorm",
-        up="mlp.gate_up_proj",
-    )
-    return llama_like(
-        c,
-        inner=own,
-        attention={"rope": rope_of(c, is_interleaved=True), "has_qkv_bias": c.attention_bias},
-        layer={"after": (norm, norm)},
-    )
+def hyperclovax(c: Any) -> Architecture:
+    own = sources(after_attention="post_norm1", after_mlp="post_norm2")
+    norms = "around" if c.use_post_norm else "before"
+    return granite_like(c, c.logits_scaling, inner=own, norms=norms)
 
 
-def mixtral(c: Any) -> Architecture:
-    moe = Moe(c.num_local_experts, c.num_experts_per_tok, gated_mlp(c))
-    return llama_like(c, inner=mixtral_names(), mlp=same(moe))
+def hunyuan(c: Any, inner: Sources | None = None, mlp: Mlps | None = None) -> Architecture:
+    """Return a LLaMA whose norms of queries and keys come behind rotary positions."""
+    how, rope = c.rope_parameters, rope_of(c)
+    if how["rope_type"] == "dynamic" and how.get("alpha"):
+        size = head_dim_of(c)
+        rope = plain_rope(how["rope_theta"] * how["alpha"] ** (size / (size - 2)), size)
+    own = sources(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
+    attention = {"rope": rope, "qk_norm_is_last": True}
+    names = own | (inner or {})
+    return llama_like(c, inner=names, attention=attention, qk_norm="head", mlp=mlp)
 
 
-def mixed_layers(c: Any, moe: Moe) -> Callable[[int], Mlp | Moe]:
-    """Return the MLP by a layer's number where, as in Qwen's models, only some have experts."""
-    plain, without, every = gated_mlp(c), c.mlp_only_layers, c.decoder_sparse_step
-
-    def mlp(number: int) -> Mlp | Moe:
-        is_plain = number in without or (number + 1) % every
-        return plain if is_plain or not c.num_experts else moe
-
-    return mlp
+def olmo(c: Any) -> Architecture:
+    norm = Norm(1e-5, is_rms=False, has_weight=False)
+    return llama_like(c, norm=norm, attention={"clip": c.clip_qkv})
 
 
-def qwen3_moe(c: Any) -> Architecture:
-    expert = Mlp(c.hidden_act, c.moe_intermediate_size)
-    moe = Moe(c.num_experts, c.num_experts_per_tok, expert, is_normalized=c.norm_topk_prob)
-    attention = biases(c) | {"qk_norm": Norm(c.rms_norm_eps)}
-    return llama_like(c, attention=attention, mlp=mixed_layers(c, moe))
+olmo2 = partial(llama_like, inner=SANDWICH, qk_norm="all", norms="after")
 
 
-def _with_plain_mlp(c: Any, norm: Norm) -> Architecture:
-    return llama_like(
-        c,
-        norm=norm,
-        inner=sources(up="mlp.up_proj"),
-        attention=biases(c),
-        mlp=same(plain_mlp(c, has_bias=c.mlp_bias)),
-    )
-
-
-def arcee(c: Any) -> Architecture:
-    return _with_plain_mlp(c, Norm(c.rms_norm_eps))
-
-
-def jais2(c: Any) -> Architecture:
-    return _with_plain_mlp(c, Norm(c.layer_norm_eps, is_rms=False, has_bias=True))
+def _plain_like(
+    c: Any, *, norm: Norm | None = None, inner: Sources | None = None, **more: Any
+) -> Architecture:
+    """Return a LLaMA whose MLP has two products, in some with a squared ReLU between them."""
+    names = sources(up="mlp.up_proj") | (inner or {})
+    return llama_like(c, norm=norm, inner=names, mlp=mlp_of(c, is_gated=False), **more)
 
 
 def nemotron(c: Any) -> Architecture:
-    return _with_plain_mlp(c, Norm(c.norm_eps, is_rms=False, has_bias=True, offset=1.0))
+    return _plain_like(c, norm=norm_of(c, offset=1.0))
 
 
 def apertus(c: Any) -> Architecture:
-    own = sources(
-        before_attention="attention_layernorm",
-        before_mlp="feedforward_layernorm",
-        up="mlp.up_proj",
-    )
+    own = sources(before_attention="attention_layernorm", before_mlp="feedforward_layernorm")
     names = {"positive": "alpha_p", "negative": "alpha_n", "beta": "beta", "eps": "eps"}
-    return llama_like(
-        c,
-        inner=own | {f"xielu.{n}": parameter(f"mlp.act_fn.{each}") for n, each in names.items()},
-        attention=biases(c) | {"qk_norm": Norm(c.rms_norm_eps)},
-        mlp=same(plain_mlp(c, has_bias=False)),
-    )
+    own |= {f"xielu.{n}": parameter(f"mlp.act_fn.{each}") for n, each in names.items()}
+    return _plain_like(c, inner=own, qk_norm="head")
 
 
 def nanochat(c: Any) -> Architecture:
     """Its norms have no weights, and its rotary positions turn the other way."""
-    norm, rope = Norm(c.rms_norm_eps, has_weight=False), rope_of(c)
+    norm, rope = norm_of(c, has_weight=False), rope_of(c)
     rope = replace(rope, inv_freq=tuple(-each for each in rope.inv_freq))
-    return llama_like(
+    return _plain_like(
         c,
         norm=norm,
         inner=sources(up="mlp.fc1", down="mlp.fc2"),
-        attention=biases(c) | {"rope": rope, "qk_norm": norm, "qk_norm_is_last": True},
-        mlp=same(plain_mlp(c, has_bias=False)),
+        attention={"rope": rope, "qk_norm_is_last": True},
+        qk_norm="head",
         embed_norm=norm,
         logit_cap=c.final_logit_softcapping,
     )
 
 
-ROWS = (
-    *(llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, gemma3_text, phi, persimmon, phi3),
-    *(stablelm, starcoder2, glm4, mixtral, qwen3_moe, apertus, arcee, jais2, nemotron, nanochat),
-)
+def starcoder2(c: Any) -> Architecture:
+    names = sources(up="mlp.c_fc", down="mlp.c_proj")
+    return llama_like(c, inner=names, mlp=mlp_of(c, is_gated=False))
+
+
+GATE_UP = sources(up="mlp.gate_up_proj")
+_WITHOUT_OUT_BIAS: Changes = {"has_out_bias": False}
+_glm = partial(llama_like, is_interleaved=True, attention=_WITHOUT_OUT_BIAS)
+# Queries of Ministral 3 grow beyond the original length, which is the limit: `context_length`.
+_OF_LLAMA = ("llama", "internlm3", "mistral", "ministral", "ministral3", "cwm", "seed_oss")
+
+ROWS: dict[str, Row] = {
+    **dict.fromkeys(_OF_LLAMA, llama_like),
+    "mistral3": partial(text_part, mistral=llama_like, ministral3=llama_like),
+    "qwen2": partial(llama_like, attention={"has_qkv_bias": True}),
+    "qwen3": partial(llama_like, qk_norm="head"),
+    "gemma": gemma_like,
+    "gemma2": gemma2,
+    "gemma3": partial(text_part, gemma3_text=gemma3_text),
+    "gemma3_text": gemma3_text,
+    "vaultgemma": partial(
+        gemma2, inner=sources(before_mlp="pre_feedforward_layernorm"), norms="before"
+    ),
+    "phi": partial(
+        _phi_like, inner=sources(up="mlp.fc1", down="mlp.fc2"), norms="once", has_head_bias=True
+    ),
+    "persimmon": partial(
+        _phi_like,
+        inner=sources(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h")
+        | sources(BY_HEAD, qkv="self_attn.query_key_value"),
+    ),
+    "phi3": partial(llama_like, inner=GATE_UP | sources(qkv="self_attn.qkv_proj")),
+    "stablelm": stablelm,
+    "starcoder2": starcoder2,
+    "helium": _glm,
+    "glm": partial(_glm, inner=GATE_UP),
+    "glm4": partial(
+        _glm,
+        inner=GATE_UP
+        | sources(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
+        norms="around",
+    ),
+    "ernie4_5": partial(llama_like, is_interleaved=True),
+    "smollm3": smollm3,
+    "granite": granite_like,
+    "hyperclovax": hyperclovax,
+    "cohere": cohere,
+    "cohere2": cohere2,
+    "olmo": olmo,
+    **dict.fromkeys(("olmo2", "olmo3"), olmo2),
+    "exaone4": exaone4,
+    "hunyuan_v1_dense": hunyuan,
+    **dict.fromkeys(("arcee", "jais2"), _plain_like),
+    "nemotron": nemotron,
+    "apertus": apertus,
+    "nanochat": nanochat,
+}

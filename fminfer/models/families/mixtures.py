@@ -1,27 +1,31 @@
-"""Rows with mixtures of experts that route otherwise than Mixtral, or share an expert.
-
-DeepSeek's rows and their like also have latent attention.
-"""
+"""Rows with mixtures of experts. DeepSeek's and their like also have latent attention."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fminfer.compute.spec import Latent, Mlp, Moe, Norm
 from fminfer.models.families.config_parts import (
-    SIGMOID,
     Changes,
-    layers_beyond,
-    mixtral_names,
+    Mlps,
+    Row,
+    mlp_of,
+    moe_of,
+    norm_of,
     rope_of,
-    same,
-    shared_names,
     sigmoid_moe,
+    with_experts,
 )
-from fminfer.models.families.llama_like import biases, gated_mlp, llama_like, mixed_layers
+from fminfer.models.families.llama_like import (
+    SANDWICH,
+    exaone_attention,
+    granite_like,
+    hunyuan,
+    llama_like,
+)
 from fminfer.models.families.tensor_names import (
     AS_ROW,
     BY_TURNS,
@@ -29,141 +33,186 @@ from fminfer.models.families.tensor_names import (
     TRANSPOSED,
     Architecture,
     Sources,
+    experts,
     parameter,
     sources,
 )
 
 
+def shared_names(top: str) -> Sources:
+    """Return where the expert of all tokens is."""
+    return sources(shared__up=f"{top}.gate_proj {top}.up_proj", shared__down=f"{top}.down_proj")
+
+
+def _choice(*names: str, **layout: Any) -> Sources:
+    """Return where the bias is that counts for the choice of experts alone, by one of two names."""
+    whole = "|".join(f"{name}.e_score_correction_bias" for name in names)
+    return {"choice": parameter(whole, **layout)}
+
+
+SIGMOID = shared_names("mlp.shared_experts") | _choice("mlp.gate")
+_WHICH = ("w1", "w2", "w3")
+_FIRST, _SECOND, _THIRD = (f"block_sparse_moe.experts.*.{w}|mlp.experts.*.{w}" for w in _WHICH)
+# In the first form and in that of transformers 5.
+MIXTRAL = sources(router="block_sparse_moe.gate|mlp.gate") | experts(
+    f"{_FIRST} {_THIRD}", _SECOND, "mlp.experts"
+)
+
+
+def mixtral(c: Any) -> Architecture:
+    return llama_like(c, inner=MIXTRAL, mlp=moe_of(c))
+
+
+def _some_layers(c: Any, **moe: Any) -> Mlps:
+    """Return the MLP of each layer where, as in Qwen's models, only some have experts."""
+    without, every = c.mlp_only_layers, c.decoder_sparse_step
+    numbers = [n for n in range(c.num_hidden_layers) if n not in without and (n + 1) % every == 0]
+    return with_experts(c, moe_of(c, **moe), numbers if c.num_experts else ())
+
+
 def qwen2_moe(c: Any) -> Architecture:
-    moe = Moe(
-        c.num_experts,
-        c.num_experts_per_tok,
-        Mlp(c.hidden_act, c.moe_intermediate_size),
-        is_normalized=c.norm_topk_prob,
-        shared=Mlp(c.hidden_act, c.shared_expert_intermediate_size),
-        has_shared_gate=True,
-    )
+    shared = mlp_of(c, c.shared_expert_intermediate_size)
     own = shared_names("mlp.shared_expert") | sources(shared_gate="mlp.shared_expert_gate")
-    return llama_like(
-        c, inner=own, attention={"has_qkv_bias": c.qkv_bias}, mlp=mixed_layers(c, moe)
+    mlp = _some_layers(c, shared=shared, has_shared_gate=True)
+    return llama_like(c, inner=own, attention={"has_qkv_bias": c.qkv_bias}, mlp=mlp)
+
+
+def qwen3_moe(c: Any) -> Architecture:
+    return llama_like(c, qk_norm="head", mlp=_some_layers(c))
+
+
+def olmoe(c: Any, **more: Any) -> Architecture:
+    return llama_like(c, qk_norm="all", mlp=moe_of(c), **more)
+
+
+def granitemoe(c: Any) -> Architecture:
+    size, top = getattr(c, "shared_intermediate_size", 0), "block_sparse_moe"
+    names = sources(
+        router=f"{top}.router.layer",
+        shared__up="shared_mlp.input_linear",
+        shared__down="shared_mlp.output_linear",
     )
+    names["experts.up"] = parameter(f"{top}.input_linear.weight")
+    names["experts.down"] = parameter(f"{top}.output_linear.weight")
+    mlp = moe_of(c, shared=mlp_of(c, size) if size else None)
+    return granite_like(c, mlp=mlp, inner=names)
+
+
+def hunyuan_v1_moe(c: Any) -> Architecture:
+    expert = mlp_of(c)
+
+    def of_layer(value: Any, number: int) -> int:
+        return int(value if isinstance(value, int) else value[number])
+
+    num, top_k = c.num_experts, c.moe_topk
+    mlp = [
+        Moe(of_layer(num, n), of_layer(top_k, n), expert, is_precise=True, shared=expert)
+        for n in range(c.num_hidden_layers)
+    ]
+    return hunyuan(c, shared_names("mlp.shared_mlp") | sources(router="mlp.gate.wg"), mlp)
 
 
 def phimoe(c: Any) -> Architecture:
-    own = mixtral_names() | sources(router="block_sparse_moe.gate|mlp.router")
     rope = rope_of(c)
     if c.rope_parameters["rope_type"] != "default":  # up to its original length, as for Phi-3
         rope = replace(rope, scale=c.rope_parameters["short_mscale"])
-    moe = Moe(
-        *(c.num_local_experts, c.num_experts_per_tok, gated_mlp(c)),
-        scores="sparsemixer",
-        mixer_eps=c.router_jitter_noise,
-    )
     return llama_like(
         c,
-        norm=Norm(c.rms_norm_eps, is_rms=False, has_bias=True),
-        inner=own,
-        attention=biases(c) | {"rope": rope},
-        mlp=same(moe),
+        norm=norm_of(c, is_rms=False, has_bias=True),
+        inner=MIXTRAL | sources(router="block_sparse_moe.gate|mlp.router"),
+        attention={"rope": rope},
+        mlp=moe_of(c, scores="sparsemixer", mixer_eps=c.router_jitter_noise),
         has_head_bias=c.lm_head_bias,
     )
 
 
 def ernie4_5_moe(c: Any) -> Architecture:
-    bias, expert = c.use_bias, Mlp(c.hidden_act, c.moe_intermediate_size)
+    expert = mlp_of(c, c.moe_intermediate_size, has_bias=False)
     size = expert.size * c.moe_num_shared_experts
-    shared = replace(expert, size=size, has_bias=bias) if size else None
-    moe = Moe(
-        *(c.num_experts, c.num_experts_per_tok, expert),
-        is_precise=True,
-        has_choice_bias=True,
-        shared=shared,
-    )
-    plain = gated_mlp(c, has_bias=bias)
+    shared = mlp_of(c, size) if size else None
+    moe = moe_of(c, expert=expert, is_precise=True, has_choice_bias=True, shared=shared)
     first, last, every = c.moe_layer_start_index, c.moe_layer_end_index, c.moe_layer_interval
-
-    def mlp(number: int) -> Mlp | Moe:
-        return moe if first <= number <= last and (number + 1) % every == 0 else plain
-
-    bias_name = "moe_statics.e_score_correction_bias"
-    names = (bias_name, f"gate.{bias_name}")  # published, and of transformers 5
-    choice = parameter("|".join(f"mlp.{each}" for each in names), AS_ROW)
-    attention = {"has_qkv_bias": bias, "has_out_bias": bias}
+    numbers = [n for n in range(first, last + 1) if (n + 1) % every == 0]
     return llama_like(
         c,
-        inner=SIGMOID | {"choice": choice},
-        attention=attention | {"rope": rope_of(c, is_interleaved=True)},
-        mlp=mlp,
-        has_head_bias=bias,
+        is_interleaved=True,
+        # Published, and of transformers 5.
+        inner=SIGMOID | _choice("mlp.moe_statics", "mlp.gate.moe_statics", layout=AS_ROW),
+        mlp=with_experts(c, moe, numbers),
+        has_head_bias=c.use_bias,
         left_out=r"model\.mtp_",  # of several tokens at once
     )
 
 
-def _after_plain_ones(c: Any, moe: Moe | None = None) -> Callable[[int], Mlp | Moe]:
-    """Return the MLP by a layer's number where the first layers have no experts.
+def _behind_plain_ones(c: Any) -> Mlps:
+    """Return the MLP of each layer where the first ones have no experts."""
+    numbers = range(c.first_k_dense_replace, c.num_hidden_layers)
+    return with_experts(c, sigmoid_moe(c), numbers)
 
-    Args:
-        moe: of the others; None: one that is chosen as in DeepSeek V3.
-    """
-    plain, num_plain = gated_mlp(c), c.first_k_dense_replace
-    others = moe or sigmoid_moe(c, c.n_routed_experts, c.n_shared_experts)
-    return lambda number: plain if number < num_plain else others
+
+def _by_kinds(c: Any) -> Mlps:
+    """Return the MLP of each layer where a list says which have experts."""
+    kinds = c.mlp_layer_types
+    numbers = [n for n in range(c.num_hidden_layers) if kinds[n] == "sparse"]
+    return with_experts(c, sigmoid_moe(c), numbers)
+
+
+def _layers_beyond(c: Any, num: int) -> str:
+    """Return a pattern of the names of so many layers that predict several tokens at once."""
+    numbers = range(c.num_hidden_layers, c.num_hidden_layers + num)
+    return rf"model\.layers\.({'|'.join(map(str, numbers))})\." if num else ""
 
 
 def glm4_moe(c: Any) -> Architecture:
-    attention: Changes = {
-        "has_qkv_bias": c.attention_bias,
-        "qk_norm": Norm(c.rms_norm_eps) if c.use_qk_norm else None,
-    }
     return llama_like(
         c,
         inner=SIGMOID,
-        attention=attention,
-        mlp=_after_plain_ones(c),
-        left_out=layers_beyond(c, c.num_mtp_layers),
+        attention={"has_out_bias": False},
+        qk_norm="head" if c.use_qk_norm else "",
+        mlp=_behind_plain_ones(c),
+        left_out=_layers_beyond(c, c.num_mtp_layers),
+    )
+
+
+def exaone_moe(c: Any) -> Architecture:
+    return llama_like(
+        c,
+        inner=SIGMOID | _choice("mlp", "mlp.gate"),
+        attention=exaone_attention(c),
+        qk_norm="head",
+        mlp=_by_kinds(c),
+        left_out=r"mtp\.",  # of several tokens at once
     )
 
 
 def solar_open(c: Any) -> Architecture:
-    moe = sigmoid_moe(c, c.n_routed_experts, c.n_shared_experts)
-    attention = {"has_qkv_bias": c.attention_bias}
-    return llama_like(c, inner=SIGMOID, attention=attention, mlp=same(moe))
+    return llama_like(c, inner=SIGMOID, attention={"has_out_bias": False}, mlp=sigmoid_moe(c))
 
 
 def dots1(c: Any) -> Architecture:
-    attention = biases(c) | {"qk_norm": Norm(c.rms_norm_eps)}
-    return llama_like(c, inner=SIGMOID, attention=attention, mlp=_after_plain_ones(c))
+    return llama_like(c, inner=SIGMOID, qk_norm="head", mlp=_behind_plain_ones(c))
 
 
 def minimax_m2(c: Any) -> Architecture:
-    norm, own = Norm(c.rms_norm_eps), mixtral_names()
-    bias = "e_score_correction_bias"
-    moe = Moe(
-        *(c.num_local_experts, c.num_experts_per_tok, gated_mlp(c)),
-        scores="sigmoid",
-        has_choice_bias=True,
-    )
+    own = MIXTRAL | _choice("block_sparse_moe", "mlp")
     return llama_like(
-        c,
-        inner=own | {"choice": parameter(f"block_sparse_moe.{bias}|mlp.{bias}")},
-        attention={"qk_norm": norm, "qk_norm_over": "all"},
-        mlp=same(moe),
+        c, inner=own, qk_norm="all", mlp=moe_of(c, scores="sigmoid", has_choice_bias=True)
     )
 
 
 def gpt_oss(c: Any) -> Architecture:
     limit = getattr(c, "swiglu_limit", 7.0)  # transformers 5.17 has no field for it
     expert = Mlp("quick_gelu", c.intermediate_size, has_bias=True, limit=limit)
-    moe = Moe(c.num_local_experts, c.num_experts_per_tok, expert, has_router_bias=True)
+    top = "mlp.experts"
     own = sources(router="mlp.router") | {
         "sinks": parameter("self_attn.sinks"),
-        "experts.up.weight": parameter("mlp.experts.gate_up_proj", BY_TURNS_TRANSPOSED),
-        "experts.up.bias": parameter("mlp.experts.gate_up_proj_bias", BY_TURNS),
-        "experts.down.weight": parameter("mlp.experts.down_proj", TRANSPOSED),
-        "experts.down.bias": parameter("mlp.experts.down_proj_bias"),
+        "experts.up.weight": parameter(f"{top}.gate_up_proj", BY_TURNS_TRANSPOSED),
+        "experts.up.bias": parameter(f"{top}.gate_up_proj_bias", BY_TURNS),
+        "experts.down.weight": parameter(f"{top}.down_proj", TRANSPOSED),
+        "experts.down.bias": parameter(f"{top}.down_proj_bias"),
     }
-    attention = biases(c) | {"has_sinks": True}
-    return llama_like(c, inner=own, attention=attention, mlp=same(moe))
+    mlp = moe_of(c, expert=expert, has_router_bias=True)
+    return llama_like(c, inner=own, attention={"has_sinks": True}, mlp=mlp)
 
 
 LATENT = sources(
@@ -178,29 +227,25 @@ LATENT = sources(
 
 
 def _latent_like(
-    c: Any,
-    *,
-    mlp: Callable[[int], Mlp | Moe],
-    is_interleaved: bool,
-    inner: Sources | None = None,
-    left_out: str = "",
+    c: Any, *, mlp: Mlps | None = None, inner: Sources | None = None, **more: Any
 ) -> Architecture:
     key_dim, turned = c.qk_nope_head_dim, c.qk_rope_head_dim
     _ = c.num_key_value_heads  # whatever it says, every head has keys of its own
     # transformers norms latents with its own default, whatever rms_norm_eps says.
     norm = Norm(1e-6)
-    latent = Latent(c.kv_lora_rank, c.q_lora_rank, key_dim, turned, c.v_head_dim, norm)
     attention: Changes = {
         "kv_heads": 1,
         "head_dim": c.kv_lora_rank + turned,
         "scaling": (key_dim + turned) ** -0.5 * _yarn_scale(c.rope_parameters) ** 2,
-        "rope": rope_of(c, is_interleaved=is_interleaved),
-        "latent": latent,
-        "has_qkv_bias": c.attention_bias,
-        "has_out_bias": c.attention_bias,
+        "latent": Latent(c.kv_lora_rank, c.q_lora_rank, key_dim, turned, c.v_head_dim, norm),
     }
     return llama_like(
-        c, inner=LATENT | (inner or {}), attention=attention, mlp=mlp, left_out=left_out
+        c,
+        inner=LATENT | (inner or {}),
+        is_interleaved=getattr(c, "rope_interleave", True),
+        attention=attention,
+        mlp=mlp,
+        **more,
     )
 
 
@@ -213,50 +258,54 @@ def _yarn_scale(rope: dict[str, Any]) -> float:
 
 
 def deepseek_v2(c: Any) -> Architecture:
-    has_groups = c.topk_method == "group_limited_greedy"
-    num_groups, top_groups = (c.n_group, c.topk_group) if c.topk_group else (1, 1)
-    expert = Mlp(c.hidden_act, c.moe_intermediate_size)
-    moe = Moe(
-        *(c.n_routed_experts, c.num_experts_per_tok, expert),
+    plain = mlp_of(c, has_bias=False)
+    expert = replace(plain, size=c.moe_intermediate_size)
+    groups, top_groups = (c.n_group, c.topk_group) if c.topk_group else (1, 1)
+    if c.topk_method != "group_limited_greedy":
+        groups, top_groups = 1, 1
+    moe = moe_of(
+        c,
+        expert=expert,
         is_normalized=False,
         is_precise=True,
-        groups=num_groups if has_groups else 1,
-        top_groups=top_groups if has_groups else 1,
+        groups=groups,
+        top_groups=top_groups,
         rated_by=1,
         scale=c.routed_scaling_factor,
-        shared=Mlp(c.hidden_act, expert.size * c.n_shared_experts),
+        shared=replace(expert, size=expert.size * c.n_shared_experts),
     )
-    own, mlp = shared_names("mlp.shared_experts"), _after_plain_ones(c, moe)
-    return _latent_like(c, inner=own, mlp=mlp, is_interleaved=True)
+    numbers = range(c.first_k_dense_replace, c.num_hidden_layers)
+    mlp = with_experts(c, moe, numbers, plain)
+    return _latent_like(c, inner=shared_names("mlp.shared_experts"), mlp=mlp)
 
 
 def deepseek_v3(c: Any) -> Architecture:
-    return _latent_like(
-        c,
-        inner=SIGMOID,
-        mlp=_after_plain_ones(c),
-        is_interleaved=c.rope_interleave,
-        left_out=layers_beyond(c, c.num_mtp_layers),
-    )
+    left_out = _layers_beyond(c, c.num_mtp_layers)
+    return _latent_like(c, inner=SIGMOID, mlp=_behind_plain_ones(c), left_out=left_out)
 
 
 def glm4_moe_lite(c: Any) -> Architecture:
-    plain, moe = gated_mlp(c), sigmoid_moe(c, c.n_routed_experts, c.n_shared_experts)
-    kinds = c.mlp_layer_types
-    return _latent_like(
-        c,
-        inner=SIGMOID,
-        mlp=lambda number: moe if kinds[number] == "sparse" else plain,
-        is_interleaved=c.rope_interleave,
-        left_out=layers_beyond(c, 1),
-    )
+    return _latent_like(c, inner=SIGMOID, mlp=_by_kinds(c), left_out=_layers_beyond(c, 1))
 
 
-def youtu(c: Any) -> Architecture:
-    return _latent_like(c, mlp=same(gated_mlp(c)), is_interleaved=c.rope_interleave)
-
-
-ROWS = (
-    *(gpt_oss, qwen2_moe, phimoe, ernie4_5_moe, glm4_moe, solar_open, dots1, minimax_m2),
-    *(deepseek_v2, deepseek_v3, glm4_moe_lite, youtu),
-)
+ROWS: dict[str, Row] = {
+    "mixtral": mixtral,
+    "qwen2_moe": qwen2_moe,
+    "qwen3_moe": qwen3_moe,
+    "olmoe": olmoe,
+    "flex_olmo": partial(olmoe, inner=SANDWICH, norms="after"),
+    **dict.fromkeys(("granitemoe", "granitemoeshared"), granitemoe),
+    "hunyuan_v1_moe": hunyuan_v1_moe,
+    "phimoe": phimoe,
+    "ernie4_5_moe": ernie4_5_moe,
+    "glm4_moe": glm4_moe,
+    "exaone_moe": exaone_moe,
+    "solar_open": solar_open,
+    "dots1": dots1,
+    "minimax_m2": minimax_m2,
+    "gpt_oss": gpt_oss,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
+    "glm4_moe_lite": glm4_moe_lite,
+    "youtu": _latent_like,
+}

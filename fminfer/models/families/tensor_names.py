@@ -15,17 +15,12 @@ Change = Callable[[torch.Tensor, Attention], torch.Tensor]
 
 @dataclass(slots=True, frozen=True)
 class Layout:
-    """How a stored tensor becomes ours: turned, and then with its rows in another order.
+    """How a stored tensor becomes ours: turned, and then with its rows in another order."""
 
-    Args:
-        change: gives rows another order; queries, keys and values stay among themselves.
-        added: to each value.
-    """
-
-    change: Change | None = None
+    change: Change | None = None  # of rows; queries, keys and values stay among themselves
     is_transposed: bool = False  # stored matrices are (inputs, outputs)
     is_row: bool = False  # stored vectors are matrices of one row
-    added: float = 0.0
+    added: float = 0.0  # to each value
 
     def turned(self, stored: torch.Tensor) -> torch.Tensor:
         """Return a view of what is stored, outputs first."""
@@ -111,12 +106,7 @@ def source_of(ours: str, where: Mapping[str, Source]) -> Source:
 
 
 def experts(up: str, down: str, whole: str) -> Sources:
-    """Return where the tensors of experts are.
-
-    Args:
-        up, down: the modules of each expert.
-        whole: where some checkpoints keep those of all experts, in two parameters.
-    """
+    """Return where experts are: in modules of each, or in two parameters of a whole."""
     return {
         "experts.up": Source(tuple(up.split()), whole=f"{whole}.gate_up_proj"),
         "experts.down": Source((down,), whole=f"{whole}.down_proj"),
@@ -156,16 +146,11 @@ def _by_pairs(t: torch.Tensor, how: Attention) -> torch.Tensor:
 
 
 TRANSPOSED = Layout(is_transposed=True)  # GPT-2's Conv1D, gpt-oss's experts
-# gpt-oss's rows of gate and up.
-BY_TURNS = Layout(_by_turns)
+BY_TURNS = Layout(_by_turns)  # gpt-oss's rows of gate and up
 BY_TURNS_TRANSPOSED = Layout(_by_turns, is_transposed=True)
 # Each KV head's queries, key and value follow each other: BLOOM, GPT-NeoX, Falcon, GPT-BigCode.
 BY_HEAD = Layout(_by_head)
-# ERNIE's bias of experts.
-AS_ROW = Layout(is_row=True)
-# CodeGen's: four cores of a TPU, each with its queries, values and keys.
-BY_CORE = Layout(_by_core)
-# llama.cpp's queries and keys of LLaMA and Granite: neighbours of a head form pairs.
-BY_PAIRS = Layout(_by_pairs)
-# llama.cpp's norms of Gemma.
-WITH_ONE = Layout(added=-1.0)
+AS_ROW = Layout(is_row=True)  # ERNIE's bias of experts
+BY_CORE = Layout(_by_core)  # CodeGen's: four cores of a TPU, each with queries, values and keys
+BY_PAIRS = Layout(_by_pairs)  # llama.cpp's LLaMA and Granite: neighbours of a head form pairs
+WITH_ONE = Layout(added=-1.0)  # llama.cpp's norms of Gemma

@@ -1,12 +1,12 @@
-"""Makes transformers' configs from GGUF metadata, with a row for each architecture.
+"""Makes transformers' configs from GGUF metadata, with a row for what each architecture adds.
 
-Each config gets the common fields. Those that its class does not declare are never read.
+Fields that a config's class does not declare are never read.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import transformers
@@ -15,18 +15,18 @@ from huggingface_hub.errors import StrictDataclassError
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import broken
 from fminfer.models.gguf.metadata import GgufModel
-from fminfer.models.gguf.rotary import (
-    Fields,
-    head_dim,
-    kinds_of_layers,
-    original_length,
-    rope,
-    ropes_by_kind,
-    window,
-)
-from fminfer.models.stored.gguf_file import MOST_STACKED
+from fminfer.models.stored.gguf_file import MOST_STACKED, read_values
 
+Fields = dict[str, Any]
 SOFTMAX, SIGMOID = 1, 2  # how experts are scored
+FULL, NEAR = "full_attention", "sliding_attention"
+FREQUENCIES = "rope_freqs.weight"
+LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+PARTLY_TURNED = ("gptneox", "phi3")  # architectures that may turn a part of each head
+# Their norms are LayerNorms; those of others are RMSNorms.
+LAYER_NORMED = ("gpt2", "bloom", "gptneox", "falcon", "starcoder2", "command-r")
+UNTURNED = ("gpt2", "bloom")
+OF_ONE_SIZE = ("gptneox", "falcon")  # the size of their heads follows from others
 QKV_BIASES = ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")
 # Names that some configs have for a field → its name here.
 ALIASES = {
@@ -66,7 +66,10 @@ def config_of(model: GgufModel) -> Any:
 
 
 def _of_all(m: GgufModel) -> Fields:
-    return {
+    norm = "layer_norm" if m.arch in LAYER_NORMED else "layer_norm_rms"
+    name = "layer_norm_eps" if m.arch in LAYER_NORMED else "rms_norm_eps"
+    fields: Fields = {
+        "model_type": m.arch,
         "vocab_size": m.rows("token_embd.weight"),
         "hidden_size": m.hidden_size,
         "intermediate_size": m.whole("feed_forward_length"),
@@ -74,35 +77,33 @@ def _of_all(m: GgufModel) -> Fields:
         "num_attention_heads": m.heads,
         "num_key_value_heads": m.whole("attention.head_count_kv", m.heads),
         "max_position_embeddings": m.context_length,
+        name: m.real(f"attention.{norm}_epsilon"),
         "attention_bias": not m.tensors.keys().isdisjoint(QKV_BIASES),
         "mlp_bias": "blk.0.ffn_up.bias" in m.tensors,
         "tie_word_embeddings": "output.weight" not in m.tensors,
         # generation_config.json has these.
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     }
+    if m.arch in UNTURNED:
+        _refuse_grouped(m)
+    elif m.arch != "deepseek2":  # whose attention is latent
+        fields["rope_parameters"] = _rope(m)
+        if m.arch not in OF_ONE_SIZE:
+            fields["head_dim"] = _head_dim(m)
+    return fields
 
 
-def _llama_like(m: GgufModel, model_type: str, **more: Any) -> Fields:
-    """Return the fields of most configs with RMSNorms and rotary positions."""
-    return _rms_normed(m, model_type, head_dim=head_dim(m), rope_parameters=rope(m)) | more
-
-
-def _rms_normed(m: GgufModel, model_type: str, **more: Any) -> Fields:
-    eps = m.real("attention.layer_norm_rms_epsilon")
-    return {"model_type": model_type, "rms_norm_eps": eps} | more
-
-
-def _layer_normed(m: GgufModel, model_type: str, **more: Any) -> Fields:
-    eps = m.real("attention.layer_norm_epsilon")
-    return {"model_type": model_type, "layer_norm_eps": eps} | more
+def _plain(m: GgufModel) -> Fields:
+    """Add nothing: an architecture of the same name, with the fields of all."""
+    return {}
 
 
 def _llama(m: GgufModel) -> Fields:
     """Also Mistral's models, and Mixtral's."""
     if m.find("expert_count"):
-        return _llama_like(m, "mixtral", **_experts(m))
+        return {"model_type": "mixtral"} | _experts(m)
     m.only("expert_used_count", 0)
-    return _llama_like(m, "llama")
+    return {}
 
 
 def _experts(m: GgufModel) -> Fields:
@@ -124,48 +125,45 @@ def _expert_size(m: GgufModel) -> int:
 def _qwen2moe(m: GgufModel) -> Fields:
     m.only("expert_weights_norm", False)
     shared = m.whole("expert_shared_feed_forward_length", m.rows("blk.0.ffn_gate_shexp.weight"))
-    more: Fields = {"shared_expert_intermediate_size": shared}
-    return _llama_like(m, "qwen2_moe", moe_intermediate_size=_expert_size(m), **_experts(m), **more)
+    sizes = {"moe_intermediate_size": _expert_size(m), "shared_expert_intermediate_size": shared}
+    return {"model_type": "qwen2_moe"} | sizes | _experts(m)
 
 
 def _qwen3moe(m: GgufModel) -> Fields:
     m.only("expert_weights_norm", True)
-    more: Fields = {"norm_topk_prob": True}
-    return _llama_like(m, "qwen3_moe", moe_intermediate_size=_expert_size(m), **_experts(m), **more)
+    fields = {"model_type": "qwen3_moe", "norm_topk_prob": True}
+    return fields | {"moe_intermediate_size": _expert_size(m)} | _experts(m)
 
 
 def _query_scalar(m: GgufModel, layers_of_27b: int) -> int:
     """Return what queries are scaled by, which no key tells: the largest model has its own."""
-    return m.hidden_size // m.heads if m.num_layers == layers_of_27b else head_dim(m)
+    return m.hidden_size // m.heads if m.num_layers == layers_of_27b else _head_dim(m)
 
 
 def _gemma2(m: GgufModel) -> Fields:
-    return _llama_like(
-        m,
-        "gemma2",
-        query_pre_attn_scalar=_query_scalar(m, 46),
-        sliding_window=m.whole("attention.sliding_window", 4096),
-        layer_types=kinds_of_layers(m, 2),
-        attn_logit_softcapping=m.real("attn_logit_softcapping", 50.0),
-        final_logit_softcapping=m.real("final_logit_softcapping", 30.0),
-    )
+    return {
+        "query_pre_attn_scalar": _query_scalar(m, 46),
+        "sliding_window": m.whole("attention.sliding_window", 4096),
+        "layer_types": _kinds_of_layers(m, 2),
+        "attn_logit_softcapping": m.real("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": m.real("final_logit_softcapping", 30.0),
+    }
 
 
 def _gemma3(m: GgufModel) -> Fields:
-    return _llama_like(
-        m,
-        "gemma3_text",
-        rope_parameters=ropes_by_kind(m, 10000.0),
-        query_pre_attn_scalar=_query_scalar(m, 62),
-        sliding_window=window(m),
-        layer_types=kinds_of_layers(m, 6 if window(m) else 1),
-        final_logit_softcapping=m.real("final_logit_softcapping", 0.0) or None,
-    )
+    return {
+        "model_type": "gemma3_text",
+        "rope_parameters": _ropes_by_kind(m, 10000.0),
+        "query_pre_attn_scalar": _query_scalar(m, 62),
+        "sliding_window": _window(m),
+        "layer_types": _kinds_of_layers(m, 6 if _window(m) else 1),
+        "final_logit_softcapping": m.real("final_logit_softcapping", 0.0) or None,
+    }
 
 
 def _phi3(m: GgufModel) -> Fields:
-    more: Fields = {"original_max_position_embeddings": original_length(m)}
-    return _llama_like(m, "phi3", sliding_window=window(m), **more)
+    original = _original_length(m)
+    return {"sliding_window": _window(m), "original_max_position_embeddings": original}
 
 
 def _refuse_grouped(m: GgufModel) -> None:
@@ -173,67 +171,59 @@ def _refuse_grouped(m: GgufModel) -> None:
     m.only("attention.key_length", m.hidden_size // m.heads)
 
 
-def _gpt2(m: GgufModel) -> Fields:
-    _refuse_grouped(m)
-    return _layer_normed(m, "gpt2")
-
-
 def _bloom(m: GgufModel) -> Fields:
-    _refuse_grouped(m)
     m.only("feed_forward_length", 4 * m.hidden_size)
     m.only("attention.max_alibi_bias", 8.0)
-    return _layer_normed(m, "bloom")
+    return {}
 
 
 def _gptneox(m: GgufModel) -> Fields:
     _refuse_grouped(m)
     is_parallel = m.find("use_parallel_residual") in (None, True)
-    return _layer_normed(m, "gpt_neox", use_parallel_residual=is_parallel, rope_parameters=rope(m))
+    return {"model_type": "gpt_neox", "use_parallel_residual": is_parallel}
 
 
 def _falcon(m: GgufModel) -> Fields:
     kv_heads = m.whole("attention.head_count_kv", m.heads)
     has_two = "blk.0.attn_norm_2.weight" in m.tensors
     is_new = has_two or kv_heads not in (1, m.heads)
-    return _layer_normed(
-        m,
-        "falcon",
-        multi_query=is_new or kv_heads == 1,
-        new_decoder_architecture=is_new,
-        num_ln_in_parallel_attn=2 if has_two else 1 if is_new else None,
-        rope_parameters=rope(m),
-    )
+    return {
+        "multi_query": is_new or kv_heads == 1,
+        "new_decoder_architecture": is_new,
+        "num_ln_in_parallel_attn": 2 if has_two else 1 if is_new else None,
+    }
 
 
 def _starcoder2(m: GgufModel) -> Fields:
-    turned: Fields = {"head_dim": head_dim(m), "rope_parameters": rope(m)}
-    return _layer_normed(m, "starcoder2", sliding_window=window(m), **turned)
+    return {"sliding_window": _window(m)}
 
 
 def _command_r(m: GgufModel) -> Fields:
-    more: Fields = {"head_dim": head_dim(m), "rope_parameters": rope(m)}
-    more["use_qk_norm"] = "blk.0.attn_q_norm.weight" in m.tensors
-    return _layer_normed(m, "cohere", logit_scale=m.real("logit_scale", 1.0), **more)
+    has_qk_norm = "blk.0.attn_q_norm.weight" in m.tensors
+    scale = m.real("logit_scale", 1.0)
+    return {"model_type": "cohere", "use_qk_norm": has_qk_norm, "logit_scale": scale}
 
 
 def _olmo2(m: GgufModel) -> Fields:
     """Also OLMo 3, which has windows."""
-    if not window(m):
-        return _llama_like(m, "olmo2")
-    more: Fields = {"sliding_window": window(m), "layer_types": kinds_of_layers(m, 4)}
-    return _llama_like(m, "olmo3", rope_parameters=ropes_by_kind(m), **more)
+    if not _window(m):
+        return {}
+    return {
+        "model_type": "olmo3",
+        "sliding_window": _window(m),
+        "layer_types": _kinds_of_layers(m, 4),
+        "rope_parameters": _ropes_by_kind(m),
+    }
 
 
 def _granite(m: GgufModel) -> Fields:
     m.only("rope.scaling.finetuned", True)  # otherwise there are no rotary positions
-    return _llama_like(
-        m,
-        "granite",
-        logits_scaling=m.real("logit_scale"),
-        residual_multiplier=m.real("residual_scale", 1.0) or 1.0,
-        embedding_multiplier=m.real("embedding_scale", 1.0) or 1.0,
-        attention_multiplier=m.real("attention.scale", 0.0) or head_dim(m) ** -0.5,
-    )
+    return {
+        "logits_scaling": m.real("logit_scale"),
+        "residual_multiplier": m.real("residual_scale", 1.0) or 1.0,
+        "embedding_multiplier": m.real("embedding_scale", 1.0) or 1.0,
+        "attention_multiplier": m.real("attention.scale", 0.0) or _head_dim(m) ** -0.5,
+    }
 
 
 def _deepseek2(m: GgufModel) -> Fields:
@@ -252,11 +242,11 @@ def _deepseek2(m: GgufModel) -> Fields:
     if m.find("expert_gating_func") == SIGMOID:
         fields |= {"rope_interleave": True, "num_mtp_layers": 0}
         fields["norm_topk_prob"] = bool(m.find("expert_weights_norm"))
-        return _rms_normed(m, "deepseek_v3", **fields)
+        return fields | {"model_type": "deepseek_v3"}
     m.only("expert_gating_func", SOFTMAX)
     m.only("expert_weights_norm", False)
     method = "group_limited_greedy" if groups > 1 else "greedy"
-    return _rms_normed(m, "deepseek_v2", **fields, topk_method=method)
+    return fields | {"model_type": "deepseek_v2", "topk_method": method}
 
 
 def _latent(m: GgufModel) -> Fields:
@@ -266,7 +256,7 @@ def _latent(m: GgufModel) -> Fields:
     if "blk.0.attn_k_b.0.weight" in m.tensors:
         key_dim = m.whole("attention.key_length_mla")
         value_dim = m.whole("attention.value_length_mla")
-    how = rope(m, size=turned)
+    how = _rope(m, size=turned)
     if by := m.real("rope.scaling.yarn_log_multiplier", 0.0):  # files store a tenth of mscale
         how |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * by, 6))
     return {
@@ -284,21 +274,111 @@ def _latent(m: GgufModel) -> Fields:
 def _gpt_oss(m: GgufModel) -> Fields:
     size = _expert_size(m)
     m.only("feed_forward_length", size)
-    return _llama_like(
-        m,
-        "gpt_oss",
-        **_experts(m),
-        intermediate_size=size,
-        sliding_window=m.whole("attention.sliding_window"),
-        layer_types=kinds_of_layers(m, 2),
-        rope_parameters=rope(m) | {"truncate": False},  # which no key tells
-    )
+    return _experts(m) | {
+        "model_type": "gpt_oss",
+        "intermediate_size": size,
+        "sliding_window": m.whole("attention.sliding_window"),
+        "layer_types": _kinds_of_layers(m, 2),
+        "rope_parameters": _rope(m) | {"truncate": False},  # which no key tells
+    }
+
+
+def _head_dim(m: GgufModel) -> int:
+    """Return the elements of a head's key, and of its value."""
+    size = m.whole("attention.key_length", m.hidden_size // m.heads, least=1)
+    m.only("attention.value_length", size)
+    return size
+
+
+def _original_length(m: GgufModel) -> int:
+    """Return the context that positions were trained for, before they were scaled."""
+    return m.whole("rope.scaling.original_context_length", m.context_length)
+
+
+def _rope(m: GgufModel, size: int | None = None) -> Fields:
+    """Return the rotary settings of all layers, or of those without a window (size: of a head)."""
+    size = turned = size or _head_dim(m)
+    how: Fields = {"rope_type": "default", "rope_theta": m.real("rope.freq_base", 10000.0)}
+    if m.arch in PARTLY_TURNED:
+        turned = m.whole("rope.dimension_count", size, most=size)
+        # transformers rounds size * part down
+        how["partial_rotary_factor"] = math.nextafter(turned / size, 1.0)
+    else:
+        m.only("rope.dimension_count", size)
+    m.only("rope.scaling.type", "none", "linear", "yarn", "longrope")
+    kind = m.find("rope.scaling.type")
+    factor = m.real("rope.scaling.factor", m.real("rope.scale_linear", 1.0)) or 1.0
+    original = _original_length(m)
+    if FREQUENCIES in m.tensors:  # of LLaMA 3, whose factors are the same for all lengths
+        m.only("rope.scaling.type", "none")
+        m.only("rope.scaling.factor", 1.0, 0.0)
+        how |= _divided(m, turned // 2, FREQUENCIES, FREQUENCIES, m.context_length)
+        how["factor"] = 1.0
+    elif LONG in m.tensors or SHORT in m.tensors:
+        how |= _divided(m, turned // 2, LONG, SHORT, original)
+        how |= _if_set(m, attention_factor="attn_factor")
+    elif kind == "yarn":
+        m.only("rope.scaling.yarn_ext_factor", 1.0)
+        how |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        how |= _if_set(m, beta_fast="yarn_beta_fast", beta_slow="yarn_beta_slow")
+        how |= _if_set(m, attention_factor="yarn_attn_factor")
+    elif factor != 1 and kind != "longrope":
+        how |= {"rope_type": "linear", "factor": factor}
+    return how
+
+
+def _ropes_by_kind(m: GgufModel, near_theta: float | None = None) -> Fields:
+    """Return rotary settings by the kind of a layer; those with a window are never scaled."""
+    far = _rope(m)
+    near = m.real("rope.freq_base_swa", near_theta or far["rope_theta"])
+    return {FULL: far, NEAR: {"rope_type": "default", "rope_theta": near}}
+
+
+def _kinds_of_layers(m: GgufModel, every: int) -> list[str]:
+    """Return which layers have windows: all but each so many'th, or what the file says."""
+    found = m.find("attention.sliding_window_pattern")
+    if isinstance(found, list):  # transformers refuses one of another length
+        return [NEAR if each else FULL for each in found[: m.num_layers]]
+    every = m.whole("attention.sliding_window_pattern", every)
+    numbers = range(m.num_layers)
+    return [NEAR if every == 0 or number % every < every - 1 else FULL for number in numbers]
+
+
+def _window(m: GgufModel) -> int | None:
+    """Return how many keys a query sees in layers with a window; None: there are none."""
+    return m.whole("attention.sliding_window", 0) or None
+
+
+def _divided(m: GgufModel, num: int, long: str, short: str, original: int) -> Fields:
+    """Return the settings of frequencies that are divided by factors, which are tensors."""
+    found = {name: read_values(m.tensors[name]) for name in (long, short)}
+    for name, factors in found.items():
+        if len(factors) != num or min(factors) <= 0:
+            raise broken(m.path, f"{name} has {len(factors)} factors, and {num} above 0 are needed")
+    how: Fields = {"long_factor": found[long], "short_factor": found[short]}
+    return how | {"rope_type": "longrope", "original_max_position_embeddings": original}
+
+
+def _if_set(m: GgufModel, **keys: str) -> Fields:
+    found = {name: f"rope.scaling.{key}" for name, key in keys.items()}
+    return {name: m.real(key) for name, key in found.items() if m.find(key) is not None}
 
 
 ROWS: dict[str, Callable[[GgufModel], Fields]] = {
-    **{"llama": _llama, "qwen2moe": _qwen2moe, "qwen3moe": _qwen3moe, "gemma2": _gemma2},
-    **{"gemma3": _gemma3, "phi3": _phi3, "gpt2": _gpt2, "falcon": _falcon, "bloom": _bloom},
-    **{"gptneox": _gptneox, "starcoder2": _starcoder2, "olmo2": _olmo2, "granite": _granite},
-    **{"command-r": _command_r, "deepseek2": _deepseek2, "gpt-oss": _gpt_oss},
-    **{name: partial(_llama_like, model_type=name) for name in ("qwen2", "qwen3", "gemma")},
+    "llama": _llama,
+    **dict.fromkeys(("qwen2", "qwen3", "gemma", "gpt2"), _plain),
+    "qwen2moe": _qwen2moe,
+    "qwen3moe": _qwen3moe,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "phi3": _phi3,
+    "bloom": _bloom,
+    "gptneox": _gptneox,
+    "falcon": _falcon,
+    "starcoder2": _starcoder2,
+    "command-r": _command_r,
+    "olmo2": _olmo2,
+    "granite": _granite,
+    "deepseek2": _deepseek2,
+    "gpt-oss": _gpt_oss,
 }

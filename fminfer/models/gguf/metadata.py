@@ -28,22 +28,15 @@ HARMLESS = {
 
 @dataclass(slots=True)
 class GgufModel:
-    """What the headers of a model's GGUF files tell.
+    """What the headers of a model's GGUF files tell; a value that is missing or wrong is refused.
 
     Keys of its architecture are given without the architecture's name.
-
-    Args:
-        path: of the first file, which has the metadata.
-        header: the bytes of the first file that hold them.
-
-    Raises:
-        CheckpointError: of each method, when a value is missing or of another kind.
     """
 
-    path: Path
+    path: Path  # of the first file, which has the metadata
     metadata: Metadata
     tensors: Mapping[str, StoredTensor]
-    header: tuple[int, int]
+    header: tuple[int, int]  # the bytes of the first file that hold the metadata
     _read: set[str] = field(default_factory=set)
 
     @property
@@ -142,11 +135,7 @@ class GgufModel:
 
 
 def read_model(path: Path) -> GgufModel:
-    """Read the headers of a model's files; the first one's metadata count.
-
-    Raises:
-        CheckpointError: a file is missing or broken, or is not of a model.
-    """
+    """Read the headers of a model's files; the first one's metadata count."""
     found = [read_gguf(file) for file in weight_files(path)]
     first, metadata = found[0]
     tensors = {name: each for file, _ in found for name, each in file.tensors.items()}

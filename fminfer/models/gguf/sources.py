@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from fminfer.models.families.table import architecture_of
+from fminfer.compute.spec import Model
 from fminfer.models.families.tensor_names import (
     BY_PAIRS,
     WITH_ONE,
@@ -56,13 +54,9 @@ NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp", "q_no
 LEFT_OUT = r"rope_freqs\.weight$|rope_factors_(long|short)\.weight$|blk\.\d+\.attn_rot_embd\."
 
 
-def gguf_architecture(model: GgufModel, config: Any) -> Architecture:
-    """Return the spec of a model, and where GGUF has its tensors.
-
-    Raises:
-        CheckpointError: as `architecture_of`.
-    """
-    spec, outer, inner = architecture_of(config).model, OUTER, INNER | _of_file(model)
+def gguf_architecture(model: GgufModel, spec: Model) -> Architecture:
+    """Return where a GGUF file has the tensors of a spec."""
+    outer, inner = OUTER, INNER | _of_file(model)
     if model.arch in PAIRED:
         inner = _laid_out(BY_PAIRS, inner, "qkv")
     if model.arch in WITH_ONES:

@@ -1,8 +1,7 @@
 """Writes the tokenizer of a GGUF file as the files of transformers that it was converted from.
 
-Tokenizer, chat template and generation_config.json are files for all other code. They are written
-into the user's cache folder, once for each model, whole or not at all, so that processes may do it
-at the same time.
+All other code reads such files. They are written into the user's cache folder, once for each
+model, whole or not at all, so that processes may do it at the same time.
 """
 
 from __future__ import annotations
@@ -20,9 +19,15 @@ from tokenizers import processors
 from fminfer.core.errors import CheckpointError
 from fminfer.machine.user_cache import cache_folder
 from fminfer.models.gguf.metadata import GgufModel
-from fminfer.models.gguf.pre_tokenizers import find_cuts
-from fminfer.models.gguf.tokenizer_models import byte_level, scored_merges, unigram
-from fminfer.models.gguf.vocabulary import Json, Metadata, StoredVocabulary
+from fminfer.models.gguf.tokenizer_models import (
+    Json,
+    Metadata,
+    StoredVocabulary,
+    byte_level,
+    find_cuts,
+    scored_merges,
+    unigram,
+)
 
 KINDS = ("gpt2", "llama", "t5")  # of tokenizer.ggml.model
 TEMPLATE = "tokenizer.chat_template"
@@ -44,11 +49,7 @@ _SAMPLING = {
 def small_files(model: GgufModel, *, has_tokenizer: bool) -> Path:
     """Return the folder of a model's small files, written if it is not there.
 
-    Args:
-        has_tokenizer: otherwise generation_config.json is all.
-
-    Raises:
-        CheckpointError: the metadata make no tokenizer, or the files cannot be written.
+    Without a tokenizer, generation_config.json is all.
     """
     write = write_tokenizer_files if has_tokenizer else write_generation_config
     try:
@@ -88,11 +89,7 @@ def _key(model: GgufModel) -> str:
 
 
 def write_tokenizer_files(metadata: Metadata, folder: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json and generation_config.json.
-
-    Raises:
-        CheckpointError: the tokenizer is broken, or of a kind that is not read.
-    """
+    """Write tokenizer.json, tokenizer_config.json and generation_config.json."""
     vocabulary = StoredVocabulary.read(metadata)
     kind, cuts = vocabulary.find("model"), None
     if kind not in KINDS:

@@ -86,20 +86,16 @@ FileFacts = tuple[int, int]  # size in bytes, and when it was written to last, i
 
 
 def facts_of(file: Path | int) -> FileFacts:
-    """Return facts by which a change of a file shows; it is a path, or an open file."""
+    """Return facts by which a change of a file shows."""
     found = os.stat(file)
     return found.st_size, found.st_mtime_ns
 
 
 class OpenFile:
-    """A file that must not change.
-
-    Args:
-        is_direct: past the system's cache.
-        seen: its facts when its header was read; None: as it is now.
+    """A file that must not change since its facts were seen (None: since now).
 
     Raises:
-        MachineError: it cannot be opened.
+        MachineError: it cannot be opened, or read; it ends too early, or was changed.
     """
 
     def __init__(self, path: Path, *, is_direct: bool, seen: FileFacts | None) -> None:
@@ -114,11 +110,7 @@ class OpenFile:
         self._was = seen or facts_of(self._file.fileno())
 
     def read(self, start: int, target: memoryview, least: int) -> None:
-        """Read bytes from `start` on, until the target is full, or the file ends behind `least`.
-
-        Raises:
-            MachineError: it cannot be read, ends too early, or was changed.
-        """
+        """Read bytes from `start` on, until the target is full, or the file ends behind `least`."""
         number, done, facts = self._file.fileno(), 0, self._was
         while done < least:
             is_direct = self._is_direct  # before the read: another thread may change it
@@ -160,11 +152,7 @@ Reading = Sequence["Future[None]"]  # of the pieces of spans that are being read
 
 
 def finish(reading: Reading) -> None:
-    """Wait until all pieces are there.
-
-    Raises:
-        MachineError: a file cannot be read, ends too early, or was changed.
-    """
+    """Wait until all pieces are there; errors are those of `OpenFile`."""
     wait(reading)
     for piece in reading:
         piece.result()
@@ -173,11 +161,8 @@ def finish(reading: Reading) -> None:
 class DirectReads:
     """Reads spans of files into buffers, and counts bytes and seconds.
 
-    Files stay open, so that a file that another replaces is read on.
-
-    Args:
-        seen: the files, with their facts when their headers were read; None: as they are now.
-        is_direct: past the system's cache; otherwise through it, where processes share it.
+    Files stay open, so that a file that another replaces is read on. They are read past the
+    system's cache (`is_direct`), or through it, where processes share it.
 
     Raises:
         MachineError: a file cannot be opened.
@@ -193,11 +178,7 @@ class DirectReads:
         self._num_going, self._since_s = 0, 0.0
 
     def start(self, lent: Lent, spans: Sequence[Span]) -> Reading:
-        """Begin to read spans to their places.
-
-        Args:
-            lent: has a span around each, and a buffer that begins with a whole unit.
-        """
+        """Begin to read spans to their places in a buffer, which begins with a whole unit."""
         buffer = lent.buffer.numpy().data
         futures = []
         for span in spans:

@@ -47,9 +47,6 @@ def read_gguf(path: Path) -> tuple[StoredFile, Metadata]:
 
     A tensor in blocks has its rows in bytes: (…, outputs, bytes of a row). Stacked experts or heads
     are one tensor each, with their number before the end of the name.
-
-    Raises:
-        CheckpointError: the file is broken, of another version, or big-endian.
     """
     refuse_impostor(path)
     try:
@@ -62,11 +59,7 @@ def read_gguf(path: Path) -> tuple[StoredFile, Metadata]:
 
 
 def read_values(tensor: StoredTensor) -> list[float]:
-    """Return the values of a small tensor of floats.
-
-    Raises:
-        CheckpointError: it is no vector of float32, or the file cannot be read.
-    """
+    """Return the values of a vector of float32; a tensor of another kind is refused."""
     try:
         if tensor.dtype != "F32" or len(tensor.shape) != 1:
             raise ValueError(f"{tensor.dtype} of shape {tensor.shape} where F32 of one is needed")
@@ -77,11 +70,7 @@ def read_values(tensor: StoredTensor) -> list[float]:
 
 
 class _Cursor:
-    """Reads little-endian values one after the other, and none beyond the end.
-
-    Raises:
-        ValueError: of each method, when the file says more than it has.
-    """
+    """Reads little-endian values one after the other, and raises ValueError beyond the end."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self.at = data, 0
@@ -174,7 +163,7 @@ def _read_metadata(cursor: _Cursor, num: int) -> Metadata:
 
 
 def _read_entry(path: Path, cursor: _Cursor) -> tuple[str, StoredTensor]:
-    """Return a tensor by its name. It starts at an offset into the values of all."""
+    """Return a tensor by its name; its start is an offset into the values of all."""
     (name,), num = cursor.texts(1), cursor.whole()
     if num > MOST_DIMENSIONS:
         raise ValueError(f"tensor {name!r} has {num} dimensions; {MOST_DIMENSIONS} are the most")

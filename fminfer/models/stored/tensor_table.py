@@ -18,19 +18,26 @@ from types import MappingProxyType
 import torch
 
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import broken
+from fminfer.core.impostors import broken, is_gguf, refuse_impostor
 from fminfer.machine.host_memory import read_mapped
 from fminfer.models.stored.direct_reads import FileFacts, Lent, Span, facts_of
-from fminfer.models.stored.metaseq import join_parts
+from fminfer.models.stored.gguf_file import read_gguf
 from fminfer.models.stored.stored_tensors import (
     BITS,
     BLOCKS,
     JoinedTensor,
     StoredFile,
     StoredTensor,
+    read_safetensors,
 )
-from fminfer.models.stored.weight_file import read_weight_file
-from fminfer.models.stored.weight_folder import LAYER, WeightFiles, find_weights, no_weights_error
+from fminfer.models.stored.torch_file import read_torch_file
+from fminfer.models.stored.weight_folder import (
+    LAYER,
+    WeightFiles,
+    find_weights,
+    no_weights_error,
+    unsharded_error,
+)
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 DTYPES |= {"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn}
@@ -38,6 +45,30 @@ DTYPES |= dict.fromkeys(BLOCKS, torch.uint8)
 PAGE = mmap.PAGESIZE
 COPIED_BYTES = 1 << 18  # at once, of what is not aligned
 AHEAD = 1 << 29  # bytes that are read before they are asked for; one group is in any case
+# metaseq's OPT: names of tensors, and how parts for tensor parallelism are joined. A fused qkv_proj
+# holds keys, values and queries in this order. Each part has its share of all three.
+LEFT_OUT = ("decoder.version", "decoder.output_projection.weight")  # a copy of the embedding
+FUSED = ".qkv_proj."
+BY_ROWS = (FUSED, ".fc1.", ".embed_tokens.")
+BY_COLUMNS = (".out_proj.weight", ".fc2.weight")
+RENAMED = {
+    "decoder.layer_norm.": "decoder.final_layer_norm.",
+    "decoder.project_in_dim.": "decoder.project_in.",
+    "decoder.project_out_dim.": "decoder.project_out.",
+}
+
+
+def read_weight_file(path: Path) -> StoredFile:
+    """Return the tensors of a file, without their values; what is no such file is refused."""
+    try:
+        refuse_impostor(path)
+        if not path.stat().st_size:
+            raise broken(path, "it is empty")
+        if is_gguf(path):
+            return read_gguf(path)[0]
+        return read_safetensors(path) if path.suffix == ".safetensors" else read_torch_file(path)
+    except OSError as error:
+        raise broken(path, error) from error
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,8 +81,6 @@ class Waiting:
 
 class TensorFiles:
     """All tensors of a checkpoint by their stored names. Values are read on demand.
-
-    If several files hold a tensor, the index says which one counts.
 
     Args:
         layer_prefix: what the names of a layer's tensors begin with, {} for its number. A folder
@@ -81,7 +110,7 @@ class TensorFiles:
         self._maps: dict[Path, mmap.mmap] = {}
         self.lent: Lent | None = None  # in `lend`: the buffer to take bytes from
         if found.form == "metaseq":
-            self._tensors = join_parts(files)
+            self._tensors = _join_parts(files)
         else:
             self._tensors = _one_table(folder, found, files, layer_prefix)
         for start, other in beside.items():
@@ -101,11 +130,7 @@ class TensorFiles:
             self.lent = None
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the values of a tensor, a view of its mapped file if it is in place there.
-
-        Raises:
-            CheckpointError: the file cannot be read.
-        """
+        """Return the values of a tensor, a view of its mapped file if it is in place there."""
         tensor = self._tensors[name]
         if self.is_in_place(name):
             return self._view(tensor.parts[0])
@@ -135,11 +160,7 @@ class TensorFiles:
         return len(parts) == 1 and _is_aligned(parts[0])
 
     def spans(self, name: str, rows: tuple[int, int] | None = None) -> Iterator[Span]:
-        """Give the spans of a tensor's parts.
-
-        Args:
-            rows: (first, end) of those that are needed, of a tensor of one part; None: all.
-        """
+        """Give the spans of a tensor's parts, or of some rows (first, end) if it is one part."""
         parts = self._tensors[name].parts
         for part in parts:
             some = part if rows is None or len(parts) > 1 else part.rows(*rows)
@@ -148,9 +169,7 @@ class TensorFiles:
     def waiting(self, span: Span, *, is_used_there: bool) -> Waiting:
         """Return bytes of a tensor that are to be read.
 
-        Args:
-            is_used_there: it is used where it lies, so that its pages may be this process's. What
-                is copied is only read into the system's memory.
+        What is copied is only read into the system's memory, not into this process's pages.
         """
         size = span.last - span.first
         fetch = partial(_have_read, span)
@@ -216,9 +235,7 @@ def _have_read(span: Span) -> None:
 
 @contextmanager
 def reading_ahead(groups: Sequence[Sequence[Waiting]]) -> Iterator[Callable[[], None]]:
-    """Have a thread bring groups of tensors into memory, one after the other.
-
-    It waits when it is too far ahead. At the end it has read all, unless an error came first.
+    """Have a thread bring groups of tensors into memory, one after the other, not too far ahead.
 
     Yields:
         what is to be called when a group has been used.
@@ -273,3 +290,54 @@ def _one_table(
             homes[whole] = file.path
             tensors[whole] = JoinedTensor((tensor,))
     return tensors
+
+
+def _join_parts(files: Sequence[StoredFile]) -> dict[str, JoinedTensor]:
+    """Return the tensors of all parts of metaseq under the names of transformers."""
+    first = files[0]
+    for file in files:
+        for name in file.tensors.keys() ^ first.tensors.keys():
+            raise CheckpointError(
+                f"{first.path.name} and {file.path.name} do not hold the same tensors: {name!r} is "
+                "in one of them; fetch both again"
+            )
+    for name in first.tensors:
+        if "flat_param" in name:
+            raise unsharded_error(first.path.name)
+    found: dict[str, JoinedTensor] = {}
+    for name in first.tensors.keys() - set(LEFT_OUT):
+        parts = [file.tensors[name] for file in files]
+        for theirs, tensor in _join(name, parts):
+            for old, new in RENAMED.items():
+                theirs = theirs.replace(old, new)
+            found[theirs] = tensor
+    return found
+
+
+def _join(name: str, parts: list[StoredTensor]) -> Iterator[tuple[str, JoinedTensor]]:
+    dim = next((0 for each in BY_ROWS if each in name), None)
+    dim = 1 if name.endswith(BY_COLUMNS) else dim
+    _check_shapes(name, parts, dim)
+    if FUSED not in name:
+        yield name, JoinedTensor(tuple(parts if dim is not None else parts[:1]), dim or 0)
+        return
+    for place, which in enumerate(("k_proj", "v_proj", "q_proj")):
+        sizes = [part.shape[0] // 3 for part in parts]
+        rows = (part.rows(place * n, (place + 1) * n) for part, n in zip(parts, sizes, strict=True))
+        yield name.replace("qkv_proj", which), JoinedTensor(tuple(rows))
+
+
+def _check_shapes(name: str, parts: list[StoredTensor], dim: int | None) -> None:
+    """Refuse parts that cannot be joined along a dimension, or are not the same without one."""
+    shapes = [[*part.shape] for part in parts]
+    is_split = dim is None or all(len(shape) > dim for shape in shapes)
+    if dim is not None and is_split:
+        for shape in shapes:
+            is_split = is_split and (FUSED not in name or shape[0] % 3 == 0)
+            del shape[dim]
+    if not is_split or any(shape != shapes[0] for shape in shapes):
+        found = " and ".join(str(part.shape) for part in parts[:2])
+        raise CheckpointError(
+            f"{parts[0].file.parent}: tensor {name!r} has shape {found}, which is no part of "
+            "a model; fetch the files again"
+        )

@@ -13,7 +13,6 @@ from fminfer.core.impostors import GGUF, broken, gguf_error, is_gguf, refuse_imp
 from fminfer.core.quantities import counted
 from fminfer.models.beside import ADAPTER_WEIGHTS
 from fminfer.models.known_sizes import folder_of
-from fminfer.models.stored.metaseq import unsharded_error
 
 Form = Literal["safetensors", "bin", "layers", "metaseq", "gguf"]
 LAYER = re.compile(r"pytorch_(\d+)\.pt")
@@ -21,22 +20,22 @@ BEFORE, AFTER = "pytorch_embs.pt", "pytorch_lm_head.pt"  # of a folder with a fi
 PART = re.compile(r"reshard-model_part-(\d+)\.pt")  # of metaseq
 SHARD = re.compile(r".*-shard\d+\.pt")
 SHARD_OF = re.compile(r"(.*-)(\d+)-of-(\d+)(\.\w+)")
+RESHARD = (
+    "python -m metaseq.scripts.reshard_fsdp --input 'checkpoint_last-model_part-0-shard*.pt' "
+    "--output reshard-model_part-0.pt --num-output-shards 1 --skip-optimizer-state True "
+    "--unflatten-weights True"
+)
 OTHERS = (".h5", ".msgpack", ".gguf", ".pth", ".ckpt", ".onnx", ".nemo")
 
 
 @dataclass(slots=True, frozen=True)
 class WeightFiles:
-    """The files of a folder that make up the model.
-
-    Args:
-        homes: the file of each tensor, where an index tells it.
-        index: the name that such an index has.
-    """
+    """The files of a folder that make up the model."""
 
     form: Form
     files: list[Path]
-    homes: dict[str, str] = field(default_factory=dict)
-    index: str = ""
+    homes: dict[str, str] = field(default_factory=dict)  # of each tensor, where an index tells it
+    index: str = ""  # the name of such an index
 
 
 def find_weights(folder: Path) -> WeightFiles:
@@ -44,9 +43,6 @@ def find_weights(folder: Path) -> WeightFiles:
 
     Args:
         folder: or a GGUF file, the first one of a model that was split.
-
-    Raises:
-        CheckpointError: one of them is missing, or an index is broken.
     """
     if is_gguf(folder):
         return WeightFiles("gguf", _find_gguf(folder))
@@ -60,20 +56,12 @@ def find_weights(folder: Path) -> WeightFiles:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the files that make up the model; none where there are none.
-
-    Raises:
-        CheckpointError: as `find_weights`.
-    """
+    """List the files that make up the model, as `find_weights`."""
     return find_weights(folder).files
 
 
 def indexed_names(folder: Path) -> list[str]:
-    """Return the tensors that an index names; none where there is no index.
-
-    Raises:
-        CheckpointError: it is broken.
-    """
+    """Return the tensors that an index names; none where there is no index."""
     for one in ("model.safetensors", "pytorch_model.bin"):
         if (index := folder / f"{one}.index.json").exists():
             return list(_read_index(index))
@@ -109,6 +97,14 @@ def no_weights_error(folder: Path) -> CheckpointError:
     )
 
 
+def unsharded_error(name: str) -> CheckpointError:
+    """Return the error of a file that metaseq's training wrote."""
+    return CheckpointError(
+        f"{name} is a raw shard of metaseq, a piece of all weights; join the shards of each model "
+        f"part first: {RESHARD}"
+    )
+
+
 def _find_saved(folder: Path, form: Form, one: str, several: str) -> WeightFiles | None:
     """Find what transformers saves: the files of an index, else the one, else all.
 
@@ -138,10 +134,8 @@ def _find_gguf(file: Path) -> list[Path]:
             f"there is no file {file}. A GGUF file of the hub is downloaded first: hf download ID "
             "FILE --local-dir ."
         )
-    if (found := SHARD_OF.fullmatch(file.name)) is None or not int(found[3]):
+    if not (parts := _part_names(file.name)):
         return [file]
-    stem, width, numbers = found[1], len(found[2]), range(1, int(found[3]) + 1)
-    parts = [f"{stem}{number:0{width}}-of-{found[3]}{GGUF}" for number in numbers]
     if file.name != parts[0]:
         first = file.with_name(parts[0])
         raise CheckpointError(f"{file} is one part of a model; give the first, {first}")
@@ -151,15 +145,18 @@ def _find_gguf(file: Path) -> list[Path]:
 def _refuse_gaps(folder: Path, names: list[str]) -> None:
     """Refuse files of which one is missing, by what their names say: model-00001-of-00002."""
     for name in names:
-        if found := SHARD_OF.fullmatch(name):
-            numbers = range(1, int(found[3]) + 1)
-            all_names = [f"{found[1]}{n:0{len(found[2])}}-of-{found[3]}{found[4]}" for n in numbers]
-            missing = [other for other in all_names if other not in names]
-            # Some count from 0.
-            if missing and len(names) < len(all_names):
-                raise CheckpointError(
-                    f"{folder} lacks {missing[0]}, a part beside {name}; fetch it"
-                )
+        parts = _part_names(name)
+        missing = [other for other in parts if other not in names]
+        if missing and len(names) < len(parts):  # some count from 0
+            raise CheckpointError(f"{folder} lacks {missing[0]}, a part beside {name}; fetch it")
+
+
+def _part_names(name: str) -> list[str]:
+    """Return the names of all parts by that of one, as m-00001-of-00003.gguf; none: it is whole."""
+    if (found := SHARD_OF.fullmatch(name)) is None:
+        return []
+    stem, number, num, suffix = found.groups()
+    return [f"{stem}{n:0{len(number)}}-of-{num}{suffix}" for n in range(1, int(num) + 1)]
 
 
 def _read_index(index: Path) -> dict[str, str]:

@@ -1,0 +1,376 @@
+"""Reads where the tensors of a file of torch.save are. Nothing is run or imported.
+
+A pickle is instructions. A small machine follows them. What a name would make is known beforehand,
+or the pickle is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import mmap
+import pickletools
+import struct
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from fminfer.core.errors import CheckpointError
+from fminfer.core.impostors import broken
+from fminfer.models.stored.stored_tensors import BITS, MOST_HEADER_BYTES, StoredFile, StoredTensor
+
+MOST_STEPS = 5_000_000  # 100,000 tensors have about 4 million
+STORAGES = {
+    **{"DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16"},
+    **{"BFloat16Storage": "BF16", "ComplexFloatStorage": "C64", "LongStorage": "I64"},
+    **{"IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8"},
+    **{"ByteStorage": "U8", "BoolStorage": "BOOL", "UntypedStorage": "U8"},
+}
+DTYPES = {
+    **{"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"},
+    **{"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8"},
+    **{"uint64": "U64", "uint32": "U32", "uint16": "U16", "float8_e8m0fnu": "F8_E8M0"},
+    **{"float8_e4m3fn": "F8_E4M3", "float8_e4m3fnuz": "F8_E4M3FNUZ"},
+    **{"float8_e5m2": "F8_E5M2", "float8_e5m2fnuz": "F8_E5M2FNUZ"},
+}
+DICTS = {"collections.OrderedDict", "builtins.dict", "__builtin__.dict"}
+TENSORS = {f"torch._utils._rebuild_tensor{version}" for version in ("", "_v2", "_v3")}
+PARAMETERS = {"torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"}
+# Settings and counters beside weights, which mean nothing here.
+PASSED_OVER = {
+    *("argparse.Namespace", "collections.defaultdict", "collections.Counter", "typing.Any"),
+    *("torch.Size", "torch.device", "torch.nn.parameter.Parameter", "torch.Tensor"),
+    *("torch.serialization._get_layout", "_codecs.encode", "builtins.set", "__builtin__.set"),
+    *("numpy.dtype", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"),
+    *("builtins.int", "builtins.list", "builtins.str", "builtins.float", "pathlib.PosixPath"),
+}
+PASSED_OVER_FROM = ("omegaconf.", "metaseq.dataclass.")
+IN_TORCH = ("torch.storage.", "torch.cuda.", "torch.")
+MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # of the older form
+# Training saves weights beside optimizers and settings, under one of these.
+WRAPPERS = ("model", "state_dict", "module", "model_state_dict")
+WRONG_VALUES = (
+    *(ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, EOFError),
+    *(RecursionError, NotImplementedError, struct.error),
+)
+ZIP_START = b"PK\x03\x04"
+Bounds = tuple[int, int]  # of bytes of a file
+
+
+class UnsafePickleError(ValueError):
+    """A pickle names what weights do not need."""
+
+
+@dataclass(slots=True, frozen=True)
+class Storage:
+    """Values that follow each other in a file."""
+
+    key: str
+    dtype: str
+    num_values: int
+    first: int = 0  # of a part of a storage: its first value there
+
+
+@dataclass(slots=True, frozen=True)
+class PickledTensor:
+    """A tensor as a pickle tells of it: unchecked."""
+
+    storage: Storage
+    dtype: str
+    offset: object
+    shape: object
+    strides: object
+
+
+@dataclass(slots=True, frozen=True)
+class Name:
+    """What a pickle would import."""
+
+    path: str
+
+
+THING = object()  # stands for one that nobody needs
+MARK = object()
+# Instructions that push their argument, a fixed value, or a new list or dict.
+PUSHED = {
+    *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE"),
+    *("BINUNICODE8", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "INT", "LONG"),
+}
+FIXED: dict[str, object] = {
+    **{"NONE": None, "NEWTRUE": True, "NEWFALSE": False},
+    **{"EMPTY_TUPLE": (), "EMPTY_SET": THING, "MARK": MARK},
+}
+NEW: dict[str, Callable[[], object]] = {"EMPTY_DICT": dict, "EMPTY_LIST": list}
+
+
+def read_torch_file(path: Path) -> StoredFile:
+    """Return what a file of torch.save holds. No value is read, nothing it names is called.
+
+    Raises:
+        CheckpointError: the file is broken, or names what weights do not need.
+        OSError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            is_zip = file.read(4) == ZIP_START
+            return _read_zip(path, file) if is_zip else _read_older(path, file)
+    except UnsafePickleError as error:
+        raise CheckpointError(
+            f"{path} asks to load {error}, which no weights need, and nothing of it was run; take "
+            "the model's safetensors, or save its weights alone: torch.save(model.state_dict(), …)"
+        ) from error
+    except zipfile.BadZipFile as error:
+        raise broken(path, f"it is cut off: {error}") from error
+    except WRONG_VALUES as error:
+        raise broken(path, error or type(error).__name__) from error
+
+
+def _read_zip(path: Path, file: BinaryIO) -> StoredFile:
+    size = path.stat().st_size
+    bounds: dict[str, Bounds] = {}
+    with zipfile.ZipFile(file) as archive:
+        for entry in archive.infolist():
+            if entry.filename in bounds:
+                raise ValueError(f"{entry.filename} is in it twice")
+            if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
+                raise ValueError(f"{entry.filename} is compressed, which torch.save does not do")
+            bounds[entry.filename] = _find_entry(file, entry, size)
+    found = [name for name in bounds if name.rpartition("/")[2] == "data.pkl"]
+    if len(found) != 1:
+        raise ValueError("it is no archive of torch.save: it should hold one data.pkl")
+    top = found[0].removesuffix("data.pkl")
+    if f"{top}byteorder" in bounds and _read(file, bounds[f"{top}byteorder"]) != b"little":
+        raise ValueError("its numbers are big-endian")
+    first, last = header = bounds[found[0]]
+    if last - first > MOST_HEADER_BYTES:
+        raise ValueError(f"a data.pkl of {last - first} bytes; the most are {MOST_HEADER_BYTES}")
+    value = _Machine().follow(io.BytesIO(_read(file, header)))
+    return StoredFile(path, _find_tensors(path, value, bounds, f"{top}data/"), header)
+
+
+def _find_entry(file: BinaryIO, entry: zipfile.ZipInfo, size: int) -> Bounds:
+    """Return the bytes of an entry, whose own header may be longer than the directory says."""
+    file.seek(entry.header_offset)
+    start = file.read(30)
+    if start[:4] != ZIP_START:
+        raise ValueError(f"{entry.filename} is not where the directory says")
+    first = entry.header_offset + 30 + sum(struct.unpack("<HH", start[26:30]))
+    if first + entry.file_size > size or entry.file_size != entry.compress_size:
+        raise ValueError(f"{entry.filename} should have {entry.file_size} bytes")
+    return first, first + entry.file_size
+
+
+def _read(file: BinaryIO, bounds: Bounds) -> bytes:
+    file.seek(bounds[0])
+    return file.read(bounds[1] - bounds[0])
+
+
+def _read_older(path: Path, file: BinaryIO) -> StoredFile:
+    """Read four pickles and a list of storages; each of these is its size, then its values."""
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as stream:
+        machine, size = _Machine(), len(stream)
+        if machine.follow(stream) != MAGIC or machine.follow(stream) != PROTOCOL:
+            raise ValueError("it is not of torch.save")
+        if not machine.follow(stream).get("little_endian", True):
+            raise ValueError("its numbers are big-endian")
+        value = machine.follow(stream)
+        keys = [str(key) for key in machine.follow(stream)]
+        first = end = stream.tell()
+        bounds: dict[str, Bounds] = {}
+        for key in keys:
+            start = end + 8
+            (num_values,) = struct.unpack("<q", stream[end:start].ljust(8, b"\0"))
+            end = start + max(0, num_values) * BITS[machine.storages[key].dtype] // 8
+            if end > size:
+                raise ValueError(f"it is cut off: {size} bytes of at least {end}")
+            bounds[key] = start, end
+    return StoredFile(path, _find_tensors(path, value, bounds), (0, first))
+
+
+class _Machine:
+    """Follows the instructions of pickles; what is broken raises one of `WRONG_VALUES`."""
+
+    def __init__(self) -> None:
+        self.storages: dict[str, Storage] = {}  # by their keys
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+
+    def follow(self, stream: io.BytesIO | mmap.mmap) -> Any:
+        """Return what the next pickle tells of: dicts, lists, numbers, strings, tensors."""
+        self._stack, self._memo = [], {}
+        steps: Any = pickletools.genops(stream)  # type: ignore[arg-type]  # it reads nothing else
+        for number, (opcode, argument, _) in enumerate(steps):
+            if number > MOST_STEPS:
+                raise ValueError(f"it has more than {MOST_STEPS} instructions")
+            self._do(opcode.name, argument)
+        return self._stack.pop()
+
+    def _do(self, name: str, argument: Any) -> None:
+        if name in PUSHED:
+            self._stack.append(argument)
+        elif name in FIXED:
+            self._stack.append(FIXED[name])
+        elif name in NEW:
+            self._stack.append(NEW[name]())
+        elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            self._memo[len(self._memo) if argument is None else argument] = self._stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            self._stack.append(self._memo[argument])
+        elif name not in ("PROTO", "FRAME", "STOP"):
+            self._build(name, argument)
+
+    def _build(self, name: str, argument: Any) -> None:
+        """Make one value of others."""
+        stack = self._stack
+        match name:
+            case "TUPLE":
+                stack.append(tuple(self._pop_to_mark()))
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                stack.append(tuple(self._pop(int(name[-1]))))
+            case "LIST":
+                stack.append(self._pop_to_mark())
+            case "APPEND":
+                self._append(self._pop(1))
+            case "APPENDS":
+                self._append(self._pop_to_mark())
+            case "ADDITEMS":
+                self._pop_to_mark()
+            case "SETITEM":
+                self._set_items(self._pop(2))
+            case "SETITEMS":
+                self._set_items(self._pop_to_mark())
+            case "GLOBAL":
+                stack.append(_named(argument.replace(" ", ".", 1)))
+            case "STACK_GLOBAL":
+                stack.append(_named(".".join(map(str, self._pop(2)))))
+            case "REDUCE" | "NEWOBJ":
+                callee, arguments = self._pop(2)
+                stack.append(_made_by(callee, arguments))
+            case "BUILD":  # with a state such as the _metadata of an OrderedDict
+                stack.pop()
+            case "BINPERSID":
+                stack.append(self._storage(stack.pop()))
+            case _:
+                raise ValueError(f"the instruction {name} is not of torch.save")
+
+    def _pop(self, num: int) -> list[Any]:
+        if len(self._stack) < num:
+            raise ValueError("a value is missing")
+        items = self._stack[-num:]
+        del self._stack[-num:]
+        return items
+
+    def _pop_to_mark(self) -> list[Any]:
+        items = []
+        while (item := self._stack.pop()) is not MARK:
+            items.append(item)
+        return items[::-1]
+
+    def _append(self, items: list[Any]) -> None:
+        if isinstance(self._stack[-1], list):
+            self._stack[-1].extend(items)
+
+    def _set_items(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if isinstance(target, dict):
+            _add_pairs(target, items)
+
+    def _storage(self, told: Any) -> Storage:
+        kind, what, key, _place, num_values, *view = told
+        if kind not in ("storage", b"storage") or not isinstance(what, Name):
+            raise ValueError(f"it holds a {kind} of {what}, which is no storage of values")
+        dtype, (part,) = STORAGES[what.path.rpartition(".")[2]], view or (None,)
+        first, size = (part[1], part[2]) if part is not None else (0, num_values)
+        if not all(type(number) is int and number >= 0 for number in (num_values, first, size)):
+            raise ValueError(f"a storage of {num_values} values")
+        storage = Storage(str(key), dtype, first + size, first)
+        self.storages.setdefault(storage.key, storage)
+        return storage
+
+
+def _add_pairs(target: dict[Any, Any], items: list[Any]) -> None:
+    """Add keys and values in turns. Keys that are no strings or numbers are dropped.
+
+    To hash a tuple of tuples may take forever.
+    """
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        if isinstance(key, str) and key in target:
+            raise ValueError(f"{key!r} is there twice")
+        if isinstance(key, str | int | float):
+            target[key] = value
+
+
+def _named(path: str) -> Name:
+    """Return a name that a pickle may have, which is not imported."""
+    of_torch = next((path.removeprefix(top) for top in IN_TORCH if path.startswith(top)), "")
+    is_known = path in DICTS | TENSORS | PARAMETERS | PASSED_OVER
+    is_known = is_known or of_torch in STORAGES or of_torch in DTYPES
+    if not is_known and not path.startswith(PASSED_OVER_FROM):
+        raise UnsafePickleError(path)
+    return Name(path)
+
+
+def _made_by(name: object, arguments: Any) -> object:
+    """Return what a known name would make of arguments."""
+    if not isinstance(name, Name) or not isinstance(arguments, tuple):
+        raise ValueError("it calls what is no name")
+    if name.path in DICTS:
+        items = arguments[0] if arguments else []
+        found: dict[Any, Any] = {}
+        _add_pairs(found, [each for key, value in items for each in (key, value)])
+        return found
+    if name.path in PARAMETERS:
+        return arguments[0]
+    if name.path not in TENSORS:
+        return THING
+    storage, offset, shape, strides = arguments[:4]
+    if not isinstance(storage, Storage):
+        raise ValueError("a tensor without a storage")
+    dtype = storage.dtype
+    if name.path.endswith("_v3"):
+        dtype = DTYPES[arguments[6].path.rpartition(".")[2]]
+    return PickledTensor(storage, dtype, offset, shape, strides)
+
+
+def _find_tensors(
+    path: Path, value: object, bounds: dict[str, Bounds], top: str = ""
+) -> dict[str, StoredTensor]:
+    """Find the tensors of a state dict, which may stand in another, in storages by top and key."""
+    found = {}
+    for name, tensor in _tensors_of(value).items():
+        try:
+            found[name] = _find_tensor(path, tensor, bounds[top + tensor.storage.key])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"tensor {name!r}: {error}") from error
+    return found
+
+
+def _tensors_of(value: object) -> dict[str, PickledTensor]:
+    for each in (value, *(value.get(name) for name in WRAPPERS if isinstance(value, dict))):
+        if isinstance(each, dict):
+            found = {name: t for name, t in each.items() if isinstance(t, PickledTensor)}
+            if found:
+                if not all(isinstance(name, str) for name in found):
+                    raise ValueError("the names of its tensors are no strings")
+                return found
+    raise ValueError("it holds no dict of tensors")
+
+
+def _find_tensor(path: Path, pickled: PickledTensor, bounds: Bounds) -> StoredTensor:
+    """Find a tensor in the bytes of its storage, which must hold all of its values."""
+    shape, strides, offset = pickled.shape, pickled.strides, pickled.offset
+    if not isinstance(shape, tuple) or not isinstance(strides, tuple) or type(offset) is not int:
+        raise ValueError("it has no shape")
+    numbers = (*shape, *strides, offset)
+    if len(shape) != len(strides) or not all(type(n) is int and n >= 0 for n in numbers):
+        raise ValueError("it has no shape")
+    storage, bits = pickled.storage, BITS[pickled.dtype]
+    start = bounds[0] + (storage.first * BITS[storage.dtype] + offset * bits) // 8
+    tensor = StoredTensor(path, pickled.dtype, shape, start, strides)
+    last = min(bounds[1], bounds[0] + storage.num_values * BITS[storage.dtype] // 8)
+    num_bytes = math.prod(shape) * bits // 8
+    if tensor.span[1] > last or num_bytes > max(0, last - start):
+        raise ValueError(f"it should take {num_bytes} bytes, and the file has {last - start} of it")
+    return tensor
