@@ -14,9 +14,8 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, row_error
 from fminfer.engine.engine_core import BEHIND_ALL
 from fminfer.engine.events import Event, Failed
-from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.checkpoint import Checkpoint, open_model
 from fminfer.pipeline.group import Group
-from fminfer.plan.opening import open_model
 from fminfer.runtime.build.assembly import load_tokenizer
 from fminfer.runtime.build.one_pipeline import OnePipeline
 from fminfer.runtime.launch.role import Spread
