@@ -65,7 +65,7 @@ def build(model: Any, held: Any, dtype: Any, *, in_one_call: bool) -> Any:
 
     from fminfer.compute.registry import open_registry
     from fminfer.compute.weights import Dense, Weight
-    from fminfer.models.layer_bodies import Bodies
+    from fminfer.models.layer_step import Bodies
     from fminfer.models.tensor_specs import layer_specs
     from fminfer.models.transformer import Transformer
     from fminfer.models.whole_layers import WholeLayers

@@ -48,6 +48,7 @@ OWN_LATE = {
     ("fminfer", "fminfer.machine.processor"): "which must come before torch",
     ("fminfer", "fminfer.engine"): "the same",
     ("cli", "fminfer.estimate"): "brings torch, and `fminfer --help` needs 0.3 s",
+    ("cli", "fminfer.models.checkpoint"): "the same",
     ("cli", "fminfer.models.quantized_folder"): "the same",
     ("cli", "fminfer.job"): "the same",
     ("cli", "fminfer.runtime"): "the same",
@@ -66,7 +67,7 @@ OWN_LATE = {
 CHOICES = ["choose_device", "choose_dtype", "choose_packer", "split_model"]
 DECISIONS = {
     **{name: {"plan"} for name in CHOICES},
-    "split_layers": {"core", "plan", "models"},  # layer_count refuses a split before torch comes
+    "split_layers": {"core", "plan", "models"},  # known_sizes refuses a split before torch comes
     "step_sizes": {"core", "plan", "cli"},  # --help shows its defaults
 }
 

@@ -14,7 +14,7 @@ from fminfer.compute.kernels.kernel_build import start_build
 from fminfer.core.config import ComputeOptions, EngineConfig
 from fminfer.machine.host_memory import reading_files, touching_memory
 from fminfer.machine.library_imports import importing
-from fminfer.models.layer_count import check_split
+from fminfer.models.known_sizes import check_split
 from fminfer.models.stored.weight_folder import find_weight_files
 from fminfer.runtime.launch.processes import ProcessContext, Processes
 from fminfer.runtime.launch.role import Role

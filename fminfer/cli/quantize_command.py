@@ -36,8 +36,8 @@ def quantize(seed: int, **options: Any) -> None:
     if output is None:
         raise click.UsageError("Missing option '--output'.")
     with importing():
+        from fminfer.models.checkpoint import open_model
         from fminfer.models.quantized_folder import write_quantized
-        from fminfer.plan.opening import open_model
     start_s = time.monotonic()
     # An exit removes the draft; a signal would leave it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED["terminated"]))

@@ -21,8 +21,8 @@ from fminfer.core.impostors import is_gguf
 from fminfer.core.option import Options, Seconds, ShownAmount, ShownCount, option, take
 from fminfer.files.output_paths import STDOUT
 from fminfer.machine.stopper import check_times
-from fminfer.models.beside import refuse_what_is_beside
-from fminfer.models.layer_count import check_split
+from fminfer.models.known_sizes import check_split
+from fminfer.models.model_folder import refuse_what_is_beside
 from fminfer.models.stored.weight_folder import weight_files
 from fminfer.pipeline.ranks import RankConfig
 

@@ -21,12 +21,28 @@ KERNEL_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # what the CPU's kernels c
 
 
 @dataclass(slots=True, frozen=True)
+class Units:
+    """Outputs or inputs that belong to units of a model, which ranks of a stage divide."""
+
+    of: Literal["heads", "kv_heads", "inner", "shared", "tokens"]  # inner: of an MLP or expert
+    count: int
+    size: int = 1  # outputs or inputs of each
+
+    @property
+    def total(self) -> int:
+        return self.count * self.size
+
+
+@dataclass(slots=True, frozen=True)
 class TensorSpec:
     """One tensor of a spec. Matrices are (outputs, inputs), of experts (experts, …)."""
 
     shape: Shape
     use: Use
     is_wide: bool = False  # float32 where hidden states are float16
+    outputs: tuple[Units, ...] = ()  # in order; (): they belong to no units
+    inputs: Units | None = None
+    is_of_sum: bool = False  # a bias of what ranks add up
 
     @property
     def size(self) -> int:

@@ -33,11 +33,10 @@ from fminfer.estimate.measured_roofs import measure_roofs
 from fminfer.estimate.run_plans import PlannedRun, PlanReport, plan_runs
 from fminfer.estimate.simulation import LongestRows, PretendPipeline, average_of
 from fminfer.files.line_reader import count_rows, read_lines
-from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.checkpoint import Checkpoint, open_model
 from fminfer.models.known_sizes import folder_of
-from fminfer.models.weight_headers import check_tensors
+from fminfer.models.origins import check_tensors
 from fminfer.plan.machine_facts import Machine, find_machine
-from fminfer.plan.opening import open_model
 from fminfer.plan.pass_time import predict_load, predict_run, tell_passes
 from fminfer.plan.planning import make_plan
 from fminfer.plan.roofs import ASSUMED_DISK_RATE, PlanOptions, Roofs

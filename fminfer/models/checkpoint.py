@@ -14,9 +14,9 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 
 from fminfer.compute.spec import Model
-from fminfer.core.errors import CheckpointError
+from fminfer.core.config import ModelOptions
+from fminfer.core.errors import CheckpointError, UsageError
 from fminfer.core.impostors import GGUF, broken, gguf_error, is_gguf, refuse_impostor
-from fminfer.models.beside import TELLING_FILES, refuse_what_is_beside
 from fminfer.models.config_fields import TEXT_PART, architecture_of, is_own_folder
 from fminfer.models.families.table import check_model_type
 from fminfer.models.families.tensor_names import Architecture
@@ -24,10 +24,17 @@ from fminfer.models.gguf.configs import config_of
 from fminfer.models.gguf.metadata import read_model
 from fminfer.models.gguf.sources import gguf_architecture
 from fminfer.models.gguf.tokenizer_files import small_files
-from fminfer.models.hub import SMALL_FILES, fetch, fetch_weights, refuse_gguf
 from fminfer.models.known_sizes import DEMO_MODEL as DEMO_MODEL
 from fminfer.models.known_sizes import DEMO_NAMES, SIZES, folder_of, size_fields
-from fminfer.models.sentence_folder import SentenceFolder, read_sentence_folder
+from fminfer.models.model_folder import (
+    SMALL_FILES,
+    TELLING_FILES,
+    fetch,
+    fetch_weights,
+    refuse_gguf,
+    refuse_what_is_beside,
+)
+from fminfer.models.sentence_folder import SentenceFolder, read_object, read_sentence_folder
 
 GENERATION = "generation_config.json"
 
@@ -47,11 +54,7 @@ class Checkpoint:
     sentence: SentenceFolder | None = None  # what a folder of sentence-transformers says
 
     def with_weights(self) -> Checkpoint:
-        """Return the same with its weights on this machine, fetched if they are not.
-
-        Raises:
-            CheckpointError: the hub does not give them.
-        """
+        """Return the same with its weights on this machine; errors are those of fetching."""
         if self.unfetched is None:
             return self
         folder = fetch_weights(*self.unfetched)
@@ -78,37 +81,59 @@ class Checkpoint:
 
     @property
     def dense_folders(self) -> dict[str, Path]:
-        """The folders of dense layers' weights, by what the names of their tensors begin with.
-
-        A folder that `fminfer quantize` has written holds them among its own.
-        """
+        """The folders of dense layers' weights, by what the names of their tensors begin with."""
+        # A folder that `fminfer quantize` has written holds them among its own.
         is_own = is_own_folder(getattr(self.config, "quantization_config", None))
         folders = self.sentence.dense if self.sentence and not is_own else ()
         return {f"reading_{number}.": each for number, each in enumerate(folders)}
 
     @property
     def generation_fields(self) -> dict[str, Any]:
-        """What generation_config.json says; {}: there is none.
-
-        Raises:
-            CheckpointError: it is broken.
-        """
-        if self.generation_folder is None:
-            return {}
-        path = self.generation_folder / GENERATION
-        try:
-            fields = json.loads(path.read_bytes())
-        except ValueError as error:
-            raise CheckpointError(f"{path} is no JSON object: {error}") from error
-        if not isinstance(fields, dict):
-            raise CheckpointError(f"{path} is no JSON object; take the model's own")
-        return fields
+        """What generation_config.json says; {}: there is none. Errors are `read_object`'s."""
+        folder = self.generation_folder
+        return {} if folder is None else read_object(folder / GENERATION)
 
     @property
     def eos_ids(self) -> frozenset[int]:
         """The ids that end a sequence, by generation_config.json or else the config."""
         eos = self.generation_fields.get("eos_token_id", self.config.eos_token_id)
         return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
+
+
+def open_model(config: ModelOptions, *, has_weights: bool = True) -> Checkpoint:
+    """Find the model that a run is to use; a model of the hub may come without its weights.
+
+    Raises:
+        CheckpointError: there is none, or it does not run.
+        UsageError: --model-type says it is another, or --max-model-len is beyond its context.
+    """
+    if config.random_init is not None:
+        checkpoint = open_random(config.random_init, tokenizer=config.tokenizer)
+    else:
+        checkpoint = open_checkpoint(
+            config.model,
+            has_weights=has_weights,
+            model_config=config.model_config,
+            tokenizer=config.tokenizer,
+            revision=config.revision,
+            without_adapter=config.without_adapter,
+            needs_tokenizer=not config.skip_tokenizer_init,
+        )
+    name, of_config = config.model_type, str(checkpoint.config.model_type)
+    plain = (name or "").replace("_", "").replace("-", "").lower()  # as gptneox, gpt-j
+    if name is not None and plain != of_config.replace("_", ""):
+        raise UsageError(
+            f"--model-type {name} clashes with the model's config, which says {of_config}; "
+            "leave the flag out"
+        )
+    if config.max_model_len is None:
+        return checkpoint
+    if config.max_model_len > checkpoint.context_length:
+        raise UsageError(
+            f"--max-model-len is {config.max_model_len}, and the context of {checkpoint.name} is "
+            f"{checkpoint.context_length} tokens; give a smaller one, or leave the flag out"
+        )
+    return replace(checkpoint, max_model_len=config.max_model_len)
 
 
 def open_checkpoint(
@@ -124,11 +149,8 @@ def open_checkpoint(
     """Find a model by folder, GGUF file or hub id (None, demo: the demo model); read its config.
 
     Args:
-        has_weights: otherwise a model of the hub is fetched without its weights.
         model_config: as `find_config`; None: the model's own.
         tokenizer: a folder or hub id; None: the model's own.
-        revision: of a model of the hub.
-        without_adapter: leave out an adapter that lies beside the model.
         needs_tokenizer: otherwise a GGUF file may have one of a kind that does not run.
 
     Raises:
@@ -143,21 +165,21 @@ def open_checkpoint(
         )
     if is_gguf(folder):
         return _open_gguf(str(name), model_config, tokenizer, needs_tokenizer=needs_tokenizer)
-    config, where = None, None
+    where = None
     if is_of_hub:
         # First: an architecture that does not run is refused before the download of its weights.
         folder = fetch(str(name), ["config.json", *TELLING_FILES], revision)
     refuse_what_is_beside(str(name or folder), folder, without_adapter=without_adapter)
     if model_config is not None:
         config, where = find_config(model_config)
-    elif is_of_hub:
-        refuse_gguf(str(name), folder, revision)
+    else:
+        if is_of_hub:
+            refuse_gguf(str(name), folder, revision)
         config = _read_config(folder)
     if is_of_hub and has_weights:
         folder = fetch_weights(str(name), revision)
     elif is_of_hub:
         folder = fetch(str(name), SMALL_FILES, revision)
-    config = config or _read_config(folder)
     sentence = read_sentence_folder(folder)
     return Checkpoint(
         DEMO_NAMES[0] if folder is DEMO_MODEL else str(name),
@@ -184,11 +206,7 @@ def _open_gguf(
 
 
 def open_random(name: str, *, tokenizer: str | None = None) -> Checkpoint:
-    """Make a checkpoint of random weights.
-
-    Args:
-        name: as `find_config`.
-        tokenizer: a folder or hub id; None: a tokenizer of bytes.
+    """Make a checkpoint of random weights, of a config and a tokenizer (None: of bytes).
 
     Raises:
         CheckpointError: no such config or tokenizer.
@@ -210,10 +228,7 @@ def text_part(config: Any) -> Any:
 
 
 def find_config(name: str) -> tuple[Any, Path | None]:
-    """Return a config and the folder that it lies in, if any.
-
-    Args:
-        name: a size of SIZES, a config.json, a folder with one, or a hub id.
+    """Return a config, by a size, a config.json, a folder with one, or a hub id; and its folder.
 
     Raises:
         CheckpointError: there is none.
@@ -267,10 +282,9 @@ def _read_config(path: Path) -> Any:
         ) from error
     check_model_type(str(model_type), fields)
     try:
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise CheckpointError(f"{path} has no usable config.json: {error}") from error
-    return config
 
 
 LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
@@ -281,11 +295,10 @@ RELATIVE_LENGTH = 8192  # T5's biases by distance know no limit; memory and pati
 def context_length(config: Any) -> int:
     """Return the most tokens of one sequence that are computed as transformers computes them.
 
-    Two kinds of rotary scaling choose their frequencies by the length of the whole sequence, which
-    rows packed into one step do not share. Up to the length of the original training the choice
-    is always the same, so that is the limit: `max_position_embeddings` for `dynamic`, as
-    transformers counts it, and `original_max_position_embeddings` for `longrope`. Beyond the latter
-    queries of Ministral 3 grow with their positions (`llama_4_scaling_beta`), so it has this limit.
+    Rotary scalings `dynamic` and `longrope` choose frequencies by the length of the whole sequence,
+    which rows packed into one step do not share. Up to the length of the original training the
+    choice is the same. Beyond it queries of Ministral 3 grow with their positions
+    (`llama_4_scaling_beta`).
     """
     if hasattr(config, "relative_attention_max_distance"):
         return RELATIVE_LENGTH  # whatever n_positions says

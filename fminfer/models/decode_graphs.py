@@ -1,9 +1,8 @@
 """Decode steps as CUDA graphs: the host starts one graph in place of hundreds of kernels.
 
-A graph does the same work on the same addresses each time it is replayed. So a step of one token a
-row is computed for the next larger of some numbers of rows, and its inputs go into tensors that
-stay. Rows that are missing are padded: they store no keys, attend to nothing, and reach no other
-row.
+A graph does the same work on the same addresses each time. So a step of one token a row is computed
+for the next larger of some numbers of rows, and its inputs go into tensors that stay. Rows that are
+missing are padded: they store no keys, attend to nothing, and reach no other row.
 """
 
 from __future__ import annotations
@@ -74,9 +73,7 @@ class DecodeGraphs:
     """Runs steps of one token a row by replaying what was captured for a number of rows.
 
     Args:
-        network: a model, or the layers of one stage.
         cache, kernel: of the stage.
-        max_rows: the most that a step may have.
         capture: made for the device; tests have one that calls again.
         explain: tells why work cannot be captured, or raises an error.
     """
@@ -114,7 +111,6 @@ class DecodeGraphs:
         """Return (rows, hidden) of all rows; None: a step has others, or a graph cannot be had.
 
         Args:
-            ids: (rows,) int64, their tokens.
             before: (rows, hidden) of the stage before; None on the first stage.
             size: of the graph; 0: that of the rows.
         """
@@ -185,10 +181,7 @@ def input_bytes(max_rows: int, num_blocks: int = MAX_BLOCKS) -> int:
 
 
 def can_capture(layers: Sequence[Layer]) -> bool:
-    """Tell whether layers compute without a look at what they compute: experts are counted.
-
-    Attention to an encoder is planned for each step.
-    """
+    """Tell whether no layer counts its experts' tokens, or has attention planned for each step."""
     return not any(isinstance(layer.mlp, Moe) or layer.cross for layer in layers)
 
 

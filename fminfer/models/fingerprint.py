@@ -42,9 +42,6 @@ def fingerprint_of(
 
     How the work is done is not in it: stages, budget, chunks and attention may change. Tensor
     parallelism is, because sums of other parts round otherwise.
-
-    Args:
-        dtype, kv_dtype: of hidden states and of the KV cache, as they are planned.
     """
     found = {
         "fminfer's version": __version__,
@@ -84,11 +81,15 @@ def _written(of: Option, value: object) -> str:
         raise UsageError(f"{of.told} {value} cannot be read: {error}") from error
 
 
-def _model_digest(seed: int, checkpoint: Checkpoint) -> str:
+def config_text(checkpoint: Checkpoint) -> str:
+    """Return a model's config, without where it lies: each machine may have its own copy."""
     fields = checkpoint.config.to_dict()
     fields.pop("_name_or_path", None)
-    digest = hashlib.blake2b(digest_size=8)
-    digest.update(json.dumps(fields, sort_keys=True, default=str).encode())
+    return json.dumps(fields, sort_keys=True, default=str)
+
+
+def _model_digest(seed: int, checkpoint: Checkpoint) -> str:
+    digest = hashlib.blake2b(config_text(checkpoint).encode(), digest_size=8)
     if checkpoint.folder is None:
         digest.update(b"random %d" % seed)
     else:
@@ -103,14 +104,10 @@ def digest_files(checkpoint: Checkpoint) -> dict[str, str]:
     """Return a digest of each weight file, by its name, for processes that must have the same.
 
     As in a fingerprint, some of each tensor is read.
-
-    Raises:
-        CheckpointError: a file cannot be read.
     """
     found = {}
     for name, file in _weight_files(checkpoint).items():
-        digest = hashlib.blake2b(digest_size=8)
-        _add_weights(digest, file)
+        _add_weights(digest := hashlib.blake2b(digest_size=8), file)
         found[name] = digest.hexdigest()
     return found
 
@@ -155,6 +152,5 @@ def _files_digest(checkpoint: Checkpoint) -> str:
     if checkpoint.generation_folder is not None:
         files.append(checkpoint.generation_folder / GENERATION)
     for file in files:
-        digest.update(f"\n{file.name}\n".encode())
-        digest.update(file.read_bytes())
+        digest.update(f"\n{file.name}\n".encode() + file.read_bytes())
     return digest.hexdigest()

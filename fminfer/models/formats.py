@@ -28,7 +28,6 @@ class StoredFormat(Format, Protocol):
 
         Args:
             name: that a plain one has, such as "….weight".
-            shape: (outputs, inputs) of ours; of stacked experts (experts, …).
             is_transposed: a plain one is stored as (inputs, outputs).
         """
 
@@ -42,17 +41,11 @@ FORMATS: list[StoredFormat] = [*GGUF_FORMS, *OWN_FORMS]
 
 @dataclass(slots=True, frozen=True)
 class Holding:
-    """In which format each tensor is held: loading and forecasts ask it.
+    """In which format each tensor is held: loading and forecasts ask it."""
 
-    Args:
-        dtype: of the arithmetic.
-        keeps_bfloat16: what is stored so and multiplied or looked up stays so.
-        quantized: what floats become, --quantize; "": they stay floats.
-    """
-
-    dtype: torch.dtype
-    keeps_bfloat16: bool = False
-    quantized: str = ""
+    dtype: torch.dtype  # of the arithmetic
+    keeps_bfloat16: bool = False  # what is stored so and multiplied or looked up stays so
+    quantized: str = ""  # what floats become, --quantize; "": they stay floats
 
     def of(self, spec: TensorSpec, stored: Iterable[tuple[Format, int]]) -> Format:
         """Return the format of a tensor.

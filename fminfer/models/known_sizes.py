@@ -1,20 +1,26 @@
-"""Shapes of known models, as published in their config.json.
+"""What a model's name and config.json tell without torch: sizes, folders, and counts of layers.
 
-`--random-init` and `--model-config` take their names, on every command that takes a model.
+The shapes of known models are as published. `--random-init` and `--model-config` take their names.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+from fminfer.core.config import EngineConfig, ModelOptions
+from fminfer.core.errors import UsageError
 from fminfer.core.impostors import is_gguf
+from fminfer.core.partition import split_layers
 
 Fields = dict[str, Any]
 DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
 DEMO_NAMES = ("fminfer-demo", "demo")  # the first one stands in records
-
-
+# The fields of config.json that count layers, those of decoders of models with an encoder, heads.
+LAYER_NAMES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+DECODER_NAMES = ("num_decoder_layers", "decoder_layers")
+HEAD_NAMES = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 # The fields of a size, in the order of their values below.
 _FIELDS = {
     "bloom": "hidden_size n_layer n_head",
@@ -87,3 +93,46 @@ def folder_of(name: str | None) -> Path | None:
     if name is not None and (Path(name).is_dir() or is_gguf(name)) and not is_demo:
         return Path(name)
     return DEMO_MODEL if name is None or name in DEMO_NAMES else None
+
+
+def check_split(config: EngineConfig, num_stages: int) -> None:
+    """Refuse a split that cannot be before any rank starts, if config.json counts layers and heads.
+
+    Raises:
+        UsageError: a rank without work, or layers without a rank.
+    """
+    num_layers = _count(config, DECODER_NAMES) or _count(config, LAYER_NAMES)
+    num_heads = _count(config, HEAD_NAMES)
+    num_shards = config.tensor_parallel_size
+    if num_heads is not None and num_shards > num_heads:
+        raise UsageError(
+            f"--tensor-parallel-size {num_shards}: {num_heads} heads cannot be divided among "
+            f"{num_shards} ranks. Use {num_heads} or less; --pipeline-group-size uses more ranks"
+        )
+    if num_layers is not None:
+        split_layers(
+            num_layers,
+            num_stages,
+            head_cost=0.0,
+            each=config.num_layers,
+            most=config.max_layers,
+            counts=config.stage_layers,
+        )
+
+
+def _count(config: ModelOptions, names: tuple[str, ...]) -> int | None:
+    """Return the number of one of these names; None: no such file is here, or it is not plain."""
+    name = config.random_init or config.model_config
+    fields = size_fields(name)
+    if fields is None:
+        path = Path(name or folder_of(config.model) or str(config.model))
+        if is_gguf(path):
+            return None
+        try:
+            fields = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+        except (OSError, ValueError):
+            return None
+    if isinstance(fields.get("text_config"), dict):  # the model reads images, too
+        fields = fields["text_config"]
+    counts = [fields[name] for name in names if isinstance(fields.get(name), int)]
+    return counts[0] if len(set(counts)) == 1 else None

@@ -15,8 +15,7 @@ from fminfer.compute.layers.experts import Mix, PlainExperts
 from fminfer.compute.layers.products import PlainProduct
 from fminfer.compute.spec import Attention, Cross, Layer, Mlp, Moe
 from fminfer.compute.weights import Function
-from fminfer.models.layer_bodies import Bodies
-from fminfer.models.layer_step import LayerStep
+from fminfer.models.layer_step import Bodies, LayerStep
 from fminfer.models.tensor_specs import Weights, plain_of
 
 WIDEST = torch.finfo(torch.float16).max - 1000.0  # as in transformers
@@ -107,14 +106,15 @@ class AttentionOf:
             both = self._rotated(both.view(len(qkv), -1, how.head_dim), step)
             return both[:, : how.heads], both[:, how.heads :]
         q, k = both[:, : how.qkv_sizes[0]], both[:, how.qkv_sizes[0] :]
-        if how.qk_norm_over == "all" and step.shards is not None:
+        is_over_all = how.qk_norm_over == "all"
+        if is_over_all and step.shards is not None:
             q, k = self._norm_over_ranks(q, k, step)
-        elif how.qk_norm_over == "all":
+        elif is_over_all:
             q, k = self._q_norm(q), self._k_norm(k)
         q, k = (part.view(len(qkv), -1, how.head_dim) for part in (q, k))
         if how.qk_norm_is_last:
             return self._q_norm(self._rotated(q, step)), self._k_norm(self._rotated(k, step))
-        if how.qk_norm_over != "all":
+        if not is_over_all:
             q, k = self._q_norm(q), self._k_norm(k)
         return self._rotated(q, step), self._rotated(k, step)
 
@@ -136,8 +136,9 @@ class AttentionOf:
         return found[0], found[1]
 
     def _rotated(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
-        turns = self.turns(step)
-        return x if self._rotate is None or turns is None else self._rotate(x, turns)
+        if self._rotate is None:
+            return x
+        return self._rotate(x, step.turns(self._rotate, self._table))
 
     def turns(self, step: LayerStep) -> torch.Tensor | None:
         """Return the cosines and sines of the step's tokens; None: no rotary positions."""
@@ -199,9 +200,12 @@ class LatentAttentionOf:
         self.scoring = scoring_of(how, weight.device)
 
     def __call__(self, x: torch.Tensor, layer: int, step: LayerStep) -> torch.Tensor:
-        latent = self._latent
-        turns = self.turns(step)
-        q = self._queries(x).view(len(x), self._how.heads, -1)
+        latent, turns = self._latent, self.turns(step)
+        if self._q_norm is None:
+            q = self.products["q"](x)
+        else:
+            q = self.products["q_up"](self._q_norm(self.products["q_down"](x)))
+        q = q.view(len(x), self._how.heads, -1)
         q_turned = self._rotate(q[..., latent.key_dim :].contiguous(), turns)
         asked = _by_heads(q[..., : latent.key_dim], self._to_latent)
         kv = self.products["kv_down"](x)
@@ -216,11 +220,6 @@ class LatentAttentionOf:
     def turns(self, step: LayerStep) -> torch.Tensor:
         """Return the cosines and sines of the step's tokens."""
         return step.turns(self._rotate, self._table)
-
-    def _queries(self, x: torch.Tensor) -> torch.Tensor:
-        if self._q_norm is None:
-            return self.products["q"](x)
-        return self.products["q_up"](self._q_norm(self.products["q_down"](x)))
 
 
 def _by_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -276,7 +275,13 @@ class MoeOf:
 
     def __call__(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
         shares, chosen = self._choose(x, step)
-        return self._with_shared(x, self.mix(x, chosen, shares))
+        out = self.mix(x, chosen, shares)
+        if self._shared is None:
+            return out
+        more = self._shared(x)
+        if self._shared_gate is not None:
+            more = more * nn.functional.linear(x, self._shared_gate).sigmoid()
+        return out + more
 
     def _choose(self, x: torch.Tensor, step: LayerStep) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the shares and numbers of each token's experts, (tokens, top_k)."""
@@ -288,15 +293,6 @@ class MoeOf:
             logits = step.shards.gather(logits)[0]
         return route(self._how, logits, self._bias)
 
-    def _with_shared(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Add what the shared expert gives, if there is one."""
-        if self._shared is None:
-            return out
-        more = self._shared(x)
-        if self._shared_gate is not None:
-            more = more * nn.functional.linear(x, self._shared_gate).sigmoid()
-        return out + more
-
 
 def _under(top: str, weights: Weights) -> Weights:
     return {name.removeprefix(top): each for name, each in weights.items() if name.startswith(top)}
@@ -307,18 +303,14 @@ class LayerOf:
 
     def __init__(self, how: Layer, weights: Weights, bodies: Bodies) -> None:
         self.how = how
-        self.attention: AttentionOf | LatentAttentionOf
-        if how.attention.latent is not None:
-            self.attention = LatentAttentionOf(how.attention, weights, bodies)
-        else:
-            self.attention = AttentionOf(how.attention, weights, bodies)
+        attend = AttentionOf if how.attention.latent is None else LatentAttentionOf
+        self.attention = attend(how.attention, weights, bodies)
+        self.products = self.attention.products  # and those of a plain MLP
         self.mlp: MlpOf | MoeOf
         if isinstance(how.mlp, Moe):
             self.mlp = MoeOf(how.mlp, weights, bodies)
         else:
             self.mlp = MlpOf(how.mlp, weights, bodies)
-        self.products = self.attention.products  # and those of a plain MLP
-        if isinstance(self.mlp, MlpOf):
             self.products = self.products | self.mlp.products
         self._before = bodies.norms(how.before, weights, "before")
         self._after = bodies.norms(how.after, weights, "after")

@@ -1,4 +1,4 @@
-"""What all layers of a step share: positions, attention, and the tokens that are wanted."""
+"""What layers share: the maker of their bodies, and what they see of a step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,49 @@ from typing import Protocol
 import torch
 
 from fminfer.compute.attention.scoring import Scoring
-from fminfer.compute.layers.bodies import RotateBody
+from fminfer.compute.layers import plain
+from fminfer.compute.layers.bodies import NormBody, RotateBody
+from fminfer.compute.registry import Registry
 from fminfer.compute.shards import ShardGroup
+from fminfer.compute.spec import Norm, Rope
+from fminfer.compute.weights import Function
+from fminfer.models.tensor_specs import Weights, plain_of
+
+
+@dataclass(slots=True)
+class Bodies:
+    """Makes what computes the parts of layers: norms, products, rotary positions.
+
+    Args:
+        registry: chooses them.
+        num_positions: the longest sequence.
+    """
+
+    registry: Registry
+    num_positions: int
+    _tables: dict[Rope, torch.Tensor] = field(default_factory=dict)
+
+    def norm(self, how: Norm | None, weights: Weights, name: str) -> NormBody | None:
+        if how is None:
+            return None
+        pair = (plain_of(weights, f"{name}.{leaf}") for leaf in ("weight", "bias"))
+        return self.registry.parts.norm(how, *pair)
+
+    def norms(
+        self, pair: tuple[Norm | None, Norm | None], weights: Weights, side: str
+    ) -> tuple[NormBody | None, NormBody | None]:
+        first, second = pair
+        of_attention = self.norm(first, weights, f"{side}_attention")
+        return of_attention, self.norm(second, weights, f"{side}_mlp")
+
+    def product(self, weights: Weights, name: str) -> Function:
+        return self.registry.product(weights[f"{name}.weight"], plain_of(weights, f"{name}.bias"))
+
+    def table(self, how: Rope, device: torch.device) -> torch.Tensor:
+        """Return the cosines and sines of all positions, made once for each `Rope`."""
+        if how not in self._tables:
+            self._tables[how] = plain.rotary_table(how, self.num_positions, device)
+        return self._tables[how]
 
 
 class Attend(Protocol):

@@ -1,8 +1,7 @@
 """Streamed layers: each is brought for every pass, while the one before it computes.
 
-A slot holds a layer's stored bytes. With two slots, one layer computes and the next is read from
-the disk, or from the system's cache of files. With a slot for each layer, all stay in the host's
-memory, and are copied to a GPU.
+A slot holds a layer's stored bytes. With two slots, one layer computes and the next is read. With a
+slot for each layer, all stay in the host's memory, and are copied to a GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import mmap
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -45,10 +44,6 @@ class LayerStream:
     To a GPU, a layer is copied while another computes; the GPU holds two at once. The copies have a
     CUDA stream of their own, which waits for no computation. So a layer's memory on the GPU is used
     again only once the GPU is done with that layer.
-
-    Args:
-        source: says which layers are streamed, and gives their weights.
-        make: makes a layer from its number in the model and its weights.
 
     Raises:
         MachineError: a file cannot be opened.
@@ -147,11 +142,10 @@ class LayerStream:
     def _make_of(self, slot: Slot, number: int) -> LayerOf:
         """Make a layer from a slot's bytes. A GPU then has a copy of all of them."""
         lent = Lent(self._spans[number][0], slot.buffer)
-        if self._copies is None:
-            return self._make(number, self._source.layer(number, lent))
-        with torch.cuda.stream(self._copies):
+        with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
             layer = self._make(number, self._source.layer(number, lent))
-        self._copies.synchronize()
+        if self._copies is not None:
+            self._copies.synchronize()
         return layer
 
 

@@ -1,25 +1,38 @@
-"""Finds the stored tensors that each of ours is made of, by names and shapes.
+"""Finds the stored tensors that each of ours is made of, by the headers of weight files.
 
-A tensor that is missing, left over or misshapen is refused by name.
+A tensor that is missing, left over or misshapen is refused by name. No values are read.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
+
+import torch
 
 from fminfer.compute.quantized.forms import OWN_FORMS
-from fminfer.compute.spec import Layer, Mlp, Moe
-from fminfer.compute.weights import Shape, TensorSpec
+from fminfer.compute.spec import Attention
+from fminfer.compute.weights import Dense, Format, Shape, TensorSpec
 from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.families.tensor_names import AS_STORED, Layout, Source, source_of
 from fminfer.models.formats import FORMATS, StoredFormat
-from fminfer.models.sharding import WHOLE, ModelShare, TensorCut
+from fminfer.models.sharding import WHOLE, ModelShare, TensorCut, outputs_dim
 from fminfer.models.stored.stored_tensors import BLOCKS, FLOATS
-from fminfer.models.tensor_specs import TensorSpecs, entry_specs, exit_specs, layer_specs
+from fminfer.models.stored.tensor_table import DTYPES, TensorFiles
+from fminfer.models.stored.weight_folder import indexed_names, weight_files
+from fminfer.models.tensor_specs import (
+    TensorSpecs,
+    entry_specs,
+    exit_specs,
+    layer_specs,
+    model_specs,
+)
+
+Parts = list[tuple[Format, int]]  # formats and numbers of rows, as `Holding.of` takes them
 
 # Old checkpoints hold causal masks and tables of positions, which nothing reads.
 _LEFT_OVER = re.compile(
@@ -51,6 +64,7 @@ class Origin:
     spec: TensorSpec
     pieces: tuple[Piece, ...]
     layout: Layout
+    attention: Attention | None = None  # of its layer
     cut: TensorCut = WHOLE  # the part that this rank holds
 
     @property
@@ -63,8 +77,26 @@ class Origin:
         """Whether ours is one stored matrix or vector, and does not stack it."""
         return len(self.pieces) == 1 and self.pieces[0].item is None
 
+    def find_order(self) -> torch.Tensor | None:
+        """Return the number of the stored row of each row held; None: all rows, as stored."""
+        change, rows = self.layout.change, self.cut.rows
+        if change is None and rows is None:
+            return None
+        dim = outputs_dim(self.spec)
+        order = torch.arange(self.spec.shape[dim])
+        if change is not None:  # queries, keys and values stay among themselves
+            assert self.attention is not None, "only a layer's tensors are laid out otherwise"
+            order = change(order[None] if dim else order, self.attention).flatten()
+        return order if rows is None else torch.cat([order[r.start : r.stop] for r in rows])
+
+    def stored_parts(self, types: Mapping[str, str]) -> Parts:
+        """Return in which formats it is stored, by the types of the stored tensors."""
+        firsts = [(piece, next(iter(piece.stored))) for piece in self.pieces]
+        return [(p.format or Dense(DTYPES[types[n]]), p.last - p.first) for p, n in firsts]
+
 
 Origins = dict[str, Origin]
+Find = Callable[[TensorSpecs, int | None], Origins]  # of a layer by its number, or of none
 
 
 @dataclass(slots=True, frozen=True)
@@ -94,11 +126,7 @@ class ModelOrigins:
 
 
 def is_left_out(name: str, others: str) -> bool:
-    """Tell whether nothing reads a stored tensor.
-
-    Args:
-        others: a pattern of names, as in `Architecture.left_out`, beside those of old releases.
-    """
+    """Tell whether nothing reads a stored tensor: it is of old releases, or fits a pattern."""
     return bool(_LEFT_OVER.search(f".{name}") or (others and re.match(others, name)))
 
 
@@ -112,36 +140,85 @@ def find_origins(
     A model that stores no head uses the embedding as its head, if its config says so.
 
     Args:
-        stored: the shape of each tensor of the checkpoint; None: it is not known.
-        types: of the stored tensors; None: they are not known.
+        stored, types: of each tensor of the checkpoint; None: not known.
 
     Raises:
         CheckpointError: tensors are missing, of another shape or type, or not part of the model.
     """
-    model, search = checkpoint.model, _Search(checkpoint, stored, types or {})
-    layers = tuple(search.find_layer(layer, number) for number, layer in enumerate(model.layers))
-    outside, has_own_head = exit_specs(model), True
-    if checkpoint.config.tie_word_embeddings and not model.is_pooled:
-        has_own_head = search.has_head(outside["head.weight"].shape)
-        if not has_own_head:
-            del outside["head.weight"]
-    entry, outer = search.find_outside(entry_specs(model)), search.find_outside(outside)
+    search = _Search(checkpoint, stored, types or {})
+    found = _origins(checkpoint, search.find, search.has_head())
     search.refuse_what_is_wrong()
-    return ModelOrigins(entry, layers, outer, has_own_head)
+    return found
 
 
 def drawn_origins(checkpoint: Checkpoint) -> ModelOrigins:
     """Return the tensors of a model that is stored nowhere."""
-    model, is_tied = checkpoint.model, checkpoint.config.tie_word_embeddings
 
-    def drawn(specs: TensorSpecs) -> Origins:
+    def draw(specs: TensorSpecs, number: int | None) -> Origins:
         return {name: Origin(spec, (), AS_STORED) for name, spec in specs.items()}
 
-    layers = tuple(drawn(layer_specs(layer, model.hidden_size)) for layer in model.layers)
-    outside, has_own_head = exit_specs(model), model.is_pooled or not is_tied
+    return _origins(checkpoint, draw, has_head=False)
+
+
+def _origins(checkpoint: Checkpoint, find: Find, has_head: bool) -> ModelOrigins:
+    """Find the tensors of layers, by their numbers, and those outside them.
+
+    Args:
+        has_head: the checkpoint has a weight of the head, though its config ties that to another.
+    """
+    model = checkpoint.model
+    layers = [layer_specs(layer, model.hidden_size) for layer in model.layers]
+    inner = tuple(find(specs, number) for number, specs in enumerate(layers))
+    outside, is_tied = exit_specs(model), checkpoint.config.tie_word_embeddings
+    has_own_head = has_head or model.is_pooled or not is_tied
     if not has_own_head:
         del outside["head.weight"]
-    return ModelOrigins(drawn(entry_specs(model)), layers, drawn(outside), has_own_head)
+    entry, outer = find(entry_specs(model), None), find(outside, None)
+    return ModelOrigins(entry, inner, outer, has_own_head)
+
+
+def open_files(checkpoint: Checkpoint, folder: Path) -> TensorFiles:
+    """Read the headers of all weight files."""
+    return TensorFiles(folder, checkpoint.architecture.prefix, checkpoint.dense_folders)
+
+
+def check_tensors(checkpoint: Checkpoint, *, has_weights: bool = True) -> None:
+    """Refuse what loading would refuse, by the headers of the weight files alone.
+
+    Args:
+        has_weights: otherwise the names of an index are checked, if there is one.
+
+    Raises:
+        CheckpointError: a file is missing or broken; a tensor is missing, unexpected, or misshapen.
+    """
+    if checkpoint.folder is None:
+        return
+    if has_weights:
+        files = open_files(checkpoint, checkpoint.folder)
+        find_origins(checkpoint, files.shapes, files.types)
+    elif names := indexed_names(checkpoint.folder):
+        find_origins(checkpoint, dict.fromkeys(names))
+
+
+def stored_formats(checkpoint: Checkpoint) -> dict[str, Parts]:
+    """Return in which formats each matrix is stored, by the names of `part_specs`.
+
+    Headers say it, or the config where there are no files. Nothing: random weights, or files that
+    are broken, which loading will name.
+    """
+    folder, own = checkpoint.folder, checkpoint.config.dtype
+    if folder is None:
+        return {}
+    try:
+        if weight_files(folder):
+            files = open_files(checkpoint, folder)
+            origins = find_origins(checkpoint, files.shapes, files.types).by_name()
+            origins.setdefault("head.weight", origins["embed.weight"])  # one that is tied
+            return {name: each.stored_parts(files.types) for name, each in origins.items()}
+    except CheckpointError:
+        return {}
+    specs = model_specs(checkpoint.model) if own else {}
+    return {name: [(Dense(own), each.shape[0])] for name, each in specs.items()}
 
 
 class _Search:
@@ -161,93 +238,77 @@ class _Search:
         self._missing: list[str] = []
         self._misshapen: list[str] = []
 
-    def find_layer(self, layer: Layer, number: int) -> Origins:
-        specs = layer_specs(layer, self._architecture.model.hidden_size)
-        return self._find(specs, *self._architecture.of_layer(number), layer)
-
-    def find_outside(self, specs: TensorSpecs) -> Origins:
-        return self._find(specs, self._architecture.outer, "", None)
-
-    def has_head(self, shape: Shape) -> bool:
+    def has_head(self) -> bool:
         """Tell whether the checkpoint has a weight of the head."""
-        source = self._architecture.outer["head"]
+        model, source = self._architecture.model, self._architecture.outer.get("head")
+        if source is None:
+            return False
         names = [f"{name}.weight" for name in source.names[0].split("|")]
+        shape = (model.vocab_size, model.embed_size)
         return self._has(self._piece(names, shape, source.layout))
 
     def refuse_what_is_wrong(self) -> None:
+        for wrong in self._find_wrong():
+            raise CheckpointError(f"{self._name}{wrong}")
+
+    def _find_wrong(self) -> Iterator[str]:
+        """Say what is wrong, in words that follow the name of the model."""
         left_out = self._architecture.left_out
         for tensor, dtype in self._types.items():
             is_read = dtype in FLOATS or self._used.get(tensor) is not None
             if not is_read and not is_left_out(tensor, left_out):
-                remedy = "Take a checkpoint in 16 or 32 bits"
-                if dtype in BLOCKS:
-                    runs = [each for form in FORMATS for each in form.types if each in BLOCKS]
-                    why = f"these types run: {', '.join((*runs, *FLOATS))}"
-                    remedy = "Take a file of the same model with these alone"
-                elif tensor.rpartition(".")[2] in {form.name for form in OWN_FORMS}:
-                    why = "fminfer quantize wrote it"
-                    remedy = "Run it with the config.json that lies there, and no other"
-                elif dtype in ("I64", "BOOL", "C64"):
-                    why = "weights have one of " + ", ".join(FLOATS)
-                else:
-                    why = "quantized weights do not run yet"
-                raise CheckpointError(f"{self._name} stores {tensor!r} as {dtype}: {why}. {remedy}")
-        for wrong in self._misshapen[:1]:
-            raise CheckpointError(f"{self._name}: {wrong}")
+                yield f" stores {tensor!r} as {dtype}: {_why_not_read(tensor, dtype)}"
+        yield from (f": {wrong}" for wrong in self._misshapen)
         left = [n for n in self._stored if n not in self._used and not is_left_out(n, left_out)]
-        for name in self._missing[:1]:
+        for name in self._missing:
             why = "the checkpoint is incomplete, fetch it again"
             if left:
                 why = (
                     f"it holds {left[0]!r}, which a model of this config does not have. Config and "
                     "weights do not belong together, or names were changed"
                 )
-            raise CheckpointError(
-                f"{self._name} lacks {len(self._missing)} of the model's tensors, such as "
-                f"{name!r}; {why}"
-            )
+            num = len(self._missing)
+            yield f" lacks {num} of the model's tensors, such as {name!r}; {why}"
         used = {self._core(each): each for each in self._used}
         for name in left:
             if other := used.get(self._core(name)):
-                raise CheckpointError(
-                    f"{self._name} holds a tensor twice, as {other!r} and as {name!r}; take one "
-                    "of them away"
-                )
-        for name in left[:1]:
-            raise CheckpointError(
-                f"{self._name} holds a tensor {name!r} that a model of its config.json does not "
-                f"have ({len(left)} such tensors); config and weights do not belong together"
+                yield f" holds a tensor twice, as {other!r} and as {name!r}; take one of them away"
+        for name in left:
+            yield (
+                f" holds a tensor {name!r} that a model of its config.json does not have "
+                f"({len(left)} such tensors); config and weights do not belong together"
             )
 
-    def _find(
-        self, specs: TensorSpecs, where: Mapping[str, Source], prefix: str, layer: Layer | None
-    ) -> Origins:
+    def find(self, specs: TensorSpecs, number: int | None) -> Origins:
+        """Find the tensors of a layer, or those outside of layers."""
         origins: Origins = {}
+        where, prefix, attention = self._architecture.outer, "", None
+        if number is not None:
+            where, prefix = self._architecture.of_layer(number)
+            attention = self._architecture.model.layers[number].attention
         for ours, spec in specs.items():
-            shape = spec.shape
-            module, _, leaf = ours.rpartition(".")
             source = source_of(ours, where)
             whole = [prefix + each for each in source.whole.split("|")]
-            pieces: tuple[Piece, ...] = (self._piece(whole, shape, source.layout),)
+            pieces: tuple[Piece, ...] = (self._piece(whole, spec.shape, source.layout),)
             if source.names and not (source.whole and self._has(pieces[0])):
-                form = f"{prefix}{{}}.{leaf}"
-                pieces = tuple(self._pieces(source, form, shape, module, layer))
+                form = f"{prefix}{{}}.{ours.rpartition('.')[2]}"
+                pieces = tuple(self._pieces(source, form, spec, attention))
             for piece in pieces:
                 self._take(piece)
-            origins[ours] = Origin(spec, pieces, source.layout)
+            origins[ours] = Origin(spec, pieces, source.layout, attention)
         return origins
 
     def _pieces(
-        self, source: Source, form: str, shape: Shape, module: str, layer: Layer | None
+        self, source: Source, form: str, spec: TensorSpec, attention: Attention | None
     ) -> Iterator[Piece]:
-        if module == "kv_up" and len(source.names) == 2:
-            assert layer is not None, "a latent is of a layer"
-            yield from self._pieces_by_head(source, form, layer)
+        is_joined, is_stacked = len(source.names) > 1, "*" in source.names[0]
+        if spec.use == "moved" and is_joined:
+            assert attention is not None, "a latent is of a layer"
+            yield from self._pieces_by_head(source, form, attention)
             return
-        is_stacked = "*" in source.names[0]
-        of_item = shape[1:] if is_stacked else shape
-        sizes = _part_sizes(module, layer, len(source.names), sum(of_item[:1]))
-        for item in range(shape[0]) if is_stacked else (None,):
+        of_item = spec.shape[1:] if is_stacked else spec.shape
+        sizes = [each.total for each in spec.outputs] if is_joined else [sum(of_item[:1])]
+        for item in range(spec.shape[0]) if is_stacked else (None,):
             first = 0
             for theirs, size in zip(source.names, sizes, strict=True):
                 part = (size, *of_item[1:]) if of_item else ()
@@ -256,12 +317,12 @@ class _Search:
                 yield self._piece(names, part, source.layout, item, first)
                 first += size
 
-    def _pieces_by_head(self, source: Source, form: str, layer: Layer) -> Iterator[Piece]:
+    def _pieces_by_head(self, source: Source, form: str, how: Attention) -> Iterator[Piece]:
         """Give each head's rows for its keys, which are stored turned, and for its values."""
-        latent, first = layer.attention.latent, 0
+        latent, first = how.latent, 0
         assert latent is not None, "there is a kv_up"
         sizes = zip(source.names, (latent.key_dim, latent.value_dim), (True, False), strict=True)
-        for head, (name, size, is_turned) in product(range(layer.attention.heads), [*sizes]):
+        for head, (name, size, is_turned) in product(range(how.heads), [*sizes]):
             shape = (latent.rank, size) if is_turned else (size, latent.rank)
             piece = self._piece([form.format(name.replace("*", str(head)))], shape, source.layout)
             yield replace(piece, first=first, last=first + size, is_turned=is_turned)
@@ -319,19 +380,16 @@ class _Search:
                 )
 
 
-def _part_sizes(module: str, layer: Layer | None, num: int, rows: int) -> tuple[int, ...]:
-    """Return how many rows of one of our tensors each stored one has."""
-    if num == 1:
-        return (rows,)
-    assert layer is not None, "what is outside layers is not joined"
-    if module == "qkv":
-        return layer.attention.qkv_sizes
-    if module == "cross_kv":
-        assert layer.cross is not None, "keys and values of what the encoder gave"
-        return layer.cross.attention.qkv_sizes[1:]
-    assert num == 2, "gate and up"
-    mlp: Mlp | Moe | None = layer.mlp
-    if isinstance(mlp, Moe):
-        mlp = mlp.shared if module == "shared.up" else mlp.expert
-    assert isinstance(mlp, Mlp), "an expert"
-    return (mlp.size, mlp.size)
+def _why_not_read(tensor: str, dtype: str) -> str:
+    """Say why a stored type is not read, and what to do."""
+    if dtype in BLOCKS:
+        runs = [each for form in FORMATS for each in form.types if each in BLOCKS]
+        why = f"these types run: {', '.join((*runs, *FLOATS))}"
+        return f"{why}. Take a file of the same model with these alone"
+    if tensor.rpartition(".")[2] in {form.name for form in OWN_FORMS}:
+        remedy = "Run it with the config.json that lies there, and no other"
+        return f"fminfer quantize wrote it. {remedy}"
+    why = "quantized weights do not run yet"
+    if dtype in ("I64", "BOOL", "C64"):
+        why = "weights have one of " + ", ".join(FLOATS)
+    return f"{why}. Take a checkpoint in 16 or 32 bits"

@@ -1,8 +1,7 @@
 """A folder of a quantized model: written once, and read without rounding again.
 
-Its safetensors hold our tensors by our names, such as "layers.0.qkv.weight.int4": joined, laid out
-and in the bytes in which they are held. Processors pack them in orders of their own, so they are
-packed as they are read. Its config.json says so in `quantization_config`.
+Its safetensors hold our tensors by our names, such as "layers.0.qkv.weight.int4", in the bytes in
+which they are held. They are packed as they are read, for each processor in its own order.
 """
 
 from __future__ import annotations
@@ -19,16 +18,15 @@ from safetensors.torch import save_file
 
 from fminfer.compute.quantized.block_format import Blocks
 from fminfer.core.errors import CheckpointError, UsageError
-from fminfer.models.beside import TELLING_FILES
 from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.models.config_fields import OWN_FOLDER
 from fminfer.models.fingerprint import FURTHER_TEMPLATES
 from fminfer.models.formats import Holding
-from fminfer.models.hub import SMALL_FILES
 from fminfer.models.layer_source import LayerSource, OnProgress, open_weights
+from fminfer.models.model_folder import SMALL_FILES, TELLING_FILES
+from fminfer.models.origins import stored_formats
 from fminfer.models.sentence_folder import MODULES, sentence_files
 from fminfer.models.tensor_specs import Weights, whole_model
-from fminfer.models.weight_headers import stored_formats
 
 CPU = torch.device("cpu")
 
@@ -36,15 +34,9 @@ CPU = torch.device("cpu")
 def write_quantized(
     checkpoint: Checkpoint, output: Path, quantized: str, *, seed: int, on_progress: OnProgress
 ) -> int:
-    """Write a model with its weights quantized; the folder gets its name once it is complete.
+    """Write a model with its weights quantized, as --quantize says; return the bytes of weights.
 
-    Args:
-        quantized: as --quantize.
-        seed: of random weights.
-        on_progress: called with (bytes made, bytes in all).
-
-    Returns:
-        the bytes of its weights.
+    The folder gets its name once it is complete.
 
     Raises:
         CheckpointError: the model cannot be loaded, or is quantized already.
@@ -117,12 +109,12 @@ def _write_small_files(checkpoint: Checkpoint, folder: Path, quantized: str) -> 
     found = [f for f in found if f.name not in (*TELLING_FILES, MODULES)]
     files = [(own, f) for f in found if not f.name.endswith(".index.json")]
     files += [(stored, file) for file in (sentence_files(stored) if stored else ())]
+    if (generation := checkpoint.generation_folder) and generation != own:
+        files.append((generation, generation / GENERATION))
     for top, file in files:
         target = folder / file.relative_to(str(top))
         target.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, target)
-    if (generation := checkpoint.generation_folder) and generation != own:
-        shutil.copyfile(generation / GENERATION, folder / GENERATION)
     fields = checkpoint.config.to_dict()
     fields.pop("_name_or_path", None)
     fields["quantization_config"] = OWN_FOLDER | {"to": quantized}

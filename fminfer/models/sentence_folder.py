@@ -55,17 +55,32 @@ def read_sentence_folder(folder: Path) -> SentenceFolder | None:
         readings = tuple(_reading_of(each / CONFIG) for each in dense)
         how = _mode_of(own[kinds.index("Pooling")] / CONFIG)
         pooling = Pooling(how, readings, is_normalized="Normalize" in kinds)
-    texts = next((_read(each) for each in sorted(folder.glob("sentence_*_config.json"))), {})
-    settings = _read(folder / SETTINGS)
+    texts = next((read_object(each) for each in sorted(folder.glob("sentence_*_config.json"))), {})
+    settings = read_object(folder / SETTINGS)
     return SentenceFolder(
         pooling,
         tuple(dense),
-        texts.get("max_seq_length") or _read(folder / TOKENIZER).get("model_max_length"),
+        texts.get("max_seq_length") or read_object(folder / TOKENIZER).get("model_max_length"),
         bool(texts.get("do_lower_case")),
         {name: text or "" for name, text in (settings.get("prompts") or {}).items()},
         settings.get("default_prompt_name") or "",
         settings.get("activation_fn"),
     )
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Return what a JSON file beside a model says; {}: there is none.
+
+    Raises:
+        CheckpointError: it is no JSON object.
+    """
+    try:
+        fields = json.loads(file.read_bytes()) if file.exists() else {}
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is no JSON object: {error}; fetch it again") from error
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{file} is no JSON object; fetch it again")
+    return fields
 
 
 def sentence_files(folder: Path) -> list[Path]:
@@ -124,15 +139,7 @@ def _read_module(file: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{MODULES} names {file.parent.name}, and {file} is missing; fetch the whole folder"
         )
-    return _read(file)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(file.read_bytes()) if file.exists() else {}
-        return fields if isinstance(fields, dict) else {}
-    except ValueError as error:
-        raise CheckpointError(f"{file} is no JSON object ({error}); fetch it again") from error
+    return read_object(file)
 
 
 def _not_run(file: Path, what: str) -> CheckpointError:

@@ -1,8 +1,8 @@
 """Tensor parallelism (Shoeybi et al. 2019): which part of each tensor a rank holds.
 
-A rank has some heads of attention, and some tokens of embedding and head. It has a part of the
-intermediate size of each MLP, shared MLP and expert. Queries, keys, values and `up` are cut by
-outputs, `out` and `down` by inputs: the ranks add up what these two give. All else is whole.
+A rank has some heads of attention, some tokens of embedding and head, and a part of the inner size
+of each MLP and expert. Each `TensorSpec` says which of its outputs and inputs belong to these.
+Ranks add up what `out` and `down` give, which are cut by inputs. All else is whole.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from fminfer.compute.quantized.block_format import Joined
 from fminfer.compute.spec import Attention, HeadsOfAll, Layer, Mlp, Model, Moe
-from fminfer.compute.weights import Format, TensorSpec
+from fminfer.compute.weights import Format, TensorSpec, Units
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import even_parts
-from fminfer.models.tensor_specs import entry_specs, exit_specs, layer_specs
+from fminfer.models.tensor_specs import TensorSpecs, entry_specs, exit_specs, layer_specs
 
 TOKENS_UNIT = 8  # masks of allowed tokens are bytes of 8
 MORE_RANKS = "--pipeline-group-size uses more ranks"
@@ -25,17 +26,11 @@ MORE_RANKS = "--pipeline-group-size uses more ranks"
 
 @dataclass(slots=True, frozen=True)
 class TensorCut:
-    """The part of a tensor that a rank holds.
+    """The part of a tensor that a rank holds."""
 
-    Args:
-        rows: of its outputs; None: all.
-        columns: of its inputs; None: all.
-        is_zero: held as zeros, because the first rank adds this bias.
-    """
-
-    rows: tuple[range, ...] | None = None
-    columns: range | None = None
-    is_zero: bool = False
+    rows: tuple[range, ...] | None = None  # of its outputs; None: all
+    columns: range | None = None  # of its inputs; None: all
+    is_zero: bool = False  # held as zeros, because the first rank adds this bias
 
     def held(self, spec: TensorSpec) -> TensorSpec:
         """Return what is held of a tensor."""
@@ -73,21 +68,21 @@ class LayerShare:
     inner: range  # of the MLP, or of each expert
     shared: range  # of the shared expert
 
+    @property
+    def parts(self) -> dict[str, range]:
+        """The same by the names of `Units`."""
+        own = {"heads": self.heads, "kv_heads": self.kv_heads}
+        return own | {"inner": self.inner, "shared": self.shared}
+
 
 @dataclass(slots=True, frozen=True)
 class ModelShare:
-    """What one rank has of a model; `model` is its spec.
+    """What one rank has of a model; `model` is its spec."""
 
-    Args:
-        whole: the spec of all ranks together.
-        tokens: of each rank.
-        layers: of this rank.
-    """
-
-    whole: Model
+    whole: Model  # the spec of all ranks together
     shard: int
-    tokens: tuple[range, ...]
-    layers: tuple[LayerShare, ...]
+    tokens: tuple[range, ...]  # of each rank
+    layers: tuple[LayerShare, ...]  # of this rank
 
     @property
     def model(self) -> Model:
@@ -101,20 +96,31 @@ class ModelShare:
 
     def layer_cuts(self, number: int) -> Cuts:
         """Return the cuts of a layer's tensors."""
-        layer, share = self.whole.layers[number], self.layers[number]
-        specs = layer_specs(layer, self.whole.hidden_size)
-        found = _cut_attention(layer.attention, share) | _cut_mlps(layer.mlp, share)
-        for name in ("out", "cross_out", "down", "experts.down", "shared.down"):
-            found[f"{name}.bias"] = TensorCut(is_zero=self.shard > 0)
-        return {name: cut for name, cut in found.items() if name in specs}
+        return self._cut(layer_specs(self.whole.layers[number], self.whole.hidden_size), number)
 
     def cuts(self) -> Cuts:
         """Return all cuts; names of a layer's tensors begin with its number."""
-        outer = entry_specs(self.whole) | exit_specs(self.whole)
-        names = outer.keys() & {"embed.weight", "head.weight", "head.bias"}
-        found = dict.fromkeys(names, TensorCut((self.tokens[self.shard],)))
+        found = self._cut(entry_specs(self.whole) | exit_specs(self.whole))
         for number in range(len(self.layers)):
             found |= {f"{number}.{name}": cut for name, cut in self.layer_cuts(number).items()}
+        return found
+
+    def _cut(self, specs: TensorSpecs, number: int | None = None) -> dict[str, TensorCut]:
+        parts = {"tokens": self.tokens[self.shard]}
+        if number is not None:
+            parts |= self.layers[number].parts
+
+        def own(units: Units, first: int = 0) -> range:
+            part = parts[units.of]
+            return range(first + part.start * units.size, first + part.stop * units.size)
+
+        found = {}
+        for name, spec in specs.items():
+            firsts = accumulate((each.total for each in spec.outputs), initial=0)
+            rows = tuple(map(own, spec.outputs, firsts)) or None
+            columns = None if spec.inputs is None else own(spec.inputs)
+            if rows or columns or spec.is_of_sum:
+                found[name] = TensorCut(rows, columns, spec.is_of_sum and self.shard > 0)
         return found
 
 
@@ -127,10 +133,7 @@ class InputBlocks:
 
 
 def share_model(model: Model, shard: int, count: int, blocks: InputBlocks) -> ModelShare:
-    """Cut a model for the ranks of a stage.
-
-    Args:
-        shard, count: which of so many ranks.
+    """Cut a model for one of the ranks of a stage.
 
     Raises:
         UsageError: it cannot be cut into so many parts; the most that it can be is told.
@@ -236,49 +239,3 @@ def _cut_layer(layer: Layer, share: LayerShare) -> Layer:
         how = replace(how, heads=len(share.heads), kv_heads=len(share.kv_heads))
         cross = replace(cross, attention=how)
     return replace(layer, attention=attention, mlp=cut, cross=cross)
-
-
-def _scaled(part: range, size: int, first: int = 0) -> range:
-    """Return the numbers of some heads, each of a size, behind others."""
-    return range(first + part.start * size, first + part.stop * size)
-
-
-def _cut_attention(how: Attention, share: LayerShare) -> dict[str, TensorCut]:
-    heads, kv_heads, dim = share.heads, share.kv_heads, how.head_dim
-    found = {
-        "sinks.weight": TensorCut((heads,)),
-        "relative.weight": TensorCut(columns=heads),
-        "cross_out.weight": TensorCut(columns=_scaled(heads, dim)),
-    }
-    if how.latent is not None:
-        of_query, of_value = how.latent.key_dim + how.latent.turned_dim, how.latent.value_dim
-        for name in ("q", "q_up"):
-            found[f"{name}.weight"] = TensorCut((_scaled(heads, of_query),))
-        found["kv_up.weight"] = TensorCut((_scaled(heads, how.latent.key_dim + of_value),))
-        return found | {"out.weight": TensorCut(columns=_scaled(heads, of_value))}
-    of_query, of_key, _ = how.qkv_sizes
-    rows = tuple(_scaled(kv_heads, dim, of_query + n * of_key) for n in range(2))
-    of_cross = tuple(_scaled(kv_heads, dim, n * of_key) for n in range(2))
-    for leaf in ("weight", "bias"):
-        found[f"cross_q.{leaf}"] = TensorCut((_scaled(heads, dim),))
-        found[f"cross_kv.{leaf}"] = TensorCut(of_cross)
-        found[f"qkv.{leaf}"] = TensorCut((_scaled(heads, dim), *rows))
-        if how.qk_norm_over != "head":
-            size = dim if how.qk_norm_over == "all" else 1
-            found[f"q_norm.{leaf}"] = TensorCut((_scaled(heads, size),))
-            found[f"k_norm.{leaf}"] = TensorCut((_scaled(kv_heads, size),))
-    return found | {"out.weight": TensorCut(columns=_scaled(heads, dim))}
-
-
-def _cut_mlps(mlp: Mlp | Moe, share: LayerShare) -> dict[str, TensorCut]:
-    if not isinstance(mlp, Moe):
-        return _cut_mlp("", mlp, share.inner)
-    found = _cut_mlp("experts.", mlp.expert, share.inner)
-    return found if mlp.shared is None else found | _cut_mlp("shared.", mlp.shared, share.shared)
-
-
-def _cut_mlp(top: str, mlp: Mlp, inner: range) -> dict[str, TensorCut]:
-    halves = [range(n * mlp.size + inner.start, n * mlp.size + inner.stop) for n in range(2)]
-    rows = TensorCut(tuple(halves[: 2 if mlp.is_gated else 1]))
-    leaves = {f"{top}up.{leaf}": rows for leaf in ("weight", "bias")}
-    return leaves | {f"{top}down.weight": TensorCut(columns=inner)}

@@ -1,7 +1,4 @@
-"""One stage's compute: its layers, its KV cache, and on the last stage the sampling.
-
-It knows steps, not requests; which rows run and why is the engine's business.
-"""
+"""One stage's compute: its layers, its KV cache, and on the last stage the sampling."""
 
 from __future__ import annotations
 
@@ -44,7 +41,6 @@ from fminfer.machine.device import send
 from fminfer.machine.out_of_memory import SizeLimit
 from fminfer.machine.threads import ThreadCount
 from fminfer.models.decode_graphs import GraphsOf
-from fminfer.models.encoder import kept_tokens
 from fminfer.models.layer_step import LayerStep
 from fminfer.models.layer_stream import LayerStream
 from fminfer.models.transformer import Transformer
@@ -54,13 +50,10 @@ Pair = tuple[torch.cuda.Event, torch.cuda.Event]  # before and after a step's wo
 
 
 class StepClock:
-    """Times the steps of one stage.
+    """Times the steps of one stage, and adds the times of streamed layers.
 
     A GPU works on when the call that gave it work returns. A step that nobody waits for, such as a
     prompt's chunk of which nothing is drawn, has its time told with the next one that is done.
-
-    Args:
-        stream: the streamed layers, whose times it adds; None: there are none.
     """
 
     def __init__(self, device: torch.device, stream: LayerStream | None = None) -> None:
@@ -76,26 +69,19 @@ class StepClock:
             self._untold[-1][0].record()
 
     def stop(self, *, is_awaited: bool, sent_bytes: int = 0, max_tokens: int = 0) -> StageSpan:
-        """End the step that was begun, and return when it was.
-
-        Args:
-            is_awaited: a GPU has done its work, for somebody has read what it gave.
-        """
-        span = self._span(is_awaited, sent_bytes, max_tokens)
+        """End the step that was begun, and return when it was; a GPU is done if it is awaited."""
+        start_s, end_s, earlier_s = self._start_s, time.time(), 0.0
+        if self._on_gpu:
+            last = self._untold[-1][1]
+            last.record()
+            start_s = end_s
+            if is_awaited:
+                last.synchronize()
+                *earlier, own_s = (first.elapsed_time(last) / 1000 for first, last in self._untold)
+                self._untold.clear()
+                start_s, earlier_s = end_s - own_s, sum(earlier)
+        span = StageSpan(start_s, end_s, sent_bytes, max_tokens, earlier_s)
         return span if self._stream is None else self._stream.told(span)
-
-    def _span(self, is_awaited: bool, sent_bytes: int, max_tokens: int) -> StageSpan:
-        end_s = time.time()
-        if not self._on_gpu:
-            return StageSpan(self._start_s, end_s, sent_bytes, max_tokens)
-        last = self._untold[-1][1]
-        last.record()
-        if not is_awaited:
-            return StageSpan(end_s, end_s, sent_bytes, max_tokens)
-        last.synchronize()
-        *earlier, own_s = (first.elapsed_time(last) / 1000 for first, last in self._untold)
-        self._untold.clear()
-        return StageSpan(end_s - own_s, end_s, sent_bytes, max_tokens, sum(earlier))
 
 
 def _new_event() -> torch.cuda.Event:
@@ -114,13 +100,9 @@ class Stage:
     """A model, or the layers of one stage, over a paged KV cache.
 
     Args:
-        network: weights loaded.
-        kv_dtype: of the KV cache.
-        device: of its weights, its hidden states and the KV cache.
-        num_blocks, block_size: the size of the KV cache.
+        kv_dtype, num_blocks, block_size: of the KV cache.
         kernel: the compiled attention kernel; None: plain tensor operations.
         ranker: finds normalizers and the best of logits.
-        drawer: draws tokens.
         threads: how many compute; looked at before each step. None: torch's own number.
         graphs: makes what replays decode steps; None: each is launched kernel by kernel.
         tokens: whose logits the head gives; None: the whole vocabulary.
@@ -141,10 +123,8 @@ class Stage:
         graphs: GraphsOf | None = None,
         tokens: TokenSpan | None = None,
     ) -> None:
-        self._threads = threads
-        self._network = network
-        self._head = network.head
-        self._device = device
+        self._threads, self._device = threads, device
+        self._network, self._head = network, network.head
         self.has_kernel = kernel is not None  # attention is compiled
         tokens = tokens or TokenSpan(network.model.vocab_size)
         self._tokens = replace(tokens, ranker=ranker, drawer=drawer)
@@ -218,13 +198,13 @@ class Stage:
 
     @torch.inference_mode()
     def forward(self, step: Step, hidden: torch.Tensor | None) -> torch.Tensor:
-        """Run the stage's layers over a step's packed tokens.
+        """Run the stage's layers over a step's packed tokens, (tokens, hidden).
 
         Args:
-            hidden: (tokens, hidden) of the stage before; None on the first stage.
+            hidden: of the stage before; None on the first stage.
 
         Returns:
-            (tokens, hidden); on the last stage normed, and of the tokens in `step.wanted` only.
+            the same; on the last stage normed, and of the tokens in `step.wanted` only.
         """
         if self._threads is not None:
             self._threads.follow()
@@ -251,65 +231,53 @@ class Stage:
 
     @torch.inference_mode()
     def finish(self, step: Step, hidden: torch.Tensor) -> Results:
-        """Sample and score a step, on the last stage.
-
-        Args:
-            hidden: what `forward` returned, (wanted tokens, hidden).
-        """
-        results: Results = {}
+        """Sample and score a step, on the last stage, from what `forward` returned."""
         if step.is_whole:
             return {"vectors": self._vectors(step, hidden)}
-        wanted = step.wanted
+        results: Results = {}
         if len(step.draws):
-            places = np.searchsorted(wanted, step.draws["token_index"])
+            places = np.searchsorted(step.wanted, step.draws["token_index"])
             results["tokens"] = self._by_parts(hidden, places, self._sampler(step))
         if len(step.scores):
-            places = np.searchsorted(wanted, step.scores["token_index"])
+            places = np.searchsorted(step.wanted, step.scores["token_index"])
             results["prompt scores"] = self._by_parts(hidden, places, self._scorer(step))
         return results
 
     def _encode(self, step: Step, hidden: torch.Tensor | None) -> torch.Tensor:
-        """Run the encoder's layers over whole prompts.
-
-        Returns:
-            (tokens, hidden); on the last stage of a model that pools some poolings need few.
-        """
+        """Run the encoder's layers over whole prompts; the last one gives the tokens to pool."""
         encoder = self._network.encoder
         assert encoder is not None, "a step of whole prompts"
-        ends = step.lengths.cumsum()
-        how = encoder.how.pooling if encoder.is_last else None
+        ends, pooling = step.lengths.cumsum(), self._network.pooling
 
         def run_rows(first: int, last: int) -> torch.Tensor:
             lengths, end = step.lengths[first:last], int(ends[last - 1])
             start = end - int(lengths.sum())
             part = slice(start, end)
             positions = ranges(0 * lengths, lengths)
-            kept = kept_tokens(how, lengths)
+            kept = None if pooling is None else pooling.kept(lengths)
             columns = [positions, step.token_ids[part], step.token_types[part]]
-            if kept is not None:
-                columns.append(kept)
+            columns += [] if kept is None else [kept]
             sent_positions, ids, types, *of_kept = send(columns, self._device)
             index = of_kept[0] if of_kept else None
-            before = None if hidden is None else hidden[part]
-            if before is None:
-                before = self._network.encode(
-                    ids, sent_positions, types.long() if len(types) else None
-                )
+            if hidden is None:
+                of_types = types.long() if len(types) else None
+                before = self._network.encode(ids, sent_positions, of_types)
+            else:
+                before = hidden[part]
             if self._whole is None:  # none of its layers is here
                 return before
             attend = self._whole.plan(lengths, len(encoder.own), index)
-            layer_step = LayerStep(sent_positions, attend, index, self._network.shards)
-            return encoder.run(before, layer_step)
+            return encoder.run(
+                before, LayerStep(sent_positions, attend, index, self._network.shards)
+            )
 
         parts = self._prompt_limit.run(len(step.lengths), run_rows)
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _vectors(self, step: Step, hidden: torch.Tensor) -> np.ndarray:
         """Return what the encoder gives as bytes: a vector a prompt, or a hidden state a token."""
-        encoder = self._network.encoder
-        assert encoder is not None, "a step of whole prompts"
-        if encoder.how.pooling is not None:
-            hidden = encoder.pool(hidden, step.lengths)
+        if self._network.pooling is not None:
+            hidden = self._network.pooling(hidden, step.lengths)
         return hidden.contiguous().cpu().view(torch.uint8).numpy()
 
     def _forward(
@@ -324,16 +292,14 @@ class Stage:
         """Run the layers over rows' tokens; return the hidden states of the `kept` ones.
 
         Args:
-            cross: the tokens as rows that attend to memory; None: there is no encoder.
-            memory: bytes of what of it comes with the step.
+            cross: the tokens as rows that attend to memory, of which `memory` comes with the step.
         """
         is_all = len(kept) == len(ids)
         if self.graphs is not None and is_all:
             found = self.graphs.run(rows, ids, before)
             if found is not None:
                 return found
-        columns = (rows.token_positions, ids, kept)
-        positions, sent_ids, sent_kept = send(columns, self._device)
+        positions, sent_ids, sent_kept = send((rows.token_positions, ids, kept), self._device)
         index = None if is_all else sent_kept
         attend = self.cache.plan(rows, index)
         if before is None:
@@ -349,7 +315,6 @@ class Stage:
 
     def _sampler(self, step: Step) -> Use:
         """Return a function that draws the tokens of a part of the step's draws."""
-        assert self._head is not None, "only the last stage has a head"
         tokens = self._tokens
         edits = StepEdits(step, tokens.size, self._device, tokens.own)
         num_top = int(step.draws["num_top"].max())

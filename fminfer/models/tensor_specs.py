@@ -5,7 +5,8 @@ Loading, random weights, forecasts of memory and the cost of the head use this l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
 
 import torch
 
@@ -20,14 +21,13 @@ from fminfer.compute.spec import (
     Moe,
     Norm,
 )
-from fminfer.compute.weights import TensorSpec, Use, Weight
+from fminfer.compute.weights import TensorSpec, Units, Use, Weight
 from fminfer.core.partition import Part
 
 TensorSpecs = dict[str, TensorSpec]
 Weights = dict[str, Weight]  # by the same names
 # The share of tokens that run the head: generated tokens do, most prompt tokens do not.
 HEAD_SHARE = 0.5
-Specs = Iterator[tuple[str, TensorSpec]]
 
 
 def plain_of(weights: Weights, name: str) -> torch.Tensor | None:
@@ -37,17 +37,73 @@ def plain_of(weights: Weights, name: str) -> torch.Tensor | None:
 
 def layer_specs(layer: Layer, hidden_size: int) -> TensorSpecs:
     """Return the tensors of a layer. Products are (outputs, inputs), of experts (experts, …)."""
-    return dict(_of_layer(layer, hidden_size))
+    attention, of_hidden = layer.attention, (hidden_size,)
+    found: TensorSpecs = {}
+    for side, pair in (("before", layer.before), ("after", layer.after), ("sum", layer.of_sum)):
+        for part, norm in zip(("attention", "mlp"), pair, strict=True):
+            found |= _of_norm(f"{side}_{part}", norm, of_hidden)
+    if attention.latent is not None:
+        found |= _of_latent(attention, attention.latent, hidden_size)
+    else:
+        of_query, *of_keys = _heads_of(attention)
+        has_bias = attention.has_qkv_bias
+        found |= _of_product("qkv", (of_query, *of_keys), hidden_size, has_bias)
+        found |= _of_qk_norm("q_norm", attention, of_query)
+        found |= _of_qk_norm("k_norm", attention, of_keys[0])
+    heads = Units("heads", attention.heads)
+    if attention.has_sinks:
+        found["sinks.weight"] = TensorSpec((heads.count,), "other", outputs=(heads,))
+    inputs = replace(heads, size=attention.out_inputs // heads.count)
+    found |= _of_product("out", hidden_size, inputs, attention.has_out_bias)
+    if (relative := attention.relative) is not None:
+        shape = (relative.buckets, heads.count)
+        found["relative.weight"] = TensorSpec(shape, "other", inputs=heads)
+    if (cross := layer.cross) is not None:
+        how = cross.attention
+        of_query, *of_keys = _heads_of(how)
+        found |= _of_norm("before_cross", cross.before, of_hidden)
+        found |= _of_norm("sum_cross", cross.of_sum, of_hidden)
+        found |= _of_product("cross_q", (of_query,), hidden_size, how.has_qkv_bias)
+        found |= _of_product("cross_kv", (*of_keys,), hidden_size, how.has_qkv_bias)
+        found |= _of_product("cross_out", hidden_size, of_query, how.has_out_bias)
+    mlp = layer.mlp
+    own = _of_moe(mlp, hidden_size) if isinstance(mlp, Moe) else _of_mlp(mlp, hidden_size)
+    return found | own
 
 
 def entry_specs(model: Model) -> TensorSpecs:
     """Return the tensors before the first layer, which the first stage holds."""
-    return dict(_of_entry(model))
+    hidden = model.hidden_size
+    tokens = Units("tokens", model.vocab_size)
+    shape = (tokens.count, model.embed_size)
+    found = {"embed.weight": TensorSpec(shape, "embedding", outputs=(tokens,))}
+    if model.embed_size != hidden:
+        found["project_in.weight"] = TensorSpec((hidden, model.embed_size), "other")
+    if model.num_positions and not model.has_sinusoids:
+        found["positions.weight"] = TensorSpec((model.num_positions, hidden), "other")
+    found |= _of_norm("embed_norm", model.embed_norm, (hidden,))
+    if (encoder := model.encoder) is not None:
+        for name, rows in ("positions", encoder.num_positions), ("types", encoder.num_types):
+            if rows:
+                found[f"encoder.{name}.weight"] = TensorSpec((rows, hidden), "other")
+        found |= _of_norm("encoder.embed_norm", encoder.embed_norm, (hidden,))
+    return found
 
 
 def exit_specs(model: Model) -> TensorSpecs:
     """Return the tensors after the last layer, which the last stage holds."""
-    return dict(_of_exit(model))
+    hidden = model.hidden_size
+    found: TensorSpecs = {}
+    if model.encoder is not None:
+        found |= _of_norm("encoder.final_norm", model.encoder.final_norm, (hidden,))
+        found |= _of_pooling(model.encoder, hidden)
+    if model.is_pooled:
+        return found
+    found |= _of_norm("final_norm", model.final_norm, (hidden,))
+    if model.embed_size != hidden:
+        found["project_out.weight"] = TensorSpec((model.embed_size, hidden), "other")
+    tokens = Units("tokens", model.vocab_size)
+    return found | _of_product("head", (tokens,), model.embed_size, model.has_head_bias, "head")
 
 
 def part_specs(model: Model, part: Part) -> TensorSpecs:
@@ -72,131 +128,100 @@ def whole_model(model: Model) -> Part:
 
 def head_cost(model: Model) -> float:
     """Return the cost of the head on the last stage, in units of a layer."""
-    cached = model.layers[: model.num_cached]
-    sizes = [_size(layer_specs(layer, model.hidden_size)) for layer in cached]
+    layers = [layer_specs(layer, model.hidden_size) for layer in model.layers[: model.num_cached]]
+    sizes = [spec.size for specs in layers for spec in specs.values()]
     head = exit_specs(model).get("head.weight")
-    return 0.0 if head is None else HEAD_SHARE * head.size * len(sizes) / sum(sizes)
+    return 0.0 if head is None else HEAD_SHARE * head.size * len(layers) / sum(sizes)
 
 
-def _size(specs: TensorSpecs) -> int:
-    return sum(spec.size for spec in specs.values())
+def _of_moe(moe: Moe, hidden: int) -> TensorSpecs:
+    found = _of_product("router", moe.num_experts, hidden, moe.has_router_bias, "router")
+    if moe.has_choice_bias:
+        found["choice.bias"] = TensorSpec((moe.num_experts,), "choice")
+    for name, one in _of_mlp(moe.expert, hidden).items():
+        found[f"experts.{name}"] = replace(one, shape=(moe.num_experts, *one.shape))
+    if moe.shared is not None:
+        shared = _of_mlp(moe.shared, hidden, "shared")
+        found |= {f"shared.{name}": one for name, one in shared.items()}
+    if moe.has_shared_gate:
+        found["shared_gate.weight"] = TensorSpec((1, hidden), "other")
+    return found
 
 
-def _of_layer(layer: Layer, hidden: int) -> Specs:
-    attention = layer.attention
-    for side, pair in (("before", layer.before), ("after", layer.after), ("sum", layer.of_sum)):
-        for part, norm in zip(("attention", "mlp"), pair, strict=True):
-            yield from _of_norm(f"{side}_{part}", norm, (hidden,))
-    if attention.latent is not None:
-        yield from _of_latent(attention, attention.latent, hidden)
-    else:
-        yield from _of_product("qkv", sum(attention.qkv_sizes), hidden, attention.has_qkv_bias)
-        for name, heads in (("q_norm", attention.heads), ("k_norm", attention.kv_heads)):
-            yield from _of_norm(name, attention.qk_norm, _qk_norm_shape(attention, heads))
-    if attention.has_sinks:
-        yield "sinks.weight", TensorSpec((attention.heads,), "other")
-    yield from _of_product("out", hidden, attention.out_inputs, attention.has_out_bias)
-    if attention.relative is not None:
-        yield "relative.weight", TensorSpec((attention.relative.buckets, attention.heads), "other")
-    if (cross := layer.cross) is not None:
-        of_query, *of_keys = cross.attention.qkv_sizes
-        has_bias = cross.attention.has_qkv_bias
-        yield from _of_norm("before_cross", cross.before, (hidden,))
-        yield from _of_norm("sum_cross", cross.of_sum, (hidden,))
-        yield from _of_product("cross_q", of_query, hidden, has_bias)
-        yield from _of_product("cross_kv", sum(of_keys), hidden, has_bias)
-        has_bias, inputs = cross.attention.has_out_bias, cross.attention.out_inputs
-        yield from _of_product("cross_out", hidden, inputs, has_bias)
-    if isinstance(layer.mlp, Moe):
-        moe, expert = layer.mlp, layer.mlp.expert
-        yield from _of_product("router", moe.num_experts, hidden, moe.has_router_bias, "router")
-        if moe.has_choice_bias:
-            yield "choice.bias", TensorSpec((moe.num_experts,), "choice")
-        for name, one in _of_mlp(expert, hidden):
-            yield f"experts.{name}", TensorSpec((moe.num_experts, *one.shape), one.use)
-        for name, one in () if moe.shared is None else _of_mlp(moe.shared, hidden):
-            yield f"shared.{name}", one
-        if moe.has_shared_gate:
-            yield "shared_gate.weight", TensorSpec((1, hidden), "other")
-    else:
-        yield from _of_mlp(layer.mlp, hidden)
-
-
-def _of_latent(how: Attention, latent: Latent, hidden: int) -> Specs:
-    of_queries, has_bias = how.heads * (latent.key_dim + latent.turned_dim), how.has_qkv_bias
+def _of_latent(how: Attention, latent: Latent, hidden: int) -> TensorSpecs:
+    heads, has_bias = Units("heads", how.heads), how.has_qkv_bias
+    of_queries = (replace(heads, size=latent.key_dim + latent.turned_dim),)
     if latent.query_rank is None:
-        yield from _of_product("q", of_queries, hidden, False)
+        found = _of_product("q", of_queries, hidden, False)
     else:
-        yield from _of_product("q_down", latent.query_rank, hidden, has_bias)
-        yield from _of_norm("q_norm", latent.norm, (latent.query_rank,))
-        yield from _of_product("q_up", of_queries, latent.query_rank, False)
-    yield from _of_product("kv_down", latent.rank + latent.turned_dim, hidden, has_bias)
-    yield from _of_norm("kv_norm", latent.norm, (latent.rank,))
-    of_heads = how.heads * (latent.key_dim + latent.value_dim)
-    yield from _of_product("kv_up", of_heads, latent.rank, False, "moved")
+        found = _of_product("q_down", latent.query_rank, hidden, has_bias)
+        found |= _of_norm("q_norm", latent.norm, (latent.query_rank,))
+        found |= _of_product("q_up", of_queries, latent.query_rank, False)
+    found |= _of_product("kv_down", latent.rank + latent.turned_dim, hidden, has_bias)
+    found |= _of_norm("kv_norm", latent.norm, (latent.rank,))
+    of_heads = (replace(heads, size=latent.key_dim + latent.value_dim),)
+    return found | _of_product("kv_up", of_heads, latent.rank, False, "moved")
 
 
-def _of_entry(model: Model) -> Specs:
-    yield "embed.weight", TensorSpec((model.vocab_size, model.embed_size), "embedding")
-    if model.embed_size != model.hidden_size:
-        yield "project_in.weight", TensorSpec((model.hidden_size, model.embed_size), "other")
-    if model.num_positions and not model.has_sinusoids:
-        yield "positions.weight", TensorSpec((model.num_positions, model.hidden_size), "other")
-    yield from _of_norm("embed_norm", model.embed_norm, (model.hidden_size,))
-    if (encoder := model.encoder) is not None:
-        for name, rows in ("positions", encoder.num_positions), ("types", encoder.num_types):
-            if rows:
-                yield f"encoder.{name}.weight", TensorSpec((rows, model.hidden_size), "other")
-        yield from _of_norm("encoder.embed_norm", encoder.embed_norm, (model.hidden_size,))
-
-
-def _of_exit(model: Model) -> Specs:
-    if model.encoder is not None:
-        yield from _of_norm("encoder.final_norm", model.encoder.final_norm, (model.hidden_size,))
-        yield from _of_pooling(model.encoder, model.hidden_size)
-        if model.is_pooled:
-            return
-    yield from _of_norm("final_norm", model.final_norm, (model.hidden_size,))
-    if model.embed_size != model.hidden_size:
-        yield "project_out.weight", TensorSpec((model.embed_size, model.hidden_size), "other")
-    yield from _of_product("head", model.vocab_size, model.embed_size, model.has_head_bias, "head")
-
-
-def _of_pooling(encoder: Encoder, inputs: int) -> Specs:
+def _of_pooling(encoder: Encoder, inputs: int) -> TensorSpecs:
+    found: TensorSpecs = {}
     for number, each in enumerate(encoder.pooling.readings if encoder.pooling else ()):
-        yield from _of_product(f"reading_{number}", each.size, inputs, each.has_bias, "other")
-        yield from _of_norm(f"reading_{number}_norm", each.norm, (each.size,))
+        found |= _of_product(f"reading_{number}", each.size, inputs, each.has_bias, "other")
+        found |= _of_norm(f"reading_{number}_norm", each.norm, (each.size,))
         inputs = each.size
+    return found
 
 
-def _of_mlp(mlp: Mlp, hidden: int) -> Specs:
-    yield from _of_product("up", mlp.up_size, hidden, mlp.has_bias)
-    yield "down.weight", TensorSpec((hidden, mlp.size), "product", is_wide=mlp.is_wide)
-    if mlp.has_bias:
-        yield "down.bias", TensorSpec((hidden,), "bias")
+def _of_mlp(mlp: Mlp, hidden: int, of: Literal["inner", "shared"] = "inner") -> TensorSpecs:
+    inner = Units(of, mlp.size)
+    found = _of_product("up", (inner,) * (2 if mlp.is_gated else 1), hidden, mlp.has_bias)
+    found |= _of_product("down", hidden, inner, mlp.has_bias)
+    found["down.weight"] = replace(found["down.weight"], is_wide=mlp.is_wide)
     for name, shape in ACTIVATION_SHAPES.get(mlp.activation, {}).items():
-        yield f"{mlp.activation}.{name}", TensorSpec(shape, "other")
+        found[f"{mlp.activation}.{name}"] = TensorSpec(shape, "other")
+    return found
 
 
 def _of_product(
-    name: str, outputs: int, inputs: int, has_bias: bool, use: Use = "product"
-) -> Specs:
-    yield f"{name}.weight", TensorSpec((outputs, inputs), use)
+    name: str,
+    outputs: int | tuple[Units, ...],
+    inputs: int | Units,
+    has_bias: bool,
+    use: Use = "product",
+) -> TensorSpecs:
+    of_outputs = () if isinstance(outputs, int) else outputs
+    of_inputs = None if isinstance(inputs, int) else inputs
+    size = outputs if isinstance(outputs, int) else sum(each.total for each in outputs)
+    shape = (size, inputs if isinstance(inputs, int) else inputs.total)
+    found = {f"{name}.weight": TensorSpec(shape, use, outputs=of_outputs, inputs=of_inputs)}
     if has_bias:
-        yield f"{name}.bias", TensorSpec((outputs,), "bias")
+        is_of_sum = of_inputs is not None
+        bias = TensorSpec((size,), "bias", outputs=of_outputs, is_of_sum=is_of_sum)
+        found[f"{name}.bias"] = bias
+    return found
 
 
-def _of_norm(name: str, norm: Norm | None, shape: tuple[int, ...]) -> Specs:
+def _of_norm(name: str, norm: Norm | None, shape: tuple[int, ...]) -> TensorSpecs:
+    found: TensorSpecs = {}
     if norm is not None and norm.has_weight:
-        yield f"{name}.weight", TensorSpec(shape, "norm")
+        found[f"{name}.weight"] = TensorSpec(shape, "norm")
     if norm is not None and norm.has_bias:
-        yield f"{name}.bias", TensorSpec(shape, "norm_bias")
+        found[f"{name}.bias"] = TensorSpec(shape, "norm_bias")
+    return found
 
 
-def _qk_norm_shape(attention: Attention, heads: int) -> tuple[int, ...]:
-    shapes: dict[str, tuple[int, ...]] = {
-        "head": (attention.head_dim,),
-        "heads": (heads, attention.head_dim),
-        "all": (heads * attention.head_dim,),
+def _heads_of(how: Attention) -> tuple[Units, Units, Units]:
+    """Return the outputs of queries, keys and values."""
+    keys = Units("kv_heads", how.kv_heads, how.head_dim)
+    return Units("heads", how.heads, how.head_dim), keys, keys
+
+
+def _of_qk_norm(name: str, how: Attention, heads: Units) -> TensorSpecs:
+    shapes: dict[str, tuple[tuple[int, ...], tuple[Units, ...]]] = {
+        "head": ((heads.size,), ()),
+        "heads": ((heads.count, heads.size), (replace(heads, size=1),)),
+        "all": ((heads.total,), (heads,)),
     }
-    return shapes[attention.qk_norm_over]
+    shape, outputs = shapes[how.qk_norm_over]
+    found = _of_norm(name, how.qk_norm, shape)
+    return {leaf: replace(spec, outputs=outputs) for leaf, spec in found.items()}

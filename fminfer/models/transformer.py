@@ -1,6 +1,6 @@
-"""The one forward: computes any spec over the packed tokens of a step.
+"""The one forward: computes any spec over the packed tokens of a step, and an encoder's prompts.
 
-`layer` computes one layer, with the bodies that `layer_bodies` makes.
+`layer` computes one layer.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -15,28 +16,24 @@ from fminfer.compute.layers import plain
 from fminfer.compute.layers.products import multiply_plain
 from fminfer.compute.registry import Registry
 from fminfer.compute.shards import ShardGroup
-from fminfer.compute.spec import Model
+from fminfer.compute.spec import Encoder, Layer, Model, Pooling
+from fminfer.compute.step import ranges
 from fminfer.compute.weights import Function, Weight, dense
-from fminfer.models.encoder import EncoderOf
+from fminfer.machine.device import send
 from fminfer.models.layer import LayerOf, normed_sum, run_layers
-from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_source import LayerSource
-from fminfer.models.layer_step import LayerStep
+from fminfer.models.layer_step import Bodies, LayerStep
 from fminfer.models.layer_stream import LayerStream, StreamedLayers, StreamKind
 from fminfer.models.tensor_specs import Weights, plain_of
 
 # Of a weight, what plain torch widens to float32 at once: a cache holds it while it is multiplied.
 WIDENED_BYTES = 2 << 20
+# What dense layers behind a pooling compute.
+_READ_BY: dict[str, Function] = {**plain.ACTIVATIONS, "tanh": torch.tanh}
 
 
 class Head:
-    """A model's head, a linear layer, with logits in float32.
-
-    Args:
-        weight: (vocab, hidden); it may be the embedding.
-        registry: has what packs the weight, if a kernel serves it. Otherwise it stays as it is.
-        scale: of logits.
-    """
+    """A model's head, a linear layer, with logits in float32. Its weight may be the embedding."""
 
     def __init__(
         self,
@@ -88,12 +85,10 @@ class Transformer:
     """A model, or the layers of one stage.
 
     Args:
-        model: the spec of the whole model.
         source: of the stage's weights; each layer's go as soon as its bodies are made.
         join: replaces a layer by one compiled call, where it can; None: layers stay as they are.
         shards: the ranks that share the stage; None: this one has it whole.
         tokens: whose rows of embedding and head it has; None: all.
-        streams: where streamed layers come from.
 
     Raises:
         MachineError: a streamed layer cannot be read.
@@ -137,23 +132,25 @@ class Transformer:
                 return [kept[number] for number in numbers]
             return StreamedLayers(numbers, kept, self.stream)
 
-        cached = [number for number in source.numbers if number < model.num_cached]
-        self.layers, others = in_order(cached), source.numbers[len(cached) :]
-        self.own = [model.layers[number] for number in cached]
-        self.is_first = source.is_first
-        self.encoder: EncoderOf | None = None
-        if model.encoder is not None:
-            exit = self._exit if source.is_last else None
-            hows = [model.layers[number] for number in others]
-            self.encoder = EncoderOf(model, hows, in_order(others), self._entry, exit, bodies)
         if self._entry and model.has_sinusoids:
             table = plain.sinusoids(model.num_positions, model.hidden_size)
             table = table.to(self._entry["embed.weight"].device, self.dtype)
             self._entry["positions.weight"] = dense(table, "other")
-        embed_norm = model.embed_norm if self._entry else None
-        self._embed_norm = bodies.norm(embed_norm, self._entry, "embed_norm")
-        final_norm = model.final_norm if self._exit else None  # the last stage has it
-        self._final_norm = bodies.norm(final_norm, self._exit, "final_norm")
+
+        def stack(how: Model | Encoder, numbers: list[int], name: str = "") -> Stack:
+            own = [model.layers[number] for number in numbers]
+            return Stack(how, own, in_order(numbers), self._entry, self._exit, bodies, name)
+
+        cached = [number for number in source.numbers if number < model.num_cached]
+        self._decoder = stack(model, cached)
+        self.layers, self.own = self._decoder.layers, self._decoder.own
+        self.is_first, how = source.is_first, model.encoder
+        self.encoder: Stack | None = None
+        self.pooling: PoolingOf | None = None
+        if how is not None:
+            self.encoder = stack(how, source.numbers[len(cached) :], "encoder.")
+            if source.is_last and how.pooling is not None:
+                self.pooling = PoolingOf(how.pooling, self._exit)
         embed = self._entry.pop("embed.weight", None)
         self._look_up: Function | None = None
         if embed is not None:
@@ -170,12 +167,10 @@ class Transformer:
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the hidden states before the first layer, (tokens, hidden), for (tokens,) ids."""
-        model, entry, x = self.model, self._entry, self._embed_ids(ids)
-        if "project_in.weight" in entry:
-            x = nn.functional.linear(x, entry["project_in.weight"].plain)
-        if model.num_positions:
-            x = x + entry["positions.weight"].plain[positions + model.position_offset]
-        return x if self._embed_norm is None else self._embed_norm(x)
+        x = self._embed_ids(ids)
+        if "project_in.weight" in self._entry:
+            x = nn.functional.linear(x, self._entry["project_in.weight"].plain)
+        return self._decoder.embed(x, positions)
 
     def encode(
         self, ids: torch.Tensor, positions: torch.Tensor, types: torch.Tensor | None
@@ -200,14 +195,94 @@ class Transformer:
     def run(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
         """Run the layers, and on the last stage the final norm and projection.
 
-        Args:
-            x: (tokens, hidden) before the first of them.
-
-        Returns:
-            (kept tokens, hidden).
+        (tokens, hidden) become (kept tokens, hidden).
         """
         step.shards = self.shards
-        _, x = normed_sum(self._final_norm, *run_layers(self.layers, len(self.own), x, step))
+        x = self._decoder.run(x, step)
         if "project_out.weight" in self._exit:
             x = nn.functional.linear(x, self._exit["project_out.weight"].plain)
         return x
+
+
+class Stack:
+    """A decoder's or an encoder's layers of one stage, with what is before and behind them.
+
+    Args:
+        own: the specs of the layers.
+        entry, exit: weights before the first layer and after the last one; {} on other stages.
+        name: what their names begin with.
+    """
+
+    def __init__(
+        self,
+        how: Model | Encoder,
+        own: list[Layer],
+        layers: Iterable[LayerOf],
+        entry: Weights,
+        exit: Weights,
+        bodies: Bodies,
+        name: str,
+    ) -> None:
+        self.own, self.layers, self._offset = own, layers, how.position_offset
+        self._positions = plain_of(entry, f"{name}positions.weight")
+        self._types = plain_of(entry, f"{name}types.weight")
+        norms = (how.embed_norm if entry else None), (how.final_norm if exit else None)
+        self._embed_norm = bodies.norm(norms[0], entry, f"{name}embed_norm")
+        self._final_norm = bodies.norm(norms[1], exit, f"{name}final_norm")
+
+    def embed(
+        self, x: torch.Tensor, positions: torch.Tensor, types: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Add positions and types of tokens, (tokens,) each, to their embeddings; None: types 0."""
+        if self._positions is not None:
+            x = x + self._positions[positions + self._offset]
+        if self._types is not None:
+            x = x + (self._types[0] if types is None else self._types[types])
+        return x if self._embed_norm is None else self._embed_norm(x)
+
+    def run(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
+        """Run the layers, and behind the last of all the final norm, on (tokens, hidden)."""
+        return normed_sum(self._final_norm, *run_layers(self.layers, len(self.own), x, step))[1]
+
+
+class PoolingOf:
+    """Makes one vector a prompt of hidden states."""
+
+    def __init__(self, how: Pooling, exit: Weights) -> None:
+        self._how = how
+        of_readings = ((n, weight) for n, weight in exit.items() if n.startswith("reading_"))
+        self._read_by = {name: weight.plain.float() for name, weight in of_readings}
+
+    def kept(self, lengths: np.ndarray) -> np.ndarray | None:
+        """Return the packed tokens whose hidden states are pooled, int64; None: all of them."""
+        if self._how.how not in ("cls", "last"):
+            return None
+        ends = lengths.cumsum()
+        return ends - 1 if self._how.how == "last" else ends - lengths
+
+    def __call__(self, hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
+        """Return vectors, (prompts, size) float32, of the kept tokens, (tokens, hidden)."""
+        x, get = _pooled(self._how.how, hidden.float(), lengths), self._read_by.get
+        for number, each in enumerate(self._how.readings):
+            name = f"reading_{number}"
+            x = nn.functional.linear(x, self._read_by[f"{name}.weight"], get(f"{name}.bias"))
+            if each.activation:
+                x = _READ_BY[each.activation](x)
+            if each.norm is not None:
+                x = plain.norm(x, each.norm, get(f"{name}_norm.weight"), get(f"{name}_norm.bias"))
+        return nn.functional.normalize(x) if self._how.is_normalized else x
+
+
+def _pooled(how: str, hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
+    """Return one vector a prompt, by the name of a mode of sentence-transformers."""
+    if how in ("cls", "last"):  # `kept` has chosen them
+        return hidden
+    (sizes,) = send([lengths], hidden.device)
+    if how == "weightedmean":  # each token by its place, from 1 on (SGPT, Muennighoff 2022)
+        (places,) = send([ranges(0 * lengths + 1, lengths)], hidden.device)
+        hidden = hidden * places[:, None]
+    kind = {"max": "max", "weightedmean": "sum"}.get(how, "mean")
+    x = torch.segment_reduce(hidden, kind, lengths=sizes, axis=0)
+    if how == "mean_sqrt_len_tokens":
+        return x * sizes[:, None].sqrt()
+    return x / (sizes * (sizes + 1) // 2)[:, None] if how == "weightedmean" else x

@@ -1,7 +1,7 @@
 """Computes whole layers in one call of the library each, in float32 or bfloat16 on the CPU.
 
-Called from Python part by part, a layer of few tokens takes as long as some of its parts. Where
-each part is a kernel of ours, one call does the same, to the last bit.
+Calls from Python take as long as some parts of a layer of few tokens. Where each part is a kernel
+of ours, one call does the same, to the last bit.
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class NormStruct(ctypes.Structure):
-    """x / sqrt(mean(x²) + eps) * (weight + offset), or a LayerNorm if it has a bias.
-
-    Without a weight none.
-    """
+    """An RMSNorm, or a LayerNorm if it has a bias; without a weight none."""
 
     _fields_ = (
         *[(name, ctypes.c_void_p) for name in ("weight", "bias")],
@@ -73,12 +70,7 @@ class Spent(ctypes.Structure):
 
 
 def describe_layer(parts: LayerOf, tensors: Tensors, dtype: torch.dtype) -> LayerStruct:
-    """Describe a layer that is served, all but its cache.
-
-    Args:
-        tensors: those of its norms.
-        dtype: of hidden states and norms.
-    """
+    """Describe a layer that is served, with the tensors of its norms, all but its cache."""
     how, attention, mlp = parts.how, parts.how.attention, parts.how.mlp
     products = {name: _linear(product) for name, product in parts.products.items()}
     of_query, of_key, _ = attention.qkv_sizes
@@ -132,36 +124,29 @@ MAX_ERROR: Limits = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 def serves(how: spec.Layer) -> bool:
     """Tell whether the library computes such a layer, or all of it but experts."""
     attention, mlp = how.attention, how.mlp
-    if isinstance(mlp, spec.Mlp):
-        has_activation = mlp.activation in activations_of(mlp)
-        if not has_activation or mlp.limit is not None:
-            return False
-    plain_order = not (any(how.after) or any(how.of_sum) or how.is_parallel or how.adds_normed)
-    plain_order = plain_order and how.residual_scale == 1.0 and not attention.qk_norm_is_last
-    of_head = attention.qk_norm
+    rope, of_head = attention.rope, attention.qk_norm
+    if isinstance(mlp, spec.Mlp) and (
+        mlp.limit is not None or mlp.activation not in activations_of(mlp)
+    ):
+        return False
+    is_other_order = any(how.after) or any(how.of_sum) or how.is_parallel or how.adds_normed
+    has_more = attention.clip or attention.keeps_bias or attention.has_sinks or attention.latent
+    if is_other_order or has_more or attention.relative or how.cross:
+        return False
+    # Only what has rotary positions is copied, and normed on the way.
+    is_head_normed = of_head is None or (
+        (rope is not None and attention.qk_norm_over == "head")
+        and (_serves_norm(of_head) and of_head.is_rms and not attention.qk_norm_is_last)
+    )
     return (
-        plain_order
-        and all(map(_serves_norm, how.before))
-        and not (attention.clip or attention.keeps_bias)
-        and not (attention.has_sinks or attention.latent or attention.relative or how.cross)
-        and attention.is_causal
-        and not (attention.rope and attention.rope.is_interleaved)
-        and (
-            of_head is None
-            # Only what has rotary positions is copied, and normed on the way.
-            or (
-                (attention.rope is not None and attention.qk_norm_over == "head")
-                and (_serves_norm(of_head) and of_head.is_rms)
-            )
-        )
+        (is_head_normed and all(map(_serves_norm, how.before)))
+        and (attention.is_causal and how.residual_scale == 1.0)
+        and not (rope and rope.is_interleaved)
     )
 
 
 def _serves_norm(how: spec.Norm | None) -> bool:
-    """Tell it of an RMSNorm with a weight, or a LayerNorm with weight and bias.
-
-    By its bias the library knows which it is.
-    """
+    """Tell it of a norm: by its bias the library knows a LayerNorm, which has no offset."""
     if how is None or not how.has_weight or how.has_bias == how.is_rms:
         return False
     return how.is_rms or not how.offset
@@ -199,7 +184,6 @@ class WholeLayer(LayerOf):
         self._parts, self.step, self._dtype = parts, step, dtype
         self.how, self.attention, self.mlp = parts.how, parts.attention, parts.mlp
         self.products = parts.products
-        self.has_experts = isinstance(parts.how.mlp, spec.Moe)
         norms = {n: each for n, each in weights.items() if each.spec.use in ("norm", "norm_bias")}
         # The library is told where they lie.
         self._kept = {name: each.plain.contiguous() for name, each in norms.items()}
@@ -230,17 +214,18 @@ class WholeLayer(LayerOf):
         self.step.see(rows, attention.heads, paged.keys, self._dtype)
         tokens, width = x.shape
         kept, turn = rows.kept, self._turn(step, tokens)
+        cos, sin = (None, None) if turn is None else (turn[0].data_ptr(), turn[1].data_ptr())
         # The kernel trusts what it is given.
         assert len(rows.slots) == tokens and width == how.qkv.inputs
         num_kept = tokens if kept is None else len(kept)
         assert num_kept > 0, "tokens to keep"  # an empty tensor lies nowhere, which means all
         out = x.new_empty((num_kept, width))
-        normed = torch.empty_like(out) if self.has_experts else None
+        normed = torch.empty_like(out) if isinstance(self.how.mlp, spec.Moe) else None
         failed = self._run(
             how,
             self.step.arguments,
-            None if turn is None else turn[0].data_ptr(),
-            None if turn is None else turn[1].data_ptr(),
+            cos,
+            sin,
             0 if turn is None else turn.shape[-1],
             None if kept is None else kept.data_ptr(),
             num_kept,
@@ -284,11 +269,7 @@ class Joinable:
 
 
 class WholeLayers:
-    """Makes layers of one call, where spec and products allow it.
-
-    Args:
-        registry: of the CPU's kernels.
-    """
+    """Makes layers of one call, where spec and products allow it."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry, self._dtype, self._step = registry, registry.dtype, StepCall()

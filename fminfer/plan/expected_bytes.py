@@ -16,7 +16,7 @@ from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.decode_graphs import can_capture, graph_sizes, input_bytes
 from fminfer.models.families.tensor_names import AS_STORED, Architecture, source_of
 from fminfer.models.layer_stream import SLOTS
-from fminfer.models.sharding import ModelShare, TensorCut
+from fminfer.models.sharding import WHOLE, ModelShare
 from fminfer.models.stage import MAX_LOGITS
 from fminfer.models.tensor_specs import layer_specs, part_specs
 from fminfer.plan.run_plan import ExpectedBytes, RunPlan, Streamed
@@ -40,12 +40,10 @@ GRAPH_LAYER_BYTES = 1 << 18  # what the driver keeps of a layer in a CUDA graph:
 def expect_bytes(
     plan: RunPlan, part: Part, share: ModelShare | None = None, streamed: Streamed | None = None
 ) -> ExpectedBytes:
-    """Return what the process of one part takes.
+    """Return what the process of one part takes, by the plan's device, dtypes and formats.
 
     Args:
-        plan: of which device, dtypes, formats and packing are decided.
         share: what the process has of each layer; None: all.
-        streamed: its streamed layers.
     """
     checkpoint, on_cpu = plan.checkpoint, plan.device.type == "cpu"
     model, cuts = (checkpoint.model, {}) if share is None else (share.model, share.cuts())
@@ -54,8 +52,7 @@ def expect_bytes(
         specs.pop("head.weight", None)  # the embedding is the head
     come_and_go = () if streamed is None else tuple(f"{number}." for number in streamed.numbers)
     specs = {name: spec for name, spec in specs.items() if not name.startswith(come_and_go)}
-    formats = {name: plan.held[name] for name in specs}
-    formats |= {name: cuts[name].format(formats[name]) for name in specs.keys() & cuts.keys()}
+    formats = {name: cuts.get(name, WHOLE).format(plan.held[name]) for name in specs}
     sizes = {name: formats[name].num_bytes(spec.shape) for name, spec in specs.items()}
     packed = {  # the packed form takes a product's place
         name: spec
@@ -74,8 +71,8 @@ def expect_bytes(
         packed[head] = specs[head]
     whole -= packed.keys()  # what is packed leaves its file
     mapped = sum(sizes[name] for name in whole)
-    copied = {name for name in whole if specs[name].use == "moved"}
-    weights = sum(sizes.values()) + sum(sizes[name] for name in copied)
+    copied = sum(sizes[name] for name in whole if specs[name].use == "moved")
+    weights = sum(sizes.values()) + copied
     held = weights - mapped
     kind = plan.formats["product"]
     hole = HOLE_BYTES.get(kind.name, HOLE_BYTES["bfloat16"])
@@ -118,7 +115,7 @@ def layer_bytes(plan: RunPlan, share: ModelShare | None, number: int) -> LayerBy
     cuts = {} if share is None else share.layer_cuts(number)
     held = read = whole = 0
     for name, spec in layer_specs(model.layers[number], model.hidden_size).items():
-        cut, full = cuts.get(name, TensorCut()), f"{number}.{name}"
+        cut, full = cuts.get(name, WHOLE), f"{number}.{name}"
         stored = plan.stored.get(full, Dense(plan.dtype))
         held += cut.format(plan.held[full]).num_bytes(cut.held(spec).shape)
         size = stored.num_bytes(spec.shape)
@@ -129,11 +126,7 @@ def layer_bytes(plan: RunPlan, share: ModelShare | None, number: int) -> LayerBy
 
 
 def _slots(plan: RunPlan, share: ModelShare | None, streamed: Streamed) -> tuple[int, int, int]:
-    """Return the bytes that streamed layers take.
-
-    Returns:
-        On the device; the part of it that is not there after loading; in a GPU's host.
-    """
+    """Return what streamed layers take: on the device, of it only in steps, in a GPU's host."""
     sizes = [layer_bytes(plan, share, number) for number in streamed.numbers]
     held = max(each.held for each in sizes)
     if plan.device.type == "cuda":
@@ -185,19 +178,13 @@ def _is_whole(architecture: Architecture, name: str, *, joins: bool = False) -> 
 
 
 def _step_bytes(plan: RunPlan, part: Part, model: Model, *, has_graphs: bool) -> int:
-    """Return what the largest step takes in one stage, beside weights and KV cache.
-
-    Graphs are captured as steps first need them, in memory of their own, which the KV cache must
-    leave free.
-    """
+    """Return what the largest step takes in one stage, with the memory of its CUDA graphs."""
     kind = plan.device.type
     layers = [model.layers[number] for number in part.numbers]
     tokens, hidden = plan.sizes.chunk_size, _token_numbers(part, model)
     logits = min(MAX_LOGITS[kind], tokens * model.vocab_size) if part.is_last else 0
     graphs = 0
-    may_capture = has_graphs and kind == "cuda" and part.num_shards == 1
-    may_capture = may_capture and plan.config.kernels != "off"
-    if may_capture and can_capture(layers):
+    if has_graphs and kind == "cuda" and plan.may_capture and can_capture(layers):
         rows = plan.sizes.max_decode_rows
         graphs = len(layers) * len(graph_sizes(rows)) * GRAPH_LAYER_BYTES + input_bytes(rows)
         tokens += rows  # the graphs' pool holds the hidden states of the largest one

@@ -1,7 +1,6 @@
 """The facts of a machine that a run is planned from, and which of its devices each rank takes.
 
-They are looked up here only. What is found out later, such as memory that is free once weights are
-loaded, takes the place of a fact: `dataclasses.replace(machine, …)`.
+They are looked up here only. What is found out later takes the place of a fact.
 """
 
 from __future__ import annotations
@@ -62,12 +61,11 @@ def find_machine(
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = choose_device(config, machine := replace(known, num_gpus=num_gpus), known.rank)
-    is_fast = is_fast_in_bfloat16(device)
+    machine = replace(machine, is_fast_in_bfloat16=(is_fast := is_fast_in_bfloat16(device)))
     if known.device_bytes is None:
         machine = replace(machine, host_free=known.host_free or free_host_bytes())
         if is_computing or device.type == "cpu":
             machine = replace(machine, free=free_bytes(device))
-    machine = replace(machine, is_fast_in_bfloat16=is_fast)
     if device.type != "cpu":
         return machine
     has_library = may_have_library()
@@ -89,10 +87,7 @@ def choose_device(
     """Return the device of a rank. The ranks of all engines on a machine take its GPUs in turn.
 
     `auto` is the CPU where there is no GPU; `cuda` is an error there. A planned GPU has no number.
-
-    Args:
-        rank: one that is elsewhere has the device that it would have here.
-        engine_number: one of the engines on this machine; None: this one.
+    A rank that is elsewhere has the device that it would have here.
 
     Raises:
         UsageError: no such device here.

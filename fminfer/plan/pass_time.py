@@ -2,7 +2,7 @@
 
 A step takes as long as the slowest of what goes on at once: a device reads weights and keys, it
 multiplies, layers are streamed, and the host launches kernels. Sums over ranks, sending, and the
-host's own work come on top. Nothing is measured here. No figure was measured on several GPUs.
+host's own work come on top. No figure was measured on several GPUs.
 """
 
 from __future__ import annotations
@@ -106,8 +106,7 @@ def time_step(plan: RunPlan, work: RankWork, load: StepLoad, roofs: Roofs) -> di
     num_bytes += work.head_bytes * (load.num_logits > 0)
     operations = load.num_tokens * work.token_operations + load.num_keys_seen * work.key_operations
     operations += load.num_logits * work.logit_operations
-    may_capture = plan.config.kernels != "off" and plan.machine.num_shards == 1 and not work.place
-    has_graph = may_capture and load.num_tokens <= load.num_rows
+    has_graph = plan.may_capture and not work.place and load.num_tokens <= load.num_rows
     has_graph = has_graph and can_capture(plan.checkpoint.model.layers)
     rate = roofs.disk_rate / num if work.place == "disk" else roofs.host_rate * LINK_SHARE
     arithmetic_s = operations * sharers / (roofs.arithmetic_rate * ARITHMETIC_SHARE)
@@ -162,7 +161,6 @@ def predict_run(
 
     Args:
         loads: kinds of steps, and how many there are of each.
-        num_rows: that run at once.
     """
     works = [measure_rank(plan, rank) for rank in plan.ranks if rank.part.shard == 0]
     num_stages, bounds = plan.machine.num_stages, Counter[str]()
@@ -204,11 +202,7 @@ def predict_load(plan: RunPlan, roofs: Roofs) -> float:
 
 
 def tell_passes(plan: RunPlan, roofs: Roofs | None) -> list[str]:
-    """Describe a full pass with streamed layers: tokens, seconds, what bounds it.
-
-    Args:
-        roofs: None: the machine is not known, and no time is told.
-    """
+    """Describe a full pass with streamed layers: tokens, and by roofs its time and its bound."""
     told = [describe_streaming(plan)]
     if not told[0]:
         return ["all layers stay in memory"] * (plan.config.offload != "off")

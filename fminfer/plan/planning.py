@@ -18,9 +18,9 @@ from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part, even_parts, split_layers
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.formats import Holding
+from fminfer.models.origins import stored_formats
 from fminfer.models.sharding import InputBlocks, ModelShare, share_model
 from fminfer.models.tensor_specs import TensorSpecs, head_cost, model_specs
-from fminfer.models.weight_headers import stored_formats
 from fminfer.plan.expected_bytes import expect_bytes
 from fminfer.plan.machine_facts import Machine, choose_device, find_machine
 from fminfer.plan.run_plan import RankPlan, RunPlan
@@ -84,11 +84,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
 def share_among(
     model: Model, num_shards: int, held: Mapping[str, Format]
 ) -> list[ModelShare | None]:
-    """Return what each rank of a stage has of a model; None: all.
-
-    Raises:
-        UsageError: it cannot be cut into so many parts.
-    """
+    """Return what each rank of a stage has of a model; None: all. Errors are `share_model`'s."""
     if num_shards == 1:
         return [None]
     sizes = {"out": 1, "down": 1}
@@ -110,11 +106,7 @@ def _of_most(specs: TensorSpecs, held: Mapping[str, Format], use: Use) -> Format
 def plan_ahead(
     config: EngineConfig, checkpoint: Checkpoint, num_stages: int = 1, num_pipelines: int = 1
 ) -> RunPlan:
-    """Plan a run on this machine that other processes may compute, or that may not come about.
-
-    Raises:
-        UsageError: layers that cannot be split so, or no such device.
-    """
+    """Plan a run on this machine that other processes may compute, or that may not come about."""
     num_shards = config.tensor_parallel_size
     known = Machine(
         num_stages=num_stages,
@@ -131,8 +123,7 @@ def choose_dtype(
     """Return the dtype of the arithmetic, of a name.
 
     `auto` is bfloat16 where the device is fast in it; otherwise the checkpoint's own, but float32
-    on a CPU without bfloat16 units, on which 16-bit types are both slower and coarser. GPUs are as
-    fast in float16, so that a checkpoint of float16 stays as it is.
+    on a CPU, where 16-bit types are then slower and coarser. GPUs are as fast in float16.
     """
     if name not in ("auto", *BITS):
         return _dtype_of(name)
@@ -159,11 +150,7 @@ def choose_packer(
 
 
 def split_model(config: EngineConfig, checkpoint: Checkpoint, num_stages: int) -> list[Part]:
-    """Return each stage's layers.
-
-    Raises:
-        UsageError: a split that cannot be.
-    """
+    """Return each stage's layers. Errors are those of `split_layers`."""
     model, is_balanced = checkpoint.model, config.num_layers is None and config.stage_layers is None
     cost = head_cost(model) if num_stages > 1 and is_balanced else 0.0
     num_cached, num_all = model.num_cached, len(model.layers)

@@ -1,8 +1,8 @@
 """What a machine can do at most: memory, bandwidths and arithmetic, by flags or by a kind.
 
-Bandwidths and rates of kinds are from NVIDIA's data sheets: dense products in bfloat16, NVLink and
-PCIe one way. Memory is what drivers leave of it. The node around the devices is assumed: a host
-with 128 GiB, one NVMe disk on PCIe 4, a network of 200 Gbit/s.
+Kinds are as NVIDIA's data sheets say: dense products in bfloat16, NVLink and PCIe one way. Memory
+is what drivers leave of it. The node around the devices is assumed: a host with 128 GiB, one NVMe
+disk on PCIe 4, a network of 200 Gbit/s.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ class PlanOptions(Options):
             UsageError: no figures are known, and flags give too few.
         """
         told = {n: v for each in fields(Roofs) if (v := getattr(self, n := each.name, None))}
-        told |= {} if device_bytes is None else {"device_bytes": device_bytes}
+        if device_bytes is not None:
+            told["device_bytes"] = device_bytes
         if known is not None:
             return replace(known, **told)
         names = ("memory_rate", "arithmetic_rate", "link_rate", "host_rate")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +15,7 @@ from fminfer.core.option import options_of
 from fminfer.core.partition import Part
 from fminfer.core.version import __version__
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.fingerprint import fingerprint_of
+from fminfer.models.fingerprint import config_text, fingerprint_of
 from fminfer.models.formats import Holding
 from fminfer.models.sharding import ModelShare
 from fminfer.plan.machine_facts import Machine
@@ -67,10 +66,7 @@ class RankPlan:
 
 @dataclass(slots=True, frozen=True)
 class RunPlan:
-    """Everything that is decided of a run before it loads.
-
-    It is made by `make_plan`, of options, a checkpoint and facts of the machine alone.
-    """
+    """Everything that is decided of a run before it loads, by `make_plan`."""
 
     config: EngineConfig
     checkpoint: Checkpoint
@@ -99,6 +95,16 @@ class RunPlan:
     def own(self) -> RankPlan:
         """This process's part."""
         return self.ranks[self.machine.rank]
+
+    @property
+    def may_capture(self) -> bool:
+        """Whether a GPU may replay decode steps as CUDA graphs, which capture no sums of shards."""
+        return self.config.kernels != "off" and self.machine.num_shards == 1
+
+    @property
+    def takes(self) -> list[ExpectedBytes]:
+        """What each rank takes."""
+        return [rank.takes for rank in self.ranks]
 
     @property
     def sizes(self) -> StepSizes:
@@ -131,11 +137,7 @@ class RunPlan:
         return self.sizes.max_rows * -(-self.checkpoint.context_length // size) * size
 
     def most_read(self, left: int) -> int:
-        """Return how many tokens an encoder can read at once: a prompt is read whole.
-
-        Args:
-            left: bytes that are free beside weights and KV cache.
-        """
+        """Return how many tokens an encoder can read at once, with so many bytes left for it."""
         return max(self.sizes.chunk_size, left // self.own.takes.work_token)
 
     def used_kv_tokens(self, num_written: int) -> int:
@@ -149,12 +151,10 @@ class RunPlan:
     @property
     def shared(self) -> dict[str, object]:
         """What must be the same on every rank, by the names that people know."""
-        fields = self.checkpoint.config.to_dict()
-        fields.pop("_name_or_path", None)  # each machine may have its own copy
-        text = json.dumps(fields, sort_keys=True, default=str)
+        config = hashlib.sha256(config_text(self.checkpoint).encode())
         return {
             "fminfer's version": __version__,
-            "the model's config": hashlib.sha256(text.encode()).hexdigest()[:12],
+            "the model's config": config.hexdigest()[:12],
             "the dtype": name_of(self.dtype),
             "--quantize": self.config.quantized_to,
             "the KV cache's dtype": name_of(self.kv_dtype),

@@ -43,17 +43,21 @@ def count_kv_tokens(plan: RunPlan) -> int:
     """
     if plan.config.budget is not None:
         return _whole_blocks(plan, plan.config.budget)
-    # What passes counts with a step's work, as it does after loading.
-    taken = [each.weights - each.mapped - each.passing for each in (r.takes for r in plan.ranks)]
     free, on_cpu = plan.room_bytes, plan.device.type == "cpu"
-    if on_cpu or plan.machine.device_bytes is not None:
-        taken = [size + rank.takes.libraries for size, rank in zip(taken, plan.ranks, strict=True)]
-        free += 0 if on_cpu else GPU_RESERVE  # which `auto_budget` leaves
+    has_libraries = on_cpu or plan.machine.device_bytes is not None
+    # What passes counts with a step's work, as it does after loading.
+    taken = [
+        each.weights - each.mapped - each.passing + each.libraries * has_libraries
+        for each in plan.takes
+    ]
+    if has_libraries and not on_cpu:
+        free += GPU_RESERVE  # which `auto_budget` leaves
     if plan.shares_memory:
-        left = free // plan.machine.num_pipelines - sum(taken)
-        return fit_kv_tokens(plan, [find_room(plan, rank, "all", left) for rank in plan.ranks])
-    ranks = zip(plan.ranks, taken, strict=True)
-    rooms = [find_room(plan, rank, str(rank.rank), free - size) for rank, size in ranks]
+        taken, free = [sum(taken)] * len(taken), free // plan.machine.num_pipelines
+    rooms = [
+        find_room(plan, rank, "all" if plan.shares_memory else str(rank.rank), free - size)
+        for rank, size in zip(plan.ranks, taken, strict=True)
+    ]
     return fit_kv_tokens(plan, rooms)
 
 
@@ -83,9 +87,7 @@ def auto_budget(
 
     Args:
         kv_bytes_per_token, work: of all that share the memory; `work` is that of steps.
-        most_useful: more tokens are of no use.
-        free: bytes, once the weights are loaded.
-        share: of them, on a CPU.
+        free: bytes, once the weights are loaded; a CPU's cache has a share of them.
     """
     room = int(free * share) if device_type == "cpu" else free - work - GPU_RESERVE
     return max(1, min(most_useful, room // max(1, kv_bytes_per_token)))  # encoders cache nothing
@@ -100,7 +102,7 @@ def find_shortage(plan: RunPlan) -> str:
     if plan.shares_memory:
         return _find_host_shortage(plan)
     is_planned, room = plan.machine.device_bytes is not None, plan.room_bytes
-    takes = [rank.takes for rank in plan.ranks]
+    takes = plan.takes
     more = [(each.libraries + each.work) * is_planned for each in takes]
     needs = [_least_bytes(plan, rank) + size for rank, size in zip(plan.ranks, more, strict=True)]
     if max(needs) <= room:
@@ -109,27 +111,25 @@ def find_shortage(plan: RunPlan) -> str:
     cache = "KV cache" if budget is None else f"a KV cache of {budget:,} tokens"
     if is_planned:
         cache = f"libraries, a step and {cache}"
-    return (
-        f"{plan.checkpoint.name} does not fit: rank {rank} would take {show_bytes(max(needs))} "
-        f"({show_bytes(takes[rank].held_weights)} for weights in {plan.held_in}, the rest for "
-        f"{cache}), and its device has {show_bytes(room)}. {_device_remedy(plan)}"
-    )
+    weights = f"{show_bytes(takes[rank].held_weights)} for weights in {plan.held_in}"
+    need = f"rank {rank} would take {show_bytes(max(needs))} ({weights}, the rest for {cache})"
+    has = f"its device has {show_bytes(room)}"
+    return _refusal(plan, need, has, _device_remedy(plan))
 
 
 def _find_host_shortage(plan: RunPlan) -> str:
     """Say what does not fit of processes that share the memory of this machine."""
-    num_pipelines, takes = plan.machine.num_pipelines, [rank.takes for rank in plan.ranks]
-    libraries = num_pipelines * sum(each.libraries for each in takes)
+    num_pipelines = plan.machine.num_pipelines
+    libraries = num_pipelines * sum(each.libraries for each in plan.takes)
     need = libraries + num_pipelines * sum(_least_bytes(plan, rank) for rank in plan.ranks)
     room = plan.room_bytes + plan.machine.swap
     if need <= room:
         return ""
     who = "its run" if num_pipelines == 1 else f"{num_pipelines} pipelines of it"
-    return (
-        f"{plan.checkpoint.name} does not fit: {who} would take {show_bytes(need)} "
-        f"({show_bytes(libraries)} for Python and its libraries, the rest for weights in "
-        f"{plan.held_in} and a block of KV cache), and {show_bytes(room)} are free. {_remedy(plan)}"
-    )
+    rest = f"the rest for weights in {plan.held_in} and a block of KV cache"
+    of_libraries = f"{show_bytes(libraries)} for Python and its libraries"
+    need_told = f"{who} would take {show_bytes(need)} ({of_libraries}, {rest})"
+    return _refusal(plan, need_told, f"{show_bytes(room)} are free", _remedy(plan))
 
 
 def find_rank_shortage(plan: RunPlan, rooms: Sequence[RankRoom]) -> str:
@@ -140,13 +140,14 @@ def find_rank_shortage(plan: RunPlan, rooms: Sequence[RankRoom]) -> str:
         free = min(rooms[number].free for number in here)
         if need > free:
             who = f"ranks {', '.join(map(str, here))} together"
-            return (
-                f"{plan.checkpoint.name} does not fit: "
-                f"{f'rank {here[0]}' if len(here) == 1 else who} would take {show_bytes(need)} of "
-                f"{name} for weights in {plan.held_in}, and {show_bytes(free)} are free. "
-                f"{_remedy(plan)}"
-            )
+            who = f"rank {here[0]}" if len(here) == 1 else who
+            told = f"{who} would take {show_bytes(need)} of {name} for weights in {plan.held_in}"
+            return _refusal(plan, told, f"{show_bytes(free)} are free", _remedy(plan))
     return ""
+
+
+def _refusal(plan: RunPlan, need: str, has: str, remedy: str) -> str:
+    return f"{plan.checkpoint.name} does not fit: {need}, and {has}. {remedy}"
 
 
 def _least_bytes(plan: RunPlan, rank: RankPlan) -> int:
@@ -176,11 +177,10 @@ def _remedy(plan: RunPlan) -> str:
 def _offload_ways(plan: RunPlan) -> list[str]:
     if plan.config.offload != "off":
         return []
-    # A check of random weights stands for a model that has files.
-    files = ", from a model's files: random weights have none" * (
-        plan.config.random_init is not None
-    )
-    return [f"--offload auto, which streams the layers that do not fit{files}"]
+    way = "--offload auto, which streams the layers that do not fit"
+    if plan.config.random_init is not None:  # a check of them stands for a model that has files
+        way += ", from a model's files: random weights have none"
+    return [way]
 
 
 def _device_remedy(plan: RunPlan) -> str:
@@ -188,7 +188,7 @@ def _device_remedy(plan: RunPlan) -> str:
 
     Layers count as if they could be cut at any place.
     """
-    budget, takes, ways = _taken_budget(plan), [rank.takes for rank in plan.ranks], []
+    budget, takes, ways = _taken_budget(plan), plan.takes, []
     if budget is not None:
         without = replace(plan, config=replace(plan.config, budget=None))
         if not find_shortage(without):

@@ -77,11 +77,11 @@ def _first_size(plan: RunPlan) -> int:
 
 def _room(plan: RunPlan) -> float:
     """Return one rank's share of the memory."""
-    machine, sharers = plan.machine, 1
+    machine = plan.machine
     if plan.shares_memory:
         sharers = machine.local_size * max(machine.num_pipelines, machine.num_engines)
-    elif machine.device_bytes is None:
-        sharers = count_sharers(plan.config, machine)
+    else:
+        sharers = 1 if machine.device_bytes is not None else count_sharers(plan.config, machine)
     return plan.room_bytes / sharers
 
 
@@ -112,15 +112,14 @@ def _spread(numbers: list[int], count: int) -> tuple[int, ...]:
 def describe_streaming(plan: RunPlan, disk_speed: float = 0.0) -> str:
     """Describe a pass, and the streamed layers of the rank with most of them; "": none are.
 
-    Args:
-        disk_speed: bytes a second, measured; 0: not known.
+    A measured speed of the disk, in bytes a second, tells how long it takes.
     """
     streamed = [(rank, rank.streamed) for rank in plan.ranks if rank.streamed]
     if not streamed:
         return ""
     rank, own = max(streamed, key=lambda each: each[1].num_bytes)
-    num_layers = len(rank.part.numbers)
-    layers = f"{len(own.numbers)} of {counted(num_layers, 'layer')}, {show_bytes(own.num_bytes)},"
+    all_layers = counted(rank.part.num_layers, "layer")
+    layers = f"{len(own.numbers)} of {all_layers}, {show_bytes(own.num_bytes)},"
     how = "wait in the host's memory, and are copied to the GPU in each pass"
     if own.place == "disk":
         how = "are read from the disk in each pass"
@@ -146,11 +145,9 @@ def find_conversion(plan: RunPlan, own: Streamed) -> tuple[str, str] | None:
     None: they are used as they are stored.
     """
     of_layer, unknown = f"{own.numbers[0]}.", Dense(plan.dtype)  # that of random weights
-    pairs = (
-        (stored.name, held.name)
-        for name, held in plan.held.items()
-        if name.startswith(of_layer)
-        and (stored := plan.stored.get(name, unknown)).name != held.name
-        and (plan.formats["product"] == held or plan.config.quantized_to)
-    )
-    return next(pairs, None)
+    for name, held in plan.held.items():
+        stored = plan.stored.get(name, unknown)
+        is_made = plan.formats["product"] == held or plan.config.quantized_to
+        if name.startswith(of_layer) and stored.name != held.name and is_made:
+            return stored.name, held.name
+    return None

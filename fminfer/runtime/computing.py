@@ -11,7 +11,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.rank_memory import RankMemory
 from fminfer.engine.engine_core import EngineCore, Facts
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.layer_count import check_split
+from fminfer.models.known_sizes import check_split
 from fminfer.models.layer_source import OnProgress
 from fminfer.pipeline.group import Group, require_no_group
 from fminfer.pipeline.ranks import Spread

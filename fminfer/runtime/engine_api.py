@@ -24,8 +24,7 @@ from fminfer.engine.events import Event
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.engine.text_request import request_of_text
-from fminfer.models.checkpoint import Checkpoint
-from fminfer.plan.opening import open_model
+from fminfer.models.checkpoint import Checkpoint, open_model
 from fminfer.runtime.build.assembly import load_tokenizer, make_intake
 from fminfer.runtime.build.one_pipeline import OnePipeline
 from fminfer.runtime.computing import Compute, start_computing

@@ -17,10 +17,9 @@ from fminfer.compute.kernels.kernel_build import is_building
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, StoppedError
 from fminfer.machine.user_cache import why_no_cache
-from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.checkpoint import Checkpoint, open_model
 from fminfer.pipeline.group import End, Group
 from fminfer.pipeline.ranks import RankFacts
-from fminfer.plan.opening import open_model
 from fminfer.plan.planning import plan_ahead
 from fminfer.runtime.bars import LoadingBar, say
 from fminfer.runtime.build.one_pipeline import OnePipeline, serve_rank

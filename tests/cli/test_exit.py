@@ -59,6 +59,6 @@ def test_ctrl_c_ends_every_command_alike(monkeypatch: pytest.MonkeyPatch, tmp_pa
     def interrupt(_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fminfer.plan.opening.open_model", interrupt)
+    monkeypatch.setattr("fminfer.models.checkpoint.open_model", interrupt)
     told = CliRunner().invoke(main, ["quantize", "--output", str(tmp_path / "q")])
     assert (told.exit_code, told.output) == (130, "Interrupted.\n")

@@ -18,8 +18,8 @@ from fminfer.cli.options.flags import GroupedCommand, GroupedOption
 from fminfer.core.config import EngineConfig, make_config
 from fminfer.core.errors import UsageError
 from fminfer.core.option import GROUPS
+from fminfer.models.checkpoint import open_model
 from fminfer.pipeline.ranks import RankConfig
-from fminfer.plan.opening import open_model
 from fminfer.plan.planning import plan_ahead
 from fminfer.server.settings import ServerSettings
 

@@ -21,9 +21,8 @@ from fminfer.compute.weights import Weight, dense
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.formats import Holding
 from fminfer.models.layer import MoeOf
-from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_source import open_weights
-from fminfer.models.layer_step import LayerStep
+from fminfer.models.layer_step import Bodies, LayerStep
 from fminfer.models.tensor_specs import Weights
 from fminfer.models.transformer import Transformer
 from tests.conftest import VOCAB, built_library, make_model, plain_registry, some_families

@@ -14,8 +14,8 @@ from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.formats import Holding
 from fminfer.models.layer import MoeOf
-from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_source import open_weights
+from fminfer.models.layer_step import Bodies
 from fminfer.models.transformer import Transformer
 from tests.conftest import make_model, plain_registry
 

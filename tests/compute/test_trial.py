@@ -26,7 +26,7 @@ from fminfer.compute.weights import dense
 from fminfer.core.errors import UsageError
 from fminfer.models.checkpoint import open_random
 from fminfer.models.layer import LayerOf
-from fminfer.models.layer_bodies import Bodies
+from fminfer.models.layer_step import Bodies
 from fminfer.models.whole_layers import WholeLayers
 from tests.conftest import built_library, plain_registry
 from tests.models.test_oracle import Oracle, check_all, mixed_requests

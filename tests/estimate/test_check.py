@@ -29,9 +29,9 @@ from fminfer.estimate import line_checks as check_lines
 from fminfer.estimate.cost_model import COSTS, SPREAD_COSTS, CostModel, StepWork, fit
 from fminfer.estimate.cost_store import find_costs_path, keep_costs, load_costs
 from fminfer.files.line_reader import read_lines
+from fminfer.models.checkpoint import open_model
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.plan.expected_bytes import HOLE_BYTES
-from fminfer.plan.opening import open_model
 from fminfer.plan.planning import plan_ahead
 from fminfer.runtime.lines.runner import WINDOW
 from fminfer.text.tokenizer import Tokenizer

@@ -19,8 +19,8 @@ from fminfer.estimate.cost_model import COSTS, CostModel
 from fminfer.estimate.cost_store import find_costs_path, keep_costs
 from fminfer.estimate.measured_roofs import measure_roofs
 from fminfer.estimate.run_plans import find_spreads
+from fminfer.models.checkpoint import open_model
 from fminfer.models.known_sizes import DEMO_MODEL
-from fminfer.plan.opening import open_model
 from fminfer.plan.planning import plan_ahead
 from fminfer.plan.roofs import KINDS, Roofs
 

@@ -29,7 +29,7 @@ from fminfer.job import journaled_input
 from fminfer.job.overview import look_over
 from fminfer.job.run_summary import JobSummary
 from fminfer.job.shared_folder import SharedFiles
-from fminfer.plan.opening import open_model
+from fminfer.models.checkpoint import open_model
 from fminfer.runtime.build.assembly import line_counting
 from fminfer.runtime.lines.runner import LOOKAHEAD
 from tests.conftest import run_files

@@ -18,13 +18,12 @@ from fminfer.core.config import EngineConfig, StepSizes
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part
 from fminfer.machine.device import is_fast_in_bfloat16, use_device
-from fminfer.models.checkpoint import open_random
+from fminfer.models.checkpoint import open_model, open_random
 from fminfer.pipeline import ring
 from fminfer.pipeline.group import _choose_interface
 from fminfer.pipeline.wire import HiddenForm
 from fminfer.plan.expected_bytes import GPU_RESERVE
 from fminfer.plan.machine_facts import Machine, choose_device, count_sharers, find_machine
-from fminfer.plan.opening import open_model
 from fminfer.plan.planning import make_plan
 from fminfer.plan.shortage import auto_budget
 from fminfer.runtime.build.agreement import connect_neighbours, count_blocks

@@ -17,10 +17,10 @@ import fminfer
 from fminfer.cli.app import main
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import CheckpointError, UsageError
-from fminfer.models.hub import fetch_weights
+from fminfer.models.checkpoint import open_model
 from fminfer.models.known_sizes import DEMO_MODEL
-from fminfer.models.weight_headers import check_tensors
-from fminfer.plan.opening import open_model
+from fminfer.models.model_folder import fetch_weights
+from fminfer.models.origins import check_tensors
 from fminfer.plan.planning import plan_ahead
 from fminfer.text.tokenizer import Tokenizer
 from tests.models.test_elsewhere import Hub

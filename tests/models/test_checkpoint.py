@@ -19,7 +19,7 @@ from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_checkpoint, open_random
 from fminfer.models.formats import Holding
 from fminfer.models.layer_source import open_weights
-from fminfer.models.weight_headers import check_tensors
+from fminfer.models.origins import check_tensors
 from tests.conftest import make_model, save_byte_tokenizer
 from tests.models.test_transformer import logits_of
 

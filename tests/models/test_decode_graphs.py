@@ -35,7 +35,7 @@ from fminfer.compute.weights import Function, Weight
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part
-from fminfer.models.checkpoint import open_random
+from fminfer.models.checkpoint import open_model, open_random
 from fminfer.models.decode_graphs import (
     CudaCapture,
     DecodeGraphs,
@@ -45,12 +45,10 @@ from fminfer.models.decode_graphs import (
     graph_sizes,
 )
 from fminfer.models.formats import Holding
-from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_source import open_weights
-from fminfer.models.layer_step import LayerStep
+from fminfer.models.layer_step import Bodies, LayerStep
 from fminfer.models.stage import Stage
 from fminfer.models.transformer import Transformer
-from fminfer.plan.opening import open_model
 from fminfer.runtime.build import builder
 from fminfer.runtime.build.builder import LoadedPart
 from tests.conftest import FIELDS, family_config

@@ -19,11 +19,10 @@ from fminfer.cli.app import main
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import CheckpointError, UsageError
 from fminfer.core.partition import Part
-from fminfer.models.known_sizes import ALIASES, SIZES, size_fields
-from fminfer.models.layer_count import check_split
+from fminfer.models.checkpoint import open_model
+from fminfer.models.known_sizes import ALIASES, SIZES, check_split, size_fields
+from fminfer.models.origins import check_tensors
 from fminfer.models.tensor_specs import part_specs
-from fminfer.models.weight_headers import check_tensors
-from fminfer.plan.opening import open_model
 from fminfer.plan.planning import plan_ahead
 from tests.conftest import save_byte_tokenizer
 

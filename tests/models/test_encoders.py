@@ -15,13 +15,12 @@ from torch import nn
 from fminfer.compute.step import Step, make_draws
 from fminfer.core.config import make_config
 from fminfer.core.errors import CheckpointError
-from fminfer.models.checkpoint import open_checkpoint
+from fminfer.models.checkpoint import open_checkpoint, open_model
 from fminfer.models.fingerprint import digest_files, fingerprint_of
-from fminfer.models.hub import fetch_weights
+from fminfer.models.model_folder import fetch_weights
+from fminfer.models.origins import check_tensors
 from fminfer.models.quantized_folder import write_quantized
 from fminfer.models.sentence_folder import read_sentence_folder
-from fminfer.models.weight_headers import check_tensors
-from fminfer.plan.opening import open_model
 from tests.encoder_families import (
     BOTH_WAYS,
     DECODERS,

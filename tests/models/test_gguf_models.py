@@ -26,7 +26,7 @@ from fminfer.models.formats import Holding
 from fminfer.models.gguf.metadata import HARMLESS
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.models.layer_source import open_weights
-from fminfer.models.weight_headers import check_tensors, stored_formats
+from fminfer.models.origins import check_tensors, stored_formats
 from tests.conftest import more
 from tests.gguf_building import (
     ARRAY,

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 import fminfer
 from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import open_checkpoint
-from fminfer.models.layer_count import check_split
-from fminfer.models.weight_headers import check_tensors
+from fminfer.models.known_sizes import check_split
+from fminfer.models.origins import check_tensors
 from tests.conftest import make_model
 from tests.models.test_transformer import MAX_ERROR, error_of, logits_of, one_stage
 

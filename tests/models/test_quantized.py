@@ -20,10 +20,9 @@ from fminfer.core.errors import UsageError
 from fminfer.core.partition import split_layers
 from fminfer.models.checkpoint import open_checkpoint, open_random
 from fminfer.models.formats import Holding
-from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_source import open_weights
-from fminfer.models.origins import find_origins
-from fminfer.models.weight_headers import open_files, stored_parts
+from fminfer.models.layer_step import Bodies
+from fminfer.models.origins import find_origins, open_files
 from fminfer.plan.planning import plan_ahead
 from tests import conftest
 from tests.conftest import (
@@ -87,7 +86,7 @@ def round_weights(folder: Path, quantized: str) -> None:
     files = open_files(checkpoint, folder)
     tensors, holding = load_file(path), Holding(torch.float32, quantized=quantized)
     for origin in find_origins(checkpoint, files.shapes, files.types).by_name().values():
-        held = holding.of(origin.spec, stored_parts(origin, files.types))
+        held = holding.of(origin.spec, origin.stored_parts(files.types))
         for name in [n for piece in origin.pieces for n in piece.stored]:
             if isinstance(held, Blocks):
                 is_turned = origin.layout.is_transposed

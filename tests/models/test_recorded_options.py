@@ -10,7 +10,7 @@ import pytest
 
 from fminfer.core.config import EngineConfig
 from fminfer.core.option import option
-from fminfer.plan.opening import open_model
+from fminfer.models.checkpoint import open_model
 from fminfer.plan.planning import plan_ahead
 from fminfer.plan.run_plan import RunPlan
 

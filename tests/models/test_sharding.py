@@ -25,9 +25,8 @@ from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_checkpoint, open_random
 from fminfer.models.formats import Holding
-from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_source import Drawer, LayerSource, open_weights
-from fminfer.models.layer_step import LayerStep
+from fminfer.models.layer_step import Bodies, LayerStep
 from fminfer.models.origins import Origin, drawn_origins
 from fminfer.models.quantized_folder import write_quantized
 from fminfer.models.sharding import InputBlocks, ModelShare, TensorCut, share_model
@@ -274,7 +273,7 @@ class Numbers(Drawer):
     def format_of(self, origin: Origin) -> Format:
         return Dense(torch.float32)
 
-    def make(self, name: str, origin: Origin, attention: Attention | None) -> Weight:
+    def make(self, name: str, origin: Origin) -> Weight:
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         x = torch.randn(origin.spec.shape, generator=generator) * 0.3
         cut = origin.cut
@@ -349,7 +348,7 @@ def test_a_rank_reads_and_holds_its_part_only(tmp_path: Path) -> None:
         sizes.append(source.num_bytes)
         reader, cuts = source._maker, rank.share.layer_cuts(1)
         for name, origin in source._origins.layers[1].items():
-            waiting = reader.waiting(origin, checkpoint.model.layers[1].attention)
+            waiting = reader.waiting(origin)
             size = origin.spec if cuts.get(name, TensorCut()).columns else origin.held
             assert sum(each.nbytes for each in waiting) == 4 * size.size, name
     (one,) = whole.ranks

@@ -23,9 +23,8 @@ from fminfer.core.partition import Part, split_layers
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.families.table import ROWS
 from fminfer.models.formats import Holding
-from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_source import open_weights
-from fminfer.models.layer_step import LayerStep
+from fminfer.models.layer_step import Bodies, LayerStep
 from fminfer.models.transformer import Transformer
 from tests.conftest import FIELDS, VOCAB, built_library, make_model, plain_registry
 from tests.encoder_families import ENCODERS, PAIRS

@@ -19,13 +19,12 @@ from fminfer.compute.spec import Mlp
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import PipelineError, UsageError
 from fminfer.machine import control_groups, host_memory
-from fminfer.models.checkpoint import Checkpoint, open_checkpoint
+from fminfer.models.checkpoint import Checkpoint, open_checkpoint, open_model
 from fminfer.pipeline.group import Group, agree
 from fminfer.pipeline.ranks import Spread
 from fminfer.plan import machine_facts
 from fminfer.plan.expected_bytes import RUN_BYTES
 from fminfer.plan.machine_facts import Machine
-from fminfer.plan.opening import open_model
 from fminfer.plan.planning import make_plan, plan_ahead
 from fminfer.plan.run_plan import ExpectedBytes
 from fminfer.plan.shortage import auto_budget, find_rank_shortage, find_room

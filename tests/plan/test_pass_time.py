@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fminfer.core.config import EngineConfig
+from fminfer.models.checkpoint import open_model
 from fminfer.plan.machine_facts import Machine
-from fminfer.plan.opening import open_model
 from fminfer.plan.pass_time import (
     START_S,
     StepLoad,

@@ -25,9 +25,9 @@ from fminfer.core import errors
 from fminfer.core.config import EngineConfig, make_config
 from fminfer.core.errors import StepLimitError
 from fminfer.machine.device import why_slow
+from fminfer.models.checkpoint import open_model
 from fminfer.models.layer_source import open_weights
 from fminfer.pipeline.local import LocalPipeline
-from fminfer.plan.opening import open_model
 from fminfer.text.encoded_prompt import EncodedPrompt
 
 Options = dict[str, Any]

@@ -14,8 +14,8 @@ import fminfer
 from fminfer.cli.app import main
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.core.config import EngineConfig
+from fminfer.models.checkpoint import open_model
 from fminfer.plan.machine_facts import Machine, find_machine
-from fminfer.plan.opening import open_model
 from fminfer.plan.planning import make_plan, plan_ahead
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")

@@ -22,10 +22,9 @@ from fminfer.core.config import Constraint, EngineConfig
 from fminfer.engine.events import Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.files.cache_place import CachePlace
-from fminfer.models.checkpoint import open_checkpoint
+from fminfer.models.checkpoint import open_checkpoint, open_model
 from fminfer.models.fingerprint import NOT_OF_ANSWERS, terms_of_answers
 from fminfer.models.known_sizes import DEMO_MODEL
-from fminfer.plan.opening import open_model
 from fminfer.plan.planning import plan_ahead
 from fminfer.runtime.result_cache import (
     RecentAnswers,

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import PipelineError
+from fminfer.models.checkpoint import open_model
 from fminfer.models.fingerprint import digest_files, name_differences
-from fminfer.plan.opening import open_model
 from fminfer.runtime.build.agreement import plan_run
 from fminfer.runtime.build.builder import load_part
 from fminfer.runtime.team.team_core import Team

@@ -27,8 +27,8 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part, split_layers
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.formats import Holding
-from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_source import LayerSource, open_weights
+from fminfer.models.layer_step import Bodies
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.tensor_specs import Weights, layer_specs
 from fminfer.models.transformer import Transformer

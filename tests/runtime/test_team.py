@@ -29,10 +29,10 @@ from fminfer.engine.events import Delta, Failed, Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineState, EngineStats, ReadWork, StageStats
 from fminfer.files.status_file import read_status
+from fminfer.models.checkpoint import open_model
 from fminfer.models.fingerprint import digest_files
 from fminfer.pipeline.ranks import RankConfig
 from fminfer.pipeline.watch import Fault
-from fminfer.plan.opening import open_model
 from fminfer.runtime.team.team_core import Team
 from fminfer.runtime.team.team_messages import (
     Ask,

@@ -15,7 +15,7 @@ import pytest
 import fminfer
 from fminfer.files.answer_store import FILE
 from fminfer.files.cache_place import CachePlace
-from fminfer.plan.opening import open_model
+from fminfer.models.checkpoint import open_model
 from fminfer.plan.planning import plan_ahead
 from fminfer.runtime.result_cache import open_result_cache
 from tests.server.answers import join, join_chat

@@ -11,8 +11,8 @@ from typing import Literal
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import GGUF, broken, gguf_error, is_gguf, refuse_impostor
 from fminfer.core.quantities import counted
-from fminfer.models.beside import ADAPTER_WEIGHTS
 from fminfer.models.known_sizes import folder_of
+from fminfer.models.model_folder import ADAPTER_WEIGHTS
 
 Form = Literal["safetensors", "bin", "layers", "metaseq", "gguf"]
 LAYER = re.compile(r"pytorch_(\d+)\.pt")

@@ -20,8 +20,8 @@ from fminfer.machine.threads import ThreadCount
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.decode_graphs import find_graphs
 from fminfer.models.fingerprint import digest_files
-from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_source import OnProgress, open_weights
+from fminfer.models.layer_step import Bodies
 from fminfer.models.layer_stream import StreamKind
 from fminfer.models.stage import Stage
 from fminfer.models.transformer import Transformer

@@ -1,18 +1,23 @@
-"""Fetches models of the Hugging Face hub: a config, small files, then weights in one form.
+"""A folder of a model: fetched from the hub, and refused for what lies beside its weights.
 
-A machine without a connection uses what its cache holds.
+A machine without a connection uses what the hub's cache holds.
 """
 
 from __future__ import annotations
 
+import json
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import GGUF, gguf_error
-from fminfer.models.beside import ADAPTER_WEIGHTS
 from fminfer.models.sentence_folder import DENSE_WEIGHTS
 
+ADAPTER = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model"  # what the names of their files begin with
+QUANTIZED = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+TELLING_FILES = [ADAPTER, *QUANTIZED]
 # A * stands for a slash, too: those of folders in it come along, as sentence-transformers' do.
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja"]
 # Of weights the first form that a repository holds. Both would double the download.
@@ -20,10 +25,7 @@ WEIGHT_FILES = (["model*.safetensors"], ["*.safetensors"], ["pytorch_model*.bin"
 
 
 def fetch(name: str, files: list[str], revision: str | None = None) -> Path:
-    """Fetch those files of a model that match, and return the folder that holds them.
-
-    Args:
-        revision: a branch, a tag or a commit; None: the main branch.
+    """Fetch the files of a model that match some patterns, and return the folder that holds them.
 
     Raises:
         CheckpointError: the hub has no such model or revision, or does not answer.
@@ -47,11 +49,7 @@ def fetch(name: str, files: list[str], revision: str | None = None) -> Path:
 
 
 def fetch_weights(name: str, revision: str | None = None) -> Path:
-    """Fetch a model: its small files, and its weights in one form.
-
-    Raises:
-        CheckpointError: as `fetch`.
-    """
+    """Fetch a model: its small files, and its weights in one form. Errors are those of `fetch`."""
     folder = fetch(name, SMALL_FILES, revision)
     # The commit, so that files of a branch that moves meanwhile are not mixed.
     commit = folder.name if len(folder.name) == 40 else revision
@@ -93,4 +91,50 @@ def _not_found(name: str) -> CheckpointError:
     return CheckpointError(
         f"the model {name!r} is no folder here, and no model of the hub can have that name. Give "
         "the folder that holds its files, or a hub id such as facebook/opt-125m"
+    )
+
+
+def refuse_what_is_beside(name: str, folder: Path, *, without_adapter: bool) -> None:
+    """Refuse an adapter that is not left out, and weights that another file calls quantized.
+
+    Raises:
+        CheckpointError: it says what is there, and what to do.
+    """
+    weights = (f for f in folder.glob("*.safetensors") if not f.name.startswith(ADAPTER_WEIGHTS))
+    is_model = (folder / "config.json").exists() or any(weights)
+    if (folder / ADAPTER).exists() and not (is_model and without_adapter):
+        raise _adapter_error(name, _read(folder / ADAPTER), is_model=is_model)
+    for file in QUANTIZED:
+        if (folder / file).exists() and not _names_none(_read(folder / file)):
+            raise CheckpointError(
+                f"the weights of {name} are quantized, as its {file} says, which does not run yet; "
+                f"take a checkpoint in 16 or 32 bits. If they are not, give a copy without {file}"
+            )
+
+
+def _names_none(fields: Any) -> bool:
+    """Tell whether a file of a quantizer says that nothing is quantized."""
+    section = fields.get("quantization", fields) if isinstance(fields, dict) else None
+    names = ("quant_algo", "quant_method")
+    return section == {} or (
+        isinstance(section, dict) and any(section.get(name, 0) is None for name in names)
+    )
+
+
+def _read(file: Path) -> Any:
+    try:
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _adapter_error(name: str, adapter: Any, *, is_model: bool) -> CheckpointError:
+    fields = adapter if isinstance(adapter, dict) else {}
+    kind, base = fields.get("peft_type", "LoRA"), fields.get("base_model_name_or_path")
+    holds = f"a model and beside it a {kind} adapter" if is_model else f"a {kind} adapter alone"
+    flag = "; or give --without-adapter, and the model answers without it" if is_model else ""
+    return CheckpointError(
+        f"{name} holds {holds} ({ADAPTER}), which fminfer does not apply. Its base model is "
+        f"{base or 'not named'}. Merge the two by peft's merge_and_unload, save that by "
+        f"save_pretrained, and give its folder{flag}"
     )
