@@ -15,7 +15,7 @@ def count_row(stats: EngineStats, prepared: Prepared | None, origin: Origin) -> 
     stats.num_kept_requests += origin == "kept"
     if prepared is not None:
         params = prepared.params
-        stats.read.num_seeded += params.seed is not None and not params.is_greedy
+        stats.read.num_seeded += params.own_seed is not None
         if origin == "computed":
             count_request(stats, prepared)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fminfer.answers.answer_index import copy_answer
 from fminfer.contract.envelope import Envelope
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record, make_id
@@ -27,11 +28,9 @@ class LineRequest:
     line: Line
     envelope: Envelope
     prepared: Prepared
-    key: bytes | None  # that requests of one answer have in common; None: chance has a part in it
+    key: bytes | None  # of its answer, see `answer_key`; None: chance has a part in it
     read_s: float = field(default_factory=time.perf_counter)
     added_s: float = 0.0  # when the engine had it
-    answer: Answer | None = None
-    followers: list[LineRequest] = field(default_factory=list)  # equal ones, which take its answer
 
     @property
     def ids(self) -> list[int]:
@@ -51,26 +50,9 @@ class LineRequest:
         return sum(len(prompt.ids) for prompt in self.prepared.prompts)
 
 
-def answer_of(asked: LineRequest, leader: LineRequest) -> Answer:
-    """Return what a line gets whose answer another had computed."""
-    assert leader.answer is not None
-    if isinstance(leader.answer, Failed):
-        return leader.answer
-    return copy_answer(leader.answer, queue_s=time.perf_counter() - asked.read_s)
-
-
-def copy_answer(answer: Finished, queue_s: float) -> Finished:
-    """Return an answer for another request that must have it: no time, and no token fed.
-
-    Args:
-        queue_s: that the request has waited for it.
-    """
-    cached = {"cached_tokens": answer.usage["prompt_tokens"]}
-    details = answer.usage["prompt_tokens_details"] | cached
-    usage = answer.usage | {"prompt_tokens_details": details}
-    times = {"batch_time": 0.0, "batch_size": 1.0, "queue_time": queue_s}
-    times |= {"prefill_time": 0.0, "decode_time": 0.0}
-    return replace(answer, usage=usage, times=times)
+def answer_for(follower: LineRequest, answer: Answer) -> Answer:
+    """Return what a line gets that has waited for an equal one's answer."""
+    return answer if isinstance(answer, Failed) else copy_answer(answer, follower.read_s)
 
 
 def _take_vector(answer: Finished) -> tuple[Finished, bytes]:

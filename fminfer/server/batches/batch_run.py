@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fminfer.answers.run_terms import RunTerms
 from fminfer.contract.endpoints import EMBEDDINGS, URL_OF
 from fminfer.contract.envelope import Envelope
 from fminfer.contract.fields import is_integral
@@ -19,7 +20,6 @@ from fminfer.files.completed import CompletedOutput, find_completed
 from fminfer.files.journal import journal_path
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.row_counts import Counts
-from fminfer.files.run_terms import RunTerms
 from fminfer.job.journaled_input import JournaledInput
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.lines.asked import RecordForm

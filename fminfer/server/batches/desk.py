@@ -8,9 +8,9 @@ from typing import Any
 
 from starlette.requests import Request
 
+from fminfer.answers.run_terms import RunTerms
 from fminfer.core.errors import OutputError, UsageError
 from fminfer.files.journal_rows import Fingerprint
-from fminfer.files.run_terms import RunTerms
 from fminfer.runtime.engine_api import Engine
 from fminfer.server.batches.batch_request import BatchRequest
 from fminfer.server.batches.batch_run import BatchShared, DoneRows
