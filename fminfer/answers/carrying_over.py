@@ -184,7 +184,7 @@ def _take_rows(
             num_unasked = earlier.num_left_out
         envelope = open_envelope(line)
         repeat = _count(line, envelope, counter)
-        answer = None
+        answer, key = None, b""
         if not isinstance(repeat, RequestError):
             key = make_key(envelope, repeat)
             answer = earlier.find(line, envelope, key)

@@ -15,8 +15,7 @@ from fminfer.core.errors import RequestError
 from fminfer.engine.loop import EngineLoop
 from fminfer.engine.prefix import SharedTokens
 from fminfer.engine.sequence import PromptState, RequestState
-from fminfer.runtime.lines.asked import LineRequest
-from fminfer.runtime.lines.line_intake import LineIntake
+from fminfer.runtime.lines.line_intake import LineIntake, LineRequest
 
 # What is kept of the beginning, to find its steps: some seconds of simulation.
 SAMPLE_TOKENS = 200_000  # prompt tokens, and tokens to be drawn

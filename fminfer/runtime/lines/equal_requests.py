@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from fminfer.answers.answer_index import RecentAnswers
-from fminfer.engine.events import Finished
-from fminfer.runtime.lines.asked import Answer, LineRequest
+from fminfer.answers.answer_index import RecentAnswers, copy_answer
+from fminfer.engine.events import Failed, Finished
+from fminfer.runtime.lines.line_intake import Answer, LineRequest
 
 MAX_FOLLOWERS = 1024  # requests that wait for another's answer; with more, reading stops
 MAX_FOLLOWERS_OF_FILES = 64  # the same from several files, which stay open
@@ -39,8 +39,9 @@ class EqualRequests:
         return is_long or self._num_followers.total() >= most
 
     def find(self, asked: LineRequest) -> Finished | None:
-        """Return the answer of an equal request that is finished."""
-        return self._finished.find(asked.key) if self._is_on and asked.key else None
+        """Return what a request gets from an equal one that is finished; None: there is none."""
+        found = self._finished.find(asked.key) if self._is_on and asked.key else None
+        return None if found is None else copy_answer(found, asked.read_s)
 
     def follow(self, asked: LineRequest) -> bool:
         """Let a request wait for an equal one; False: later ones can wait for this."""
@@ -54,8 +55,8 @@ class EqualRequests:
         self._follower_bytes += len(asked.line.raw)
         return True
 
-    def finish(self, asked: LineRequest, answer: Answer) -> list[LineRequest]:
-        """Keep a request's answer for later ones; return those that waited for it."""
+    def finish(self, asked: LineRequest, answer: Answer) -> list[tuple[LineRequest, Answer]]:
+        """Keep a request's answer for later ones; return those that waited, each with its own."""
         if not (self._is_on and asked.key):
             return []
         followers = self._followers.pop(asked.key)
@@ -65,7 +66,9 @@ class EqualRequests:
             self._num_followers[follower.line.source] -= 1
             self._follower_bytes -= len(follower.line.raw)
         self._num_followers = +self._num_followers  # without those that are 0
-        return followers
+        if isinstance(answer, Failed):
+            return [(follower, answer) for follower in followers]
+        return [(follower, copy_answer(answer, follower.read_s)) for follower in followers]
 
 
 def _num_entries(asked: LineRequest, answer: Finished) -> int:

@@ -1,26 +1,62 @@
-"""From a line to a request that can run: open it, see that it is this run's, tokenize it."""
+"""From a line to a request that can run, and from its answer to the line's record."""
 
 from __future__ import annotations
 
+import time
+from base64 import b64decode
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
 
 from fminfer.answers.answer_index import answer_key
 from fminfer.answers.line_counter import LineCounter
 from fminfer.contract.envelope import Envelope, as_text, open_envelope
 from fminfer.contract.line import Line
-from fminfer.contract.record import Record
+from fminfer.contract.record import Record, make_id
+from fminfer.contract.request import SamplingParams
 from fminfer.contract.row_warnings import RowWarning
 from fminfer.core.errors import row_error
+from fminfer.engine.events import Failed, Finished
 from fminfer.engine.intake import Asked, Intake
 from fminfer.engine.sequence import Prepared
-from fminfer.runtime.lines.asked import LineRequest
+from fminfer.engine.vector_answer import head_of_answer
 
 FILLS = RowWarning("chats without max_tokens are answered until they end or the context is full")
 MAX_GROUP = 64  # lines whose texts are tokenized together
 NameLine = Callable[[Line], str]
-
-
+Answer = Finished | Failed
 _Opened = tuple[Line, Envelope, Asked]  # a line whose prompts are not tokenized yet
+
+
+@dataclass(slots=True, eq=False)
+class LineRequest:
+    """One line with its request."""
+
+    line: Line
+    envelope: Envelope
+    prepared: Prepared
+    key: bytes | None  # of its answer, see `answer_key`; None: chance has a part in it
+    read_s: float = field(default_factory=time.perf_counter)
+    added_s: float = 0.0  # when the engine had it
+
+    @property
+    def ids(self) -> list[int]:
+        """Return the first prompt's, by which lines are put in order."""
+        return self.prepared.prompts[0].ids
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.prepared.params
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prepared.prompts)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt.ids) for prompt in self.prepared.prompts)
 
 
 class LineIntake:
@@ -81,3 +117,55 @@ class LineIntake:
         self._intake.note(*warnings, where=f"{self._name_line(line)}: ")
         key = None if prepared.params.is_by_chance else answer_key(prepared)
         return LineRequest(line, envelope, prepared, key)
+
+
+def _take_vector(answer: Finished) -> tuple[Finished, bytes]:
+    """Return an answer without its only vector, and that one."""
+    (entry,) = answer.choices
+    vector = entry["embedding"]
+    raw = b64decode(vector) if isinstance(vector, str) else np.asarray(vector, "<f4").tobytes()
+    return replace(answer, choices=[entry | {"embedding": None}]), raw
+
+
+@dataclass(slots=True, frozen=True)
+class RecordForm:
+    """What the records of a run have in common."""
+
+    model_name: str
+    created: int  # the Unix time at which the run began, seconds
+    keeps_vectors_apart: bool = False  # they go to a file of their own
+
+    def build(self, asked: LineRequest, answer: Answer) -> Record:
+        """Return a line's record."""
+        line, envelope = asked.line, asked.envelope
+        if isinstance(answer, Failed):
+            return Record(line, envelope, error=answer.error, repeat=asked.prepared.repeat)
+        usage, vector = answer.usage, b""
+        if self.keeps_vectors_apart:
+            answer, vector = _take_vector(answer)
+        if envelope.shape == "batch":
+            result = self._head(asked) | answer.result
+        else:
+            times = dict(answer.times)
+            times["queue_time"] += max(0.0, asked.added_s - asked.read_s)
+            result = {answer.part: answer.choices, "request_time": times, "usage": usage}
+        return Record(
+            line,
+            envelope,
+            result=result,
+            num_prompt_tokens=usage["prompt_tokens"],
+            num_cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+            num_completion_tokens=usage.get("completion_tokens", 0),
+            repeat=asked.prepared.repeat,
+            vector=vector,
+        )
+
+    def _head(self, asked: LineRequest) -> dict[str, Any]:
+        """Return what an OpenAI object has before its answers."""
+        model = asked.envelope.fields.get("model")
+        return head_of_answer(
+            asked.prepared.kind,
+            make_id(asked.line, asked.envelope),
+            self.created,
+            model if isinstance(model, str) and model else self.model_name,
+        )

@@ -17,9 +17,8 @@ from fminfer.engine.engine_core import EngineCore, Origin, RequestCore
 from fminfer.engine.events import Delta, Event, Failed, Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.waiting import plan_order
-from fminfer.runtime.lines.asked import Answer, LineRequest, RecordForm, answer_for
 from fminfer.runtime.lines.equal_requests import EqualRequests
-from fminfer.runtime.lines.line_intake import LineIntake
+from fminfer.runtime.lines.line_intake import Answer, LineIntake, LineRequest, RecordForm
 
 LOOKAHEAD = 64  # lines to read between steps, and the default number of waiting prompts
 WINDOW = 1024  # prompts that a run over files reads ahead, to put them in order
@@ -138,7 +137,7 @@ class LineRunner:
         if finished is not None or self._equal.follow(asked):
             self._count(asked.prepared, "copied")
             if finished is not None:
-                self._done.append(self.form.build(asked, answer_for(asked, finished)))
+                self._done.append(self.form.build(asked, finished))
             return
         kept = None if self.cache is None else self.cache.find(asked.prepared)
         if kept is not None:
@@ -237,9 +236,8 @@ class LineRunner:
             self._finish(asked, Failed(-1, row_error(error, f"line {asked.line.number}")))
 
     def _finish(self, asked: LineRequest, answer: Answer) -> None:
-        self._done.append(self.form.build(asked, answer))
-        for follower in self._equal.finish(asked, answer):
-            self._done.append(self.form.build(follower, answer_for(follower, answer)))
+        for each, its_answer in [(asked, answer), *self._equal.finish(asked, answer)]:
+            self._done.append(self.form.build(each, its_answer))
 
 
 def _in_order(window: list[LineRequest]) -> list[LineRequest]:

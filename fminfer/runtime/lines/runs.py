@@ -15,9 +15,8 @@ from fminfer.core.errors import UsageError
 from fminfer.engine.engine_core import EngineCore
 from fminfer.engine.events import Event
 from fminfer.engine.intake import Intake
-from fminfer.runtime.lines.asked import RecordForm
 from fminfer.runtime.lines.lanes import Lane, Lanes
-from fminfer.runtime.lines.line_intake import LineIntake, NameLine
+from fminfer.runtime.lines.line_intake import LineIntake, NameLine, RecordForm
 from fminfer.runtime.lines.runner import LOOKAHEAD as LOOKAHEAD
 from fminfer.runtime.lines.runner import LineRunner
 

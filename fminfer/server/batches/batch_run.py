@@ -22,8 +22,8 @@ from fminfer.files.ordered_output import errors_path
 from fminfer.files.row_counts import Counts
 from fminfer.job.journaled_input import JournaledInput
 from fminfer.runtime.engine_api import Engine
-from fminfer.runtime.lines.asked import RecordForm
 from fminfer.runtime.lines.lanes import Lane
+from fminfer.runtime.lines.line_intake import RecordForm
 from fminfer.runtime.lines.runner import WINDOW
 from fminfer.server.batches.early_end import count_kept, drop_journal, end_early
 from fminfer.server.batches.stored_batches import (
