@@ -76,7 +76,7 @@ def _num_entries(asked: LineRequest, answer: Finished) -> int:
     usage, params = answer.usage, asked.prepared.params
     num_prompt = usage["prompt_tokens"] if params.echo or params.return_token_ids else 0
     num_listed = usage.get("completion_tokens", 0) + num_prompt
-    num = REQUEST_ENTRIES + num_listed * (1 + (params.logprobs or 0))
+    num: int = REQUEST_ENTRIES + num_listed * (1 + (params.logprobs or 0))
     if (wish := asked.prepared.vectors) is not None:
         num += asked.num_prompts * wish.facts.size * BYTES_A_NUMBER // ENTRY_BYTES
     return num

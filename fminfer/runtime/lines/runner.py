@@ -7,19 +7,22 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import InitVar, dataclass
 from itertools import groupby
+from typing import Literal
 
 from fminfer.answers.answer_index import AnswerIndex
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import StoppedError, row_error
-from fminfer.engine.counting import count_row
-from fminfer.engine.engine_core import EngineCore, Origin, RequestCore
+from fminfer.engine.counting import count_request
+from fminfer.engine.engine_core import EngineCore, RequestCore
 from fminfer.engine.events import Delta, Event, Failed, Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.waiting import plan_order
 from fminfer.runtime.lines.equal_requests import EqualRequests
 from fminfer.runtime.lines.line_intake import Answer, LineIntake, LineRequest, RecordForm
 
+# Of a line's answer: the model; an equal line, which had it computed; or another run.
+Origin = Literal["computed", "copied", "kept"]
 LOOKAHEAD = 64  # lines to read between steps, and the default number of waiting prompts
 WINDOW = 1024  # prompts that a run over files reads ahead, to put them in order
 MAX_WINDOW_TOKENS = 500_000  # of all their ids, some 20 MB
@@ -225,8 +228,16 @@ class LineRunner:
 
     def _count(self, prepared: Prepared | None, origin: Origin = "computed") -> None:
         """Count a line for progress; a shared engine counts only the requests that it gets."""
-        if self.engine is not None:
-            count_row(self.engine.lines, prepared, origin)
+        if self.engine is None:
+            return
+        stats = self.engine.lines
+        stats.read.num_rows += 1
+        stats.num_copied_requests += origin == "copied"
+        stats.num_kept_requests += origin == "kept"
+        if prepared is not None:
+            stats.read.num_seeded += prepared.params.own_seed is not None
+            if origin == "computed":
+                count_request(stats, prepared)
 
     def _give(self, asked: LineRequest) -> None:
         asked.added_s = time.perf_counter()
