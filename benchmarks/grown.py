@@ -26,9 +26,9 @@ from typing import Any, Literal
 
 import click
 
+from fminfer.answers.run_terms import RunTerms
 from fminfer.contract.envelope import open_envelope
 from fminfer.contract.record import Record
-from fminfer.files.run_terms import RunTerms
 from fminfer.files.status_file import read_status
 from fminfer.job.journaled_input import JournaledInput
 

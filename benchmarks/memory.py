@@ -19,6 +19,7 @@ from pathlib import Path
 
 import click
 
+from fminfer.answers.run_terms import RunTerms
 from fminfer.compute.step import Step, StepResult, TokenLogprobs
 from fminfer.core.config import EngineConfig, StepSizes
 from fminfer.core.messages import StageSpan
@@ -26,7 +27,6 @@ from fminfer.core.rank_memory import RankMemory
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.engine_core import Facts
 from fminfer.engine.start import Starter
-from fminfer.files.run_terms import RunTerms
 from fminfer.job.file_job import run_job
 from fminfer.job.named_files import open_files
 from fminfer.job.run_summary import JobSummary

@@ -29,8 +29,7 @@ from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.engine.loop import EngineLoop
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.start import Starter
-from fminfer.runtime.lines.asked import RecordForm
-from fminfer.runtime.lines.line_intake import LineIntake
+from fminfer.runtime.lines.line_intake import LineIntake, RecordForm
 from fminfer.runtime.lines.runner import LineRunner
 from fminfer.text.tokenizer import Tokenizer
 

@@ -20,12 +20,12 @@ from typing import Any
 import click
 
 import fminfer
+from fminfer.answers.answer_index import AnswerIndex, open_answers
+from fminfer.answers.answer_store import FILE
+from fminfer.answers.cache_place import CachePlace
 from fminfer.contract.line import Line
 from fminfer.engine.events import Finished
 from fminfer.engine.sequence import Prepared
-from fminfer.files.answer_store import FILE
-from fminfer.files.cache_place import CachePlace
-from fminfer.runtime.result_cache import ResultCache, open_result_cache
 
 KINDS: dict[str, tuple[dict[str, Any], int]] = {  # with the part of --rows that is tried
     "a text of 20 tokens": ({"max_tokens": 20}, 1),
@@ -67,8 +67,8 @@ def measure(
     prepared = [intake.prepare(each, is_openai=False) for each in parsed]
     figures = {"value_bytes": float(len(json.dumps(answer.result)))}
 
-    def cached() -> ResultCache:
-        cache = open_result_cache({}, CachePlace(folder, 2**34), click.echo)
+    def cached() -> AnswerIndex:
+        cache = open_answers({}, CachePlace(folder, 2**34), click.echo)
         assert cache is not None
         return cache
 

@@ -18,8 +18,7 @@ from fminfer.engine.loop import EngineLoop, Pipeline
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.start import Starter
 from fminfer.job.journaled_input import JournaledInput
-from fminfer.runtime.lines.asked import RecordForm
-from fminfer.runtime.lines.line_intake import LineIntake
+from fminfer.runtime.lines.line_intake import LineIntake, RecordForm
 from fminfer.runtime.lines.runner import LOOKAHEAD, LineRunner
 from fminfer.text.tokenizer import Tokenizer
 

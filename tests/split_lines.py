@@ -7,12 +7,12 @@ import random
 from pathlib import Path
 from typing import Any
 
+from fminfer.answers.run_terms import RunTerms
 from fminfer.contract.envelope import open_envelope
 from fminfer.contract.record import Record
 from fminfer.contract.request import parse_request
 from fminfer.core.errors import RequestError
 from fminfer.files.output_paths import answers_path
-from fminfer.files.run_terms import RunTerms
 from fminfer.job.journaled_input import JournaledInput
 
 ENGINES = ["gpt-j-6b", "org/模型", "a b", "..", None, "default", "%", "org"]

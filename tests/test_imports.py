@@ -18,7 +18,7 @@ server cluster integrations
 job split
 estimate
 runtime
-plan
+plan answers
 engine pipeline models files
 compute
 contract text machine

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from fminfer.answers.cache_place import KeptAnswers
 from fminfer.cli.bench_command import bench
 from fminfer.cli.check_command import check
 from fminfer.cli.config_file import ConfiguredCommand, tell_notices
@@ -34,7 +35,6 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, UsageError
 from fminfer.core.option import take
 from fminfer.core.version import __version__
-from fminfer.files.cache_place import KeptAnswers
 from fminfer.files.storage import Location, RemoteFolders, default_work_dir
 from fminfer.job.run_paths import JobOptions, JobPaths, RunContext, refuse_other_models
 from fminfer.job.synthetic import NUM_BATCHES, Hyperparameters, Synthetic

@@ -60,6 +60,21 @@ class SamplingParams:
         return self.temperature == 0 or self.top_p == 0 or self.top_k == 1
 
     @property
+    def is_random(self) -> bool:
+        """Tell whether tokens are drawn at random, with a seed or without."""
+        return self.max_tokens > 0 and not self.is_greedy
+
+    @property
+    def own_seed(self) -> int | None:
+        """The request's seed, if its answer depends on it."""
+        return self.seed if self.is_random else None
+
+    @property
+    def is_by_chance(self) -> bool:
+        """Tell whether equal requests may have different answers."""
+        return self.is_random and self.seed is None
+
+    @property
     def has_penalties(self) -> bool:
         """Tell whether a drawn token changes the logits of those after it."""
         return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0, 0, 1)
@@ -73,7 +88,7 @@ class SamplingParams:
     @property
     def num_candidates(self) -> int:
         """Sequences to compute for each prompt: greedy ones are equal, so one is enough."""
-        return 1 if self.is_greedy or self.max_tokens == 0 else self.best_of
+        return self.best_of if self.is_random else 1
 
 
 DEFAULTS = SamplingParams()

@@ -110,8 +110,7 @@ def name_call(call: ToolCall, sequence: Sequence, index: int, place: int) -> dic
     """
     prepared = sequence.prompt.owner.prepared
     # Greedy requests are answered together whatever their seeds.
-    seed = None if prepared.params.is_greedy else prepared.params.seed
-    asked = (prepared.meaning, prepared.repeat, seed, index, place)
+    asked = (prepared.meaning, prepared.repeat, prepared.params.own_seed, index, place)
     digest = hashlib.blake2b(array("q", sequence.prompt.ids).tobytes(), digest_size=12)
     digest.update(repr(asked).encode())
     return {

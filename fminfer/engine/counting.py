@@ -2,22 +2,9 @@
 
 from __future__ import annotations
 
-from fminfer.engine.engine_core import Origin
 from fminfer.engine.prefix import SharedTokens
 from fminfer.engine.sequence import Prepared, PromptState
 from fminfer.engine.stats import EngineStats
-
-
-def count_row(stats: EngineStats, prepared: Prepared | None, origin: Origin) -> None:
-    """Count a line that was read, and its request; None: the line is wrong."""
-    stats.read.num_rows += 1
-    stats.num_copied_requests += origin == "copied"
-    stats.num_kept_requests += origin == "kept"
-    if prepared is not None:
-        params = prepared.params
-        stats.read.num_seeded += params.seed is not None and not params.is_greedy
-        if origin == "computed":
-            count_request(stats, prepared)
 
 
 def count_request(stats: EngineStats, prepared: Prepared) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from fminfer.engine.events import Event
 from fminfer.engine.sequence import Prepared
@@ -31,9 +31,6 @@ class Facts:
     num_ranks: int = 1  # of all stages
     streaming: str = ""  # which layers are streamed, and what a pass takes
 
-
-# Of a line's answer: the model; an equal line, which had it computed; or the result cache.
-Origin = Literal["computed", "copied", "kept"]
 
 BEHIND_ALL = -(2**62)  # the priority of requests that wait behind all others
 

@@ -229,8 +229,8 @@ class Intake:
             prompts = [self._encode_start(each, fit) for each in sources]
         params = self._settle(fit, max(len(prompt.ids) for prompt in prompts))
         _check_logprobs(prompts, params)
-        draws_unseeded = params.seed is None and not params.is_greedy
-        meaning = meaning_of(request.prompts, request.params) if draws_unseeded else b""
+        is_by_chance = params.is_by_chance
+        meaning = meaning_of(request.prompts, request.params) if is_by_chance else b""
         return Prepared(
             params,
             prompts,

@@ -42,8 +42,7 @@ from fminfer.plan.planning import make_plan
 from fminfer.plan.roofs import ASSUMED_DISK_RATE, PlanOptions, Roofs
 from fminfer.plan.run_plan import RunPlan
 from fminfer.runtime.build.assembly import build_loop, load_tokenizer, make_intake
-from fminfer.runtime.lines.asked import RecordForm
-from fminfer.runtime.lines.line_intake import LineIntake
+from fminfer.runtime.lines.line_intake import LineIntake, RecordForm
 from fminfer.runtime.lines.runner import LOOKAHEAD, WINDOW, LineRunner
 from fminfer.text.tokenizer import Tokenizer
 

@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from fminfer.answers.answer_index import RecentAnswers
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import RequestError
 from fminfer.engine.loop import EngineLoop
 from fminfer.engine.prefix import SharedTokens
 from fminfer.engine.sequence import PromptState, RequestState
-from fminfer.runtime.lines.asked import LineRequest
-from fminfer.runtime.lines.equal_requests import EqualRequests
-from fminfer.runtime.lines.line_intake import LineIntake
+from fminfer.runtime.lines.line_intake import LineIntake, LineRequest
 
 # What is kept of the beginning, to find its steps: some seconds of simulation.
 SAMPLE_TOKENS = 200_000  # prompt tokens, and tokens to be drawn
 SAMPLE_BYTES = 64 << 20
+MAX_SEEN = 8192  # requests among which equal ones are found, about as many as a run keeps
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class LineChecker:
     ) -> None:
         self._intake, self._loop = intake, loop
         self._on_wrong = on_wrong
-        self._equal = EqualRequests() if has_prefix_cache else None
+        self._seen: RecentAnswers[bool] = RecentAnswers(MAX_SEEN if has_prefix_cache else 0)
         self._shared = SharedTokens() if has_prefix_cache else None
         self._sample_bytes = 0
         self.counts = LineCounts()
@@ -133,11 +133,10 @@ class LineChecker:
                 self._count_shared(prompt)
 
     def _is_equal(self, asked: LineRequest) -> bool:
-        if self._equal is None:
+        if asked.key is None:
             return False
-        is_equal = self._equal.follow(asked) is not None
-        if not is_equal:  # as if it were answered at once
-            self._equal.finish(asked)
+        is_equal = self._seen.find(asked.key) is not None
+        self._seen.keep(asked.key, True)  # as if it were answered at once
         return is_equal
 
     def _count_shared(self, prompt: PromptState) -> None:

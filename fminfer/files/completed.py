@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fminfer.core.errors import UsageError
+from fminfer.contract.record_parts import is_batch, load_record
+from fminfer.core.errors import RETRYABLE, UsageError
 from fminfer.files.disk import told
-from fminfer.files.edits import Edit, find_edit
+from fminfer.files.edits import Edit, edited, find_edit
 from fminfer.files.journal import journal_path
 from fminfer.files.journal_rows import (
     CLOCK,
@@ -19,8 +21,7 @@ from fminfer.files.journal_rows import (
     is_of_other_input,
     read_fingerprint,
 )
-from fminfer.files.ordered_output import Seals
-from fminfer.files.reopening import has_retryable
+from fminfer.files.ordered_output import Seals, errors_path
 from fminfer.files.row_counts import Counts
 from fminfer.files.status_file import has_ended_before, limit_of, read_status, seals_of
 from fminfer.files.streams import A_PIPE, changed_ns, digest_of
@@ -65,9 +66,9 @@ class CompletedOutput:
         any_input = {INPUT: ""}
         check_fingerprint(self.output, self.fingerprint | any_input, fingerprint | any_input)
 
-    def find_edit(self) -> Edit | None:
-        """Return which of its files is not as it was written; None: neither."""
-        return find_edit(self.output, self.seals)
+    def find_edit(self, *, is_read: bool = False) -> Edit | None:
+        """Return which of its files is not as it was written; None: none; see `edits.find_edit`."""
+        return find_edit(self.output, self.seals, is_read=is_read)
 
     def check_unedited(self) -> None:
         """See that it is as it was written.
@@ -76,10 +77,7 @@ class CompletedOutput:
             UsageError: a file was edited since.
         """
         if (edit := self.find_edit()) is not None:
-            raise UsageError(
-                f"{edit.path} is not as it was written ({edit.what}). Put the file back as it was, "
-                "move it away, or give --restart to answer all again"
-            )
+            raise edited(self.output, edit)
 
     def is_of_input_changed_at(self, changed_ns: int) -> bool:
         """Tell whether its input was last changed then, by `input.streams.changed_ns`."""
@@ -99,11 +97,41 @@ class CompletedOutput:
             return True
         if self.counts.num_failed == 0 or not has_ended_before(self.output, started_s):
             return False
-        return has_retryable(self.output, self.seals)
+        return self._has_retryable()
+
+    def _has_retryable(self) -> bool:
+        """Tell whether it has errors that another run may not meet.
+
+        Also if its errors file, which may have had some, has another size by now: `reopen` says so.
+        """
+        path = errors_path(self.output)
+        if not path.exists():  # removed, to leave the output as it is
+            return False
+        written = (self.seals or {}).get("errors")
+        is_edited = written is not None and path.stat().st_size != written.get("bytes")
+        return is_edited or any(map(is_retryable, records_of(path)))
 
     @property
     def fingerprint(self) -> Fingerprint:
         return dict(self.status.get("metadata") or {})
+
+
+def is_retryable(record: bytes) -> bool:
+    """Tell whether an error record says that its line was right, and another run may answer it."""
+    try:
+        fields = load_record(record)
+        error = fields["response"]["body"]["error"] if is_batch(record) else fields["error"]
+        return error["code"] in RETRYABLE
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def records_of(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, without their newlines; none if it is not there."""
+    if path.exists():
+        with path.open("rb") as file:
+            for line in file:
+                yield line.rstrip(b"\n")
 
 
 def find_completed(output: Path) -> CompletedOutput | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from fminfer.core.errors import UsageError
 from fminfer.files.ordered_output import Seal, Seals, errors_path, read_seal
 from fminfer.files.status_file import status_path
 from fminfer.files.streams import reading_file
@@ -40,6 +41,23 @@ def find_edit(output: Path, seals: Seals | None, *, is_read: bool = False) -> Ed
         if now != then:
             return Edit(path, _show(then, now))
     return None
+
+
+def edited(output: Path, edit: Edit, *, can_stay: bool = False) -> UsageError:
+    """Return the refusal of a file that was edited.
+
+    Args:
+        can_stay: without its errors file the output would count as complete.
+    """
+    errors, moved = errors_path(output), "it" if edit.path == output else output.name
+    text = (
+        f"{edit.path} is not as it was written ({edit.what}). Put the file back as it was. Or move "
+        f"{moved} away, or give --restart, to answer all again"
+    )
+    if can_stay and edit.path != errors:
+        text += f". To leave the output as it is, remove {errors.name} and keep the --limit that "
+        text += "it was made with"
+    return UsageError(text)
 
 
 def _sealed(output: Path, seals: Seals | None) -> list[tuple[Path, Seal | None]]:

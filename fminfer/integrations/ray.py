@@ -27,6 +27,7 @@ import ray.data
 import torch
 from ray.data.expressions import monotonically_increasing_id
 
+from fminfer.answers.line_counter import EqualLines
 from fminfer.contract.envelope import open_envelope
 from fminfer.contract.line import Line
 from fminfer.core.config import make_config
@@ -37,7 +38,6 @@ from fminfer.files.line_reader import read_lines as read_file
 from fminfer.files.ordered_output import errors_path, written_together
 from fminfer.files.streams import STDIN
 from fminfer.runtime.engine_api import Engine
-from fminfer.runtime.lines.line_intake import EqualLines
 from fminfer.runtime.lines.runner import WINDOW
 
 ROW = "fminfer_row"  # a column on the way to the actors: a number that no other row has

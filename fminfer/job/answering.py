@@ -12,6 +12,8 @@ from typing import Any
 
 import click
 
+from fminfer.answers.answer_index import open_answers
+from fminfer.answers.run_terms import CountLines, RunTerms
 from fminfer.contract.record import Choice
 from fminfer.core.errors import (
     FminferError,
@@ -25,7 +27,6 @@ from fminfer.files.input_folders import MOST_NAMED, describe_empty
 from fminfer.files.journal_rows import Fingerprint
 from fminfer.files.output_paths import STDOUT, Plan
 from fminfer.files.run_facts import RunFacts
-from fminfer.files.run_terms import CountLines, RunTerms
 from fminfer.files.status_file import refuse_other_vectors
 from fminfer.job.file_job import run_job
 from fminfer.job.named_files import open_files
@@ -45,7 +46,6 @@ from fminfer.runtime.computing import Compute
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.lines.line_intake import FILLS
 from fminfer.runtime.process_roles import Opening, lead_or_join, start_engine
-from fminfer.runtime.result_cache import open_result_cache
 
 
 def run_process(run: RunContext) -> JobSummary | None:
@@ -326,7 +326,7 @@ def _keeping_answers(
 ) -> Iterator[None]:
     """Let the engine take answers of other runs, and keep its own, if the user wants that."""
     place, tell = run.job.result_cache, _say_nothing if run.is_quiet else say
-    cache = open_result_cache(fingerprint, place, tell)
+    cache = open_answers(fingerprint, place, tell)
     engine.runs.cache = cache
     try:
         yield

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from fminfer.answers.run_terms import RunTerms
 from fminfer.core.errors import UsageError
 from fminfer.files.claims import Hold, claimed, look_at
 from fminfer.files.completed import CompletedOutput, find_completed
@@ -13,7 +14,6 @@ from fminfer.files.journal import journal_path
 from fminfer.files.line_reader import count_rows
 from fminfer.files.output_paths import Plan
 from fminfer.files.row_counts import RowCounts
-from fminfer.files.run_terms import RunTerms
 from fminfer.files.streams import changed_ns
 
 YOUNG_S = 5.0  # a file that was written so lately may not be whole

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from fminfer.answers.carrying_over import CarriedOver, carry_over, drop_answerless, reopen
+from fminfer.answers.run_terms import RunTerms
 from fminfer.contract.line import Line, read_clock
 from fminfer.contract.record import Record
 from fminfer.core.errors import OutputError, UsageError
-from fminfer.files.carrying_over import CarriedOver, carry_over, drop_answerless
 from fminfer.files.claims import Claim, Hold
 from fminfer.files.completed import CompletedOutput, kept_clock, require_completed
 from fminfer.files.disk import told
@@ -23,10 +24,8 @@ from fminfer.files.input_file import InputFile
 from fminfer.files.journal import Journal, journal_path, peek
 from fminfer.files.journal_rows import CLOCK, INPUT, Row
 from fminfer.files.ordered_output import put_in_order
-from fminfer.files.reopening import reopen
 from fminfer.files.row_counts import Counts, RowCounts
 from fminfer.files.run_facts import RunHistory, runs_in
-from fminfer.files.run_terms import RunTerms
 from fminfer.files.status_file import StatusFile, read_status, refuse_other_vectors
 
 MANY_ROWS = 100_000  # of a journal that is not read again if it has just been made
@@ -224,9 +223,7 @@ class JournaledInput:
         """Make the journal of a complete output again."""
         with self.hold.taken():
             if not journal_path(self.output).exists():  # of a run that did so and died meanwhile
-                seals, limit = completed.seals, completed.limit
-                counter = self._terms.count_lines and self._terms.count_lines()
-                reopen(self.path, self.output, self._fingerprint, seals, limit, counter)
+                reopen(self.path, completed, self._fingerprint, self._terms)
 
     def _carry_over(self) -> None:
         """Make the journal from the answers to an earlier form of the input."""

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from fminfer.answers.carrying_over import CarriedOver
+from fminfer.answers.run_terms import RunTerms
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import InUseError, OutputError, UsageError
-from fminfer.files.carrying_over import CarriedOver
 from fminfer.files.line_reader import count_rows, read_lines
 from fminfer.files.output_paths import STDOUT
 from fminfer.files.row_counts import RowCounts
-from fminfer.files.run_terms import RunTerms
 from fminfer.job.journaled_input import JournaledInput
 from fminfer.job.run_inputs import RunInput, add_files, sum_saved
 from fminfer.job.run_summary import JobSummary

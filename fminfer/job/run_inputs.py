@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from fminfer.answers.carrying_over import CarriedOver
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import UsageError
-from fminfer.files.carrying_over import CarriedOver
 from fminfer.files.row_counts import RowCounts
 from fminfer.job.run_summary import JobSummary
 

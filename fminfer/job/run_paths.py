@@ -10,12 +10,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from fminfer.answers.cache_place import CachePlace
 from fminfer.contract.envelope import open_envelope, refuse_other_model
 from fminfer.contract.request import RAW_TOKENS
 from fminfer.core.config import ModelOptions
 from fminfer.core.errors import RequestError, UsageError
 from fminfer.core.option import Options, Seconds, option, options_of
-from fminfer.files.cache_place import CachePlace
 from fminfer.files.input_folders import describe_left_out, find_inputs, find_lost, folders_read
 from fminfer.files.line_reader import read_lines
 from fminfer.files.output_paths import STDOUT, Plan, plan_each, require_parent, whose_file

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from fminfer.answers.run_terms import RunTerms
 from fminfer.core.errors import InUseError, UsageError
 from fminfer.files.disk import told
 from fminfer.files.output_paths import Plan
 from fminfer.files.row_counts import RowCounts
-from fminfer.files.run_terms import RunTerms
 from fminfer.job.free_files import FreeFiles
 from fminfer.job.journaled_input import JournaledInput
 from fminfer.job.run_inputs import RunInput, add_files, sum_saved

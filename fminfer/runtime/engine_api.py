@@ -93,8 +93,8 @@ class Engine:
         self.follow = self._computing.follow
         self._core = self._computing.core
         self.intake = make_intake(config, checkpoint, self.tokenizer, self.facts.num_kv_blocks)
-        told = self._core, self.intake, config, self.model_name
-        self.runs = Runs(*told, has_long_steps=bool(self.facts.streaming))
+        has_long_steps = bool(self.facts.streaming)
+        self.runs = Runs(self._core, self.intake, self.model_name, has_long_steps=has_long_steps)
         self._is_closed = False
         self.load_s = time.perf_counter() - started
 

@@ -13,6 +13,7 @@ from functools import partial
 import click
 import uvicorn
 
+from fminfer.answers.answer_index import AnswerIndex, open_answers
 from fminfer.core.errors import FminferError
 from fminfer.core.quantities import counted, show_dtypes
 from fminfer.machine.stopper import Stopper
@@ -23,7 +24,6 @@ from fminfer.runtime.computing import Compute
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.launch.processes import ProcessContext
 from fminfer.runtime.process_roles import Opening, lead_or_join, start_engine
-from fminfer.runtime.result_cache import ResultCache, open_result_cache
 from fminfer.server.asgi_app import make_app
 from fminfer.server.batch_service import BatchService
 from fminfer.server.batches.stored_batches import ServerState
@@ -70,11 +70,11 @@ def _serve(
 
 def _open_cache(
     run: ProcessContext, settings: ServerSettings, checkpoint: Checkpoint
-) -> ResultCache | None:
+) -> AnswerIndex | None:
     tell = (lambda text: None) if run.is_quiet else say
     if settings.cache_place is None and not settings.cache_size:
         return None  # a fingerprint reads of every tensor
-    return open_result_cache(
+    return open_answers(
         plan_ahead(run.config, checkpoint, run.role.spread.num_stages).fingerprint(),
         *(settings.cache_place, tell),
         size=settings.cache_size,

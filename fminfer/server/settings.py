@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
+from fminfer.answers.cache_place import KeptAnswers
 from fminfer.core.errors import UsageError
 from fminfer.core.option import Amount, Bytes, Count, Folder, Seconds, option
-from fminfer.files.cache_place import KeptAnswers
 from fminfer.machine.stopper import ProcessOptions
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]

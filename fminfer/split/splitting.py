@@ -19,6 +19,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from fminfer.answers.line_counter import EqualLines
+from fminfer.answers.seen_counts import SeenCounts
 from fminfer.contract.envelope import open_envelope
 from fminfer.contract.fields import show
 from fminfer.contract.json_spans import on_one_line
@@ -33,8 +35,6 @@ from fminfer.files.output_paths import answers_path, require_parent
 from fminfer.files.split_folders import MANIFEST, PART_NAME
 from fminfer.files.status_file import status_path
 from fminfer.files.streams import A_PIPE, digest_of, read_chunks
-from fminfer.runtime.lines.line_intake import EqualLines, digest_id
-from fminfer.runtime.lines.seen_counts import SeenCounts
 from fminfer.split.grouping import Groups, RequestGroup, find_length, find_most_varied
 from fminfer.split.manifest import Manifest, SplitPart, folder_name, read_paths, write_manifest
 
@@ -89,7 +89,7 @@ def read_index(path: Path, copy: Path, groups: Groups) -> LineIndex:
         if envelope.error is not None:
             index.num_bad += 1
         name, fields = envelope.custom_id_text, envelope.fields
-        is_double = name is not None and bool(ids.add(digest_id(name)))
+        is_double = name is not None and bool(ids.add_text(name))
         index.num_doubles += is_double
         if is_double and index.num_doubles <= MAX_DOUBLES:
             index.doubles.append(f"{show(name)} of line {line.number}")

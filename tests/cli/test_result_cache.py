@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from fminfer.answers.answer_store import FILE
 from fminfer.cli.app import main
-from fminfer.files.answer_store import FILE
 
 GREEDY = {"prompt": "Question: How do you go from the den to the porch?\nAnswer:", "temperature": 0}
 REQUESTS: list[dict[str, Any]] = [

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import transformers
 
+from fminfer.answers import line_counter
 from fminfer.contract.line import Line
 from fminfer.contract.prompts import MAX_ENTRIES
 from fminfer.core.config import EngineConfig
@@ -18,9 +19,7 @@ from fminfer.engine.events import Delta, Event, Finished
 from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.engine.prompt_fit import KvSize
 from fminfer.models.known_sizes import DEMO_MODEL
-from fminfer.runtime.lines import line_intake
-from fminfer.runtime.lines.asked import LineRequest
-from fminfer.runtime.lines.line_intake import FILLS, LineIntake
+from fminfer.runtime.lines.line_intake import FILLS, LineIntake, LineRequest
 from fminfer.runtime.team.team_process import StreamPosition
 from fminfer.text.tokenizer import Tokenizer
 from tests.engine.test_contract import Bench
@@ -337,7 +336,7 @@ def test_equal_chats_are_equal_while_the_clock_goes_on() -> None:
     bench = ChatBench(b"a\0", chat_template=template)
     with pytest.MonkeyPatch.context() as patch:
         times = (f"2026-01-01T00:00:{n:02}+00:00" for n in clock)
-        patch.setattr(line_intake, "read_clock", lambda: next(times))
+        patch.setattr(line_counter, "read_clock", lambda: next(times))
         lines = [Line(0, n, json.dumps({"messages": HELLO}).encode()) for n in (1, 2)]
         intake = LineIntake(bench.intake)
         first, second = (intake.open(line) for line in lines)

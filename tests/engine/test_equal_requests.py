@@ -106,13 +106,14 @@ def test_a_finished_answer_is_taken_later(engine: fminfer.Engine) -> None:
 
 
 def test_what_is_kept_is_bounded(engine: fminfer.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(equal_requests, "MAX_KEPT_ENTRIES", 300)
+    monkeypatch.setattr(equal_requests, "MAX_KEPT_ENTRIES", 250)
     requests = [GREEDY | {"prompt": f"{i} more"} for i in range(200)]
     list(engine.run(requests))
-    kept = engine.runs._runner._equal
-    assert kept is not None
-    assert 0 < kept._num_kept <= 300 and len(kept._finished) < 10 and not kept._leaders
-    assert kept._followers.total() == kept._follower_bytes == 0
+    runner = engine.runs._runner
+    assert runner is not None
+    kept = runner._equal
+    assert 0 < kept._finished.size <= 250 and len(kept._finished._answers) < 10
+    assert not kept._followers and kept._num_followers.total() == kept._follower_bytes == 0
 
 
 def test_equal_lines_without_end_are_read_lazily(engine: fminfer.Engine) -> None:

@@ -306,8 +306,7 @@ def test_lines_that_ask_for_no_computing_are_answered() -> None:
     """A run of a file that had only such lines did not end."""
     bench = Bench(**SIZES, is_only_run=True)
     runner = bench.start_run()
-    runner.add(Line(0, 1, b'{"prompt": "x", "max_tokens": 0}'))
-    runner.end_input()
+    runner.read_from(iter([Line(0, 1, b'{"prompt": "x", "max_tokens": 0}')]))
     assert [record.line.number for _ in range(3) for record in runner.step()] == [1]
     assert not runner.has_work
 

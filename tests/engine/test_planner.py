@@ -13,8 +13,7 @@ import pytest
 from fminfer.contract.line import Line
 from fminfer.core.errors import StoppedError
 from fminfer.engine.waiting import plan_order
-from fminfer.runtime.lines.asked import LineRequest
-from fminfer.runtime.lines.line_intake import LineIntake
+from fminfer.runtime.lines.line_intake import LineIntake, LineRequest
 from fminfer.runtime.lines.runner import LOOKAHEAD, WINDOW, _in_order
 from tests.engine.test_contract import Bench
 

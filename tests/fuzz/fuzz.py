@@ -32,8 +32,7 @@ from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.files.journal import Journal, journal_path
 from fminfer.files.journal_rows import Row
 from fminfer.files.line_reader import read_lines
-from fminfer.runtime.lines.asked import LineRequest
-from fminfer.runtime.lines.line_intake import LineIntake
+from fminfer.runtime.lines.line_intake import LineIntake, LineRequest
 from fminfer.split.manifest import MANIFEST, read_manifest, read_paths
 from fminfer.split.splitting import SplitOptions, split_file
 from fminfer.text.tokenizer import Tokenizer

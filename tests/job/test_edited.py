@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from fminfer.answers.run_terms import RunTerms
 from fminfer.contract.envelope import open_envelope
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import UsageError
 from fminfer.files.journal import journal_path
 from fminfer.files.output_paths import Plan
-from fminfer.files.run_terms import RunTerms
 from fminfer.files.status_file import read_status
 from fminfer.files.streams import digest_of, find_zstd
 from fminfer.job.file_job import _lines

@@ -17,13 +17,13 @@ import pytest
 from click.testing import CliRunner
 
 import fminfer
+from fminfer.answers.run_terms import RunTerms
 from fminfer.cli.app import main
 from fminfer.core.errors import StoppedError, UsageError
 from fminfer.files.completed import is_complete
 from fminfer.files.journal import journal_path
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.output_paths import Plan
-from fminfer.files.run_terms import RunTerms
 from fminfer.files.status_file import read_status, status_path
 from fminfer.job import journaled_input
 from fminfer.job.overview import look_over
@@ -361,8 +361,8 @@ def test_it_tells_how_far_it_is(
     lines = [HOT | {"prompt": f"p{n}"} for n in range(4)]
     told: list[str] = []
     for number, every_s in ((2, 5.0), (3, 5.0), (4, 0.0)):
-        monkeypatch.setattr("fminfer.files.earlier_answers.TELL_EVERY_S", every_s)
-        monkeypatch.setattr("fminfer.files.earlier_answers.LOOK_EVERY", 2)
+        monkeypatch.setattr("fminfer.answers.earlier_answers.TELL_EVERY_S", every_s)
+        monkeypatch.setattr("fminfer.answers.earlier_answers.LOOK_EVERY", 2)
         write(source, lines[:number])
         assert told == []
         run_files(engine, [source], [output], count_lines=counting, tell=told.append)

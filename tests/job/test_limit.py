@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from fminfer.answers.run_terms import RunTerms
 from fminfer.core.errors import UsageError
 from fminfer.files.journal import journal_path
 from fminfer.files.output_paths import Plan
-from fminfer.files.run_terms import RunTerms
 from fminfer.files.status_file import read_status
 from fminfer.job.journaled_input import JournaledInput
 from fminfer.job.named_files import open_files

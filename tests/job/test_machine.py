@@ -37,7 +37,7 @@ def shrink_temporary_disk(patch: pytest.MonkeyPatch) -> None:
         database.execute("PRAGMA max_page_count = 4")
         return database
 
-    patch.setattr("fminfer.runtime.lines.seen_counts.sqlite3.connect", connect_small)
+    patch.setattr("fminfer.answers.seen_counts.sqlite3.connect", connect_small)
 
 
 def write_batch(path: Path) -> Path:
@@ -57,7 +57,7 @@ def test_a_full_temporary_disk_ends_the_run_and_keeps_its_rows(
     source, output = write_batch(tmp_path / "a.jsonl"), tmp_path / "out.jsonl"
     with pytest.MonkeyPatch.context() as patch:
         shrink_temporary_disk(patch)
-        patch.setattr("fminfer.runtime.lines.seen_counts.MAX_RECENT", 16)
+        patch.setattr("fminfer.answers.seen_counts.MAX_IN_MEMORY", 16)
         patch.setattr(
             "fminfer.job.file_job.WINDOW", LOOKAHEAD
         )  # rows are answered before it is full

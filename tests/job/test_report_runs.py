@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import fminfer
+from fminfer.answers.run_terms import RunTerms
 from fminfer.core.errors import StoppedError
 from fminfer.files.row_counts import Counts
 from fminfer.files.run_facts import MAX_RUNS, RunFacts, RunHistory, runs_in
-from fminfer.files.run_terms import RunTerms
 from fminfer.files.status_file import StatusFile, read_status, status_path
 from fminfer.files.time_line import MAX_POINTS, Point, TimeLine, read_time_line
 from fminfer.job.file_job import run_job

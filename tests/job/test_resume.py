@@ -17,12 +17,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import fminfer
+from fminfer.answers.run_terms import RunTerms
 from fminfer.cli.ending import status_of
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import StoppedError, UsageError
 from fminfer.files.journal import Journal, journal_path
 from fminfer.files.journal_rows import Row
-from fminfer.files.run_terms import RunTerms
 from fminfer.files.streams import STDIN
 from fminfer.job.file_job import run_job
 from fminfer.job.named_files import open_files

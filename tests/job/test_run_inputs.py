@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fminfer.answers.run_terms import RunTerms
 from fminfer.core.errors import InUseError, StoppedError, UsageError
 from fminfer.core.quantities import counted
 from fminfer.files.claims import Claims, Hold, look_at
@@ -14,7 +15,6 @@ from fminfer.files.completed import find_completed, require_completed
 from fminfer.files.input_file import InputFile
 from fminfer.files.output_paths import STDOUT, plan_outputs
 from fminfer.files.row_counts import Counts, RowCounts
-from fminfer.files.run_terms import RunTerms
 from fminfer.files.status_file import StatusFile, read_status
 from fminfer.job.named_files import NamedFiles, open_files
 from fminfer.job.run_inputs import RunInputs

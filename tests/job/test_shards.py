@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import fminfer
+from fminfer.answers.run_terms import RunTerms
 from fminfer.contract.envelope import open_envelope
 from fminfer.contract.record import Record
 from fminfer.core.errors import InUseError, RequestError, StoppedError, UsageError
@@ -24,7 +25,6 @@ from fminfer.files import claims as claims_module
 from fminfer.files.claims import BEAT_S, STALE_S, TRUSTED_S, Claims, look_at, remove_dead
 from fminfer.files.output_paths import Plan, plan_outputs
 from fminfer.files.row_counts import RowCounts
-from fminfer.files.run_terms import RunTerms
 from fminfer.files.status_file import read_status
 from fminfer.job import shared_folder
 from fminfer.job.file_job import run_job

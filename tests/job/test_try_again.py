@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 
 import fminfer
+from fminfer.answers.run_terms import RunTerms
 from fminfer.contract.envelope import open_envelope
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import ErrorCode, RequestError, UsageError
 from fminfer.files.claims import Claims, look_at
+from fminfer.files.completed import is_retryable
 from fminfer.files.journal import journal_path
 from fminfer.files.ordered_output import draft_path, errors_path
 from fminfer.files.output_paths import Plan
-from fminfer.files.reopening import is_retryable
 from fminfer.files.row_counts import RowCounts
-from fminfer.files.run_terms import RunTerms
 from fminfer.files.status_file import read_status, status_path
 from fminfer.job import journaled_input
 from fminfer.job.journaled_input import JournaledInput

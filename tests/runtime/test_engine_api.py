@@ -117,15 +117,12 @@ def test_added_requests_and_a_run_go_side_by_side(engine: fminfer.Engine) -> Non
     (expected,) = answers(engine, request)
     runner = engine.runs.start()
     own = engine.add(request)
-    runner.add(Line(0, 1, b'{"prompt": "north", "max_tokens": 2}'))
-    runner.end_input()
+    runner.read_from(iter([Line(0, 1, b'{"prompt": "north", "max_tokens": 2}')]))
     events: list[Event] = []
     num_records = 0
     while runner.has_work or engine.has_work:
-        runner.hand_over()
-        new = engine.step()
-        events += new
-        num_records += len(runner.take(new))
+        num_records += len(runner.step())
+        events += engine.step() if engine.runs.left else []
     assert answer_in(events, own) == expected and num_records == 1
 
 

@@ -179,9 +179,8 @@ def test_a_higher_priority_enters_first(team: fminfer.Engine) -> None:
 def test_a_run_is_stopped_and_the_engine_goes_on(team: fminfer.Engine) -> None:
     def use() -> None:
         runner = team.runs.start()
-        for number in range(1, 41):
-            row = b'{"prompt": "north", "max_tokens": 400, "ignore_eos": true, "seed": %d}' % number
-            runner.add(Line(0, number, row))
+        row = b'{"prompt": "north", "max_tokens": 400, "ignore_eos": true, "seed": %d}'
+        runner.read_from(Line(0, number, row % number) for number in range(1, 41))
         while not team.state.longest_row:
             runner.step()
         team.stop(0.0)

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 import fminfer
-from fminfer.files.answer_store import FILE
-from fminfer.files.cache_place import CachePlace
+from fminfer.answers.answer_index import open_answers
+from fminfer.answers.answer_store import FILE
+from fminfer.answers.cache_place import CachePlace
 from fminfer.models.checkpoint import open_model
 from fminfer.plan.planning import plan_ahead
-from fminfer.runtime.result_cache import open_result_cache
 from tests.server.answers import join, join_chat
 from tests.server.reciting import save_reciting
 from tests.server.running import Answer, Running, running, until
@@ -64,7 +64,7 @@ def serving(
     told: list[str] = []
     place = None if folder is None else CachePlace(folder, 2**24)
     fingerprint = plan_ahead(engine.config, open_model(engine.config)).fingerprint()
-    cache = open_result_cache(fingerprint, place, told.append, size=size, list_size=list_size)
+    cache = open_answers(fingerprint, place, told.append, size=size, list_size=list_size)
     assert cache is not None
     engine.runs.cache = cache
     try:

@@ -11,13 +11,13 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from fminfer.answers.run_terms import RunTerms
 from fminfer.contract.envelope import open_envelope
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import StoppedError
 from fminfer.files.input_folders import find_inputs
 from fminfer.files.output_paths import Plan, plan_each
-from fminfer.files.run_terms import RunTerms
 from fminfer.job.journaled_input import JournaledInput
 from fminfer.job.shared_folder import SharedFiles
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from fminfer.answers.cache_place import KeptAnswers
 from fminfer.cluster.resources import SubmitOptions
 from fminfer.core.config import (
     ComputeOptions,
@@ -19,7 +20,6 @@ from fminfer.core.config import (
 )
 from fminfer.core.errors import UsageError
 from fminfer.core.option import Bytes, Command, Count, Folder, Option, Options, option, options_of
-from fminfer.files.cache_place import KeptAnswers
 from fminfer.job.run_paths import JobOptions
 from fminfer.job.synthetic import Hyperparameters
 from fminfer.machine.stopper import ProcessOptions

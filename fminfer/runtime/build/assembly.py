@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from fminfer.answers.line_counter import LineCounter
 from fminfer.contract.field_table import COLUMNS, FIELDS
 from fminfer.contract.fields import INT64, integer
 from fminfer.contract.request import DEFAULTS, SamplingParams
@@ -35,7 +36,6 @@ from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.start import Starter
 from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.models.known_sizes import DEMO_NAMES
-from fminfer.runtime.lines.line_intake import LineIntake
 from fminfer.text.template_file import read_template
 from fminfer.text.tokenizer import NoTokenizer, Tokenizer
 
@@ -273,11 +273,11 @@ def _read_template(config: RequestOptions) -> str | None:
         ) from error
 
 
-def line_counting(config: EngineConfig, checkpoint: Checkpoint) -> Callable[[], LineIntake]:
+def line_counting(config: EngineConfig, checkpoint: Checkpoint) -> Callable[[], LineCounter]:
     """Return a function that begins to count a file's lines; its first call loads the tokenizer."""
 
     @cache
     def load() -> Intake:
         return make_intake(config, checkpoint, load_tokenizer(config, checkpoint))
 
-    return lambda: LineIntake(load())
+    return lambda: LineCounter(load())

@@ -1,15 +1,12 @@
-"""Requests that must have the same answer: one is computed, the others take what it got.
-
-That is so if a request draws nothing, draws greedily, or carries its own seed, and its prompts and
-parameters are another's.
-"""
+"""Requests that must have the same answer: one is computed, the others take what it got."""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 
+from fminfer.answers.answer_index import RecentAnswers, copy_answer
 from fminfer.engine.events import Failed, Finished
-from fminfer.runtime.lines.asked import LineRequest
+from fminfer.runtime.lines.line_intake import Answer, LineRequest
 
 MAX_FOLLOWERS = 1024  # requests that wait for another's answer; with more, reading stops
 MAX_FOLLOWERS_OF_FILES = 64  # the same from several files, which stay open
@@ -21,68 +18,65 @@ REQUEST_ENTRIES = 16  # a request's fixed size
 
 
 class EqualRequests:
-    """Finds the earlier request whose answer a new one can take, among those of late."""
+    """Finds the earlier request of a run whose answer a new one can take, by their keys.
 
-    def __init__(self) -> None:
-        self._leaders: dict[bytes, LineRequest] = {}  # being answered
-        self._finished: OrderedDict[bytes, LineRequest] = OrderedDict()  # oldest use first
-        self._num_kept = 0
-        self._followers: Counter[int] = Counter()  # waiting, by file
+    Args:
+        is_on: otherwise it finds none.
+    """
+
+    def __init__(self, *, is_on: bool = True) -> None:
+        self._is_on = is_on
+        self._followers: dict[bytes, list[LineRequest]] = {}  # of requests that are being answered
+        self._num_followers: Counter[int] = Counter()  # by file
         self._follower_bytes = 0  # of their lines
+        self._finished: RecentAnswers[Finished] = RecentAnswers(MAX_KEPT_ENTRIES)
 
     @property
     def is_full(self) -> bool:
         """Return whether so many wait that no more should be read."""
-        most = MAX_FOLLOWERS if len(self._followers) < 2 else MAX_FOLLOWERS_OF_FILES
+        most = MAX_FOLLOWERS if len(self._num_followers) < 2 else MAX_FOLLOWERS_OF_FILES
         is_long = self._follower_bytes >= MAX_FOLLOWER_BYTES
-        return is_long or self._followers.total() >= most
+        return is_long or self._num_followers.total() >= most
 
-    def follow(self, asked: LineRequest) -> LineRequest | None:
-        """Return the equal request whose answer this one takes: at once, or when that has it.
+    def find(self, asked: LineRequest) -> Finished | None:
+        """Return what a request gets from an equal one that is finished; None: there is none."""
+        found = self._finished.find(asked.key) if self._is_on and asked.key else None
+        return None if found is None else copy_answer(found, asked.read_s)
 
-        None: there is none, and later requests can follow this one.
-        """
-        if asked.key is None:
-            return None
-        leader = self._leaders.get(asked.key)
-        if leader is not None:
-            leader.followers.append(asked)
-            self._followers[asked.line.source] += 1
-            self._follower_bytes += len(asked.line.raw)
-            return leader
-        finished = self._finished.get(asked.key)
-        if finished is not None:
-            self._finished.move_to_end(asked.key)
-            return finished
-        self._leaders[asked.key] = asked
-        return None
+    def follow(self, asked: LineRequest) -> bool:
+        """Let a request wait for an equal one; False: later ones can wait for this."""
+        if not (self._is_on and asked.key):
+            return False
+        if (followers := self._followers.get(asked.key)) is None:
+            self._followers[asked.key] = []
+            return False
+        followers.append(asked)
+        self._num_followers[asked.line.source] += 1
+        self._follower_bytes += len(asked.line.raw)
+        return True
 
-    def finish(self, asked: LineRequest) -> list[LineRequest]:
-        """Keep a request's answer for later ones; return those that waited for it."""
-        key = asked.key
-        if key is None or self._leaders.get(key) is not asked:
+    def finish(self, asked: LineRequest, answer: Answer) -> list[tuple[LineRequest, Answer]]:
+        """Keep a request's answer for later ones; return those that waited, each with its own."""
+        if not (self._is_on and asked.key):
             return []
-        del self._leaders[key]
-        if not isinstance(asked.answer, Failed):
-            self._finished[key] = asked
-            self._num_kept += _num_entries(asked)
-            while self._num_kept > MAX_KEPT_ENTRIES:
-                self._num_kept -= _num_entries(self._finished.popitem(last=False)[1])
-        followers, asked.followers = asked.followers, []
+        followers = self._followers.pop(asked.key)
+        if isinstance(answer, Finished):
+            self._finished.keep(asked.key, answer, size=_num_entries(asked, answer))
         for follower in followers:
-            self._followers[follower.line.source] -= 1
+            self._num_followers[follower.line.source] -= 1
             self._follower_bytes -= len(follower.line.raw)
-        self._followers = +self._followers  # without those that are 0
-        return followers
+        self._num_followers = +self._num_followers  # without those that are 0
+        if isinstance(answer, Failed):
+            return [(follower, answer) for follower in followers]
+        return [(follower, copy_answer(answer, follower.read_s)) for follower in followers]
 
 
-def _num_entries(asked: LineRequest) -> int:
-    """Return what a finished request takes, in entries of ENTRY_BYTES."""
-    num = REQUEST_ENTRIES + 4 * len(asked.line.raw) // ENTRY_BYTES  # its line is held parsed, too
-    if isinstance(asked.answer, Finished):
-        usage, params = asked.answer.usage, asked.params
-        num_listed = usage.get("completion_tokens", 0) + usage["prompt_tokens"] * params.echo
-        num += usage["prompt_tokens"] + num_listed * (1 + (params.logprobs or 0))
-        if (wish := asked.prepared.vectors) is not None:
-            num += asked.num_prompts * wish.facts.size * BYTES_A_NUMBER // ENTRY_BYTES
+def _num_entries(asked: LineRequest, answer: Finished) -> int:
+    """Return what an answer takes, in entries of ENTRY_BYTES."""
+    usage, params = answer.usage, asked.prepared.params
+    num_prompt = usage["prompt_tokens"] if params.echo or params.return_token_ids else 0
+    num_listed = usage.get("completion_tokens", 0) + num_prompt
+    num: int = REQUEST_ENTRIES + num_listed * (1 + (params.logprobs or 0))
+    if (wish := asked.prepared.vectors) is not None:
+        num += asked.num_prompts * wish.facts.size * BYTES_A_NUMBER // ENTRY_BYTES
     return num

@@ -67,11 +67,7 @@ class Lane:
             return events
 
     def wait(self, timeout_s: float, *, wants_room: bool) -> None:
-        """Wait for events, or until somebody calls `wake`.
-
-        Args:
-            wants_room: or until few requests are in the lane.
-        """
+        """Wait for events, for `wake`, or, if it wants room, until few requests are in the lane."""
         with self._news:
             self._news.wait_for(
                 lambda: self._is_woken or self.has_work or (wants_room and self.num_waiting < FEW),

@@ -7,20 +7,18 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
+from fminfer.answers.answer_index import AnswerIndex
 from fminfer.contract.envelope import Envelope
 from fminfer.contract.line import Line, as_line
 from fminfer.contract.record import Record
-from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.engine.engine_core import EngineCore
 from fminfer.engine.events import Event
 from fminfer.engine.intake import Intake
-from fminfer.runtime.lines.asked import RecordForm
 from fminfer.runtime.lines.lanes import Lane, Lanes
-from fminfer.runtime.lines.line_intake import LineIntake, NameLine
+from fminfer.runtime.lines.line_intake import LineIntake, NameLine, RecordForm
 from fminfer.runtime.lines.runner import LOOKAHEAD as LOOKAHEAD
 from fminfer.runtime.lines.runner import LineRunner
-from fminfer.runtime.result_cache import ResultCache
 
 AnyRequest = Mapping[str, Any] | Line  # the fields of a request, or an input line
 
@@ -29,17 +27,11 @@ class Runs:
     """Starts runs, and keeps their events apart from those of other requests."""
 
     def __init__(
-        self,
-        core: EngineCore,
-        intake: Intake,
-        config: EngineConfig,
-        model_name: str,
-        *,
-        has_long_steps: bool = False,
+        self, core: EngineCore, intake: Intake, model_name: str, *, has_long_steps: bool
     ) -> None:
-        self.cache: ResultCache | None = None  # has answers; whoever sets it closes it
+        self.cache: AnswerIndex | None = None  # has answers; whoever sets it closes it
         self.lanes = Lanes(core)  # of runs behind all other requests
-        self._core, self._intake, self._config = core, intake, config
+        self._core, self._intake, self._config = core, intake, intake.limits.config
         self._model_name, self._has_long_steps = model_name, has_long_steps
         self._runner: LineRunner | None = None  # of the run of `start`
         self.left: deque[Event] = deque()  # of others' requests, which a run's steps have returned
@@ -51,7 +43,7 @@ class Runs:
         *,
         is_only_run: bool = False,
     ) -> LineRunner:
-        """Start a run over lines: add them to the runner, and step it.
+        """Start a run over lines: let the runner read them, and step it.
 
         Args:
             read_ahead: lines that may be read before there is room for them.
@@ -66,20 +58,18 @@ class Runs:
         if self._runner is not None and self._runner.is_busy:
             raise UsageError("the engine is in the middle of a run; finish or close that one first")
         self._intake.warnings.clear()
+        keeps_vectors_apart = is_only_run and self._config.embeddings == "npy"
         self._runner = LineRunner(
             self._core,
             LineIntake(self._intake, name_line=name_line),
-            RecordForm(
-                *(self._model_name, int(time.time())),
-                keeps_vectors_apart=is_only_run and self._config.embeddings == "npy",
-            ),
+            RecordForm(self._model_name, int(time.time()), keeps_vectors_apart),
             engine=self._core,
             read_ahead=read_ahead,
             has_long_steps=self._has_long_steps,
             joins_equal=self._config.prefix_cache,
             is_only_run=is_only_run,
             cache=self.cache,
-            on_others=self.left.extend,
+            on_other=self.left.append,
         )
         return self._runner
 
@@ -96,10 +86,8 @@ class Runs:
         that answers the other requests calls `step`.
 
         Args:
-            form: of the records.
-            check: raises a RequestError for a line that is not of this run; it replaces the
-                check of the line's model.
-            read_ahead, name_line: as for `start`.
+            check: raises a RequestError for a line that is not of this run, in place of the check
+                of the line's model.
         """
         lane = self.lanes.open()
         runner = LineRunner(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from fminfer.answers.run_terms import RunTerms
 from fminfer.core.errors import FminferError, StoppedError, UsageError, printable
 from fminfer.core.quantities import counted
 from fminfer.files.claims import drop_claims
@@ -18,11 +19,10 @@ from fminfer.files.completed import CompletedOutput, find_completed
 from fminfer.files.journal import journal_path
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.row_counts import Counts
-from fminfer.files.run_terms import RunTerms
 from fminfer.job.journaled_input import JournaledInput
 from fminfer.runtime.engine_api import Engine
-from fminfer.runtime.lines.asked import RecordForm
 from fminfer.runtime.lines.lanes import Lane
+from fminfer.runtime.lines.line_intake import RecordForm
 from fminfer.runtime.lines.runner import WINDOW
 from fminfer.server.batches.batch_ends import (
     check_unchanged,

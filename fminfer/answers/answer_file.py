@@ -33,15 +33,14 @@ class DamagedError(Exception):
 
 
 class AnswerFile:
-    """One connection, of one thread at a time.
+    """One connection, of one thread at a time; the file is made if it is not there.
 
     Args:
-        path: is made, with its tables, if it is not there.
         wait_s: for another process's lock, in each call.
 
     Raises:
-        DamagedError: it holds something else.
-        sqlite3.Error, OSError: it cannot be opened.
+        DamagedError: the file is none of ours, or damaged. All methods raise it.
+        sqlite3.Error, OSError: it cannot be opened, read or written; nothing has changed.
     """
 
     def __init__(self, path: Path, wait_s: float) -> None:
@@ -63,12 +62,7 @@ class AnswerFile:
         self._database.close()
 
     def read(self, key: bytes) -> tuple[bytes, int] | None:
-        """Return what is kept under a key, and when its last use was noted; None: nothing.
-
-        Raises:
-            DamagedError: what is found there is not what was written.
-            sqlite3.Error: the file cannot be read.
-        """
+        """Return what is kept under a key, and when its last use was noted; None: nothing."""
         with self._told():
             found = self._database.execute(
                 "SELECT value, checksum, used FROM answers WHERE key = ?", (key,)
@@ -89,10 +83,6 @@ class AnswerFile:
         Args:
             now: the time, Unix seconds.
             max_bytes: of the file; what was not used for longest makes room.
-
-        Raises:
-            DamagedError: the file is damaged.
-            sqlite3.Error: it cannot be written; nothing has changed.
         """
         if touched := [(now, key) for key in uses]:
             with self._told(), self._transaction():
@@ -142,22 +132,15 @@ class AnswerFile:
         """Remove what was not used for longest, until so many bytes are free."""
         target = max_bytes - max_bytes // 50  # so that not every write has to remove some
         while (excess := self._used_bytes() + needed - target) > 0:
-            oldest = self._oldest(excess)
+            oldest: list[tuple[int]] = []
+            select = "SELECT rowid, length(value) FROM answers ORDER BY used, rowid"
+            with closing(self._database.execute(select)) as rows:
+                while excess > 0 and (row := rows.fetchone()) is not None:
+                    oldest.append(row[:1])
+                    excess -= row[1] + ROW_BYTES
             if not oldest:
                 return
             self._database.executemany("DELETE FROM answers WHERE rowid = ?", oldest)
-
-    def _oldest(self, num_bytes: int) -> list[tuple[int]]:
-        """Return rows that take so many bytes together, oldest use first."""
-        oldest: list[tuple[int]] = []
-        select = "SELECT rowid, length(value) FROM answers ORDER BY used, rowid"
-        with closing(self._database.execute(select)) as rows:
-            for number, size in rows:
-                oldest.append((number,))
-                num_bytes -= size + ROW_BYTES
-                if num_bytes <= 0:
-                    break
-        return oldest
 
     def _shrink(self, max_bytes: int) -> None:
         """Give room back that an earlier and larger limit had taken."""

@@ -5,31 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
-from fminfer.contract.endpoints import Endpoint
-from fminfer.contract.envelope import Envelope
-from fminfer.contract.line import Line
+from fminfer.answers.line_counter import LineCounter
 from fminfer.files.claims import Claims
 from fminfer.files.journal_rows import Fingerprint, is_of_other_input
 from fminfer.files.run_facts import RunFacts
-
-
-class LineCounter(Protocol):
-    """Counts the lines of a file in their order, as the run does that answers them."""
-
-    def count(self, line: Line, envelope: Envelope) -> int | None:
-        """Return how many equal ones came before it; None: chance has no part in its answer.
-
-        Raises:
-            RequestError: what is wrong with it, as far as that shows without its tokens.
-        """
-
-    def count_request(
-        self, fields: dict[str, Any], *, endpoint: Endpoint | None = None, times: int = 1
-    ) -> int | None:
-        """Count a request by itself, so many times; as `count`."""
-
 
 CountLines = Callable[[], LineCounter]  # begins with a file's first line
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 
-from fminfer.files.earlier_answers import KeyIndex
+from fminfer.answers.earlier_answers import KeyIndex
 
 
 def test_keys_are_found_in_any_order() -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 import fminfer
+from fminfer.answers.answer_index import AnswerIndex, RecentAnswers, answer_key, open_answers
+from fminfer.answers.cache_place import CachePlace
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.contract.request import SamplingParams
@@ -21,18 +23,10 @@ from fminfer.contract.vector_wish import VectorFacts, VectorWish
 from fminfer.core.config import Constraint, EngineConfig
 from fminfer.engine.events import Finished
 from fminfer.engine.sequence import Prepared
-from fminfer.files.cache_place import CachePlace
 from fminfer.models.checkpoint import open_checkpoint, open_model
 from fminfer.models.fingerprint import NOT_OF_ANSWERS, terms_of_answers
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.plan.planning import plan_ahead
-from fminfer.runtime.result_cache import (
-    RecentAnswers,
-    ResultCache,
-    draws_by_chance,
-    key_of,
-    open_result_cache,
-)
 from fminfer.text.encoded_prompt import EncodedPrompt
 
 SEEDED = SamplingParams(max_tokens=8, temperature=0.9, seed=4)
@@ -96,11 +90,11 @@ def engine() -> Iterator[fminfer.Engine]:
 
 
 @contextmanager
-def cached(engine: fminfer.Engine, folder: Path) -> Iterator[ResultCache]:
+def cached(engine: fminfer.Engine, folder: Path) -> Iterator[AnswerIndex]:
     """Give an engine the cache of a folder."""
     told: list[str] = []
     fingerprint = plan_ahead(engine.config, open_model(engine.config)).fingerprint()
-    cache = open_result_cache(fingerprint, CachePlace(folder, 2**24), told.append)
+    cache = open_answers(fingerprint, CachePlace(folder, 2**24), told.append)
     assert cache is not None
     engine.runs.cache = cache
     try:
@@ -155,7 +149,7 @@ def test_any_text_and_number_comes_back(text: str, tmp_path: Path) -> None:
     choices = [{"text": text, "logprobs": {text: numbers}, "index": 2**63}]
     told: list[str] = []
     for _ in range(2):  # before it is written, and from the disk
-        cache = open_result_cache({}, CachePlace(tmp_path, 2**24), told.append)
+        cache = open_answers({}, CachePlace(tmp_path, 2**24), told.append)
         assert cache is not None
         cache.keep(prepared(), Finished(7, choices, finished("").usage, {}))
         found = cache.find(prepared())
@@ -169,8 +163,8 @@ def test_a_request_without_a_seed_is_drawn_anew(engine: fminfer.Engine, tmp_path
         first = answers(engine, [drawn])
         answers(engine, [drawn])
     assert cache.num_asked == 0 and first[0].error is None
-    assert draws_by_chance(engine.prepare(drawn).params)
-    assert not draws_by_chance(engine.prepare(drawn | {"max_tokens": 0}).params)
+    assert engine.prepare(drawn).params.is_by_chance
+    assert not engine.prepare(drawn | {"max_tokens": 0}).params.is_by_chance
 
 
 def test_an_error_is_not_kept(engine: fminfer.Engine, tmp_path: Path) -> None:
@@ -212,7 +206,7 @@ def prepared(params: SamplingParams = SEEDED, **others: Any) -> Prepared:
 
 
 def key(prepared: Prepared) -> bytes:
-    return key_of(prepared, b"terms")
+    return answer_key(prepared, b"terms")
 
 
 @pytest.mark.parametrize("name", [each.name for each in fields(SamplingParams)])
@@ -236,7 +230,7 @@ def test_all_of_a_request_is_in_the_key() -> None:
         assert key(prepared(**{name: value})) != key(prepared())
     sources = [[PROMPT], [replace(PROMPT, text="abd")], [PROMPT, PROMPT]]
     assert len({key(prepared(sources=each)) for each in sources}) == 3, "what an encoder reads"
-    assert key_of(prepared(), b"other") != key_of(prepared(), b"terms")
+    assert answer_key(prepared(), b"other") != answer_key(prepared(), b"terms")
 
 
 def test_where_prompts_end_is_in_the_key() -> None:
@@ -353,7 +347,7 @@ def text_of(answer: Finished | None) -> str | None:
 
 
 def test_answers_in_memory_leave_by_their_last_use() -> None:
-    cache = ResultCache({}, None, RecentAnswers(2, 1))
+    cache = AnswerIndex({}, None, RecentAnswers(2, 1))
     requests = [prepared(replace(SEEDED, seed=seed)) for seed in range(3)]
     for seed in (0, 1):
         cache.keep(requests[seed], finished(str(seed)))
@@ -365,7 +359,7 @@ def test_answers_in_memory_leave_by_their_last_use() -> None:
 
 def test_a_list_of_answers_is_drawn_from_once_it_is_full() -> None:
     """Only for who takes chance; and only when there are as many as were asked for."""
-    cache = ResultCache({}, None, RecentAnswers(2, 3))
+    cache = AnswerIndex({}, None, RecentAnswers(2, 3))
     drawn = prepared(replace(SEEDED, seed=None), meaning=b"m", repeat=5)
     again = replace(drawn, repeat=6)
     for text in "abc":
@@ -380,7 +374,7 @@ def test_a_list_of_answers_is_drawn_from_once_it_is_full() -> None:
 
 
 def test_without_a_list_nothing_that_chance_decides_is_kept() -> None:
-    cache = ResultCache({}, None, RecentAnswers(9, 1))
+    cache = AnswerIndex({}, None, RecentAnswers(9, 1))
     drawn = prepared(replace(SEEDED, seed=None), meaning=b"m")
     cache.keep(drawn, finished("a"))
     assert cache.find(drawn, takes_chance=True) is None and cache.num_asked == 0
@@ -390,12 +384,12 @@ def test_what_the_disk_has_comes_into_memory(tmp_path: Path) -> None:
     told: list[str] = []
     place = CachePlace(tmp_path, 2**24)
     for size in (0, 5):
-        cache = open_result_cache({}, place, told.append, size=size)
+        cache = open_answers({}, place, told.append, size=size)
         assert cache is not None
         cache.keep(prepared(), finished("kept"))
         cache.close()
-    cache = open_result_cache({}, place, told.append, size=5)
+    cache = open_answers({}, place, told.append, size=5)
     assert cache is not None and text_of(cache.find(prepared())) == "kept"
     cache.close()
     assert text_of(cache.find(prepared())) == "kept" and not told
-    assert open_result_cache({}, None, told.append) is None
+    assert open_answers({}, None, told.append) is None

@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
+from fminfer.answers import answer_file, answer_store
+from fminfer.answers.answer_store import FILE, AnswerStore
+from fminfer.answers.cache_place import DEFAULT_BYTES, CachePlace, KeptAnswers
 from fminfer.core.errors import UsageError
-from fminfer.files import answer_file, answer_store
-from fminfer.files.answer_store import FILE, AnswerStore
-from fminfer.files.cache_place import DEFAULT_BYTES, CachePlace, KeptAnswers
 
 MIB = 2**20
 
@@ -129,7 +129,7 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
     code = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from tests.files.test_answer_store import key_of, value_of, opened\n"
+        "from tests.answers.test_answer_store import key_of, value_of, opened\n"
         "first = int(sys.argv[2])\n"
         "with opened(Path(sys.argv[1])) as (store, told):\n"
         "    for number in range(first, first + 3000):\n"

@@ -6,19 +6,18 @@ They stand in a complete output, or in the journal of a run that has not ended.
 from __future__ import annotations
 
 import time
-from array import array
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from fminfer.answers.line_counter import LineCounter
 from fminfer.contract.envelope import MAX_QUOTED_BYTES, Envelope
 from fminfer.contract.line import Line
 from fminfer.contract.record import make_key
 from fminfer.contract.record_parts import (
-    Tokens,
+    Answered,
     is_batch,
     load_record,
     read_key,
@@ -26,79 +25,49 @@ from fminfer.contract.record_parts import (
     readdress,
 )
 from fminfer.core.errors import RequestError, UsageError, row_error
+from fminfer.files.completed import is_retryable, records_of
 from fminfer.files.journal_rows import read_row
 from fminfer.files.ordered_output import errors_path
-from fminfer.files.reopening import is_retryable, records_of
-from fminfer.files.run_terms import LineCounter
-
-_LOW, _HIGH = slice(0, 8), slice(8, 16)
 
 
 class KeyIndex:
-    """Places by key. First all are added, then they are looked up."""
+    """Places by keys of 16 bytes. First all are added, then they are looked up."""
 
     def __init__(self) -> None:
-        self._low, self._high = array("Q"), array("Q")  # the halves of each key
-        self._places = array("q")
-        self._is_used = bytearray()
-        self._next = 0  # whose key will probably be asked for next
-        # Once one was not: `_low` in order, and the numbers of its answers.
-        self._sorted, self._order = array("Q"), array("I")
+        self._rows = bytearray()  # 24 bytes each: a key, and its place, high bytes first
+        self._sorted: Any = None  # the same bytes in order, once they are looked up
+        self._is_used = bytearray()  # of each row, for the first one of its key
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._rows) // 24
 
     def add(self, key: bytes, place: int) -> None:
         """Add an answer."""
-        self._low.append(int.from_bytes(key[_LOW], "little"))
-        self._high.append(int.from_bytes(key[_HIGH], "little"))
-        self._places.append(place)
-        self._is_used.append(0)
+        self._rows += key + place.to_bytes(8, "big")
 
     def find(self, key: bytes) -> int | None:
-        """Return the place of an answer with this key; None: there is none."""
-        low, high = int.from_bytes(key[_LOW], "little"), int.from_bytes(key[_HIGH], "little")
-        number: int | None = self._next
-        if not self._is_at(self._next, low, high):
-            number = self._search(low, high)
-        if number is None:
+        """Return the place of the first answer with this key; None: there is none."""
+        self._sort()
+        number = int(np.searchsorted(self._sorted, key))
+        row = self._rows[24 * number : 24 * number + 24]
+        if row[:16] != key:
             return None
-        self._next = number + 1
         self._is_used[number] = 1
-        return self._places[number]
+        return int.from_bytes(row[16:], "big")
 
     def count_unused(self) -> int:
         """Return how many answers have a key that nobody has asked for."""
-        if all(self._is_used):
-            return 0
-        order = np.lexsort((np.frombuffer(self._high, "u8"), np.frombuffer(self._low, "u8")))
-        low, high = (np.frombuffer(half, "u8")[order] for half in (self._low, self._high))
-        is_new = np.append(True, (low[1:] != low[:-1]) | (high[1:] != high[:-1]))
-        starts = np.flatnonzero(is_new)
-        is_used = np.maximum.reduceat(np.frombuffer(self._is_used, "u1")[order], starts)
-        sizes = np.diff(np.append(starts, len(order)))
-        return int(sizes[is_used == 0].sum())
-
-    def _is_at(self, number: int, low: int, high: int) -> bool:
-        is_there = number < len(self._low)
-        return is_there and self._low[number] == low and self._high[number] == high
-
-    def _search(self, low: int, high: int) -> int | None:
-        if not self._sorted:
-            self._sort()
-        place = bisect_left(self._sorted, low)
-        while place < len(self._sorted) and self._sorted[place] == low:
-            number = self._order[place]
-            if self._high[number] == high:
-                return number
-            place += 1
-        return None
+        self._sort()
+        keys = np.frombuffer(self._rows, [("key", "S16"), ("place", "S8")])["key"]
+        firsts = np.flatnonzero(np.append(True, keys[1:] != keys[:-1])[: len(keys)])
+        counts = np.diff(np.append(firsts, len(keys)))
+        return int(counts[np.frombuffer(self._is_used, "u1")[firsts] == 0].sum())
 
     def _sort(self) -> None:
-        halves = np.frombuffer(self._low, "u8")
-        order = np.argsort(halves, kind="stable")
-        self._order = array("I", order.astype("u4").tobytes())
-        self._sorted = array("Q", halves[order].tobytes())
+        if self._sorted is None:
+            self._sorted = np.frombuffer(self._rows, "S24")
+            self._sorted.sort()  # in its place
+            self._is_used = bytearray(len(self))
 
 
 UNSURE = 1 << 40  # more equal lines than a file has
@@ -109,15 +78,10 @@ class Pace:
     """Tells now and then how far a task is that takes long where there are many rows."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
-        self._told_s = time.monotonic()
+        self._tell, self._told_s = tell, time.monotonic()
 
     def look(self, what: str, number: int, total: int = 0) -> None:
-        """Tell the number of rows so far, if it is time to.
-
-        Args:
-            total: 0: not known.
-        """
+        """Tell the number of rows so far, if it is time to; `total` 0: it is not known."""
         if number % LOOK_EVERY == 0 and time.monotonic() - self._told_s >= TELL_EVERY_S:
             self._told_s = time.monotonic()
             self._tell(f"{what}: {number:,}{f' of {total:,}' if total else ''}")
@@ -128,15 +92,14 @@ class EarlierAnswers:
 
     Args:
         path: where they stand.
+        input_was: the fingerprint of the input that they are to.
     """
 
-    def __init__(self, path: Path, file: BinaryIO, pace: Pace) -> None:
-        self.path = path
-        self.pace = pace
+    def __init__(self, path: Path, file: BinaryIO, input_was: str, pace: Pace) -> None:
+        self.path, self.input_was, self.pace = path, input_was, pace
         self.num_unsure = 0  # of which it is not known how many equal ones stood before them
         self._index = KeyIndex()
-        self._file = file
-        self._place = -1  # of the file
+        self._file, self._place = file, -1
 
     @property
     def num_answers(self) -> int:
@@ -147,8 +110,8 @@ class EarlierAnswers:
         """Answers that no line has asked for."""
         return self._index.count_unused() + self.num_unsure
 
-    def find(self, line: Line, envelope: Envelope, key: bytes) -> tuple[bytes, Tokens] | None:
-        """Return the record that a line gets, and its tokens; None: it has no answer yet.
+    def find(self, line: Line, envelope: Envelope, key: bytes) -> Answered | None:
+        """Return the record that a line gets; None: it has no answer yet.
 
         Raises:
             UsageError: what stands there is not what was read before.
@@ -161,15 +124,12 @@ class EarlierAnswers:
         written = self._file.readline()
         self._place = place + len(written)
         try:
-            return self._open(written, line, envelope, key)
+            return readdress(self._record_in(written), line, envelope, key)
         except (ValueError, KeyError) as error:
-            raise damaged(self.path, f"{error}, at byte {place}") from error
+            raise self._damaged(f"{error}, at byte {place}") from error
 
-    def _open(
-        self, written: bytes, line: Line, envelope: Envelope, key: bytes
-    ) -> tuple[bytes, Tokens]:
-        answered = readdress(written.rstrip(b"\n"), line, envelope, key)
-        return answered.record, answered.tokens
+    def _record_in(self, written: bytes) -> bytes:
+        return written.rstrip(b"\n")
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         """Yield each line of the file with its place."""
@@ -178,6 +138,13 @@ class EarlierAnswers:
             self.pace.look("Reading earlier answers", number)
             yield place, line
             place += len(line)
+
+    def _damaged(self, what: str) -> UsageError:
+        return UsageError(
+            f"a run cannot go on with {self.path}: its input has changed, and it is not clear "
+            f"({what}) which lines the answers belong to. Put the input back as it was, give "
+            "--restart to answer all again, or give another --output"
+        )
 
 
 class OutputAnswers(EarlierAnswers):
@@ -193,8 +160,10 @@ class OutputAnswers(EarlierAnswers):
         UsageError: records are none, or an older version's.
     """
 
-    def __init__(self, output: Path, file: BinaryIO, counter: LineCounter, pace: Pace) -> None:
-        super().__init__(output, file, pace)
+    def __init__(
+        self, output: Path, file: BinaryIO, input_was: str, pace: Pace, counter: LineCounter
+    ) -> None:
+        super().__init__(output, file, input_was, pace)
         self._has_unknown = False  # a request before the next answer
         self._has_long_unknown = False  # the same, of more than MAX_QUOTED_BYTES
         for record in records_of(errors_path(output)):
@@ -204,11 +173,10 @@ class OutputAnswers(EarlierAnswers):
                 except Exception as error:  # then it was not counted
                     row_error(error, "a failed line")
         for place, line in self._lines():
-            record = line.rstrip(b"\n")
             try:
-                key = self._key_of(record, counter)
+                key = self._key_of(line.rstrip(b"\n"), counter)
             except (ValueError, KeyError, TypeError, RequestError) as error:
-                raise damaged(output, f"{error}, at byte {place}") from error
+                raise self._damaged(f"{error}, at byte {place}") from error
             if key is None:
                 self.num_unsure += 1
             else:
@@ -245,28 +213,17 @@ class JournalAnswers(EarlierAnswers):
         UsageError: rows are an older version's.
     """
 
-    def __init__(self, journal: Path, file: BinaryIO, pace: Pace) -> None:
-        super().__init__(journal, file, pace)
+    def __init__(self, journal: Path, file: BinaryIO, input_was: str, pace: Pace) -> None:
+        super().__init__(journal, file, input_was, pace)
         for place, line in self._lines():
             row = read_row(line)
             if row is None or row.is_error:  # its head, a damaged row, or one to be judged again
                 continue
             if not row.key:
-                raise damaged(journal, "a row of an older version does not tell its request")
+                raise self._damaged("a row of an older version does not tell its request")
             self._index.add(row.key, place)
 
-    def _open(
-        self, written: bytes, line: Line, envelope: Envelope, key: bytes
-    ) -> tuple[bytes, Tokens]:
-        row = read_row(written)
-        if row is None:
+    def _record_in(self, written: bytes) -> bytes:
+        if (row := read_row(written)) is None:
             raise ValueError("a row is damaged")
-        return readdress(row.record, line, envelope, key).record, row.tokens
-
-
-def damaged(path: Path, what: str) -> UsageError:
-    return UsageError(
-        f"a run cannot go on with {path}: its input has changed, and it is not clear ({what}) "
-        "which lines the answers belong to. Put the input back as it was, give --restart to answer "
-        "all again, or give another --output"
-    )
+        return row.record

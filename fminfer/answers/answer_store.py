@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fminfer.files.answer_file import READ_S, TOUCH_AFTER_S, WRITE_S, AnswerFile, DamagedError
-from fminfer.files.cache_place import CachePlace
+from fminfer.answers.answer_file import READ_S, TOUCH_AFTER_S, WRITE_S, AnswerFile, DamagedError
+from fminfer.answers.cache_place import CachePlace
 from fminfer.files.disk import alone
 
 FILE, LOCK = "answers.sqlite", "answers.lock"
@@ -32,7 +32,6 @@ class AnswerStore:
 
     Args:
         tell: is called with each warning, from any thread.
-        now: returns the time, Unix seconds.
     """
 
     def __init__(
@@ -107,14 +106,11 @@ class AnswerStore:
             return None
         try:
             found = self._reader.read(key)
-        except DamagedError as error:
-            self._note_damage(str(error))
-        except sqlite3.Error as error:
+        except (DamagedError, sqlite3.Error) as error:
             self._note_failure(error)
-        else:
-            self._num_busy = 0
-            return found
-        return None
+            return None
+        self._num_busy = 0
+        return found
 
     def _note_damage(self, what: str) -> None:
         """Read no more of this file; the thread puts another one into its place."""
@@ -124,6 +120,9 @@ class AnswerStore:
 
     def _note_failure(self, error: Exception) -> None:
         """Take note that the file could not be read or written; a lock may be gone soon."""
+        if isinstance(error, DamagedError):
+            self._note_damage(str(error))
+            return
         self._num_busy += 1
         if "locked" not in str(error) or self._num_busy >= MAX_BUSY:
             self._give_up(str(error))
@@ -226,21 +225,15 @@ class AnswerStore:
         try:
             writer.write(values.items(), used, int(self._now()), self._max_bytes)
         except (DamagedError, sqlite3.Error, OSError) as error:
-            self._after_failure(error)
+            with self._file_lock:
+                self._note_failure(error)
+                if self._may_write:
+                    self._has_news.set()  # so that it is tried again
             return
         self._num_busy = 0
         with self._lock:
             for key in values:
                 self._pending_bytes -= len(self._pending.pop(key, b""))
-
-    def _after_failure(self, error: Exception) -> None:
-        with self._file_lock:
-            if isinstance(error, DamagedError):
-                self._note_damage(str(error))
-            else:
-                self._note_failure(error)
-            if self._may_write:
-                self._has_news.set()  # so that it is tried again
 
 
 def _identity_of(path: Path) -> Identity:

@@ -1,0 +1,210 @@
+"""The answers of other requests: those in memory first, then those on the disk.
+
+Requests of one key have one answer, unless chance has a part in it (`SamplingParams.is_by_chance`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import threading
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Generic, TypeVar
+
+from fminfer.answers.answer_store import AnswerStore
+from fminfer.answers.cache_place import CachePlace
+from fminfer.contract.json_object import dump, load
+from fminfer.engine.events import Finished
+from fminfer.engine.noise import meaning_of
+from fminfer.engine.sequence import Prepared
+from fminfer.models.fingerprint import terms_of_answers
+from fminfer.text.encoded_prompt import EncodedPrompt
+
+NO_REQUEST = -1  # the id of answers that no request of the engine had
+Value = TypeVar("Value")
+
+
+def answer_key(prepared: Prepared, terms: bytes = b"") -> bytes:
+    """Return 32 bytes for all that a request's answer depends on, and the form of the answer.
+
+    `repeat` and `meaning` only tell apart draws without a seed, so they are not in it.
+
+    Args:
+        terms: what the answer depends on beside its request.
+    """
+    params = prepared.params
+    one_call = ["one call"] * prepared.keeps_one_call
+    head = (prepared.kind, prepared.tool_parser, params.own_seed, *one_call)
+    digest = hashlib.blake2b(terms, digest_size=32)
+    digest.update(meaning_of([], params))
+    others = prepared.sources, prepared.num_start, prepared.vectors
+    if any(others):
+        head += (repr(others[1:]), len(prepared.sources))
+    digest.update(repr((*head, len(prepared.prompts))).encode())
+    for prompt in (*prepared.prompts, *prepared.sources):
+        _add_prompt(digest, prompt)
+    return digest.digest()
+
+
+def _add_prompt(digest: hashlib.blake2b, prompt: EncodedPrompt) -> None:
+    """Add a prompt: its ids, and its text, which may be another one of the same ids."""
+    text = prompt.text.encode("utf-8", "surrogatepass")
+    ids, offsets = array("q", prompt.ids), array("q", prompt.offsets)
+    sizes = [len(ids), len(text), len(offsets), prompt.num_cut, prompt.is_whole_text]
+    sizes += [1] * bool(prompt.types)  # as many as ids
+    digest.update(repr((*sizes,)).encode())
+    for part in (ids.tobytes(), text, offsets.tobytes(), bytes(prompt.types)):
+        digest.update(part)
+
+
+class RecentAnswers(Generic[Value]):
+    """The answers of the last requests. Any thread may call it.
+
+    Args:
+        max_size: of all requests; each has size 1 unless `keep` is told another.
+        list_size: answers to a request that chance has a part in; once there are so many, one of
+            them is drawn. 1: no such request is answered from here.
+    """
+
+    def __init__(self, max_size: int, list_size: int = 1) -> None:
+        self._max_size, self._list_size = max_size, list_size
+        self._lock = threading.Lock()
+        self._answers: OrderedDict[bytes, tuple[int, list[Value]]] = OrderedDict()  # with sizes
+        self.size = 0
+
+    @property
+    def takes_chance(self) -> bool:
+        """Whether requests are answered from here that chance has a part in."""
+        return self._max_size > 0 and self._list_size > 1
+
+    def find(self, key: bytes, *, is_by_chance: bool = False) -> Value | None:
+        """Return an answer; None: there is none, or there are not enough to draw one."""
+        with self._lock:
+            if key not in self._answers:
+                return None
+            self._answers.move_to_end(key)
+            _, answers = self._answers[key]
+            if not is_by_chance:
+                return answers[0]
+            return random.SystemRandom().choice(answers) if self._is_full(answers) else None
+
+    def keep(self, key: bytes, value: Value, *, size: int = 1, is_by_chance: bool = False) -> None:
+        """Keep an answer, unless there are enough of its request."""
+        with self._lock:
+            if key not in self._answers:
+                self._answers[key] = size, []
+                self.size += size
+            _, answers = self._answers[key]
+            if not answers or (is_by_chance and not self._is_full(answers)):
+                answers.append(value)
+            self._answers.move_to_end(key)
+            while self.size > self._max_size:
+                _, (left, _) = self._answers.popitem(last=False)
+                self.size -= left
+
+    def _is_full(self, answers: list[Value]) -> bool:
+        return len(answers) >= self._list_size
+
+
+class AnswerIndex:
+    """Finds and keeps answers. Any thread may call it.
+
+    Args:
+        terms: what an answer depends on beside its request.
+        store: on the disk.
+        recent: in memory, which is asked first.
+    """
+
+    def __init__(
+        self, terms: dict[str, str], store: AnswerStore | None, recent: RecentAnswers[bytes]
+    ) -> None:
+        text = json.dumps(terms, sort_keys=True)
+        self._terms = hashlib.blake2b(text.encode(), digest_size=32).digest()
+        self._store, self._recent = store, recent
+        self._lock = threading.Lock()  # of the counts
+        self.num_asked = self.num_found = 0  # requests that could be, and were, answered from here
+
+    def find(self, prepared: Prepared, *, takes_chance: bool = False) -> Finished | None:
+        """Return the answer that a request has in common with an earlier one; None: compute it.
+
+        Args:
+            takes_chance: one that chance has a part in can take what others have drawn, too.
+        """
+        is_by_chance = prepared.params.is_by_chance
+        if is_by_chance and not (takes_chance and self._recent.takes_chance):
+            return None
+        key = answer_key(prepared, self._terms)
+        value = self._recent.find(key, is_by_chance=is_by_chance)
+        if value is None and self._store is not None and not is_by_chance:
+            value = self._store.find(key)
+            if value is not None:
+                self._recent.keep(key, value)
+        with self._lock:
+            self.num_asked += 1
+            self.num_found += value is not None
+        if value is None:
+            return None
+        choices, usage = load(value)
+        return copy_answer(Finished(NO_REQUEST, choices, usage, {}, prepared.kind))
+
+    def keep(self, prepared: Prepared, answer: Finished) -> None:
+        """Keep what was computed for a request, if another can take it."""
+        is_by_chance = prepared.params.is_by_chance
+        if is_by_chance and not self._recent.takes_chance:
+            return
+        key, value = answer_key(prepared, self._terms), dump([answer.choices, answer.usage])
+        self._recent.keep(key, value, is_by_chance=is_by_chance)
+        if self._store is not None and not is_by_chance:
+            self._store.keep(key, value)
+
+    @property
+    def trouble(self) -> str:
+        """Why the folder is no longer used, or not all of it; "": it is."""
+        return "" if self._store is None else self._store.trouble
+
+    def close(self) -> None:
+        """Write what is not written yet."""
+        if self._store is not None:
+            self._store.close()
+
+
+def open_answers(
+    fingerprint: dict[str, str],
+    place: CachePlace | None,
+    tell: Callable[[str], None],
+    *,
+    size: int = 0,
+    list_size: int = 1,
+) -> AnswerIndex | None:
+    """Return the answers that a run or a server was told to keep; None: it keeps none.
+
+    Args:
+        fingerprint: of model and options.
+        place: on the disk.
+        tell: is called with each warning, from any thread.
+        size: answers in memory.
+        list_size: answers to a request that chance has a part in, in memory; 1: none is kept.
+    """
+    if place is None and not size:
+        return None
+    store = None if place is None else AnswerStore(place, tell)
+    return AnswerIndex(terms_of_answers(fingerprint), store, RecentAnswers(size, list_size))
+
+
+def copy_answer(answer: Finished, asked_s: float | None = None) -> Finished:
+    """Return an answer for another request that must have it: no time, and no token fed.
+
+    Args:
+        asked_s: since when that has waited for it; None: it has not.
+    """
+    cached = {"cached_tokens": answer.usage["prompt_tokens"]}
+    details = answer.usage["prompt_tokens_details"] | cached
+    queue_s = 0.0 if asked_s is None else time.perf_counter() - asked_s
+    times = {"batch_time": 0.0, "batch_size": 1.0, "queue_time": queue_s}
+    times |= {"prefill_time": 0.0, "decode_time": 0.0}
+    return replace(answer, usage=answer.usage | {"prompt_tokens_details": details}, times=times)

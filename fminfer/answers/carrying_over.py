@@ -1,0 +1,287 @@
+"""Makes the journal of a run from answers that an earlier run has completed or begun.
+
+Their input has changed since (`carry_over`), or rows of it failed (`reopen`). The output and the
+journal that are there stay until the new journal, and later the new output, take their places.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fminfer.answers.earlier_answers import EarlierAnswers, JournalAnswers, OutputAnswers, Pace
+from fminfer.answers.line_counter import LineCounter
+from fminfer.answers.run_terms import RunTerms
+from fminfer.contract.envelope import Envelope, open_envelope
+from fminfer.contract.line import Line
+from fminfer.contract.record import make_id, make_key
+from fminfer.contract.record_parts import Answered, load_record
+from fminfer.core.errors import RequestError, UsageError, row_error
+from fminfer.files.completed import CompletedOutput, find_completed, is_retryable, records_of
+from fminfer.files.disk import lock, replacing, told
+from fminfer.files.edits import Edit, edited
+from fminfer.files.journal import Journal, journal_path
+from fminfer.files.journal_rows import (
+    INPUT,
+    Fingerprint,
+    Row,
+    head_line,
+    is_of_other_input,
+    read_fingerprint,
+)
+from fminfer.files.line_reader import read_lines
+from fminfer.files.ordered_output import draft_path, errors_path
+from fminfer.files.streams import Digest
+from fminfer.files.vector_file import VectorReader
+
+MAX_REPEATS = 1 << 17  # lines left to answer whose equal ones are kept in memory, about 12 MB
+_LINE = re.compile(rb'\{"line":(\d{1,18}),')
+_BATCH = re.compile(rb'\{"id":"batch_req_([0-9a-f]{32})"')
+
+
+@dataclass(slots=True)
+class CarriedOver:
+    """What became of the answers to an earlier form of an input."""
+
+    num_rows: int = 0  # lines to answer of the new form
+    last_number: int = 0
+    num_taken: int = 0  # of them, those that have an answer already
+    num_left_out: int = 0  # answers to lines that are gone
+    # Equal lines before each one that is left to answer, by its number. None: that is not known of
+    # all, and lines are to be counted as they are passed over.
+    repeats: dict[int, int] | None = field(default_factory=dict)
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether there were any, taken or not."""
+        return self.num_taken + self.num_left_out > 0
+
+    def repeats_for(self, journal: Journal) -> dict[int, int] | None:
+        """Return `repeats` if the lines that it is about are those without a row in the journal.
+
+        Another run may have worked on the journal since, or begun it anew.
+        """
+        repeats = self.repeats
+        if not self.num_taken or repeats is None:
+            return None
+        num_known = journal.num_rows + len(repeats)
+        is_about_all = num_known == self.num_rows and not any(n in journal for n in repeats)
+        return repeats if is_about_all else None
+
+
+def carry_over(
+    source: Path, output: Path, fingerprint: Fingerprint, terms: RunTerms
+) -> CarriedOver | None:
+    """Write the journal of an input from the answers that there are to an earlier form of it.
+
+    The caller has claimed the output. Return None if another run has done so meanwhile.
+
+    Args:
+        fingerprint: of the run, with that of its input.
+
+    Raises:
+        UsageError: no answer can be taken, or what was written has changed since.
+        OutputError: the disk is full or gone.
+    """
+    assert terms.count_lines is not None, "a run that takes no earlier answers"
+    with _open(output, fingerprint, terms) as earlier:
+        if earlier is None:
+            return None
+        found, counter = CarriedOver(), terms.count_lines()
+        rows = _take_rows(source, terms.limit, fingerprint[INPUT], earlier, counter, found)
+        _put_journal(output, fingerprint, rows)
+    return found
+
+
+def drop_answerless(output: Path, fingerprint: Fingerprint, terms: RunTerms) -> None:
+    """Remove an output to an earlier form of an input if it has no answers that could be taken.
+
+    Otherwise it would pass for one that another run has completed meanwhile.
+    """
+    completed = find_completed(output) if output.exists() else None
+    if completed is None or completed.counts.num_completed:
+        return
+    if terms.takes_over(completed.fingerprint, fingerprint):
+        with told(output):
+            output.unlink(missing_ok=True)
+
+
+def reopen(
+    source: Path, completed: CompletedOutput, fingerprint: Fingerprint, terms: RunTerms
+) -> None:
+    """Write the journal from which `files.ordered_output` would make an output and its errors.
+
+    The caller has claimed the output.
+
+    Raises:
+        UsageError: the output is not what a run has written for the lines of `source`.
+        OutputError: the disk is full or gone.
+    """
+    with told(completed.output):
+        if (edit := completed.find_edit(is_read=True)) is not None:
+            raise edited(completed.output, edit, can_stay=True)
+        counter = None if terms.count_lines is None else terms.count_lines()
+        _put_journal(completed.output, fingerprint, _rows_again(source, completed, counter))
+
+
+def _put_journal(output: Path, fingerprint: Fingerprint, rows: Iterable[Row]) -> None:
+    """Write an output's journal, and put it in the place of the one that may be there."""
+    path = journal_path(output)
+    with told(path), replacing(path, draft_path(path)) as file:
+        file.write(head_line(fingerprint))
+        for row in rows:
+            file.write(row.to_line())
+
+
+@contextmanager
+def _open(
+    output: Path, fingerprint: Fingerprint, terms: RunTerms
+) -> Iterator[EarlierAnswers | None]:
+    """Open the answers to an earlier form of an input; None: there are none."""
+    path, pace = journal_path(output), Pace(terms.tell)
+    if path.exists():
+        with told(path), path.open("rb+") as file:  # NFS locks only what may be written
+            lock(file.fileno(), path, output)
+            old = read_fingerprint(path, file.readline())
+            file.seek(0)
+            is_other = is_of_other_input(old, fingerprint)
+            yield JournalAnswers(path, file, old[INPUT], pace) if is_other else None
+        return
+    completed = find_completed(output)
+    if completed is None or not is_of_other_input(completed.fingerprint, fingerprint):
+        yield None
+        return
+    with told(output), output.open("rb") as file:
+        if (edit := completed.find_edit(is_read=True)) is not None:
+            raise edited(output, edit)
+        assert terms.count_lines is not None, "a run that takes no earlier answers"
+        input_was = completed.fingerprint[INPUT]
+        yield OutputAnswers(output, file, input_was, pace, terms.count_lines())
+
+
+def _take_rows(
+    source: Path,
+    limit: int | None,
+    input_is: str,
+    earlier: EarlierAnswers,
+    counter: LineCounter,
+    found: CarriedOver,
+) -> Iterator[Row]:
+    """Yield the rows of a new form of an input that have an answer already, and count all.
+
+    Raises:
+        UsageError: there are none, or the limit would leave some out, or the input was edited.
+    """
+    digest = Digest()
+    num_unasked: int | None = None  # answers that no line within the limit asks for
+    for line in read_lines(source, 0, digest):
+        is_beyond = found.num_rows == limit
+        if is_beyond and num_unasked is None:
+            num_unasked = earlier.num_left_out
+        envelope = open_envelope(line)
+        repeat = _count(line, envelope, counter)
+        answer, key = None, b""
+        if not isinstance(repeat, RequestError):
+            key = make_key(envelope, repeat)
+            answer = earlier.find(line, envelope, key)
+        elif repeat.code == "duplicate_custom_id":  # it depends on another line
+            found.repeats = None
+        if is_beyond:
+            continue
+        found.num_rows += 1
+        found.last_number = line.number
+        if answer is not None:
+            found.num_taken += 1
+            earlier.pace.look("Taking them", found.num_taken, earlier.num_answers)
+            crc = zlib.crc32(line.raw)
+            yield Row(line.number, False, answer.tokens, crc, answer.record, key=key)
+        elif found.repeats is not None:
+            found.repeats[line.number] = 0 if isinstance(repeat, RequestError) else repeat
+            if len(found.repeats) > MAX_REPEATS:
+                found.repeats = None
+    if str(digest) != input_is:
+        raise UsageError(f"{source} was changed just now; run the same command again")
+    found.num_left_out = earlier.num_left_out
+    num_beyond = 0 if num_unasked is None else num_unasked - found.num_left_out
+    if earlier.num_answers and not found.num_taken + num_beyond:
+        raise UsageError(
+            f"{earlier.path} belongs to a run that differs: the input was {earlier.input_was}, is "
+            f"{input_is}, and none of the answers ({earlier.num_answers:,}) belongs to a line "
+            f"of it. Give --restart to replace them by answers to {source}, or give another "
+            "--output"
+        )
+    if num_beyond:  # only lines beyond the limit ask for them
+        raise UsageError(
+            f"an earlier run has answered lines of {source} beyond the first {limit} "
+            f"({num_beyond:,}); give a larger --limit or none to keep these answers, or "
+            "--restart"
+        )
+
+
+def _count(line: Line, envelope: Envelope, counter: LineCounter) -> int | RequestError:
+    """Return how many equal lines came before one, 0 without chance; an error: it is refused."""
+    try:
+        return counter.count(line, envelope) or 0
+    except Exception as error:
+        return row_error(error, f"line {line.number}")
+
+
+def _rows_again(
+    source: Path, completed: CompletedOutput, counter: LineCounter | None
+) -> Iterator[Row]:
+    """Yield a row for each line of an input from the records of a complete output, in order.
+
+    Args:
+        counter: begins with the first line; None: rows get no keys.
+
+    Raises:
+        UsageError: the records are not those of the lines.
+    """
+    output = completed.output
+    vectors = VectorReader(output) if "vectors" in (completed.seals or {}) else None
+
+    def changed(what: str) -> UsageError:
+        return edited(output, Edit(output, what), can_stay=True)
+
+    answers, errors = records_of(output), records_of(errors_path(output))
+    answer, error = next(answers, None), next(errors, None)
+    for line in read_lines(source, 0, limit=completed.limit):
+        envelope, crc = open_envelope(line), zlib.crc32(line.raw)
+        repeat = 0 if counter is None else _count(line, envelope, counter)
+        if error is not None and _is_error_of(error, line, envelope):
+            yield Row(line.number, True, (0, 0, 0), crc, error, is_retryable(error))
+            error = next(errors, None)
+        elif answer is not None and _is_answer_to(answer, line, envelope):
+            try:
+                tokens = Answered(answer, load_record(answer)).tokens
+            except ValueError as damage:
+                raise changed("an answer has no usage") from damage
+            num_equal = 0 if isinstance(repeat, RequestError) else repeat
+            key = b"" if counter is None else make_key(envelope, num_equal)
+            vector = b"" if vectors is None else vectors.of(line.number)
+            yield Row(line.number, False, tokens, crc, answer, key=key, vector=vector)
+            answer = next(answers, None)
+        else:
+            raise changed(f"line {line.number} of {source} has no record")
+    if answer is not None or error is not None:
+        raise changed(f"it has more records than {source} has lines")
+
+
+def _is_error_of(record: bytes, line: Line, envelope: Envelope) -> bool:
+    match = _LINE.match(record)
+    return int(match[1]) == line.number if match else _has_id_of(record, line, envelope)
+
+
+def _is_answer_to(record: bytes, line: Line, envelope: Envelope) -> bool:
+    if envelope.shape == "batch":
+        return _has_id_of(record, line, envelope)
+    return record.startswith(b'{"request":' + envelope.request + b",")
+
+
+def _has_id_of(record: bytes, line: Line, envelope: Envelope) -> bool:
+    match = _BATCH.match(record)
+    return match is not None and match[1] == make_id(line, envelope).encode()

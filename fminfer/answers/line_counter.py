@@ -1,0 +1,213 @@
+"""Counts the lines of a file: equal requests in which chance has a part draw by their number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import orjson
+
+from fminfer.answers.seen_counts import SeenCounts
+from fminfer.contract.chat import ChatRequest, parse_chat
+from fminfer.contract.endpoints import OF_DRAWS, Endpoint, tell_endpoint
+from fminfer.contract.envelope import Envelope, open_envelope, refuse_other_model
+from fminfer.contract.fields import show
+from fminfer.contract.line import Line, read_clock
+from fminfer.contract.request import Request, parse_request
+from fminfer.contract.row_warnings import RowWarning
+from fminfer.core.errors import RequestError, row_error
+from fminfer.engine.intake import Intake
+from fminfer.engine.noise import describe_params, meaning_beside, meaning_of
+
+MAX_PARSED = 512  # sets of parameters
+MAX_PARAMS_BYTES = 1024  # of one that is kept
+SAME_DRAWS = RowWarning(
+    "equal lines without a seed stand in several files, which get the same draws; put them into "
+    "one file (fminfer split may cut it), or give each a seed"
+)
+MAX_LOGPROBS = 2**31  # whatever an engine allows; it refuses what it does not
+
+
+class Meanings:
+    """Tells requests' meanings, in a tenth of the time where only their prompts differ.
+
+    Args:
+        parse: parses a request, as `Intake.parse` does.
+        reads_prompts: it may replace or refuse prompts.
+    """
+
+    def __init__(self, parse: Callable[..., Request], *, reads_prompts: bool = False) -> None:
+        self._parse, self._reads_prompts = parse, reads_prompts
+        self._describe = lru_cache(MAX_PARSED)(self._describe_beside_prompt)
+
+    def find(self, fields: dict[str, Any], endpoint: Endpoint | None, clock: str) -> bytes | None:
+        """Return a request's meaning; None: chance has no part in its answer.
+
+        Raises:
+            RequestError: what is wrong with it, as far as that shows without its tokens.
+        """
+        prompt, is_plain = fields.get("prompt"), endpoint in (None, "completions")
+        others = b""
+        if is_plain and not self._reads_prompts and isinstance(prompt, str):
+            others = _bytes_beside(prompt, fields)
+        if 0 < len(others) <= MAX_PARAMS_BYTES:
+            described = self._describe(others, endpoint)
+            return None if described is None else meaning_beside([str(prompt)], described)
+        request = self._parse(fields, endpoint=endpoint, clock=clock)
+        return meaning_of(request.prompts, request.params) if request.params.is_by_chance else None
+
+    def _describe_beside_prompt(self, others: bytes, endpoint: Endpoint | None) -> str | None:
+        """Return what `describe_params` says of all requests with these fields; None: as `find`."""
+        fields = orjson.loads(others) | {"prompt": "any"}
+        params = self._parse(fields, endpoint=endpoint, clock="").params
+        return describe_params(params) if params.is_by_chance else None
+
+
+def _bytes_beside(prompt: str, fields: dict[str, Any]) -> bytes:
+    """Return a request's fields without its prompt; none where one has no UTF-8 form."""
+    try:
+        prompt.encode()
+        return orjson.dumps({name: value for name, value in fields.items() if name != "prompt"})
+    except (UnicodeEncodeError, orjson.JSONEncodeError):
+        return b""
+
+
+class LineCounter:
+    """Counts the lines of a run's files in their order, as all who answer them do.
+
+    Args:
+        intake: parses their requests.
+        check: raises a RequestError for a line that is not of this run; None: one that names
+            another model is not, if models are checked.
+    """
+
+    def __init__(self, intake: Intake, check: Callable[[Envelope], None] | None = None) -> None:
+        self._intake, self._check = intake, check or self._check_model
+        self._source = 0  # the file being read
+        self._equal = SeenCounts()  # its requests so far in which chance has a part, by meaning
+        self._elsewhere: SeenCounts | None = None  # those of earlier files, once there is a second
+        self._custom_ids = SeenCounts()  # the file's so far
+        config = intake.limits.config
+        reads_prompts = config.strict or "prompt" in (config.request_args or {})
+        self._meanings = Meanings(intake.parse, reads_prompts=reads_prompts)
+        self._clock = read_clock()  # of lines that have none
+
+    def parse(self, line: Line, envelope: Envelope) -> tuple[Request, int]:
+        """Return a line's request, and how many equal ones came before it.
+
+        Raises:
+            RequestError: what is wrong with it, as far as that shows without its tokens.
+            MachineError: the disk for temporary files is full or gone.
+        """
+        self._see(line, envelope)
+        clock = line.clock or self._clock
+        request = self._intake.parse(envelope.fields, endpoint=envelope.endpoint, clock=clock)
+        if not request.params.is_by_chance:
+            return request, 0
+        return request, self._count(line, meaning_of(request.prompts, request.params))
+
+    def count(self, line: Line, envelope: Envelope) -> int | None:
+        """Count a line that is not answered now; return how many equal ones came before it.
+
+        None: chance has no part in its answer, and it does not count.
+
+        Raises:
+            RequestError, MachineError: as `parse`.
+        """
+        self._see(line, envelope)
+        clock = line.clock or self._clock
+        meaning = self._meanings.find(envelope.fields, envelope.endpoint, clock)
+        return None if meaning is None else self._count(line, meaning)
+
+    def pass_over(self, line: Line) -> None:
+        """Count a line that an earlier run has answered: those after it depend on it.
+
+        Raises:
+            FminferError: the run cannot go on.
+        """
+        try:
+            self.count(line, open_envelope(line))
+        except Exception as error:  # that run has told what is wrong with it
+            row_error(error, f"line {line.number}")
+
+    def count_request(self, fields: dict[str, Any], times: int = 1) -> int | None:
+        """Count a request of the file by itself, so many times; as `count`."""
+        meaning = self._meanings.find(fields, None, self._clock)
+        return None if meaning is None else self._equal.add(meaning, times)
+
+    def _count(self, line: Line, meaning: bytes) -> int:
+        """Count a request; tell of one that another file of the run has."""
+        if line.num_equal is not None:
+            return line.num_equal
+        count = self._equal.add(meaning)
+        if not count and self._elsewhere is not None and self._elsewhere.add(meaning):
+            self._intake.note(SAME_DRAWS)
+        return count
+
+    def _see(self, line: Line, envelope: Envelope) -> None:
+        """Check what stands around the request, and that it is for this model."""
+        if line.source != self._source:
+            self._source = line.source
+            if self._elsewhere is None:
+                self._elsewhere, self._equal = self._equal, SeenCounts()
+            self._equal.clear()
+            self._custom_ids.clear()
+        name = None if line.is_alone else envelope.custom_id_text
+        if name is not None and self._custom_ids.add_text(name):
+            raise RequestError(
+                "duplicate_custom_id",
+                f"custom_id {show(name)} of line {line.number} is also an earlier line's; "
+                "each line of a file needs one of its own. Change or remove one of the two",
+                "custom_id",
+            )
+        if envelope.error is not None:
+            raise envelope.error
+        if self._intake.limits.config.strict and envelope.warnings:
+            raise RequestError(
+                "unsupported_parameter",
+                f"{envelope.warnings[0]}; take it out, or run without --strict",
+            )
+        self._check(envelope)
+
+    def _check_model(self, envelope: Envelope) -> None:
+        if (names := self._intake.limits.model_names) is not None:
+            refuse_other_model(envelope.fields, names)
+
+
+class EqualLines:
+    """Counts a file's equal requests without an engine.
+
+    The template is the engine's. So chats are equal here if their messages are, and all else that a
+    template sees.
+    """
+
+    def __init__(self) -> None:
+        self._meanings, self._seen = Meanings(_parse_alone), SeenCounts()
+
+    def count(self, line: Line, envelope: Envelope) -> int:
+        """Return how many came before a line."""
+        endpoint = envelope.endpoint or tell_endpoint(envelope.fields)
+        # A run refuses it before it counts, or chance has no part in its answer.
+        if envelope.error is not None or endpoint not in OF_DRAWS:
+            return 0
+        try:
+            meaning = self._meanings.find(envelope.fields, endpoint, "")
+        except (RequestError, RecursionError):  # it is no request
+            return 0
+        repeat = 0 if meaning is None else self._seen.add(meaning)
+        return repeat if line.num_equal is None else line.num_equal
+
+
+def _parse_alone(fields: dict[str, Any], *, endpoint: Endpoint, clock: str) -> Request:
+    if endpoint != "chat":
+        return parse_request(fields, max_logprobs=MAX_LOGPROBS)
+    chat = parse_chat(fields, max_logprobs=MAX_LOGPROBS)
+    return Request([_show_prompt(chat)], chat.params)
+
+
+def _show_prompt(chat: ChatRequest) -> str:
+    """Return what a template would write a chat's prompt from."""
+    messages = [sorted(message.items()) for message in chat.messages]
+    flags = (chat.adds_generation_prompt, chat.continues_final_message)
+    return repr((messages, chat.tools, sorted(chat.template_args.items()), flags))
