@@ -20,7 +20,7 @@ import numpy as np
 from pipeline_costs import Link, Work
 
 from fminfer.compute.step import Step, StepResult, TokenLogprobs
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.core.config import EngineConfig
 from fminfer.engine import step_shape
 from fminfer.engine.answer import AnswerForm

@@ -20,7 +20,7 @@ from typing import Any
 import click
 
 import fminfer
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.engine.events import Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.files.answer_store import FILE

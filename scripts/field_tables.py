@@ -13,7 +13,8 @@ from itertools import groupby
 from pathlib import Path
 
 from fminfer.contract.endpoints import Endpoint
-from fminfer.contract.field_table import FIELDS, Field
+from fminfer.contract.field_table import FIELDS
+from fminfer.contract.fields import Field
 from fminfer.contract.request import DEFAULTS
 
 # Whose table has the fields that an endpoint shares.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, RequestLimits

@@ -10,14 +10,13 @@ from itertools import chain
 from typing import Any, cast
 
 from fminfer.contract.chat import overwrite, parse_chat
-from fminfer.contract.constraint import KINDS as CONSTRAINTS
+from fminfer.contract.constraint import CONSTRAINTS
 from fminfer.contract.endpoints import Endpoint, tell_endpoint
 from fminfer.contract.fields import INT64, out_of_range
 from fminfer.contract.prompts import check_entries, check_text
 from fminfer.contract.read_fields import guess
-from fminfer.contract.request import DEFAULTS, Request, SamplingParams, parse_request
+from fminfer.contract.request import DEFAULTS, Request, SamplingParams, VectorFacts, parse_request
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, WarningCounts, cut_name
-from fminfer.contract.vector_wish import VectorFacts
 from fminfer.contract.vectors import check_model
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError, UncompiledError

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fminfer.contract.request import SamplingParams
-from fminfer.contract.vector_wish import VectorWish
+from fminfer.contract.request import SamplingParams, VectorWish
 from fminfer.core.config import KnownParser
 from fminfer.core.errors import RequestError
 from fminfer.core.messages import Mask

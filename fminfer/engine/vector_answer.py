@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fminfer.contract.vector_wish import VectorFacts, VectorWish
+from fminfer.contract.request import VectorFacts, VectorWish
 from fminfer.engine.sequence import AnswerKind, Array, RequestState
 
 

@@ -8,9 +8,8 @@ from typing import Any, cast
 
 from fminfer.contract.endpoints import Endpoint, find_asked
 from fminfer.contract.field_table import FIELDS
-from fminfer.contract.request import Request
+from fminfer.contract.request import Request, VectorFacts
 from fminfer.contract.row_warnings import RowWarning
-from fminfer.contract.vector_wish import VectorFacts
 from fminfer.contract.vectors import parse_vectors
 from fminfer.core.config import RequestOptions
 from fminfer.core.errors import CheckpointError, RequestError

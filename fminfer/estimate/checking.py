@@ -15,7 +15,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fminfer.compute.registry import find_library
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.core.config import EngineConfig, StepSizes
 from fminfer.core.errors import UsageError

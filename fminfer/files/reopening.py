@@ -11,10 +11,8 @@ import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from fminfer.contract.envelope import Envelope, open_envelope
-from fminfer.contract.line import Line
-from fminfer.contract.record import make_id, make_key
-from fminfer.contract.record_parts import Answered, Tokens, load_record
+from fminfer.contract.envelope import Envelope, Line, open_envelope
+from fminfer.contract.record import Answered, Tokens, load_record, make_id, make_key
 from fminfer.core.errors import RETRYABLE, UsageError, row_error
 from fminfer.files.disk import replacing, told
 from fminfer.files.edits import find_edit

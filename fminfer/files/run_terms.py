@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fminfer.contract.endpoints import Endpoint
-from fminfer.contract.envelope import Envelope
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Envelope, Line
 from fminfer.files.claims import Claims
 from fminfer.files.journal_rows import Fingerprint, is_of_other_input
 from fminfer.files.run_facts import RunFacts

@@ -27,8 +27,7 @@ import ray.data
 import torch
 from ray.data.expressions import monotonically_increasing_id
 
-from fminfer.contract.envelope import open_envelope
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line, open_envelope
 from fminfer.core.config import make_config
 from fminfer.core.errors import UsageError
 from fminfer.files.input_folders import find_inputs

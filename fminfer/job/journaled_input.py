@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from fminfer.contract.line import Line, read_clock
+from fminfer.contract.envelope import Line, read_clock
 from fminfer.contract.record import Record
 from fminfer.core.errors import OutputError, UsageError
 from fminfer.files.carrying_over import CarriedOver, carry_over, drop_answerless

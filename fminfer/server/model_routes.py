@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from fminfer.contract.constraint import KINDS
+from fminfer.contract.constraint import CONSTRAINTS
 from fminfer.contract.endpoints import Endpoint
 from fminfer.contract.fields import TEXT, object_of, wrong_type
 from fminfer.core.errors import RequestError
@@ -135,7 +135,7 @@ def _detokenize(service: Service, fields: dict[str, Any]) -> dict[str, Any]:
 def _prepare_one(service: Service, request: dict[str, Any], name: str) -> list[int]:
     """Return the ids of a request's only prompt."""
     try:
-        asked = {name: value for name, value in request.items() if name not in KINDS}
+        asked = {name: value for name, value in request.items() if name not in CONSTRAINTS}
         endpoint: Endpoint | None = "chat" if "messages" in request else "completions"
         if service.engine.intake.limits.vectors is not None and endpoint == "completions":
             asked, endpoint = {"input": asked.pop("prompt", None), **asked}, None

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from fminfer.contract.field_table import FIELDS, Field
+from fminfer.contract.field_table import FIELDS
 from fminfer.contract.fields import (
     INT64,
     NULL,
     SWITCH,
     TEXT,
+    Field,
     Schema,
     allow_null,
     as_it_is,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import transformers
 
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.contract.prompts import MAX_ENTRIES
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from fminfer.compute.step import Results, Step, StepResult, TokenLogprobs
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.intake import RequestLimits

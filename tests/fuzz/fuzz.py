@@ -24,7 +24,7 @@ from pathlib import Path
 import click
 import orjson
 
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fminfer.compute.step import Step, StepResult, StepTrace
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.core.config import EngineConfig
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, RequestLimits

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 import fminfer
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
-from fminfer.contract.request import SamplingParams
-from fminfer.contract.vector_wish import VectorFacts, VectorWish
+from fminfer.contract.request import SamplingParams, VectorFacts, VectorWish
 from fminfer.core.config import Constraint, EngineConfig
 from fminfer.engine.events import Finished
 from fminfer.engine.sequence import Prepared

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import fminfer
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.core.errors import PipelineError, StoppedError, UsageError
 from fminfer.engine.events import Delta, Event, Finished
 from tests.runtime.test_own_ranks import own_ranks

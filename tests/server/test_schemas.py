@@ -13,7 +13,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 import fminfer
-from fminfer.contract.field_table import FIELDS, Field
+from fminfer.contract.field_table import FIELDS
+from fminfer.contract.fields import Field
 from fminfer.contract.request import SamplingParams
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError

@@ -11,8 +11,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from fminfer.contract.envelope import open_envelope
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line, open_envelope
 from fminfer.contract.record import Record
 from fminfer.core.errors import StoppedError
 from fminfer.files.input_folders import find_inputs

@@ -14,8 +14,7 @@ from typing import Literal
 
 from fminfer.contract.field_table import COLUMNS, FIELDS
 from fminfer.contract.fields import INT64, integer
-from fminfer.contract.request import DEFAULTS, SamplingParams
-from fminfer.contract.vector_wish import VectorFacts
+from fminfer.contract.request import DEFAULTS, SamplingParams, VectorFacts
 from fminfer.core.config import (
     EngineConfig,
     MemoryOptions,

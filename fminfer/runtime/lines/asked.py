@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fminfer.contract.envelope import Envelope
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Envelope, Line
 from fminfer.contract.record import Record, make_id
 from fminfer.contract.request import SamplingParams
 from fminfer.engine.events import Failed, Finished

@@ -11,9 +11,15 @@ import orjson
 
 from fminfer.contract.chat import ChatRequest, parse_chat
 from fminfer.contract.endpoints import OF_DRAWS, Endpoint, tell_endpoint
-from fminfer.contract.envelope import Envelope, as_text, open_envelope, refuse_other_model
+from fminfer.contract.envelope import (
+    Envelope,
+    Line,
+    as_text,
+    open_envelope,
+    read_clock,
+    refuse_other_model,
+)
 from fminfer.contract.fields import show
-from fminfer.contract.line import Line, read_clock
 from fminfer.contract.record import Record
 from fminfer.contract.request import Request, parse_request
 from fminfer.contract.row_warnings import RowWarning

@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
-from fminfer.contract.envelope import Envelope
-from fminfer.contract.line import Line, as_line
+from fminfer.contract.envelope import Envelope, Line, as_line
 from fminfer.contract.record import Record
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError

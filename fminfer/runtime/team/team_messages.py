@@ -12,8 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 from fminfer.contract.json_object import dump, load
-from fminfer.contract.request import SamplingParams
-from fminfer.contract.vector_wish import VectorFacts, VectorWish
+from fminfer.contract.request import SamplingParams, VectorFacts, VectorWish
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
 from fminfer.core.rank_memory import MemoryPeak, RankMemory

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fminfer.contract.endpoints import URLS
-from fminfer.contract.field_table import Field
 from fminfer.contract.fields import (
     TEXT,
+    Field,
     Kind,
     Schema,
     integer,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import zlib
 from pathlib import Path
 
-from fminfer.contract.envelope import find_custom_id, open_envelope
+from fminfer.contract.envelope import Line, find_custom_id, open_envelope
 from fminfer.contract.json_object import dump
-from fminfer.contract.line import Line
 from fminfer.contract.record import make_id
 from fminfer.files.disk import NEW, beside
 from fminfer.files.journal import Journal, journal_path
