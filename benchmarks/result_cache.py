@@ -21,7 +21,7 @@ import click
 
 import fminfer
 from fminfer.contract.envelope import Line
-from fminfer.engine.events import Finished
+from fminfer.engine.engine_core import Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.files.answer_store import FILE
 from fminfer.files.cache_place import CachePlace

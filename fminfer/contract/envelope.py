@@ -112,8 +112,8 @@ def open_envelope(line: Line) -> Envelope:
     if shape == "bare":
         return Envelope("bare", raw, fields)
     told = "request and body are both objects, and a line has one request. Rename the one that is "
-    error = RequestError("unsupported_parameter", f"{told}only a column", "body")
-    return Envelope("bare", raw, error=error)
+    two = RequestError("unsupported_parameter", f"{told}only a column", "body")
+    return Envelope("bare", raw, error=two)
 
 
 def find_custom_id(line: Line, envelope: Envelope) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from json.decoder import scanstring
 from typing import Any
 
 import orjson
@@ -16,6 +15,7 @@ from fminfer.core.errors import RequestError
 LINE = "the line"  # what of a file is parsed
 # Some readers of lines, such as str.splitlines and httpx, end a line here, too.
 _LINE_ENDS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\u2028\u2029\u0085"}
+_DECODER = json.JSONDecoder()
 _GAP = re.compile(r"[ \t\r\n,:]*")  # between keys and values
 _SCALAR = re.compile(r"[^,} \t\r\n]*")
 _QUOTE_OR_BRACKET = re.compile(r'["\[\]{}]')
@@ -118,7 +118,7 @@ def find_members(raw: bytes) -> dict[str, JsonMember]:
     text, members = raw.decode(), dict[str, JsonMember]()
     place = _skip(_GAP, text, text.index("{") + 1)
     while text[place] != "}":
-        name, key_end = scanstring(text, place + 1)
+        name, key_end = _DECODER.raw_decode(text, place)
         start = _skip(_GAP, text, key_end)
         end = _value_end(text, start)
         members[name] = JsonMember(text[place:key_end].encode(), text[start:end].encode())
@@ -146,7 +146,7 @@ def _value_end(text: str, place: int) -> int:
     depth = 0
     while True:
         if text[place] == '"':
-            _, place = scanstring(text, place + 1)
+            _, place = _DECODER.raw_decode(text, place)
         else:
             depth += 1 if text[place] in "[{" else -1
             place += 1

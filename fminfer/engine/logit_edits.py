@@ -17,10 +17,7 @@ from fminfer.core.messages import Mask, invert, make_mask, pack_ids
 
 @dataclass(slots=True)
 class EditColumns:
-    """Changes of single logits, as `LogitEditTensors` applies them.
-
-    Arrays, so that a step's can be joined without a loop over tokens.
-    """
+    """Changes of single logits, in arrays: a step's are joined without a loop over tokens."""
 
     token_id: array[int] = field(default_factory=lambda: array("q"))
     bias: array[float] = field(default_factory=lambda: array("f"))  # logit_bias
@@ -35,7 +32,6 @@ class EditColumns:
         self.minus.append(0.0)
 
     def extend(self, other: EditColumns) -> None:
-        """Append all entries of another."""
         self.token_id.extend(other.token_id)
         self.bias.extend(other.bias)
         self.factor.extend(other.factor)
@@ -45,9 +41,8 @@ class EditColumns:
 class Bans:
     """The tokens that the sequences of a request cannot draw.
 
-    Args:
-        held_ids: those that `min_tokens` holds back.
-        words: in ids. The last token of each is banned where it would complete the word.
+    EOS and stop tokens are `held_ids` until there are `min_tokens`. The last id of each of the
+    `words` is banned where it would complete the word.
     """
 
     def __init__(
@@ -88,11 +83,7 @@ class Bans:
         return banned | {w[-1] for w in longer if tuple(newest[1 - len(w) :]) == w[:-1]}
 
     def check(self, num_drawn: int, banned: set[int]) -> None:
-        """See that something can be drawn next.
-
-        Raises:
-            RequestError: nothing can.
-        """
+        """See that something can be drawn next, or raise a RequestError."""
         allowed, held = self._params.allowed_token_ids, self._never | banned
         if allowed and all(token_id in held for token_id in allowed):
             raise RequestError(
@@ -104,11 +95,7 @@ class Bans:
 
 
 class LogitEdits:
-    """The columns of one sequence.
-
-    Args:
-        prompt_ids: repetition_penalty counts them as seen; the other penalties do not.
-    """
+    """The columns of one sequence. Of its prompt only repetition_penalty counts the tokens."""
 
     def __init__(self, params: SamplingParams, prompt_ids: list[int]) -> None:
         self._params = params

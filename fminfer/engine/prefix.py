@@ -1,12 +1,14 @@
-"""The prefix cache: which token prefixes lie in which KV blocks, and with which scores.
+"""What lies in which KV blocks for later prompts: prefixes with their scores, encoders' memories.
 
-A radix tree over prompts, exact to the token. If prompts part in the middle of a block, the second
-one gets a copy of it. When blocks are needed, the least recently used leaves are evicted first.
+Prefixes are in a radix tree over prompts, exact to the token. If prompts part in the middle of a
+block, the second one gets a copy of it. When blocks are needed, the least recently used leaves are
+evicted first.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -70,9 +72,7 @@ class PrefixCache:
     def match(self, ids: list[int], limit: int, num_top: int | None) -> Match:
         """Find the longest cached prefix of `ids`, of at most `limit` tokens.
 
-        Args:
-            num_top: only what was scored with so many alternatives or more; None: scores are not
-                wanted.
+        With `num_top` only what was scored with so many alternatives or more is found.
         """
         found, node = Match(), self._root
         while found.length < limit:
@@ -104,9 +104,7 @@ class PrefixCache:
     ) -> None:
         """Keep the first `end` tokens of a prompt, which lie in `block_table`.
 
-        Args:
-            reports: the list that the prompt's scores are or will be in, if it is scored.
-            num_top: alternatives in each of them.
+        `reports` is the list that its scores with `num_top` alternatives are in, or will be.
         """
         node, depth = self._root, 0
         while depth < end:
@@ -131,10 +129,7 @@ class PrefixCache:
         self._evict_while(lambda: self._pool.num_free < num_free)
 
     def forget(self, ids: list[int], num_wanted: int) -> None:
-        """Drop what is kept of a prompt behind its first tokens, as far as no other goes on there.
-
-        What ends in a block that a row holds stays.
-        """
+        """Drop a prompt behind its first tokens, if no other goes on there and no row holds it."""
         path, node, depth = [], self._root, 0
         while depth < len(ids):
             child = node.children.get(ids[depth])
@@ -151,10 +146,7 @@ class PrefixCache:
             self._remove(node)
 
     def withdraw(self, ids: list[int], start: int) -> None:
-        """Forget a prompt from token `start` on, with all that goes on behind that.
-
-        Rows that hold its blocks keep them.
-        """
+        """Forget a prompt from token `start` on, and all behind it; rows keep their blocks."""
         node, depth = self._root, 0
         while depth < len(ids):
             child = node.children.get(ids[depth])
@@ -267,6 +259,52 @@ def count_equal(tokens: list[int], ids: list[int], start: int, end: int) -> int:
     if tokens[: len(others)] == others:
         return len(others)
     return next(i for i, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b)
+
+
+class MemoryCache:
+    """Keeps the blocks of memories in the pool, to be found by prompts of the same ids.
+
+    An encoder's tokens see each other, so that only whole prompts are alike. Those that were used
+    longest ago are evicted first.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything; the pool's books are the caller's to clear."""
+        self._blocks: OrderedDict[tuple[int, ...], list[int]] = OrderedDict()
+
+    def find(self, ids: list[int]) -> list[int]:
+        """Return the blocks of a prompt's memory; none: it is not here."""
+        key = tuple(ids)
+        if key not in self._blocks:
+            return []
+        self._blocks.move_to_end(key)
+        return self._blocks[key]
+
+    def keep(self, ids: list[int], blocks: list[int]) -> None:
+        """Keep a memory, which is written by now."""
+        if tuple(ids) not in self._blocks:
+            self._pool.keep(blocks)
+            self._blocks[tuple(ids)] = blocks
+
+    def forget(self, ids: list[int]) -> None:
+        """Forget a memory, as it may be spoiled."""
+        blocks = self._blocks.pop(tuple(ids), None)
+        if blocks is not None:
+            self._pool.drop(blocks)
+
+    def evict(self, num_free: int) -> None:
+        """Forget memories until the pool has so many free blocks, or none is left to forget."""
+        if self._pool.num_free >= num_free:
+            return
+        for key in [*self._blocks]:
+            if not self._pool.is_held(self._blocks[key][0]):
+                self._pool.drop(self._blocks.pop(key))
+                if self._pool.num_free >= num_free:
+                    return
 
 
 class SharedTokens:

@@ -9,9 +9,8 @@ import math
 from collections.abc import Iterable
 
 from fminfer.engine.blocks import BlockPool
-from fminfer.engine.memories import MemoryCache
 from fminfer.engine.packing import Copies, PackedRow, Slots
-from fminfer.engine.prefix import Match, PrefixCache
+from fminfer.engine.prefix import Match, MemoryCache, PrefixCache
 from fminfer.engine.sequence import PromptState, Sequence
 
 MIN_SEEN = 8  # ended rows before their lengths tell anything
@@ -26,7 +25,6 @@ class ExpectedLengths:
         self._seen: dict[int, tuple[int, float, float]] = {}  # rows, mean and mean square
 
     def learn(self, max_tokens: int, length: int) -> None:
-        """Record the length of a finished row."""
         count, mean, square = self._seen.get(max_tokens.bit_length(), (0, 0.0, 0.0))
         share = max(1 / (count + 1), 1 / MEMORY)
         mean += share * (length - mean)
@@ -48,11 +46,6 @@ class KvReservation:
     Blocks may be given back while a step in flight still reads or writes them. Whoever gets them
     next uses them in later steps, and every stage computes its steps in order. Copies are no
     exception: a step makes them before its rows, and reads all sources before it writes.
-
-    Args:
-        pool: the KV blocks.
-        cache: of prompts' prefixes; None: every prompt is fed whole.
-        memories: of an encoder, for other prompts; None: there are none.
     """
 
     def __init__(
@@ -84,14 +77,8 @@ class KvReservation:
         return self._cache is not None
 
     @property
-    def usage(self) -> float:
-        """The part of the pool that sequences hold, from 0 to 1."""
-        return self._pool.usage
-
-    @property
-    def max_kv_tokens(self) -> int:
-        """Most tokens whose blocks were in use at once."""
-        return self._pool.max_used * self._pool.block_size
+    def has_memories(self) -> bool:
+        return self._memories is not None
 
     def fits(self, prompt: PromptState) -> bool:
         """Return whether the pool could hold the prompt if it were alone."""
@@ -109,11 +96,9 @@ class KvReservation:
         return match
 
     def reserve(self, prompt: PromptState, match: Match, *, at_all_costs: bool = False) -> bool:
-        """Give a prompt its blocks, the cached ones first; False if there is no room.
+        """Give a prompt its blocks, those that `find_prefix` has just found first; False: no room.
 
-        Args:
-            match: what `find_prefix` has just found; after a False it holds no longer.
-            at_all_costs: succeed if `would_fit` says so, even if the prefix cache must be emptied.
+        `at_all_costs` may empty the prefix cache; it succeeds if `would_fit` says so.
         """
         num_full, num_rest = divmod(match.length, self._pool.block_size)
         shared, memory = match.blocks[:num_full], self._find_memory(prompt)
@@ -170,7 +155,6 @@ class KvReservation:
         self.slots.give_back(sequence)
 
     def learn(self, max_tokens: int, num_drawn: int) -> None:
-        """Record how many tokens a finished sequence drew."""
         self._expected.learn(max_tokens, num_drawn)
 
     def take_copies(self, rows: list[PackedRow]) -> Copies:
@@ -199,11 +183,7 @@ class KvReservation:
             self._cache.forget(prompt.ids, num_wanted)
 
     def withdraw_prefix(self, prompt: PromptState) -> bool:
-        """Stop sharing what a prompt computed, as it may be spoiled; those that share it keep it.
-
-        Returns:
-            whether the prompt had itself taken blocks from the cache.
-        """
+        """Stop sharing what a prompt computed, which may be spoiled; return whether it shared."""
         if self._memories is not None and prompt.source is not None and not prompt.is_apart:
             self._memories.forget(prompt.source.ids)
             return prompt.has_taken_memory

@@ -198,9 +198,9 @@ class PromptState:
         return self.params.echo and self.params.logprobs is not None and not self.again
 
     def take_shared_scores(self) -> None:
-        """Copy the reports that other prompts' prefixes gave; theirs are in by now.
+        """Copy the reports that other prompts' prefixes gave, as the first result comes.
 
-        Call it when the first result comes: what this prompt shares was sent in before it.
+        Theirs are in by now: what this prompt shares was sent in before it.
         """
         for reports, start, end in self.shared_scores:
             self.reports += reports[start:end]
@@ -267,11 +267,7 @@ class Sequence:
         return bans.find(len(self.tokens), newest)
 
     def find_mask(self) -> None:
-        """Find what it may draw next by its grammar and its request's bans.
-
-        Raises:
-            RequestError: nothing is left.
-        """
+        """Find what it may draw next by its grammar and its bans, or raise a RequestError."""
         assert self.matcher is not None, "it has no grammar"
         mask = self.matcher.mask
         if self.prompt.bans is not None:

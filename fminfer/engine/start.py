@@ -17,13 +17,7 @@ from fminfer.text.tokenizer import Tokenizer
 
 @dataclass(slots=True, frozen=True)
 class Starter:
-    """Starts requests.
-
-    Args:
-        eos_ids: tokens that end a sequence.
-        seed: for requests without one of their own.
-        vocab_size: of the model; grammars need it.
-    """
+    """Starts requests; `seed` is for those without one of their own."""
 
     tokenizer: Tokenizer
     eos_ids: frozenset[int]

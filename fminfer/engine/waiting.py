@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import Protocol, TypeVar
 
@@ -62,7 +62,7 @@ class WaitingLine:
     def __init__(self) -> None:
         self._entries: list[tuple[int, int, PromptState]] = []  # (-priority, order, prompt)
         self._orders = count(1)
-        self._ids: WaitingPrompts | None = None  # once no more prompts come
+        self._ids: list[list[int]] | None = None  # of all, sorted, once no more prompts come
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -90,13 +90,14 @@ class WaitingLine:
         """Put a prompt that ran before all of its priority."""
         insort(self._entries, (-prompt.priority, -next(self._orders), prompt))
         if self._ids is not None:
-            self._ids.add(prompt.ids_to_feed)
+            insort(self._ids, prompt.ids_to_feed)
 
     def remove_at(self, place: int) -> None:
-        """Remove and return the prompt at a place of the line."""
         prompt = self._entries.pop(place)[2]
         if self._ids is not None:
-            self._ids.remove(prompt.ids_to_feed)
+            place = bisect_left(self._ids, prompt.ids_to_feed)
+            assert self._ids[place] == prompt.ids_to_feed, "a prompt that did not wait"
+            del self._ids[place]
 
     def discard(self, prompt: PromptState) -> None:
         """Take a prompt out if it waits."""
@@ -108,33 +109,14 @@ class WaitingLine:
     def expect_no_more(self) -> None:
         """Note that no new prompts come: from now on `num_shared` has an answer."""
         if self._ids is None:
-            self._ids = WaitingPrompts(prompt.ids_to_feed for _, _, prompt in self._entries)
+            self._ids = sorted(prompt.ids_to_feed for _, _, prompt in self._entries)
 
     def num_shared(self, ids: list[int]) -> int | None:
         """Return how many first tokens of `ids` a waiting prompt shares; None: more may come."""
-        return None if self._ids is None else self._ids.num_shared(ids)
-
-
-class WaitingPrompts:
-    """The ids of waiting prompts, to find which prefixes they will look for."""
-
-    def __init__(self, prompts: Iterable[list[int]]) -> None:
-        self._sorted = sorted(prompts)
-
-    def add(self, ids: list[int]) -> None:
-        """Add a waiting prompt."""
-        insort(self._sorted, ids)
-
-    def remove(self, ids: list[int]) -> None:
-        """Remove a prompt with these ids: it waits no longer."""
-        place = bisect_left(self._sorted, ids)
-        assert self._sorted[place] == ids, "a prompt that did not wait"
-        del self._sorted[place]
-
-    def num_shared(self, ids: list[int]) -> int:
-        """Return the most first tokens that a prompt shares with a waiting one."""
-        place = bisect_left(self._sorted, ids)  # none has more in common than its neighbours
-        neighbours = self._sorted[max(0, place - 1) : place + 1]
+        if self._ids is None:
+            return None
+        place = bisect_left(self._ids, ids)  # none has more in common than its neighbours
+        neighbours = self._ids[max(0, place - 1) : place + 1]
         return max((count_equal(o, ids, 0, min(len(o), len(ids))) for o in neighbours), default=0)
 
 
@@ -178,7 +160,6 @@ class AdmittedLine:
         self.num_unfed += self.size(prompt)
 
     def remove(self, prompt: PromptState) -> None:
-        """Feed no more of a prompt."""
         self._prompts.remove(prompt)
         self.num_unfed -= self.size(prompt)
 
@@ -229,11 +210,7 @@ class PrefillLine(AdmittedLine):
         )
 
     def next_chunk(self, room: int) -> tuple[PromptState, PackedRow]:
-        """Feed the next tokens of the first prompt; the last chunk also draws, of all candidates.
-
-        Args:
-            room: most tokens of the chunk.
-        """
+        """Feed up to `room` tokens of the first prompt; the last chunk draws for all candidates."""
         prompt = self._prompts[0]
         memory, prompt.memory = prompt.memory, None
         start, last = prompt.num_fed, min(prompt.num_fed + room, prompt.num_to_feed)

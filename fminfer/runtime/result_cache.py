@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from fminfer.contract.json_object import dump, load
 from fminfer.contract.request import SamplingParams
-from fminfer.engine.events import Finished
+from fminfer.engine.engine_core import Finished
 from fminfer.engine.noise import meaning_of
 from fminfer.engine.sequence import AnswerKind, Prepared
 from fminfer.files.answer_store import AnswerStore

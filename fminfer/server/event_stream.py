@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fminfer.contract.json_object import dump
-from fminfer.engine.events import Delta, Event, Finished
+from fminfer.engine.engine_core import Delta, Event, Finished
 from fminfer.server.dispatcher import Dispatcher
 from fminfer.server.http_errors import HttpError, describe, respond
 from fminfer.server.reply import Reply

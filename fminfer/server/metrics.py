@@ -17,7 +17,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from fminfer.engine.events import Finished
+from fminfer.engine.engine_core import Finished
 from fminfer.runtime.engine_api import Engine
 
 

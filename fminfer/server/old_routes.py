@@ -13,7 +13,7 @@ from starlette.responses import Response
 from fminfer.contract.fields import wrong_type
 from fminfer.core.errors import RequestError
 from fminfer.core.quantities import counted
-from fminfer.engine.events import Finished
+from fminfer.engine.engine_core import Finished
 from fminfer.server.answer_schemas import generation_schema, texts_schema
 from fminfer.server.event_stream import until_answered
 from fminfer.server.openai_routes import respond_json

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from fminfer.contract.endpoints import OF_DRAWS, Endpoint
 from fminfer.contract.field_table import FIELDS
 from fminfer.contract.json_object import dump
-from fminfer.engine.events import Delta, Event, Finished
+from fminfer.engine.engine_core import Delta, Event, Finished
 from fminfer.engine.sequence import AnswerKind
 from fminfer.engine.vector_answer import head_of_answer
 from fminfer.server.answer_schemas import (

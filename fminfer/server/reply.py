@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 
-from fminfer.engine.events import Event, Failed, Finished
+from fminfer.engine.engine_core import Event, Failed, Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.server.http_errors import HttpError, as_http
 

@@ -19,7 +19,7 @@ from fminfer.contract.fields import (
     list_of_ids,
     object_of,
 )
-from fminfer.engine.intake import RequestLimits
+from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.server.answer_schemas import error_schema
 
 JSON = "application/json"

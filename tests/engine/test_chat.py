@@ -14,9 +14,9 @@ from fminfer.contract.envelope import Line
 from fminfer.contract.prompts import MAX_ENTRIES
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError
-from fminfer.engine.events import Delta, Event, Finished
-from fminfer.engine.intake import Intake, RequestLimits
-from fminfer.engine.prompt_fit import KvSize
+from fminfer.engine.engine_core import Delta, Event, Finished
+from fminfer.engine.intake import Intake
+from fminfer.engine.prompt_fit import KvSize, RequestLimits
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.runtime.lines import line_intake
 from fminfer.runtime.lines.asked import LineRequest

@@ -18,8 +18,8 @@ from fminfer.compute.step import Results, Step, StepResult, TokenLogprobs
 from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.engine.blocks import BlockPool
-from fminfer.engine.intake import RequestLimits
 from fminfer.engine.prefix import PrefixCache
+from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import Prepared, RequestState
 from fminfer.engine.start import Starter
@@ -120,8 +120,6 @@ class Bench(LineBench):
             RequestLimits(options.get("context", CONTEXT), VOCAB, frozenset({EOS})),
             scheduler,
             self.pipeline,
-            micro_batches=2,
-            kv_capacity=num_blocks * block_size,
         )
 
     def run(self, *requests: dict[str, Any], read_ahead: int = LOOKAHEAD) -> list[Record]:

@@ -18,7 +18,7 @@ from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.contract.request import SamplingParams, VectorFacts, VectorWish
 from fminfer.core.config import Constraint, EngineConfig
-from fminfer.engine.events import Finished
+from fminfer.engine.engine_core import Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.files.cache_place import CachePlace
 from fminfer.models.checkpoint import open_checkpoint

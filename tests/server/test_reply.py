@@ -11,7 +11,7 @@ import weakref
 import pytest
 
 import fminfer
-from fminfer.engine.events import Delta
+from fminfer.engine.engine_core import Delta
 from fminfer.engine.sequence import Prepared
 from fminfer.server.reply import Reply
 from tests.server.running import running

@@ -18,8 +18,8 @@ from fminfer.contract.fields import Field
 from fminfer.contract.request import SamplingParams
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError
-from fminfer.engine.events import Finished
-from fminfer.engine.intake import RequestLimits
+from fminfer.engine.engine_core import Finished
+from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.server import answer_schemas, schemas
 from tests.streams import events_of
 

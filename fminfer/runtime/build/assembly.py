@@ -25,11 +25,10 @@ from fminfer.core.config import (
 from fminfer.core.errors import CheckpointError, RequestError, UsageError
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
-from fminfer.engine.intake import Intake, RequestLimits
+from fminfer.engine.intake import Intake
 from fminfer.engine.loop import EngineLoop, Pipeline
-from fminfer.engine.memories import MemoryCache
-from fminfer.engine.prefix import PrefixCache
-from fminfer.engine.prompt_fit import KvSize
+from fminfer.engine.prefix import MemoryCache, PrefixCache
+from fminfer.engine.prompt_fit import KvSize, RequestLimits
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.start import Starter
 from fminfer.models.checkpoint import GENERATION, Checkpoint
@@ -107,8 +106,6 @@ def build_loop(
         scheduler,
         pipeline,
         form,
-        micro_batches=micro_batches,
-        kv_capacity=num_blocks * config.block_size,
         max_steps=config.max_steps,
     )
 

@@ -12,7 +12,7 @@ import numpy as np
 from fminfer.contract.envelope import Envelope, Line
 from fminfer.contract.record import Record, make_id
 from fminfer.contract.request import SamplingParams
-from fminfer.engine.events import Failed, Finished
+from fminfer.engine.engine_core import Failed, Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.vector_answer import head_of_answer
 

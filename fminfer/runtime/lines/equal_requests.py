@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 
-from fminfer.engine.events import Failed, Finished
+from fminfer.engine.engine_core import Failed, Finished
 from fminfer.runtime.lines.asked import LineRequest
 
 MAX_FOLLOWERS = 1024  # requests that wait for another's answer; with more, reading stops

@@ -11,8 +11,7 @@ from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import StoppedError, row_error
 from fminfer.engine.counting import count_row
-from fminfer.engine.engine_core import EngineCore, Origin, RequestCore
-from fminfer.engine.events import Delta, Event, Failed
+from fminfer.engine.engine_core import Delta, EngineCore, Event, Failed, Origin, RequestCore
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.waiting import plan_order
 from fminfer.runtime.lines.asked import Answer, LineRequest, RecordForm, answer_of

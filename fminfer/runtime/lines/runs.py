@@ -11,8 +11,7 @@ from fminfer.contract.envelope import Envelope, Line, as_line
 from fminfer.contract.record import Record
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
-from fminfer.engine.engine_core import EngineCore
-from fminfer.engine.events import Event
+from fminfer.engine.engine_core import EngineCore, Event
 from fminfer.engine.intake import Intake
 from fminfer.runtime.lines.asked import RecordForm
 from fminfer.runtime.lines.lanes import Lane, Lanes
