@@ -10,7 +10,7 @@ import numpy as np
 from fminfer.compute.step import DRAW, SCORE, Step, mask_columns
 from fminfer.contract.field_table import COLUMNS
 from fminfer.core.messages import Mask
-from fminfer.engine.logit_edits import EditColumns
+from fminfer.engine.logit_edits import LogitEdits
 from fminfer.engine.noise import step_noise
 from fminfer.engine.sequence import PromptState, Sequence
 
@@ -231,13 +231,14 @@ def _add_draws(step: Step, sequences: list[Sequence]) -> None:
         if each.noise_key
     }:
         step.draws["noise"][[*noise]] = [*noise.values()]
-    special = [place for place, each in enumerate(sequences) if each.changes_logits]
-    edits, banned_ids, masks = EditColumns(), list[int](), dict[bytes, tuple[int, Mask]]()
-    for place in special:
-        sequence, draw = sequences[place], step.draws[place]
+    edits, banned_ids, masks = list[LogitEdits](), list[int](), dict[bytes, tuple[int, Mask]]()
+    for place, sequence in enumerate(sequences):
+        if not sequence.changes_logits:
+            continue
+        draw = step.draws[place]
         if sequence.edits is not None:
-            edits.extend(sequence.edits.columns)
-            draw["num_edits"] = len(sequence.edits.columns.token_id)
+            edits.append(sequence.edits)
+            draw["num_edits"] = len(sequence.edits.ids)
         mask, bans = sequence.mask, sequence.prompt.bans
         if mask is None and bans is not None:
             banned, mask = sequence.banned_ids, bans.mask
@@ -245,11 +246,10 @@ def _add_draws(step: Step, sequences: list[Sequence]) -> None:
             draw["num_banned"] = len(banned)
         if mask is not None:  # equal ones once, by their bits: bytes keep their hash
             draw["mask"], _ = masks.setdefault(mask.bits, (len(masks), mask))
-    if not special:
-        return
-    step.edit_ids, step.edit_bias = np.array(edits.token_id), np.array(edits.bias)
-    step.edit_factor, step.edit_minus = np.array(edits.factor), np.array(edits.minus)
-    step.banned_ids = np.array(banned_ids, np.int64)
+    for name in edits[0].columns if edits else ():
+        setattr(step, name, np.concatenate([each.columns[name] for each in edits]))
+    if banned_ids:
+        step.banned_ids = np.array(banned_ids, np.int64)
     if masks:
         for name, column in mask_columns([mask for _, mask in masks.values()]).items():
             setattr(step, name, column)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -74,13 +74,10 @@ class PrefixCache:
 
         With `num_top` only what was scored with so many alternatives or more is found.
         """
-        found, node = Match(), self._root
-        while found.length < limit:
-            child = node.children.get(ids[found.length])
-            if child is None or not _has_scores(child, num_top):
+        found = Match()
+        for child, num_equal in self._walk(ids, limit):
+            if not _has_scores(child, num_top):
                 break
-            end = min(child.end, limit)
-            num_equal = count_equal(child.tokens, ids, found.length, end)
             first = found.length // self._pool.block_size
             last = self._pool.blocks_for(found.length + num_equal)
             found.blocks[first:] = child.blocks[: last - first]
@@ -89,10 +86,18 @@ class PrefixCache:
                 found.scores.append((child.reports, start, end))
             found.length += num_equal
             self._touch(child)
-            if num_equal < len(child.tokens):
-                break
-            node = child
         return found
+
+    def _walk(self, ids: list[int], end: int) -> Iterator[tuple[_Node, int]]:
+        """Yield the nodes on the way of ids[:end], and how many of a node's tokens are equal."""
+        node, depth = self._root, 0
+        while depth < end and (child := node.children.get(ids[depth])) is not None:
+            num_equal = count_equal(child.tokens, ids, depth, min(child.end, end))
+            is_whole = num_equal == len(child.tokens)
+            node, depth = child, child.end
+            yield child, num_equal
+            if not is_whole:
+                return
 
     def insert(
         self,
@@ -106,23 +111,20 @@ class PrefixCache:
 
         `reports` is the list that its scores with `num_top` alternatives are in, or will be.
         """
-        node, depth = self._root, 0
-        while depth < end:
-            child = node.children.get(ids[depth])
-            if child is None:
-                blocks = block_table[depth // self._pool.block_size : self._pool.blocks_for(end)]
-                self._add_leaf(node, ids[depth:end], blocks, reports, num_top)
-                return
-            num_equal = count_equal(child.tokens, ids, depth, min(child.end, end))
+        node = self._root
+        for child, num_equal in self._walk(ids, end):
             if num_equal < len(child.tokens):
-                if depth + num_equal == end:
+                if child.start + num_equal == end:
                     return
                 child = self._split(child, num_equal)
             if reports is not None and not _has_scores(child, num_top):
                 self._num_scores -= child.num_scores
                 child.reports, child.num_top = reports, num_top
                 self._num_scores += child.num_scores
-            node, depth = child, depth + num_equal
+            node = child
+        if node.end < end:
+            blocks = block_table[node.end // self._pool.block_size : self._pool.blocks_for(end)]
+            self._add_leaf(node, ids[node.end : end], blocks, reports, num_top)
 
     def evict(self, num_free: int) -> None:
         """Drop the leaves used longest ago until the pool has `num_free` blocks, or no more can."""
@@ -130,13 +132,8 @@ class PrefixCache:
 
     def forget(self, ids: list[int], num_wanted: int) -> None:
         """Drop a prompt behind its first tokens, if no other goes on there and no row holds it."""
-        path, node, depth = [], self._root, 0
-        while depth < len(ids):
-            child = node.children.get(ids[depth])
-            if child is None or child.tokens != ids[depth : child.end]:
-                break
-            path.append(child)
-            node, depth = child, child.end
+        steps = self._walk(ids, len(ids))
+        path = [node for node, num_equal in steps if num_equal == len(node.tokens)]
         for node in reversed(path):
             is_held = self._pool.is_held(node.blocks[-1])
             if node.children or node.end <= num_wanted or is_held:
@@ -147,20 +144,12 @@ class PrefixCache:
 
     def withdraw(self, ids: list[int], start: int) -> None:
         """Forget a prompt from token `start` on, and all behind it; rows keep their blocks."""
-        node, depth = self._root, 0
-        while depth < len(ids):
-            child = node.children.get(ids[depth])
-            if child is None:
+        for node, num_equal in self._walk(ids, len(ids)):
+            if node.start + num_equal > start:
+                if node.start < start:
+                    self._split(node, start - node.start)  # leaves it the lower part
+                self._remove_with_all_below(node)
                 return
-            depth += count_equal(child.tokens, ids, depth, min(child.end, len(ids)))
-            if depth > start:
-                if child.start < start:
-                    self._split(child, start - child.start)  # leaves it the lower part
-                self._remove_with_all_below(child)
-                return
-            if depth < child.end:
-                return
-            node = child
 
     def drop_all(self) -> None:
         """Forget every prefix. Rows that hold their blocks keep them."""

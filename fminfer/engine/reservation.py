@@ -48,22 +48,19 @@ class KvReservation:
     exception: a step makes them before its rows, and reads all sources before it writes.
     """
 
-    def __init__(
-        self, pool: BlockPool, cache: PrefixCache | None, memories: MemoryCache | None = None
-    ) -> None:
+    def __init__(self, pool: BlockPool, *, shares: bool) -> None:
         self._pool = pool
-        self._cache, self._memories = cache, memories
-        self._expected = ExpectedLengths()
+        self.shares = shares  # prefixes, or what an encoder gave; otherwise the caches stay empty
+        self.prefixes, self._memories = PrefixCache(pool), MemoryCache(pool)
+        self.expected = ExpectedLengths()
         self.slots = Slots()  # of sequences that hold blocks
         self.clear()
 
     def clear(self) -> None:
-        """Free every block, whoever holds it, and empty the prefix cache."""
+        """Free every block, whoever holds it, and empty the caches."""
         self._pool.clear()
-        if self._cache is not None:
-            self._cache.clear()
-        if self._memories is not None:
-            self._memories.clear()
+        self.prefixes.clear()
+        self._memories.clear()
         self._copies: Copies = []  # to be made by the next step
         self.slots.clear()
 
@@ -72,25 +69,17 @@ class KvReservation:
         """Sequences that hold blocks."""
         return self.slots.num_taken
 
-    @property
-    def has_cache(self) -> bool:
-        return self._cache is not None
-
-    @property
-    def has_memories(self) -> bool:
-        return self._memories is not None
-
     def fits(self, prompt: PromptState) -> bool:
         """Return whether the pool could hold the prompt if it were alone."""
         return self._num_blocks(prompt, prompt.num_kv_tokens) <= self._pool.num_blocks
 
     def find_prefix(self, prompt: PromptState) -> Match:
         """Find the prefix that need not be fed; for a scored prompt, with its scores."""
-        if self._cache is None or prompt.is_apart:
+        if prompt.is_apart:
             return Match()
         if not prompt.wants_scores:  # the last token is fed to draw from it
-            return self._cache.match(prompt.ids_to_feed, prompt.num_to_feed - 1, None)
-        match = self._cache.match(prompt.ids, prompt.num_to_feed, prompt.num_top)
+            return self.prefixes.match(prompt.ids_to_feed, prompt.num_to_feed - 1, None)
+        match = self.prefixes.match(prompt.ids, prompt.num_to_feed, prompt.num_top)
         # The last token of the prefix is fed again: what follows it is scored from it.
         match.length = max(0, match.length - 1)
         return match
@@ -107,10 +96,10 @@ class KvReservation:
         num_needed = self._num_blocks(prompt, num_expected) - num_full - len(memory)
         if not self._make_room(num_needed, at_all_costs=at_all_costs):
             self._pool.release(shared + memory)
-            if self.num_sequences > 0 or self._cache is None or not match.length:
+            if self.num_sequences > 0 or not match.length:
                 return False
             # Nothing runs, and what is in the way is the prefix's own: feed the prompt whole.
-            self._cache.evict(self._pool.num_blocks)
+            self.prefixes.evict(self._pool.num_blocks)
             return self.reserve(prompt, Match())
         prompt.has_taken_memory = bool(memory)
         if prompt.source is not None and not memory:
@@ -154,9 +143,6 @@ class KvReservation:
         sequence.block_table, sequence.cross_table = [], []
         self.slots.give_back(sequence)
 
-    def learn(self, max_tokens: int, num_drawn: int) -> None:
-        self._expected.learn(max_tokens, num_drawn)
-
     def take_copies(self, rows: list[PackedRow]) -> Copies:
         """Return the copies that a step of `rows` makes; those that it calls for come next."""
         copies = self._copies
@@ -165,33 +151,32 @@ class KvReservation:
 
     def keep_prefix(self, prompt: PromptState, num_fed: int) -> None:
         """Let later prompts share what was fed, or is fed by the step being formed."""
-        if self._cache is None or prompt.is_apart:
+        if not self.shares or prompt.is_apart or prompt.source is not None:
             return
         reports = prompt.reports if prompt.wants_scores else None
         table = prompt.sequences[0].block_table
         num_tokens = min(num_fed, len(prompt.ids))
-        self._cache.insert(prompt.ids, num_tokens, table, reports, prompt.num_top)
+        self.prefixes.insert(prompt.ids, num_tokens, table, reports, prompt.num_top)
 
     def keep_memory(self, prompt: PromptState) -> None:
         """Let later prompts share the memory that the step being formed stores."""
-        if self._memories is not None and not prompt.is_apart:
+        if self.shares and not prompt.is_apart:
             self._memories.keep(prompt.ids_to_read, prompt.sequences[0].cross_table)
 
     def forget_prefix(self, prompt: PromptState, num_wanted: int) -> None:
         """Evict a prompt's blocks behind the tokens that others wait for."""
-        if self._cache is not None:
-            self._cache.forget(prompt.ids, num_wanted)
+        self.prefixes.forget(prompt.ids, num_wanted)
 
     def withdraw_prefix(self, prompt: PromptState) -> bool:
         """Stop sharing what a prompt computed, which may be spoiled; return whether it shared."""
-        if self._memories is not None and prompt.source is not None and not prompt.is_apart:
+        if prompt.is_apart:
+            return False
+        if prompt.source is not None:
             self._memories.forget(prompt.source.ids)
             return prompt.has_taken_memory
-        if self._cache is None or prompt.is_apart:
-            return False
         # The last token of a scored prefix was fed again.
         num_taken = prompt.num_taken + prompt.wants_scores if prompt.num_taken else 0
-        self._cache.withdraw(prompt.ids, num_taken)
+        self.prefixes.withdraw(prompt.ids, num_taken)
         return num_taken > 0
 
     def replace_prefix(self, prompt: PromptState) -> None:
@@ -199,9 +184,8 @@ class KvReservation:
         prompt.is_apart = False
         if prompt.source is not None:
             self.keep_memory(prompt)
-        if self._cache is not None:
-            self._cache.withdraw(prompt.ids, 0)
-            self.keep_prefix(prompt, prompt.num_fed)
+        self.prefixes.withdraw(prompt.ids, 0)
+        self.keep_prefix(prompt, prompt.num_fed)
 
     def check_idle(self) -> None:
         """Prove the books: nothing runs, so every block is free."""
@@ -217,7 +201,7 @@ class KvReservation:
 
     def _find_memory(self, prompt: PromptState) -> list[int]:
         """Return the blocks of a memory that need not be made; none: it must be."""
-        if self._memories is None or prompt.source is None or prompt.is_apart:
+        if prompt.source is None or prompt.is_apart:
             return []
         return self._memories.find(prompt.source.ids)
 
@@ -229,19 +213,17 @@ class KvReservation:
         """Return the tokens of KV cache that each sequence of it is admitted with."""
         if prompt.again or len(prompt.sequences) > 1:  # candidates run together, or not at all
             return prompt.num_kv_tokens
-        return prompt.kv_tokens_for(self._expected.expect(prompt.params.max_tokens))
+        return prompt.kv_tokens_for(self.expected.expect(prompt.params.max_tokens))
 
     def _make_room(self, num_blocks: int, *, at_all_costs: bool = False) -> bool:
         """Free so many blocks by evicting prefixes; False: there are not enough."""
         if self._pool.num_free + self._pool.num_idle < num_blocks:
             return False
-        if self._memories is not None:
-            self._memories.evict(num_blocks)
-        if self._cache is not None:
-            self._cache.evict(num_blocks)
-            # A prefix that goes on in blocks that are held is not evicted, though itself idle.
-            if at_all_costs and self._pool.num_free < num_blocks:
-                self._cache.drop_all()
+        self._memories.evict(num_blocks)
+        self.prefixes.evict(num_blocks)
+        # A prefix that goes on in blocks that are held is not evicted, though itself idle.
+        if at_all_costs and self._pool.num_free < num_blocks:
+            self.prefixes.drop_all()
         return self._pool.num_free >= num_blocks
 
     def _hand_out(

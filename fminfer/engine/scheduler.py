@@ -17,7 +17,7 @@ from collections import deque
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.engine_core import BEHIND_ALL
 from fminfer.engine.packing import PackedRow, PlannedStep, StepShape, pack, pack_whole
-from fminfer.engine.prefix import Match, MemoryCache, PrefixCache
+from fminfer.engine.prefix import Match
 from fminfer.engine.reservation import KvReservation, first_to_go, rows_below
 from fminfer.engine.sequence import Array, PromptState, Sequence
 from fminfer.engine.waiting import PrefillLine, ReadLine, WaitingLine
@@ -34,7 +34,7 @@ class Scheduler:
         chunk_size: most tokens of a step.
         max_rows: most sequences that run at once.
         micro_batches: steps in flight, at least as many as stages.
-        cache, memories: None: every prompt is fed, and read by the encoder, whole.
+        shares: prompts share prefixes, or what an encoder gave for the same ids.
         most_read: tokens of a prompt that an encoder reads, at most.
         has_long_steps: each step streams layers.
     """
@@ -47,13 +47,12 @@ class Scheduler:
         max_rows: int,
         micro_batches: int,
         num_stages: int = 1,
-        cache: PrefixCache | None = None,
-        memories: MemoryCache | None = None,
+        shares: bool = False,
         most_read: int = sys.maxsize,
         has_long_steps: bool = False,
     ) -> None:
         self.max_rows, self.most_read = max_rows, most_read
-        self.pool, self.kv = pool, KvReservation(pool, cache, memories)
+        self.pool, self.kv = pool, KvReservation(pool, shares=shares)
         num_stages = min(num_stages, micro_batches)
         self.shape = StepShape(chunk_size, micro_batches, num_stages, has_long_steps)
         self._num_steps = 0
@@ -103,7 +102,7 @@ class Scheduler:
         From now on, a finished prefix that no waiting prompt shares is evicted when its row ends.
         Its blocks, which are warm, are used again before others.
         """
-        if self.kv.has_cache:
+        if self.kv.shares:
             self.waiting.expect_no_more()
 
     def admit(self, *, is_stopping: bool = False) -> list[PromptState]:
@@ -216,7 +215,7 @@ class Scheduler:
             if num_wanted is not None:
                 self.kv.forget_prefix(prompt, num_wanted)
         if prompt.params.max_tokens > 0 and not prompt.owner.is_cancelled:
-            self.kv.learn(prompt.params.max_tokens, len(sequence.tokens))
+            self.kv.expected.learn(prompt.params.max_tokens, len(sequence.tokens))
 
     def cancel(self, prompt: PromptState) -> list[Sequence]:
         """Forget a prompt, wherever it is; one that is done or unknown is left as it is.
@@ -279,11 +278,12 @@ class Scheduler:
 
     def _stands_back(self, prompt: PromptState, match: Match) -> bool:
         """Return whether the prompt should wait because its prefix will soon be in the cache."""
-        can_share = self.kv.has_cache and not prompt.is_apart
-        if prompt.source is not None and self.kv.has_memories and not prompt.is_apart:
+        if prompt.is_apart or not self.kv.shares:
+            return False
+        if prompt.source is not None:
             reader = self._read_next.get(tuple(prompt.source.ids))
             return reader is not None and reader.priority >= prompt.priority
-        return can_share and self._prefilling.will_share(prompt, match.length)
+        return self._prefilling.will_share(prompt, match.length)
 
     def _enter(self, prompt: PromptState, match: Match, *, at_all_costs: bool = False) -> bool:
         """Reserve a prompt's blocks and let it be fed; False if there is no room."""

@@ -243,7 +243,6 @@ class Check:
             sizes=sizes,
             num_blocks=num_blocks,
             num_stages=num_stages,
-            has_memories=self._checkpoint.model.encoder is not None,
             most_read=plan.most_read(plan.room_bytes - plan.own.takes.total(plan.num_kv_tokens)),
         )
 

@@ -18,7 +18,6 @@ from fminfer.compute.step import Results, Step, StepResult, TokenLogprobs
 from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.engine.blocks import BlockPool
-from fminfer.engine.prefix import PrefixCache
 from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import Prepared, RequestState
@@ -113,7 +112,7 @@ class Bench(LineBench):
             chunk_size=options.get("chunk_size", 16),
             max_rows=options.get("max_rows", 8),
             micro_batches=2,
-            cache=PrefixCache(pool) if options.get("prefix_cache", True) else None,
+            shares=bool(options.get("prefix_cache", True)),
         )
         self.pipeline = ScriptedPipeline(script, block_size)
         super().__init__(

@@ -122,14 +122,13 @@ class Bench(LineBench):
         is_only_run: bool = False,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size)
-        self.cache = PrefixCache(self.pool) if has_cache else None
         scheduler = Scheduler(
             self.pool,
             chunk_size=chunk,
             max_rows=max_rows,
             micro_batches=num_stages + 1,
             num_stages=num_stages,
-            cache=self.cache,
+            shares=has_cache,
         )
         super().__init__(
             RequestLimits(200, VOCAB),
@@ -319,7 +318,7 @@ def test_kept_scores_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [{"prompt": [i, *range(50)], **asked} for i in range(40)]
     alone = Bench(has_cache=False, block_size=4, num_blocks=4000, chunk=64)
     assert bench.answers(requests) == alone.answers(requests)
-    assert bench.cache is not None and 0 < bench.cache._num_scores <= 500
+    assert 0 < bench.scheduler.kv.prefixes._num_scores <= 500
     bench.pool.check_idle()
 
 

@@ -19,7 +19,6 @@ from fminfer.contract.request import SamplingParams
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.engine_core import BEHIND_ALL
 from fminfer.engine.packing import PlannedStep
-from fminfer.engine.prefix import PrefixCache
 from fminfer.engine.reservation import first_to_go
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import Prepared, PromptState, RequestState, Sequence, TokenReport
@@ -78,7 +77,7 @@ class Driver:
             max_rows=max_rows,
             micro_batches=num_stages + 1,
             num_stages=num_stages,
-            cache=PrefixCache(self.pool) if has_cache else None,
+            shares=has_cache,
         )
         self.pipeline = RememberingPipeline(block_size)
         self.micro_batches = num_stages + 1
@@ -113,7 +112,7 @@ class Driver:
             self.check_books()
             lowest = min((prompt.priority for prompt in admitted), default=10**9)
             for prompt in self.waiting():
-                stands_back = self.scheduler.kv.has_cache  # perhaps: its prefix is being fed
+                stands_back = self.scheduler.kv.shares  # perhaps: its prefix is being fed
                 assert prompt.priority <= lowest or stands_back or is_stopping
             planned = self.scheduler.schedule()
             if planned is None:
@@ -611,7 +610,7 @@ def test_cancelled_rows_do_not_teach_how_long_rows_are() -> None:
     running(driver, *prompts)
     for prompt in prompts[:20]:
         driver.cancel(prompt)
-    assert driver.scheduler.kv._expected.expect(60) == 60
+    assert driver.scheduler.kv.expected.expect(60) == 60
     driver.run()
 
 

@@ -27,7 +27,6 @@ from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.intake import Intake
 from fminfer.engine.loop import EngineLoop, Pipeline
-from fminfer.engine.prefix import MemoryCache, PrefixCache
 from fminfer.engine.prompt_fit import KvSize, RequestLimits
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.start import Starter
@@ -77,13 +76,11 @@ def build_loop(
     sizes: StepSizes,
     num_blocks: int,
     num_stages: int,
-    has_memories: bool = False,
     most_read: int = sys.maxsize,
 ) -> EngineLoop:
     """Put a loop together.
 
     Args:
-        has_memories: a decoder attends to what an encoder has read.
         most_read: tokens that an encoder reads at once, at most.
         num_blocks: the size of the KV cache.
         num_stages: of the pipeline.
@@ -96,8 +93,7 @@ def build_loop(
         max_rows=sizes.max_rows,
         micro_batches=micro_batches,
         num_stages=num_stages,
-        cache=PrefixCache(pool) if config.prefix_cache and not has_memories else None,
-        memories=MemoryCache(pool) if config.prefix_cache and has_memories else None,
+        shares=config.prefix_cache,
         most_read=most_read,
         has_long_steps=sizes.micro_batches > 0,
     )
