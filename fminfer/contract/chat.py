@@ -106,7 +106,6 @@ def _missing(fields: Mapping[str, Any]) -> RequestError:
 
 
 def _max_tokens(found: Mapping[str, Any]) -> int | None:
-    """Return the most tokens that a request asks for, by either name."""
     old, new = found.get("max_tokens"), found.get("max_completion_tokens")
     if old is not None and new is not None and old != new:
         raise RequestError(

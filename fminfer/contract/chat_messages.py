@@ -67,7 +67,6 @@ def read_messages(value: object) -> list[dict[str, Any]]:
 
 
 def read_tools(value: object) -> list[dict[str, Any]]:
-    """Return the tools that a model may call; none for null."""
     given = [] if value is None else value
     tools = check_type("tools", given, list, "a list of tools or null")
     for place, tool in enumerate(tools):

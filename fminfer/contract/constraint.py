@@ -140,7 +140,6 @@ def _read_true(name: str, value: Any, most: int) -> Constraint:
 
 
 def _dump(value: object) -> str:
-    """Return a value as compact JSON; an infinite number is a ValueError."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
@@ -176,7 +175,6 @@ def _read_response_format(name: str, value: Any, most: int) -> Constraint | None
 
 
 def _read_structured_outputs(name: str, value: Any, most: int) -> Constraint:
-    """Read vLLM's field."""
     found = _ANY_WAY.read(name, value, most)
     ways = [way for way in _WAYS if way in found]
     if len(ways) != 1:

@@ -190,7 +190,6 @@ def _open_wrapped(raw: bytes, fields: dict[str, Any]) -> Envelope:
 
 
 def _find_batch_members(raw: bytes) -> tuple[bytes, bytes]:
-    """Return `custom_id` and `body` of a Batch line, or null."""
     plain = _PLAIN_BATCH.fullmatch(raw)
     if plain is not None:
         with contextlib.suppress(ValueError):  # then other members stand behind the body

@@ -138,8 +138,6 @@ def in_order(kind: Kind) -> Kind:
 
 
 def of_type(kind: type, allowed: str, schema: Schema, told: str = "") -> Kind:
-    """Return the kind of all values that have one type of Python."""
-
     def read(name: str, value: Any, most: int) -> Any:
         return check_type(name, value, kind, allowed)
 
@@ -147,7 +145,6 @@ def of_type(kind: type, allowed: str, schema: Schema, told: str = "") -> Kind:
 
 
 def one_of(*values: str) -> Kind:
-    """Return the kind of some strings."""
     told = ", ".join(json.dumps(value) for value in values)
 
     def read(name: str, value: Any, most: int) -> str:
@@ -265,7 +262,6 @@ def object_of(properties: dict[str, Schema], *required: str) -> Schema:
 
 
 def whole(**properties: Schema) -> Schema:
-    """Return the schema of an object that has all of these properties."""
     return object_of(properties, *properties)
 
 

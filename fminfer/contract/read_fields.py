@@ -45,7 +45,6 @@ def unknown_names(fields: Mapping[str, Any], known: Collection[str]) -> list[str
 
 @lru_cache(1024)  # for files with a key of their own on each line
 def guess(name: str, known: frozenset[str]) -> str:
-    """Ask whether the nearest known parameter was meant."""
     nearest = get_close_matches(name, known, 1, 0.8)
     return f" (did you mean {nearest[0]}?)" if nearest else ""
 

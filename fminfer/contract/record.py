@@ -32,7 +32,6 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """Its text; in chat, the content of its message."""
         return self.fields.get("text") or self.fields.get("message", {}).get("content") or ""
 
 
@@ -122,7 +121,6 @@ class Record:
         return b"{" + b",".join(members) + b"}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the output line as Python values."""
         value: dict[str, Any] = json.loads(self.to_json())  # which takes lone surrogates
         return value
 
@@ -157,7 +155,6 @@ def make_request_id(key: bytes, line_id: str) -> str:
 
 
 def _describe(error: RequestError) -> dict[str, str | None]:
-    """Return the OpenAI error object."""
     return {
         "message": error.message,
         "type": error.type,
@@ -186,7 +183,6 @@ class Answered:
 
 
 def is_batch(record: bytes) -> bool:
-    """Tell whether a record has the shape of a Batch line."""
     return record.startswith(_BATCH_START)
 
 

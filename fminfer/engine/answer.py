@@ -170,8 +170,6 @@ def list_logprobs(
 def _chat_entry(
     report: TokenReport, num_top: int, spelling: Spelling, *, is_first: bool
 ) -> dict[str, Any]:
-    """Return one token and its alternatives, best first."""
-
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         return {
             "token": spelling.spell(token_id, is_first=is_first),

@@ -22,7 +22,6 @@ class BlockPool:
         self.clear()
 
     def clear(self) -> None:
-        """Make every block free, whoever held it."""
         # A stack: the block freed last is used first, so little memory is ever touched.
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._num_holders = [0] * self.num_blocks

@@ -91,7 +91,7 @@ def _tellable(prompt: PromptState) -> list[Sequence]:
 
 
 def _certain(sequence: Sequence) -> tuple[int, int]:
-    """Return how many characters and listed tokens of a sequence are certain."""
+    """Return how many characters and listed tokens no later token takes back."""
     if sequence.finish_reason is not None:
         return len(sequence.text), len(sequence.listed_tokens)
     detokenizer, params = sequence.detokenizer, sequence.prompt.params

@@ -187,7 +187,14 @@ class Intake:
             if isinstance(found, RequestError):
                 raise found
             return found
-        fit = self._fit_of(request)
+        fit = PromptFit(
+            self.tokenizer,
+            self.limits,
+            request.params,
+            self._count_warning,
+            "messages" if request.endpoint == "chat" else "prompt",
+            fills_context=request.fills_context,
+        )
         sources: list[EncodedPrompt] = []
         if self.limits.start_ids is None:
             prompts = [fit.encode(prompt) for prompt in request.prompts]
@@ -235,16 +242,6 @@ class Intake:
     def _count_warning(self, warning: RowWarning) -> None:
         with self._lock:
             self.warnings.add(warning)
-
-    def _fit_of(self, request: Request) -> PromptFit:
-        return PromptFit(
-            self.tokenizer,
-            self.limits,
-            request.params,
-            self._count_warning,
-            "messages" if request.endpoint == "chat" else "prompt",
-            fills_context=request.fills_context,
-        )
 
     def _check_params(self, params: SamplingParams) -> None:
         hint = "Was it written for another model?"
@@ -300,7 +297,6 @@ def request_of_text(
 
 
 def _most_raw_tokens(intake: Intake, text: str, num_sequences: int) -> int:
-    """Return how many tokens a completion of a text may have, if it does not say."""
     limits, tokenizer = intake.limits, intake.tokenizer
     if not tokenizer.has_words or len(text) > MAX_COUNTED_CHARS:
         return DEFAULTS.max_tokens

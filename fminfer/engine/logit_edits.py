@@ -93,7 +93,6 @@ class LogitEdits:
 
     @property
     def columns(self) -> dict[str, array[Any]]:
-        """Its columns by their names in a step."""
         return {
             "edit_ids": self.ids,
             "edit_bias": self._bias,

@@ -107,7 +107,6 @@ class EngineLoop:
         return state
 
     def cancel(self, request_id: int) -> None:
-        """Forget a request, in any state; the next step frees what it held."""
         self._cancelled.append(request_id)
         self._notify()
 
@@ -129,18 +128,12 @@ class EngineLoop:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
         may_go_on = bool(self._open) and (not self._is_draining or self.has_begun)
         has_news = self._added or self._cancelled or self._finished
         return bool(has_news or self.is_computing or may_go_on)
 
     def step(self) -> list[Event]:
-        """Do one step, and return its events.
-
-        Raises:
-            PipelineError: a rank failed. All requests are dropped.
-            StepLimitError: `max_steps` were done, and requests are left.
-        """
+        """Do one step, and return its events. If anything fails, all requests are dropped."""
         try:
             self._take_in()
             self._schedule()
@@ -168,27 +161,25 @@ class EngineLoop:
         self._begin()
 
     def start_run(self) -> None:
-        """Count the steps of `max_steps` from here on; no longer drain."""
         self._num_steps_before = self.stats.num_steps
         self._is_draining = False
 
     def drain(self, until_s: float = math.inf) -> None:
-        """Let no more requests begin; those whose rows run go on."""
         self._is_draining = True
 
     def expect_no_more(self) -> None:
-        """Note that no more requests come: prefixes that none of them shares can be evicted."""
         self._take_in()
-        self._scheduler.forget_unshared()
+        # From now on, a finished prefix that no waiting prompt shares is evicted when its row ends.
+        # Its blocks, which are warm, are used again before others.
+        if self._scheduler.kv.shares:
+            self._scheduler.waiting.expect_no_more()
 
     def check_idle(self) -> None:
-        """Prove the scheduler's books once nothing is left to do."""
         if not (self._open or self.is_computing):
             self._scheduler.check_idle()
 
     @property
     def state(self) -> EngineState:
-        """How it stands. It may be asked at any moment."""
         rows = (s for r in tuple(self._open.values()) for p in r.prompts for s in p.sequences)
         left = (row.num_draws_left for row in rows if row.block_table and not row.finish_reason)
         return EngineState(
@@ -204,31 +195,26 @@ class EngineLoop:
 
     @property
     def num_waiting(self) -> int:
-        """Prompts that have not begun, without those behind all others."""
         num_added = sum(len(state.prompts) for state in tuple(self._added))
         num_all = len(self._scheduler.waiting) + num_added
         return max(0, num_all - self.num_waiting_behind)
 
     @property
     def num_waiting_behind(self) -> int:
-        """Prompts behind all others that have not begun."""
         added = [state for state in tuple(self._added) if state.priority == BEHIND_ALL]
         num_added = sum(len(state.prompts) for state in added)
         return self._scheduler.waiting.num_from(BEHIND_ALL) + num_added
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold KV cache."""
         return self._scheduler.kv.num_sequences
 
     @property
     def is_computing(self) -> bool:
-        """Whether a step is in flight."""
         return bool(self._scheduler.in_flight)
 
     @property
     def has_begun(self) -> bool:
-        """Whether rows run, or have run and are to run again."""
         scheduler = self._scheduler
         is_running = self.num_running > 0 or scheduler.waiting.has_preempted
         return bool(is_running or scheduler.reading or scheduler.in_flight)
@@ -282,7 +268,6 @@ class EngineLoop:
             state.unlink()
 
     def _schedule(self) -> None:
-        """Submit steps until enough are in flight."""
         most, stats = self._scheduler.shape.micro_batches, self.stats
         while self._pipeline.num_in_flight < most and not self._is_at_limit:
             for prompt in self._scheduler.admit(is_stopping=self._is_draining):
@@ -332,7 +317,6 @@ class EngineLoop:
         self._leave(state)
 
     def _leave(self, state: RequestState) -> None:
-        """Take a request out of those that are open."""
         del self._open[state.id]
         if state.times is None:
             self._count_begun(state)

@@ -66,7 +66,6 @@ class Slots:
         self.clear()
 
     def clear(self) -> None:
-        """Make every slot free, whoever had it."""
         self._free = list(range(len(self._draws) - 1, -1, -1))
         self.num_taken = 0
 

@@ -262,7 +262,6 @@ class MemoryCache:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything; the pool's books are the caller's to clear."""
         self._blocks: OrderedDict[tuple[int, ...], list[int]] = OrderedDict()
 
     def find(self, ids: list[int]) -> list[int]:

@@ -57,7 +57,6 @@ class KvReservation:
         self.clear()
 
     def clear(self) -> None:
-        """Free every block, whoever holds it, and empty the caches."""
         self._pool.clear()
         self.prefixes.clear()
         self._memories.clear()
@@ -66,7 +65,6 @@ class KvReservation:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that hold blocks."""
         return self.slots.num_taken
 
     def fits(self, prompt: PromptState) -> bool:
@@ -163,10 +161,6 @@ class KvReservation:
         if self.shares and not prompt.is_apart:
             self._memories.keep(prompt.ids_to_read, prompt.sequences[0].cross_table)
 
-    def forget_prefix(self, prompt: PromptState, num_wanted: int) -> None:
-        """Evict a prompt's blocks behind the tokens that others wait for."""
-        self.prefixes.forget(prompt.ids, num_wanted)
-
     def withdraw_prefix(self, prompt: PromptState) -> bool:
         """Stop sharing what a prompt computed, which may be spoiled; return whether it shared."""
         if prompt.is_apart:
@@ -188,7 +182,6 @@ class KvReservation:
         self.keep_prefix(prompt, prompt.num_fed)
 
     def check_idle(self) -> None:
-        """Prove the books: nothing runs, so every block is free."""
         assert self.num_sequences == 0, "a sequence was forgotten"
         assert not self._copies, "a copy is left over"
         self._pool.check_idle()

@@ -96,15 +96,6 @@ class Scheduler:
         self.waiting.add(prompt)
         self._lowest_priority = min(self._lowest_priority, prompt.priority)
 
-    def forget_unshared(self) -> None:
-        """Note that no more prompts come.
-
-        From now on, a finished prefix that no waiting prompt shares is evicted when its row ends.
-        Its blocks, which are warm, are used again before others.
-        """
-        if self.kv.shares:
-            self.waiting.expect_no_more()
-
     def admit(self, *, is_stopping: bool = False) -> list[PromptState]:
         """Admit prompts in order while blocks for them are free or can be freed; return them.
 
@@ -213,7 +204,7 @@ class Scheduler:
         if not any(other.block_table for other in prompt.sequences):
             num_wanted = self.waiting.num_shared(prompt.ids)
             if num_wanted is not None:
-                self.kv.forget_prefix(prompt, num_wanted)
+                self.kv.prefixes.forget(prompt.ids, num_wanted)
         if prompt.params.max_tokens > 0 and not prompt.owner.is_cancelled:
             self.kv.expected.learn(prompt.params.max_tokens, len(sequence.tokens))
 
@@ -224,9 +215,9 @@ class Scheduler:
         something in flight. Take scores of those steps as always, for prompts that share them, but
         no token; `release` each sequence once `has_in_flight` is False.
         """
-        if prompt in self._prefilling:
+        if prompt in self._prefilling.prompts:
             self._prefilling.remove(prompt)
-        if prompt in self.reading:
+        if prompt in self.reading.prompts:
             self.reading.remove(prompt)
         self._forget_reader(prompt)
         running = [sequence for sequence in prompt.sequences if sequence.block_table]
@@ -334,12 +325,12 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Take a row's blocks; its prompt waits, before all of its priority, to be fed again."""
         prompt = sequence.prompt
-        is_unread = prompt in self.reading
+        is_unread = prompt in self.reading.prompts
         if is_unread:
             self.reading.remove(prompt)
         elif sequence in self._ready:
             self._ready.remove(sequence)
-        elif prompt in self._prefilling:
+        elif prompt in self._prefilling.prompts:
             self._prefilling.remove(prompt)
         self.kv.give_back(sequence)
         self._forget_reader(prompt)

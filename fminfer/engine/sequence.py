@@ -164,7 +164,6 @@ class PromptState:
 
     @property
     def num_unfed(self) -> int:
-        """Tokens that are still to be fed."""
         return self.num_to_feed - self.num_fed
 
     @property
@@ -186,11 +185,6 @@ class PromptState:
     def num_top(self) -> int:
         """Alternatives to report for each token."""
         return self.params.logprobs or 0
-
-    @property
-    def num_scored_top(self) -> int:
-        """Alternatives that its prompt tokens' reports will have; -1 if it is not scored."""
-        return self.num_top if self.wants_scores else -1
 
     @property
     def wants_scores(self) -> bool:

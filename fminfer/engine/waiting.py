@@ -52,7 +52,6 @@ def plan_order(prompts: Sequence[T]) -> list[T]:
 
 
 def _steps(prompt: HasPrompt) -> int:
-    """Return how many steps a prompt's rows may take."""
     return prompt.params.max_tokens
 
 
@@ -72,7 +71,6 @@ class WaitingLine:
 
     @property
     def has_preempted(self) -> bool:
-        """Whether a prompt that ran waits to run again."""
         return any(prompt.has_run for _, _, prompt in self._entries)
 
     def num_from(self, priority: int) -> int:
@@ -128,46 +126,39 @@ class AdmittedLine:
     """Admitted prompts that are to be fed: higher priority first, then by admission."""
 
     def __init__(self) -> None:
-        self._prompts: deque[PromptState] = deque()
+        self.prompts: deque[PromptState] = deque()
         self.num_unfed = 0  # tokens of them that are not yet in a step
 
     def __len__(self) -> int:
-        return len(self._prompts)
-
-    def __contains__(self, prompt: PromptState) -> bool:
-        return prompt in self._prompts
-
-    @property
-    def prompts(self) -> list[PromptState]:
-        return list(self._prompts)
+        return len(self.prompts)
 
     @property
     def first_priority(self) -> float:
         """The priority of the prompt that is fed next; -inf: there is none."""
-        return self._prompts[0].priority if self._prompts else -math.inf
+        return self.prompts[0].priority if self.prompts else -math.inf
 
     @property
     def last_priority(self) -> float:
         """The lowest priority of all; inf: there is none."""
-        return self._prompts[-1].priority if self._prompts else math.inf
+        return self.prompts[-1].priority if self.prompts else math.inf
 
     def add(self, prompt: PromptState) -> None:
         """Queue an admitted prompt behind those of its priority."""
-        place = len(self._prompts)
-        while place > 0 and self._prompts[place - 1].priority < prompt.priority:
+        place = len(self.prompts)
+        while place > 0 and self.prompts[place - 1].priority < prompt.priority:
             place -= 1
-        self._prompts.insert(place, prompt)
+        self.prompts.insert(place, prompt)
         self.num_unfed += self.size(prompt)
 
     def remove(self, prompt: PromptState) -> None:
-        self._prompts.remove(prompt)
+        self.prompts.remove(prompt)
         self.num_unfed -= self.size(prompt)
 
     def num_unfed_before(self, priority: int) -> int:
         """Count the tokens that are fed before those of a new prompt of that priority."""
-        if not self._prompts or self._prompts[-1].priority >= priority:
+        if not self.prompts or self.prompts[-1].priority >= priority:
             return self.num_unfed
-        return sum(self.size(each) for each in self._prompts if each.priority >= priority)
+        return sum(self.size(each) for each in self.prompts if each.priority >= priority)
 
     def size(self, prompt: PromptState) -> int:
         """Return a prompt's tokens that are not yet in a step."""
@@ -183,8 +174,8 @@ class ReadLine(AdmittedLine):
     def take(self, most: int) -> list[PromptState]:
         """Take the first prompts, of so many tokens together; the first one in any case."""
         taken: list[PromptState] = []
-        while self._prompts and (not taken or self.size(self._prompts[0]) <= most):
-            taken.append(self._prompts.popleft())
+        while self.prompts and (not taken or self.size(self.prompts[0]) <= most):
+            taken.append(self.prompts.popleft())
             most -= self.size(taken[-1])
             self.num_unfed -= self.size(taken[-1])
         return taken
@@ -205,13 +196,15 @@ class PrefillLine(AdmittedLine):
             and other.priority >= prompt.priority
             and not other.is_apart
             and other.ids_to_feed[:wanted] == head
-            and (not prompt.wants_scores or other.num_scored_top >= prompt.num_top)
-            for other in self._prompts
+            and (
+                not prompt.wants_scores or (other.wants_scores and other.num_top >= prompt.num_top)
+            )
+            for other in self.prompts
         )
 
     def next_chunk(self, room: int) -> tuple[PromptState, PackedRow]:
         """Feed up to `room` tokens of the first prompt; the last chunk draws for all candidates."""
-        prompt = self._prompts[0]
+        prompt = self.prompts[0]
         memory, prompt.memory = prompt.memory, None
         start, last = prompt.num_fed, min(prompt.num_fed + room, prompt.num_to_feed)
         ids = prompt.ids_to_feed[start:last]
@@ -219,7 +212,7 @@ class PrefillLine(AdmittedLine):
         self.num_unfed -= last - start
         draws = last == prompt.num_to_feed and prompt.params.max_tokens > 0
         if last == prompt.num_to_feed:
-            self._prompts.popleft()
+            self.prompts.popleft()
         return prompt, PackedRow(
             prompt.sequences[0],
             ids,
