@@ -146,19 +146,16 @@ _DECODER_PROMPT = Field(
     "vocab",
 )
 _INPUT = replace(_PROMPT, name="input", help="Each text, or list of ids, gets a vector.")
-_COMPARED = tuple(
-    Field(name, as_it_is({"anyOf": [TEXT, TEXTS]}, told), text)
-    for name, told, text in (
-        ("query", "a string", "What documents are compared with."),
-        (
-            "documents",
-            "a string, a list of strings",
-            "What query, or each of queries, is compared with.",
-        ),
-        ("queries", "a string, a list of strings", "vLLM's newer name of text_1."),
-        ("text_1", "a string, a list of strings", "One text, or one for each of text_2."),
-        ("text_2", "a string, a list of strings", "What is compared with text_1."),
-    )
+_TEXTS = as_it_is({"anyOf": [TEXT, TEXTS]}, "a string, a list of strings")
+_COMPARED = (
+    *_fields(replace(_TEXTS, told="a string"), query="What documents are compared with."),
+    *_fields(
+        _TEXTS,
+        documents="What query, or each of queries, is compared with.",
+        queries="vLLM's newer name of text_1.",
+        text_1="One text, or one for each of text_2.",
+        text_2="What is compared with text_1.",
+    ),
 )
 _MESSAGES = Field(
     "messages",

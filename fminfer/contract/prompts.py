@@ -36,11 +36,8 @@ def read_prompts(obj: Mapping[str, Any], name: str = "prompt") -> list[str | lis
         return [_token_ids(value, name)]
     if _is_all(value, lambda ids: _is_all(ids, is_integral)):
         return [_token_ids(ids, name) for ids in value]
-    raise wrong_type(
-        name,
-        value,
-        "a string, a list of strings, a list of token ids, or a list of lists of token ids",
-    )
+    allowed = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
+    raise wrong_type(name, value, allowed)
 
 
 def check_choices(num_prompts: int, n: int, best_of: int, source: str = "prompt") -> None:

@@ -91,12 +91,11 @@ class Record:
         }
         # A wrapped line's rest comes last. Of names that are in both the record's own counts, but
         # for custom_id, by which the line may be known.
-        others = {
-            name: member if len(member) <= MAX_QUOTED_BYTES else _cut_member(name, member)
-            for name, member in self.envelope.others.items()
-            if name not in own or name == "custom_id"
-        }
-        return b"{" + b",".join((own | others).values()) + b"}"
+        for name, member in self.envelope.others.items():
+            if name not in own or name == "custom_id":
+                is_long = len(member) > MAX_QUOTED_BYTES
+                own[name] = json.dumps(name).encode() + b":" + quote(member) if is_long else member
+        return b"{" + b",".join(own.values()) + b"}"
 
     def _to_batch_json(self) -> bytes:
         """Write the line of an OpenAI Batch output file, or of its error file."""
@@ -123,11 +122,6 @@ class Record:
     def to_dict(self) -> dict[str, Any]:
         value: dict[str, Any] = json.loads(self.to_json())  # which takes lone surrogates
         return value
-
-
-def _cut_member(name: str, member: bytes) -> bytes:
-    key = json.dumps(name).encode()
-    return key + b":" + quote(member)
 
 
 def make_id(line: Line, envelope: Envelope) -> str:

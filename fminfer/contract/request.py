@@ -78,29 +78,19 @@ RAW_TOKENS = 256  # most tokens of the completion of a text that comes without a
 
 @dataclass(slots=True, frozen=True)
 class VectorFacts:
-    """What a model's vectors are, and what requests for them may ask.
+    """What a model's vectors are, and what requests for them may ask."""
 
-    Args:
-        size: numbers of a vector.
-        is_scored: they are the logits of classes, which `labels` names.
-        is_score_logit: a pair's score is the logit itself, not the probability of it.
-        odds: how probabilities of classes are made of logits; "identity": they are the logits.
-        is_normalized: their length is 1.
-        prompts: by name, what is put before a text.
-        default_prompt: the name of the one that is put there if a request does not say.
-        is_lowercased: the tokenizer gets texts in lower case.
-    """
-
-    size: int
-    is_scored: bool = False
-    is_score_logit: bool = False
+    size: int  # numbers of a vector
+    is_scored: bool = False  # they are the logits of classes
+    is_score_logit: bool = False  # a pair's score is the logit itself, not the probability of it
+    # How probabilities of classes are made of logits; "identity": they are the logits.
     odds: Literal["softmax", "sigmoid", "identity"] = "softmax"
-    is_normalized: bool = False
+    is_normalized: bool = False  # their length is 1
     has_types: bool = False  # the second text of a pair has a token type of its own
-    labels: tuple[str, ...] = ()
-    prompts: Mapping[str, str] = field(default_factory=dict)
-    default_prompt: str | None = None
-    is_lowercased: bool = False
+    labels: tuple[str, ...] = ()  # of the classes
+    prompts: Mapping[str, str] = field(default_factory=dict)  # by name, what stands before a text
+    default_prompt: str | None = None  # the name of the one that a request without a name gets
+    is_lowercased: bool = False  # the tokenizer gets texts in lower case
 
 
 @dataclass(slots=True, frozen=True)

@@ -45,10 +45,9 @@ def parse_vectors(
 
 def check_model(endpoint: Endpoint, facts: VectorFacts | None) -> None:
     """Refuse an endpoint that a model cannot answer; one without `facts` generates text."""
-    needed = _what_is_needed(endpoint, facts)
-    if needed:
-        url = URL_OF[endpoint]
-        raise RequestError("unsupported_parameter", f"{url} needs a model that {needed}")
+    if needed := _what_is_needed(endpoint, facts):
+        told = f"{URL_OF[endpoint]} needs a model that {needed}"
+        raise RequestError("unsupported_parameter", told)
 
 
 def _what_is_needed(endpoint: Endpoint, facts: VectorFacts | None) -> str:
