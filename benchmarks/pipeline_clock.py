@@ -20,13 +20,14 @@ import numpy as np
 from pipeline_costs import Link, Work
 
 from fminfer.compute.step import Step, StepResult, TokenLogprobs
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.core.config import EngineConfig
-from fminfer.engine import step_shape
+from fminfer.engine import packing
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
-from fminfer.engine.intake import Intake, RequestLimits
+from fminfer.engine.intake import Intake
 from fminfer.engine.loop import EngineLoop
+from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.start import Starter
 from fminfer.runtime.lines.line_intake import LineIntake, RecordForm
@@ -209,16 +210,14 @@ def run_engine(pipeline: SimulatedPipeline, engine: Engine, workload: Workload) 
     sizes: dict[str, Any] = {"chunk_size": engine.chunk_size, "max_rows": engine.max_rows}
     sizes["num_stages"] = pipeline.num_stages
     tokenizer = Tokenizer(None)
-    min_share = step_shape.MIN_SHARE if engine.min_share is None else engine.min_share
+    min_share = packing.MIN_SHARE if engine.min_share is None else engine.min_share
     # To see what the scheduler's threshold is worth, it is set for the length of the run.
-    with mock.patch.object(step_shape, "MIN_SHARE", min_share):
+    with mock.patch.object(packing, "MIN_SHARE", min_share):
         loop = EngineLoop(
             Starter(tokenizer, frozenset(), seed=1),
             Scheduler(pool, micro_batches=engine.micro_batches, **sizes),
             pipeline,
             AnswerForm(tokenizer, "auto"),
-            micro_batches=engine.micro_batches,
-            kv_capacity=engine.kv_tokens,
         )
         started = time.perf_counter()
         lines = LineIntake(Intake(tokenizer, RequestLimits(MAX_CONTEXT, 256)))

@@ -23,8 +23,8 @@ import fminfer
 from fminfer.answers.answer_index import AnswerIndex, open_answers
 from fminfer.answers.answer_store import FILE
 from fminfer.answers.cache_place import CachePlace
-from fminfer.contract.line import Line
-from fminfer.engine.events import Finished
+from fminfer.contract.envelope import Line
+from fminfer.engine.engine_core import Finished
 from fminfer.engine.sequence import Prepared
 
 KINDS: dict[str, tuple[dict[str, Any], int]] = {  # with the part of --rows that is tried

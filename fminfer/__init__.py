@@ -55,7 +55,7 @@ def __getattr__(name: str) -> Any:
 
         return Engine
     if name in ("Delta", "Failed", "Finished"):
-        from fminfer.engine import events
+        from fminfer.engine import engine_core
 
-        return getattr(events, name)
+        return getattr(engine_core, name)
     raise AttributeError(f"module 'fminfer' has no attribute {name!r}")

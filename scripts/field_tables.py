@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 from fminfer.contract.endpoints import Endpoint
-from fminfer.contract.field_table import FIELDS, Field
+from fminfer.contract.field_table import FIELDS
+from fminfer.contract.fields import Field
 from fminfer.contract.request import DEFAULTS
 from fminfer.core.errors import ERROR_CODES, RETRYABLE
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.engine.answer import AnswerForm
-from fminfer.engine.intake import Intake, RequestLimits
+from fminfer.engine.intake import Intake
 from fminfer.engine.loop import EngineLoop, Pipeline
+from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.start import Starter
 from fminfer.job.journaled_input import JournaledInput
@@ -32,8 +33,6 @@ class LineBench:
         scheduler: Scheduler,
         pipeline: Pipeline,
         *,
-        micro_batches: int,
-        kv_capacity: int,
         is_only_run: bool = False,
         tokenizer: Tokenizer | None = None,
     ) -> None:
@@ -45,8 +44,6 @@ class LineBench:
             scheduler,
             pipeline,
             AnswerForm(self.tokenizer, "auto"),
-            micro_batches=micro_batches,
-            kv_capacity=kv_capacity,
         )
         self._is_only_run = is_only_run
 

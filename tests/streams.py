@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from fminfer.engine.events import Delta, Event, Failed, Finished
+from fminfer.engine.engine_core import Delta, Event, Failed, Finished
 
 
 class Steps(Protocol):

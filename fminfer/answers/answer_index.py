@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 from fminfer.answers.answer_store import AnswerStore
 from fminfer.answers.cache_place import CachePlace
 from fminfer.contract.json_object import dump, load
-from fminfer.engine.events import Finished
+from fminfer.engine.engine_core import Finished
 from fminfer.engine.noise import meaning_of
 from fminfer.engine.sequence import Prepared
 from fminfer.models.fingerprint import terms_of_answers

@@ -16,10 +16,8 @@ from pathlib import Path
 from fminfer.answers.earlier_answers import EarlierAnswers, JournalAnswers, OutputAnswers, Pace
 from fminfer.answers.line_counter import LineCounter
 from fminfer.answers.run_terms import RunTerms
-from fminfer.contract.envelope import Envelope, open_envelope
-from fminfer.contract.line import Line
-from fminfer.contract.record import make_id, make_key
-from fminfer.contract.record_parts import Answered, load_record
+from fminfer.contract.envelope import Envelope, Line, open_envelope
+from fminfer.contract.record import Answered, load_record, make_id, make_key
 from fminfer.core.errors import RequestError, UsageError, row_error
 from fminfer.files.completed import CompletedOutput, find_completed, is_retryable, records_of
 from fminfer.files.disk import lock, replacing, told

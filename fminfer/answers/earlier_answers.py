@@ -13,13 +13,12 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from fminfer.answers.line_counter import LineCounter
-from fminfer.contract.envelope import MAX_QUOTED_BYTES, Envelope
-from fminfer.contract.line import Line
-from fminfer.contract.record import make_key
-from fminfer.contract.record_parts import (
+from fminfer.contract.envelope import MAX_QUOTED_BYTES, Envelope, Line
+from fminfer.contract.record import (
     Answered,
     is_batch,
     load_record,
+    make_key,
     read_key,
     read_request,
     readdress,

@@ -11,9 +11,8 @@ import orjson
 from fminfer.answers.seen_counts import SeenCounts
 from fminfer.contract.chat import ChatRequest, parse_chat
 from fminfer.contract.endpoints import OF_DRAWS, Endpoint, tell_endpoint
-from fminfer.contract.envelope import Envelope, open_envelope, refuse_other_model
+from fminfer.contract.envelope import Envelope, Line, open_envelope, read_clock, refuse_other_model
 from fminfer.contract.fields import show
-from fminfer.contract.line import Line, read_clock
 from fminfer.contract.request import Request, parse_request
 from fminfer.contract.row_warnings import RowWarning
 from fminfer.core.errors import RequestError, row_error

@@ -26,10 +26,7 @@ _TEMPLATE_OWN = frozenset(
 
 @dataclass(slots=True, frozen=True)
 class ChatRequest:
-    """A chat request that passed; its prompt is what the template makes of it.
-
-    With `fills_context`, `params.max_tokens` is an upper bound: the context may leave less.
-    """
+    """A chat request that passed; its prompt is what the template makes of it."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]  # that the model may call; none with tool_choice "none"
@@ -37,7 +34,7 @@ class ChatRequest:
     adds_generation_prompt: bool
     continues_final_message: bool
     params: SamplingParams
-    fills_context: bool
+    fills_context: bool  # params.max_tokens is a bound: the context may leave less
     keeps_one_call: bool = False  # an answer ends behind its first call
     warnings: tuple[RowWarning, ...] = ()
 
@@ -63,17 +60,11 @@ def parse_chat(
     defaults: SamplingParams = DEFAULTS,
     max_new_tokens: int = INT64 - 1,
 ) -> ChatRequest:
-    """Check one chat request.
+    """Check one chat request; errors have the codes of the contract's section 3.
 
     Args:
-        fields: the request's object, parsed.
-        max_logprobs: the largest `top_logprobs` that is allowed.
-        is_strict: what is otherwise only warned of is an error.
         defaults: what a sampling parameter that is absent or null means.
         max_new_tokens: the most tokens of an answer whose request does not say.
-
-    Raises:
-        RequestError: with one of the codes of the contract's section 3.
     """
     if fields.get("messages") is None:
         raise _missing(fields)
@@ -104,7 +95,6 @@ def parse_chat(
 
 
 def _missing(fields: Mapping[str, Any]) -> RequestError:
-    """Return the error of a request without messages."""
     found = "null" if "messages" in fields else "absent"
     instead = "; /v1/completions answers prompts" if "prompt" in fields else ""
     return RequestError(
@@ -116,7 +106,6 @@ def _missing(fields: Mapping[str, Any]) -> RequestError:
 
 
 def _max_tokens(found: Mapping[str, Any]) -> int | None:
-    """Return the most tokens that a request asks for, by either name."""
     old, new = found.get("max_tokens"), found.get("max_completion_tokens")
     if old is not None and new is not None and old != new:
         raise RequestError(
@@ -142,7 +131,6 @@ def _logprobs(found: Mapping[str, Any]) -> int | None:
 
 
 def _warn_of_strict(tools: list[dict[str, Any]]) -> list[RowWarning]:
-    """Return a warning if arguments are to follow their schema for certain."""
     if not any(tool["function"].get("strict") for tool in tools):
         return []
     return [RowWarning("strict of a tool is not enforced: arguments may differ from their schema")]
@@ -161,7 +149,6 @@ def _adds_generation_prompt(found: Mapping[str, Any], *, continues: bool) -> boo
 
 
 def _template_args(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the template's variables that the request sets."""
     args: dict[str, Any] = found.get("chat_template_kwargs", {})
     for name in sorted(args.keys() & _TEMPLATE_OWN):
         raise RequestError(

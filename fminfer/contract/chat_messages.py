@@ -10,7 +10,7 @@ from fminfer.contract.fields import (
     TEXT,
     Schema,
     allow_null,
-    json_type,
+    check_type,
     list_of,
     object_of,
     show,
@@ -59,30 +59,19 @@ def read_messages(value: object) -> list[dict[str, Any]]:
     Contents are strings or lists of text parts. Arguments are objects, or what a model wrote,
     which may be broken. What else a message says is for the template. The past is taken as it
     was: older forms of calls and answers become today's.
-
-    Raises:
-        RequestError: what is wrong with one.
     """
-    if not isinstance(value, list):
-        raise wrong_type("messages", value, "a list of messages")
-    if not value:
+    messages = check_type("messages", value, list, "a list of messages")
+    if not messages:
         raise RequestError("out_of_range", "messages is an empty list; give a message", "messages")
-    return [_read_message(each, place) for place, each in enumerate(value)]
+    return [_read_message(each, place) for place, each in enumerate(messages)]
 
 
 def read_tools(value: object) -> list[dict[str, Any]]:
-    """Return the tools that a model may call; none for null.
-
-    Raises:
-        RequestError: what is wrong with one.
-    """
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise wrong_type("tools", value, "a list of tools or null")
-    for place, tool in enumerate(value):
+    given = [] if value is None else value
+    tools = check_type("tools", given, list, "a list of tools or null")
+    for place, tool in enumerate(tools):
         _check_tool(tool, f"tools[{place}]")
-    return value
+    return tools
 
 
 def count_chars(messages: object) -> int:
@@ -100,24 +89,18 @@ def count_chars(messages: object) -> int:
 
 def _read_message(value: object, place: int) -> dict[str, Any]:
     name = f"messages[{place}]"
-    if not isinstance(value, dict):
-        raise wrong_type(name, value, 'an object, such as {"role": "user", "content": "Hello"}')
-    role = value.get("role")
+    example = 'an object, such as {"role": "user", "content": "Hello"}'
+    given = check_type(name, value, dict, example)
+    role = given.get("role")
     if role not in ROLES:
-        found = show(role) if "role" in value else "absent"
-        raise RequestError(
-            "out_of_range",
-            f"{name}.role is {found}; it must be one of {', '.join(ROLES)}",
-            f"{name}.role",
-        )
-    message = {field: each for field, each in value.items() if each is not None}
+        found = show(role) if "role" in given else "absent"
+        told = f"{name}.role is {found}; it must be one of {', '.join(ROLES)}"
+        raise RequestError("out_of_range", told, f"{name}.role")
+    message = {field: each for field, each in given.items() if each is not None}
     for field, instead in (("function_call", "tool_calls"), ("audio", "content")):
         if role != "assistant" and field in message:
-            raise RequestError(
-                "unsupported_parameter",
-                f"{name}.{field} is {show(message[field])}, which is not read; give {instead}",
-                f"{name}.{field}",
-            )
+            told = f"{name}.{field} is {show(message[field])}, which is not read; give {instead}"
+            raise RequestError("unsupported_parameter", told, f"{name}.{field}")
     if role == "function":  # the old form of tool, which answers the call just before it
         message = {"tool_call_id": _CALL_ID.format(place - 1)} | message | {"role": "tool"}
     calls = _read_past(message, place) if role == "assistant" else []
@@ -137,15 +120,15 @@ def _read_message(value: object, place: int) -> dict[str, Any]:
 def _read_past(message: dict[str, Any], place: int) -> list[dict[str, Any]]:
     """Return the calls of an assistant's message, and let its content be what was said."""
     name, old = f"messages[{place}]", message.get("function_call")
-    calls = _read_calls(message.get("tool_calls"), f"{name}.tool_calls")
+    given = message.get("tool_calls", [])
+    check_type(f"{name}.tool_calls", given, list, "a list of calls or null")
+    calls = [_read_call(call, f"{name}.tool_calls[{i}]") for i, call in enumerate(given)]
     if old is not None and not calls:
+        name = f"{name}.function_call"
         if not isinstance(old, dict) or not isinstance(old.get("name"), str):
-            allowed = "an object with the name and arguments of a function"
-            raise wrong_type(f"{name}.function_call", old, allowed)
+            raise wrong_type(name, old, "an object with the name and arguments of a function")
         del message["function_call"]
-        calls = [
-            _read_call({"id": _CALL_ID.format(place), "function": old}, f"{name}.function_call")
-        ]
+        calls = [_read_call({"id": _CALL_ID.format(place), "function": old}, name)]
     if message.get("content") in (None, []) and isinstance(message.get("refusal"), str):
         message["content"] = message.pop("refusal")
     return calls
@@ -162,74 +145,49 @@ def _read_content(message: dict[str, Any], name: str) -> str | list[dict[str, An
             "the roles assistant and tool, may go without",
             name,
         )
-    if not isinstance(content, list):
-        raise wrong_type(name, content, "a string or a list of text parts")
-    if not content:
+    parts = check_type(name, content, list, "a string or a list of text parts")
+    if not parts:
         raise RequestError("out_of_range", f"{name} is an empty list; give a text part", name)
     is_past = message["role"] == "assistant"
-    return [_read_part(each, f"{name}[{i}]", is_past=is_past) for i, each in enumerate(content)]
+    return [_read_part(each, f"{name}[{i}]", is_past=is_past) for i, each in enumerate(parts)]
 
 
-def _read_part(part: object, name: str, *, is_past: bool) -> dict[str, Any]:
-    if not isinstance(part, dict):
-        raise wrong_type(name, part, 'an object, such as {"type": "text", "text": "Hello"}')
+def _read_part(value: object, name: str, *, is_past: bool) -> dict[str, Any]:
+    part = check_type(name, value, dict, 'an object, such as {"type": "text", "text": "Hello"}')
     if is_past and part.get("type") == "refusal":
         part = {"type": "text", "text": part.get("refusal")}
     if part.get("type") != "text":
-        raise RequestError(
-            "unsupported_parameter",
-            f"{name} is a part of type {show(part.get('type'))}; {_TEXT_ONLY}",
-            name,
-        )
-    if not isinstance(part.get("text"), str):
-        raise wrong_type(f"{name}.text", part.get("text"), "a string")
+        told = f"{name} is a part of type {show(part.get('type'))}; {_TEXT_ONLY}"
+        raise RequestError("unsupported_parameter", told, name)
+    check_type(f"{name}.text", part.get("text"), str, "a string")
     # A template may ask whether a part has an "image": tables have a column of nulls for it.
     return {key: each for key, each in part.items() if each is not None}
-
-
-def _read_calls(value: object, name: str) -> list[dict[str, Any]]:
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise wrong_type(name, value, "a list of calls or null")
-    return [_read_call(call, f"{name}[{place}]") for place, call in enumerate(value)]
 
 
 def _read_call(call: object, name: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
         raise wrong_type(name, call, 'an object with a "function"')
-    if not isinstance(function.get("name"), str):
-        raise wrong_type(f"{name}.function.name", function.get("name"), "a string")
+    name = f"{name}.function"
+    check_type(f"{name}.name", function.get("name"), str, "a string")
     arguments = function.get("arguments")
     if arguments in (None, ""):
         arguments = {}
     if not isinstance(arguments, str | dict):
-        raise wrong_type(
-            f"{name}.function.arguments", arguments, "an object, or a string as the model wrote it"
-        )
+        allowed = "an object, or a string as the model wrote it"
+        raise wrong_type(f"{name}.arguments", arguments, allowed)
     written = function | {"arguments": arguments}
     # The names stay in their order, in which a template may write them.
     return call | {"type": call.get("type") or "function", "function": written}
 
 
-def _check_tool(tool: object, name: str) -> None:
-    if not isinstance(tool, dict):
-        raise wrong_type(name, tool, 'an object, such as {"type": "function", "function": {…}}')
+def _check_tool(value: object, name: str) -> None:
+    example = 'an object, such as {"type": "function", "function": {…}}'
+    tool = check_type(name, value, dict, example)
     if tool.get("type") != "function":
-        raise RequestError(
-            "unsupported_parameter",
-            f'{name}.type is {show(tool.get("type"))}; only tools of type "function" are known',
-            f"{name}.type",
-        )
-    function = tool.get("function")
-    if not isinstance(function, dict):
-        raise wrong_type(f"{name}.function", function, "an object with a name and parameters")
-    if not (isinstance(function.get("name"), str) and function["name"]):
-        found = show(function.get("name"))
-        kind = json_type(function.get("name"))
-        raise RequestError(
-            "invalid_type",
-            f"{name}.function.name is {found}, a {kind}; it must be a string, not empty",
-            f"{name}.function.name",
-        )
+        told = f'{name}.type is {show(tool.get("type"))}; only tools of type "function" are known'
+        raise RequestError("unsupported_parameter", told, f"{name}.type")
+    name = f"{name}.function"
+    function = check_type(name, tool.get("function"), dict, "an object with a name and parameters")
+    if not check_type(f"{name}.name", function.get("name"), str, "a string, not empty"):
+        raise wrong_type(f"{name}.name", "", "a string, not empty")

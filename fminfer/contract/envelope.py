@@ -1,24 +1,20 @@
-"""From a line to the request in it, and what stands around the request (contract, section 1).
-
-It knows the three shapes of input lines, and nothing of what a request's fields mean.
-"""
+"""Lines of an input, in three shapes: the request in one, and what stands around it (section 1)."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Literal
 
 import orjson
 
 from fminfer.contract.endpoints import URLS, Endpoint, endpoint_of, find_asked
 from fminfer.contract.fields import show, wrong_type
-from fminfer.contract.json_object import dump, load_object
-from fminfer.contract.json_spans import find_members, on_one_line
-from fminfer.contract.line import Line
+from fminfer.contract.json_object import dump, find_members, load_object, on_one_line
 from fminfer.contract.read_fields import unknown_names
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, cut_name
 from fminfer.core.errors import RequestError
@@ -34,10 +30,47 @@ _PLAIN_BATCH = re.compile(  # with its members in the usual order, and nothing e
 
 
 @dataclass(slots=True, frozen=True)
+class Line:
+    """One line that is not blank; `source` counts the files of a run, `number` starts at 1.
+
+    In a `.json` file `number` counts the values, which may spread over many lines.
+    """
+
+    source: int
+    number: int
+    raw: bytes  # of a line that is cut: the beginning
+    damage: str = ""  # why this line and the rest of its file cannot be read
+    num_equal: int | None = None  # equal ones before it that count, where that is known already
+    is_alone: bool = False  # lines before it in its file are not seen
+    fault: str = ""  # why this line, and only it, cannot be answered
+    is_cut: bool = False  # it is too long to be held
+    # The time that a chat template reads, in ISO format, for all lines of an output; "": now.
+    clock: str = ""
+
+
+def read_clock() -> str:
+    """Return the time as `Line.clock` has it, to the second."""
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def as_line(number: int, request: object) -> Line:
+    """Return a request as an input line. A wrong one fails alone."""
+    if not isinstance(request, Mapping):
+        fault = f"request {number} is a {type(request).__name__}; give a dict or a text"
+        return Line(0, number, repr(request).encode(), fault=fault)
+    try:
+        raw = json.dumps(dict(request)).encode()  # nan stays nan, and is refused by name
+    except (TypeError, ValueError, RecursionError) as error:
+        fault = f"request {number} is no JSON: {error}"
+        return Line(0, number, repr(request).encode(), fault=fault)
+    return Line(0, number, raw)
+
+
+@dataclass(slots=True, frozen=True)
 class Envelope:
     """One line, opened: its request, and what its record needs beside the answer.
 
-    `request`, `custom_id` and `others` are the line's own bytes, on one line.
+    Bytes are the line's own, on one line.
     """
 
     shape: Shape
@@ -72,13 +105,15 @@ def open_envelope(line: Line) -> Envelope:
         return Envelope("bare", on_one_line(raw) if is_json else as_text(raw), error=error)
     raw = on_one_line(raw)
     shape = tell_shape(fields)
-    if shape is None:
-        return Envelope("bare", raw, error=_two_requests())
     if shape == "wrapped":
         return _open_wrapped(raw, fields)
-    return (
-        _open_batch(raw, fields, line.number) if shape == "batch" else Envelope(shape, raw, fields)
-    )
+    if shape == "batch":
+        return _open_batch(raw, fields, line.number)
+    if shape == "bare":
+        return Envelope("bare", raw, fields)
+    told = "request and body are both objects, and a line has one request. Rename the one that is "
+    two = RequestError("unsupported_parameter", f"{told}only a column", "body")
+    return Envelope("bare", raw, error=two)
 
 
 def find_custom_id(line: Line, envelope: Envelope) -> bytes:
@@ -105,17 +140,7 @@ def tell_shape(fields: dict[str, Any]) -> Shape | None:
     return "batch" if any(fields.get(name) is not None for name in BATCH_KEYS) else "bare"
 
 
-def _two_requests() -> RequestError:
-    return RequestError(
-        "unsupported_parameter",
-        "request and body are both objects, and a line has one request. Rename the one that is "
-        "only a column",
-        "body",
-    )
-
-
 def refuse_other_model(fields: dict[str, Any], names: Collection[str]) -> None:
-    """Raise a RequestError if a request names another model than these."""
     for name in ("model", "engine"):
         asked = fields.get(name)
         if asked not in (None, "") and not (isinstance(asked, str) and asked in names):
@@ -138,10 +163,7 @@ def as_text(raw: bytes) -> bytes:
 
 
 def quote(value: bytes) -> bytes:
-    """Return a JSON value as an error record shows it: verbatim, or the beginning of a long one.
-
-    The beginning is a JSON string, which says how long the whole is.
-    """
+    """Return a JSON value as an error record shows it: whole, or as a string of its beginning."""
     return value if len(value) <= MAX_QUOTED_BYTES else _beginning(value)
 
 
@@ -157,26 +179,17 @@ def _open_wrapped(raw: bytes, fields: dict[str, Any]) -> Envelope:
         for name, member in members.items()
         if name not in ("request", "result")
     }
-    error: RequestError | None = None
-    warnings: tuple[RowWarning, ...] = ()
-    if not isinstance(fields["request"], dict):
-        error = wrong_type("request", fields["request"], "an object with the request's fields")
-    if "result" in fields:
-        warnings = (
-            RowWarning("the line's own result is left out, and the new one stands in its place"),
-        )
-    return Envelope(
-        "wrapped",
-        members["request"].value,
-        {} if error else fields["request"],
-        others=others,
-        error=error,
-        warnings=warnings,
-    )
+    request, error = fields["request"], None
+    if not isinstance(request, dict):
+        error = wrong_type("request", request, "an object with the request's fields")
+        request = {}
+    kind = "the line's own result is left out, and the new one stands in its place"
+    warnings = (RowWarning(kind),) if "result" in fields else ()
+    body = members["request"].value
+    return Envelope("wrapped", body, request, others=others, error=error, warnings=warnings)
 
 
 def _find_batch_members(raw: bytes) -> tuple[bytes, bytes]:
-    """Return `custom_id` and `body` of a Batch line, or null."""
     plain = _PLAIN_BATCH.fullmatch(raw)
     if plain is not None:
         with contextlib.suppress(ValueError):  # then other members stand behind the body
@@ -209,26 +222,22 @@ def _open_batch(raw: bytes, fields: dict[str, Any], number: int) -> Envelope:
 
 def _what_is_wrong(fields: dict[str, Any], number: int) -> RequestError | None:
     """Check a Batch line's own fields, its body left out."""
-    for name, allowed, is_right in (
+    for name, allowed, kind in (
         ("custom_id", "a string, by which the answer is found", str),
         ("body", "an object with the request's fields", dict),
     ):
-        if not isinstance(fields.get(name), is_right):
+        if not isinstance(fields.get(name), kind):
             found = show(fields[name]) if name in fields else "absent"
-            return RequestError(
-                "invalid_type", f"{name} of line {number} is {found}; it must be {allowed}", name
-            )
+            told = f"{name} of line {number} is {found}; it must be {allowed}"
+            return RequestError("invalid_type", told, name)
     has_url = endpoint_of(fields.get("url")) is not None
-    for name, answered in (
-        ("method", () if fields.get("method") == "POST" else ("POST",)),
-        ("url", () if has_url else tuple(URLS)),
+    for name, values, is_right in (
+        ("method", ("POST",), fields.get("method") == "POST"),
+        ("url", tuple(URLS), has_url),
     ):
-        if answered:
+        if not is_right:
             found = show(fields[name]) if name in fields else "absent"
-            allowed = " or ".join(f'"{value}"' for value in answered)
-            return RequestError(
-                "unsupported_parameter",
-                f"{name} is {found}; it must be {allowed}. Write that, or take the line out",
-                name,
-            )
+            told = f"{name} is {found}; it must be {' or '.join(map(show, values))}"
+            remedy = "Write that, or take the line out"
+            return RequestError("unsupported_parameter", f"{told}. {remedy}", name)
     return None

@@ -8,32 +8,31 @@ docs/contract.md (`scripts/field_tables`) come from it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 from fminfer.contract.chat_messages import MESSAGES, TOOLS
-from fminfer.contract.constraint import HELPS, KINDS
+from fminfer.contract.constraint import CONSTRAINTS
 from fminfer.contract.endpoints import Endpoint
 from fminfer.contract.fields import (
     ANYTHING,
     INT64,
-    NULL,
     SWITCH,
     TEXT,
     TEXTS,
+    Field,
     Kind,
+    Limit,
     Schema,
-    allow_null,
     also,
+    an_object,
     as_it_is,
     biases,
     in_order,
     integer,
     is_integral,
-    is_same,
     list_of_ids,
     number,
-    object_of,
     of_type,
     one_of,
     show,
@@ -43,54 +42,10 @@ from fminfer.contract.fields import (
 )
 from fminfer.core.errors import RequestError
 
-# What a field's largest number is one of: the context's tokens, the model's ids, --max-logprobs.
-Limit = Literal["", "context", "vocab", "logprobs"]
-# Acted on; by a server alone, as an answer in a file has one form; refused but for its neutral
-# values; or recorded, as it changes no answer.
-Fate = Literal["acted on", "served", "refused", "recorded"]
 MAX_CANDIDATES = 128  # n and best_of
 MAX_BIAS = 100  # of logit_bias, on either side of 0
 MAX_REPETITION = 1000  # beyond it, or one over it, float32 logits lose their order
 MAX_NAME_CHARS = 256  # of a model's name: each chunk of a stream repeats it
-
-
-@dataclass(slots=True, frozen=True)
-class Field:
-    """One field of requests.
-
-    Args:
-        help: what it does; of a field that is refused, what to do instead ("": nothing does it).
-        default: what its absence means; None: `SamplingParams` or `help` says it.
-        neutral: the values of a refused field that are accepted beside null.
-        ours: our name of the same thing, of a refused field.
-        column: numpy's name of the type of its column in a step's draws; "": it has none.
-    """
-
-    name: str
-    kind: Kind
-    help: str
-    limit: Limit = ""
-    fate: Fate = "acted on"
-    default: object = None
-    neutral: tuple[object, ...] = ()
-    ours: str = ""
-    is_required: bool = False
-    column: str = ""
-
-    def accepts(self, value: object) -> bool:
-        """Tell whether a value of a refused field changes no answer."""
-        return value is None or any(is_same(value, each) for each in self.neutral)
-
-    def schema(self, most: int = INT64 - 1) -> Schema:
-        """Return the JSON Schema of its values.
-
-        Args:
-            most: the largest number that its `limit` allows.
-        """
-        if self.fate == "refused":
-            return allow_null({"enum": list(self.neutral)}) if self.neutral else NULL
-        found = self.kind.schema(most)
-        return found if self.is_required else allow_null(found)
 
 
 def _read_chat_logprobs(name: str, value: Any, most: int) -> bool:
@@ -115,26 +70,17 @@ def _read_tool_choice(name: str, value: Any, most: int) -> str:
     return str(_CHOICE.read(name, value, most))
 
 
-def _fields(kind: Kind, limit: Limit = "", default: object = None, **helps: str) -> Iterator[Field]:
+def _fields(
+    kind: Kind, limit: Limit = "", default: object = None, column: str = "", **helps: str
+) -> Iterator[Field]:
     """Yield fields of one kind that are acted on, by name with their help."""
     for name, text in helps.items():
-        yield Field(name, kind, text, limit, default=default)
-
-
-def _columns(column: str, kind: Kind, **helps: str) -> Iterator[Field]:
-    """Yield fields that decide how a token is drawn; each is a column of a step's draws."""
-    return (Field(name, kind, text, column=column) for name, text in helps.items())
+        yield Field(name, kind, text, limit, default=default, column=column)
 
 
 def _read_stream_options(name: str, value: Any, most: int) -> str:
     """Return which chunks of a stream tell the usage: "each", the "last", or "" for none."""
-    options: dict[str, Any] = _OBJECT.read(name, value, most)
-    for key, wish in options.items():
-        if key not in _STREAM_OPTIONS:
-            text = f"{name} has {show(key)}; it may have {', '.join(_STREAM_OPTIONS)}"
-            raise RequestError("unsupported_parameter", f"{text}. Leave {show(key)} out", name)
-        if wish is not None:
-            _SWITCH.read(f"{name}.{key}", wish, most)
+    options = _STREAM_OPTIONS.read(name, value, most)
     if not options.get("include_usage"):
         return ""
     return "each" if options.get("continuous_usage_stats") else "last"
@@ -156,15 +102,15 @@ _ANY = as_it_is(ANYTHING)
 _SWITCH = of_type(bool, "true, false or null", SWITCH, "true, false")
 _OBJECT = of_type(dict, "an object or null", {"type": "object"}, "an object")
 _TEXT = of_type(str, "a string or null", TEXT, "a string")
-_STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+_STREAM_OPTIONS = an_object(
+    dict.fromkeys(("include_usage", "continuous_usage_stats", "include_obfuscation"), _SWITCH)
+)
 _COUNT = integer(0)
+_TOP_K = also(_COUNT, "≥ 0; -1", (-1, 0))
+_CUT = also(integer(1), "≥ 1; -1", (-1, -1))
+_SIDE = one_of("left", "right")
 _CHOICE = one_of("auto", "none")
 _MODEL: Schema = {"anyOf": [{"type": "string", "maxLength": MAX_NAME_CHARS}, {"not": TEXT}]}
-
-
-def _stream_options(most: int) -> Schema:
-    options = dict.fromkeys(_STREAM_OPTIONS, allow_null(SWITCH))
-    return object_of(options) | {"additionalProperties": False}
 
 
 def _prompts(most: int) -> Schema:
@@ -200,19 +146,16 @@ _DECODER_PROMPT = Field(
     "vocab",
 )
 _INPUT = replace(_PROMPT, name="input", help="Each text, or list of ids, gets a vector.")
-_COMPARED = tuple(
-    Field(name, Kind(_ANY.read, lambda most: {"anyOf": [TEXT, TEXTS]}, told), text)
-    for name, told, text in (
-        ("query", "a string", "What documents are compared with."),
-        (
-            "documents",
-            "a string, a list of strings",
-            "What query, or each of queries, is compared with.",
-        ),
-        ("queries", "a string, a list of strings", "vLLM's newer name of text_1."),
-        ("text_1", "a string, a list of strings", "One text, or one for each of text_2."),
-        ("text_2", "a string, a list of strings", "What is compared with text_1."),
-    )
+_TEXTS = as_it_is({"anyOf": [TEXT, TEXTS]}, "a string, a list of strings")
+_COMPARED = (
+    *_fields(replace(_TEXTS, told="a string"), query="What documents are compared with."),
+    *_fields(
+        _TEXTS,
+        documents="What query, or each of queries, is compared with.",
+        queries="vLLM's newer name of text_1.",
+        text_1="One text, or one for each of text_2.",
+        text_2="What is compared with text_1.",
+    ),
 )
 _MESSAGES = Field(
     "messages",
@@ -223,14 +166,14 @@ _MESSAGES = Field(
 _TOOLS = Field("tools", as_it_is(TOOLS, "functions"), "What the model may call, for the template.")
 # What decides which token a draw takes, beside the logits and the seed.
 _DRAWS = (
-    *_columns("f4", number(0, 2), temperature="0 = argmax, ties to the lowest id."),
-    *_columns(
-        "f4",
+    *_fields(number(0, 2), column="f4", temperature="0 = argmax, ties to the lowest id."),
+    *_fields(
         number(0, 1),
+        column="f4",
         top_p="Smallest set of that mass, at least one token; 0 = greedy.",
         min_p="Drop what is less likely than min_p × the likeliest, after temperature and top_k.",
     ),
-    *_columns("i8", also(_COUNT, "≥ 0; -1", (-1, 0)), top_k="Only the k likeliest; 0 or -1 = off."),
+    *_fields(_TOP_K, column="i8", top_k="Only the k likeliest; 0 or -1 = off."),
     *_fields(
         number(-2, 2),
         frequency_penalty="logit − penalty · how often the token was drawn.",
@@ -260,7 +203,6 @@ _RECORDED = (
     *_recorded("prompt_cache_options", "session_id", "priority", "cache_salt", "cache_prompt"),
     *_recorded("guided_decoding_backend", "stream_interval", "return_mm_kwargs"),
 )
-_CONSTRAINTS = tuple(Field(name, kind, HELPS[name]) for name, kind in KINDS.items())
 _OF_BOTH = (
     *_DRAWS,
     *_RECORDED,
@@ -278,12 +220,12 @@ _OF_BOTH = (
         "drawn before it; a stop string that is complete by then never stops.",
     ),
     *_fields(
-        also(integer(1), "≥ 1; -1", (-1, -1)),
+        _CUT,
         truncate_prompt_tokens="Keep so many tokens of a longer prompt; -1: what the context "
         "leaves beside max_tokens.",
     ),
     *_fields(
-        one_of("left", "right"),
+        _SIDE,
         truncation_side='Where truncate_prompt_tokens cuts; "right" keeps the first tokens.',
     ),
     *_fields(
@@ -306,13 +248,13 @@ _OF_BOTH = (
     ),
     Field(
         "stream_options",
-        Kind(_read_stream_options, _stream_options),
+        Kind(_read_stream_options, _STREAM_OPTIONS.form),
         "`include_usage`: the last event tells the usage, and with `continuous_usage_stats` each "
         "one. `include_obfuscation` changes nothing. In a file only {} passes.",
         fate="served",
         neutral=({},),
     ),
-    *_CONSTRAINTS,
+    *CONSTRAINTS.values(),
     *_refused("structured_outputs takes json, regex, choice or grammar", [""], "structural_tag"),
     *_refused('In completions, "echo": true with logprobs gives them', [], "prompt_logprobs"),
     *_refused("logprobs tells the likeliest tokens", [], "logprob_token_ids"),
@@ -396,7 +338,7 @@ _OF_CHAT = (
         max_completion_tokens="The newer name of max_tokens; two different values are refused.",
     ),
     *_fields(
-        Kind(_read_chat_logprobs, _SWITCH.schema, _SWITCH.told),
+        replace(_SWITCH, read=_read_chat_logprobs),
         default=False,
         logprobs="Tell the logprob of each token.",
     ),
@@ -407,7 +349,7 @@ _OF_CHAT = (
         top_logprobs="Alternatives of each token that are told; refused without `logprobs: true`.",
     ),
     *_fields(
-        Kind(_read_tool_choice, _CHOICE.schema, _CHOICE.told),
+        replace(_CHOICE, read=_read_tool_choice),
         tool_choice='"none" keeps the tools from the template. Default: "auto".',
     ),
     *_fields(
@@ -435,12 +377,12 @@ _OF_VECTORS = (
     *_RECORDED,
     *_fields(_SWITCH, add_special_tokens="false: no special tokens around a text."),
     *_fields(
-        also(integer(1), "≥ 1; -1", (-1, -1)),
+        _CUT,
         truncate_prompt_tokens="Keep so many tokens of a longer text, its special tokens among "
         "them; -1: what the model reads.",
     ),
     *_fields(
-        one_of("left", "right"),
+        _SIDE,
         default="right",
         truncation_side='Where truncate_prompt_tokens cuts; "right" keeps the first tokens.',
     ),
@@ -494,6 +436,6 @@ COLUMNS = {
 # What may differ between requests of one part of `split`: it changes no draw.
 _OF_LINES = (
     *(_PROMPT, _DECODER_PROMPT, _MESSAGES, _TOOLS, _INPUT, *_COMPARED),
-    *(*_CONSTRAINTS, *_RECORDED),
+    *(*CONSTRAINTS.values(), *_RECORDED),
 )
 FIELDS_OF_LINES = frozenset(each.name for each in _OF_LINES)

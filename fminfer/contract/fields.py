@@ -1,4 +1,4 @@
-"""Kinds of values that a request's fields have: how one is read, and its JSON Schema.
+"""A request's fields, and kinds of values: how each is read, and its JSON Schema.
 
 Every refusal names the field, what was found and what is allowed.
 """
@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from fminfer.core.errors import RequestError
 
+T = TypeVar("T")
 INT64 = 2**63
 Schema = dict[str, Any]
 TEXT: Schema = {"type": "string"}
@@ -30,18 +31,55 @@ class Kind:
     Args:
         read: takes its name, a value and the largest number that a run allows. It returns what
             Python uses, or raises a RequestError.
-        schema: takes the largest number that a run allows.
+        form: the JSON Schema, or a function that takes that number and returns it.
         told: the values in a table of the docs; "": any.
     """
 
     read: Callable[[str, Any, int], Any]
-    schema: Callable[[int], Schema]
+    form: Schema | Callable[[int], Schema]
     told: str = ""
+
+    def schema(self, most: int) -> Schema:
+        return self.form(most) if callable(self.form) else self.form
+
+
+# What a field's largest number is one of: the context's tokens, the model's ids, --max-logprobs.
+Limit = Literal["", "context", "vocab", "logprobs"]
+# Acted on; by a server alone, as an answer in a file has one form; refused but for its neutral
+# values; or recorded, as it changes no answer.
+Fate = Literal["acted on", "served", "refused", "recorded"]
+
+
+@dataclass(slots=True, frozen=True)
+class Field:
+    """One field of requests."""
+
+    name: str
+    kind: Kind
+    help: str  # what it does; of a refused one, what to do instead ("": nothing does it)
+    limit: Limit = ""
+    fate: Fate = "acted on"
+    default: object = None  # what its absence means; None: `SamplingParams` or `help` says it
+    neutral: tuple[object, ...] = ()  # of a refused one: values that are accepted beside null
+    ours: str = ""  # of a refused one: our name of the same thing
+    is_required: bool = False
+    column: str = ""  # numpy's type of its column in a step's draws; "": it has none
+
+    def accepts(self, value: object) -> bool:
+        """Tell whether a value of a refused field changes no answer."""
+        return value is None or any(is_same(value, each) for each in self.neutral)
+
+    def schema(self, most: int = INT64 - 1) -> Schema:
+        """Return the JSON Schema of its values, whose `limit` allows numbers up to `most`."""
+        if self.fate == "refused":
+            return allow_null({"enum": list(self.neutral)}) if self.neutral else NULL
+        found = self.kind.schema(most)
+        return found if self.is_required else allow_null(found)
 
 
 def as_it_is(schema: Schema, told: str = "") -> Kind:
     """Return a kind whose values are checked elsewhere, or not at all."""
-    return Kind(lambda name, value, most: value, lambda most: schema, told)
+    return Kind(lambda name, value, most: value, schema, told)
 
 
 def number(low: float, high: float) -> Kind:
@@ -54,8 +92,7 @@ def number(low: float, high: float) -> Kind:
             raise out_of_range(name, value, f"from {low} to {high}")
         return float(value)
 
-    schema: Schema = {"type": "number", "minimum": low, "maximum": high}
-    return Kind(read, lambda most: schema, f"{low} … {high}")
+    return Kind(read, {"type": "number", "minimum": low, "maximum": high}, f"{low} … {high}")
 
 
 def integer(low: int, high: int = INT64 - 1) -> Kind:
@@ -79,12 +116,7 @@ def integer(low: int, high: int = INT64 - 1) -> Kind:
 
 
 def also(kind: Kind, told: str, *values: tuple[object, object]) -> Kind:
-    """Return a kind that takes some more values of JSON, and reads them as others.
-
-    Args:
-        told: the values, in a table of the docs.
-        values: of JSON, and as what each is read.
-    """
+    """Return a kind that takes more values of JSON: pairs of one, and as what it is read."""
 
     def read(name: str, value: Any, most: int) -> Any:
         for one, meant in values:
@@ -106,18 +138,13 @@ def in_order(kind: Kind) -> Kind:
 
 
 def of_type(kind: type, allowed: str, schema: Schema, told: str = "") -> Kind:
-    """Return the kind of all values that have one type of Python."""
-
     def read(name: str, value: Any, most: int) -> Any:
-        if not isinstance(value, kind):
-            raise wrong_type(name, value, allowed)
-        return value
+        return check_type(name, value, kind, allowed)
 
-    return Kind(read, lambda most: schema, told)
+    return Kind(read, schema, told)
 
 
 def one_of(*values: str) -> Kind:
-    """Return the kind of some strings."""
     told = ", ".join(json.dumps(value) for value in values)
 
     def read(name: str, value: Any, most: int) -> str:
@@ -125,14 +152,13 @@ def one_of(*values: str) -> Kind:
             raise out_of_range(name, value, f"one of {told}")
         return value
 
-    return Kind(read, lambda most: {"enum": list(values)}, told)
+    return Kind(read, {"enum": list(values)}, told)
 
 
 def strings(*, one: bool) -> Kind:
     """Return the kind of lists of strings, none of them empty; equal ones are read once.
 
-    Args:
-        one: a string by itself may stand for its list, and an empty one for none.
+    With `one` a string by itself may stand for its list, and an empty one for none.
     """
     allowed = "a string, a list of strings or null" if one else "a list of strings"
 
@@ -150,15 +176,11 @@ def strings(*, one: bool) -> Kind:
 
     texts: Schema = {"type": "array", "items": SOME_TEXT}
     schema: Schema = {"anyOf": [SOME_TEXT, texts, {"enum": ["", [""]]}]}
-    return Kind(read, lambda most: schema if one else texts, allowed)
+    return Kind(read, schema if one else texts, allowed)
 
 
 def token_ids(least: int = 0) -> Kind:
-    """Return the kind of lists of the model's ids; equal ones are read once.
-
-    Args:
-        least: how many there must be.
-    """
+    """Return the kind of lists of at least so many of the model's ids; equal ones are read once."""
 
     def read(name: str, value: Any, most: int) -> tuple[int, ...]:
         if not isinstance(value, list) or not all(is_integral(item) for item in value):
@@ -183,8 +205,7 @@ def biases(limit: float) -> Kind:
     )
 
     def read(name: str, value: Any, most: int) -> tuple[tuple[int, float], ...]:
-        if not isinstance(value, dict):
-            raise wrong_type(name, value, allowed)
+        check_type(name, value, dict, allowed)
         found: dict[int, float] = {}
         spellings: dict[int, str] = {}
         for key, bias in value.items():
@@ -211,21 +232,40 @@ def biases(limit: float) -> Kind:
         "propertyNames": {"pattern": "^[0-9]{1,19}$"},
         "additionalProperties": number(-limit, limit).schema(0),
     }
-    return Kind(read, lambda most: schema, f'`{{"id": {-limit} … {limit}}}`')
+    return Kind(read, schema, f'`{{"id": {-limit} … {limit}}}`')
+
+
+def an_object(kinds: Mapping[str, Kind], *required: str) -> Kind:
+    """Return the kind of objects whose keys are these, and others only if they are null."""
+
+    def read(name: str, value: Any, most: int) -> dict[str, Any]:
+        check_type(name, value, dict, "an object or null")
+        found = {key: each for key, each in value.items() if each is not None}
+        for key, each in found.items():
+            if key not in kinds:
+                text = f"{name} has {show(key)}; it may have {', '.join(kinds)}"
+                raise RequestError("unsupported_parameter", f"{text}. Leave {show(key)} out", name)
+            found[key] = kinds[key].read(f"{name}.{key}", each, most)
+        for key in required:
+            if key not in found:
+                raise RequestError("out_of_range", f"{name} has no {key}; give one", name)
+        return found
+
+    properties = {name: kind.schema(0) for name, kind in kinds.items()}
+    optional = {name: allow_null(properties[name]) for name in kinds if name not in required}
+    schema = object_of(properties | optional, *required) | {"additionalProperties": NULL}
+    return Kind(read, schema, "an object")
 
 
 def object_of(properties: dict[str, Schema], *required: str) -> Schema:
-    """Return the schema of an object, and which of its properties it must have."""
     return {"type": "object", "properties": properties, "required": list(required)}
 
 
 def whole(**properties: Schema) -> Schema:
-    """Return the schema of an object that has all of these properties."""
     return object_of(properties, *properties)
 
 
 def list_of(items: Schema) -> Schema:
-    """Return the schema of a list."""
     return {"type": "array", "items": items}
 
 
@@ -257,6 +297,13 @@ def is_integral(value: object) -> bool:
     if isinstance(value, float):
         return value.is_integer()
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_type(name: str, value: Any, kind: type[T], allowed: str) -> T:
+    """Return a value that has a type of Python; refuse another."""
+    if not isinstance(value, kind):
+        raise wrong_type(name, value, allowed)
+    return value
 
 
 def wrong_type(name: str, value: object, allowed: str) -> RequestError:

@@ -1,8 +1,10 @@
-"""One JSON object of a request: a line of a file, or the body of an HTTP request."""
+"""JSON objects, such as a line of a file: read, written, and taken apart in their own bytes."""
 
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -13,17 +15,15 @@ from fminfer.core.errors import RequestError
 LINE = "the line"  # what of a file is parsed
 # Some readers of lines, such as str.splitlines and httpx, end a line here, too.
 _LINE_ENDS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\u2028\u2029\u0085"}
+_DECODER = json.JSONDecoder()
+_GAP = re.compile(r"[ \t\r\n,:]*")  # between keys and values
+_SCALAR = re.compile(r"[^,} \t\r\n]*")
+_QUOTE_OR_BRACKET = re.compile(r'["\[\]{}]')
+_LINE_BREAK = re.compile(rb"[\r\n][ \t\r\n]*")
 
 
 def load_object(raw: bytes, what: str = LINE) -> dict[str, Any]:
-    """Return the object that a text of JSON holds.
-
-    Args:
-        what: the text is called in errors.
-
-    Raises:
-        RequestError: it holds none.
-    """
+    """Return the object that a text of JSON holds, or refuse the text by the name `what`."""
     try:
         raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -61,11 +61,7 @@ def dump(value: object) -> bytes:
 
 
 def load(data: bytes) -> Any:
-    """Return a value of JSON, such as `dump` writes: also one with half a surrogate pair.
-
-    Raises:
-        ValueError, RecursionError: it is none.
-    """
+    """Return a value of JSON as `dump` writes it: also one with half a surrogate pair."""
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError:
@@ -104,3 +100,58 @@ def _remedy(raw: bytes, what: str) -> str:
             "write each request on one line (jq -c . does it)"
         )
     return "Write one JSON object on the line"
+
+
+@dataclass(slots=True, frozen=True)
+class JsonMember:
+    """A key with its quotes, and its value, as they were written."""
+
+    key: bytes
+    value: bytes
+
+
+def find_members(raw: bytes) -> dict[str, JsonMember]:
+    """Return the members of an object that has passed as JSON, by name and in their own bytes.
+
+    Of a name that comes twice the last value counts and the first place, as `json.loads` does it.
+    """
+    text, members = raw.decode(), dict[str, JsonMember]()
+    place = _skip(_GAP, text, text.index("{") + 1)
+    while text[place] != "}":
+        name, key_end = _DECODER.raw_decode(text, place)
+        start = _skip(_GAP, text, key_end)
+        end = _value_end(text, start)
+        members[name] = JsonMember(text[place:key_end].encode(), text[start:end].encode())
+        place = _skip(_GAP, text, end)
+    return members
+
+
+def on_one_line(raw: bytes) -> bytes:
+    """Leave out line breaks and the white space after them.
+
+    JSON has neither inside strings, so they stand between tokens, which need no space there.
+    """
+    return _LINE_BREAK.sub(b"", raw) if b"\n" in raw or b"\r" in raw else raw
+
+
+def _skip(pattern: re.Pattern[str], text: str, place: int) -> int:
+    match = pattern.match(text, place)
+    return place if match is None else match.end()
+
+
+def _value_end(text: str, place: int) -> int:
+    """Return the place behind a value; brackets are counted, as a parser has a greatest depth."""
+    if text[place] not in '"[{':
+        return _skip(_SCALAR, text, place)
+    depth = 0
+    while True:
+        if text[place] == '"':
+            _, place = _DECODER.raw_decode(text, place)
+        else:
+            depth += 1 if text[place] in "[{" else -1
+            place += 1
+        if depth == 0:
+            return place
+        match = _QUOTE_OR_BRACKET.search(text, place)
+        assert match is not None, "the object has no end"
+        place = match.start()

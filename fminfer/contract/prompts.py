@@ -16,14 +16,7 @@ MAX_ENTRIES = 1 << 24
 
 
 def read_prompts(obj: Mapping[str, Any], name: str = "prompt") -> list[str | list[int]]:
-    """Return the prompts of a request, at least one.
-
-    Args:
-        name: of the field.
-
-    Raises:
-        RequestError: what is wrong with them.
-    """
+    """Return the prompts of a request, at least one, from the field of that name."""
     value = obj.get(name)
     if value is None:
         raise _missing(obj, name)
@@ -43,22 +36,12 @@ def read_prompts(obj: Mapping[str, Any], name: str = "prompt") -> list[str | lis
         return [_token_ids(value, name)]
     if _is_all(value, lambda ids: _is_all(ids, is_integral)):
         return [_token_ids(ids, name) for ids in value]
-    raise wrong_type(
-        name,
-        value,
-        "a string, a list of strings, a list of token ids, or a list of lists of token ids",
-    )
+    allowed = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
+    raise wrong_type(name, value, allowed)
 
 
 def check_choices(num_prompts: int, n: int, best_of: int, source: str = "prompt") -> None:
-    """Refuse more choices, or candidates for them, than one line may have.
-
-    Args:
-        source: the field that the prompts are from.
-
-    Raises:
-        RequestError: names the limit.
-    """
+    """Refuse more choices, or candidates for them, than one line may have."""
     num_choices = num_prompts * max(n, best_of)
     if num_choices <= MAX_CHOICES:
         return
@@ -76,12 +59,7 @@ def check_choices(num_prompts: int, n: int, best_of: int, source: str = "prompt"
 def check_entries(num_tokens: int, num_choices: int, logprobs: int) -> None:
     """Refuse more logprobs than one line may ask for.
 
-    Args:
-        num_tokens: for which logprobs are asked, in one choice of each prompt.
-        num_choices: of each prompt.
-
-    Raises:
-        RequestError: names the limit.
+    `num_tokens` are those of one choice of each prompt.
     """
     num_entries = num_tokens * num_choices * (1 + logprobs)
     if num_entries <= MAX_ENTRIES:
@@ -97,7 +75,6 @@ def check_entries(num_tokens: int, num_choices: int, logprobs: int) -> None:
 
 
 def _missing(obj: Mapping[str, Any], name: str) -> RequestError:
-    """Return the error of a request without a prompt."""
     if name == "prompt" and obj.get("messages") is not None:
         return RequestError(
             "missing_prompt",
@@ -130,11 +107,7 @@ def _token_ids(ids: list[Any], name: str) -> list[int]:
 
 
 def check_text(text: str, name: str = "prompt") -> str:
-    """Return a text that has a UTF-8 form.
-
-    Raises:
-        RequestError: it has none.
-    """
+    """Return a text that has a UTF-8 form; refuse half a surrogate pair."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

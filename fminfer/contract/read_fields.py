@@ -1,7 +1,4 @@
-"""Reads a request's fields by the table, and refuses or names those that nobody acts on.
-
-null always means the default.
-"""
+"""Reads a request's fields by the table; refuses or names those that nobody acts on."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ from functools import lru_cache
 from typing import Any
 
 from fminfer.contract.endpoints import Endpoint
-from fminfer.contract.field_table import FIELDS, Field
-from fminfer.contract.fields import INT64, show
+from fminfer.contract.field_table import FIELDS
+from fminfer.contract.fields import INT64, Field, show
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, cut_name
 from fminfer.core.errors import RequestError
 
@@ -25,12 +22,7 @@ def read_fields(
 ) -> tuple[dict[str, Any], list[RowWarning]]:
     """Return the values of the fields that are acted on, and what is strange about the names.
 
-    Args:
-        max_logprobs: the largest number of alternatives that is allowed.
-        is_strict: a name that is unknown is an error.
-
-    Raises:
-        RequestError: what is wrong with one.
+    A null always means the default. With `is_strict` a name that is unknown is an error.
     """
     table = FIELDS[endpoint]
     found: dict[str, Any] = {}
@@ -53,7 +45,6 @@ def unknown_names(fields: Mapping[str, Any], known: Collection[str]) -> list[str
 
 @lru_cache(1024)  # for files with a key of their own on each line
 def guess(name: str, known: frozenset[str]) -> str:
-    """Ask whether the nearest known parameter was meant."""
     nearest = get_close_matches(name, known, 1, 0.8)
     return f" (did you mean {nearest[0]}?)" if nearest else ""
 
@@ -78,11 +69,7 @@ def _warn_of_unknown(
 
 
 def _refuse(each: Field, value: object, *, is_greedy: bool) -> None:
-    """Refuse what this version cannot do; without sampling, `do_sample` may be false.
-
-    Raises:
-        RequestError: names the field, and what to do.
-    """
+    """Refuse what this version cannot do; without sampling, `do_sample` may be false."""
     if each.name == "do_sample" and value is False and is_greedy:
         return
     text = f"{each.name} is {show(value)}, and this version cannot do that"

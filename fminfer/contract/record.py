@@ -1,17 +1,27 @@
-"""Records: one answered or refused line, and its bytes. It knows nothing of how it was answered."""
+"""Records: answered or refused lines, written and taken apart."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
-from fminfer.contract.envelope import MAX_QUOTED_BYTES, Envelope, find_custom_id, quote
-from fminfer.contract.json_object import dump
-from fminfer.contract.line import Line
+import orjson
+
+from fminfer.contract.envelope import MAX_QUOTED_BYTES, Envelope, Line, find_custom_id, quote
+from fminfer.contract.json_object import dump, find_members, load
 from fminfer.core.errors import RequestError
+
+_START, _RESULT = b'{"request":', b',"result":'
+_BATCH_START, _RESPONSE = b'{"id":"batch_req_', b',"response":'
+_ANSWER = re.compile(
+    rb',"response":\{"status_code":200,"request_id":"req_([0-9a-f]{32})[0-9a-f]{16}",'
+    rb'"body":\{"id":"([a-z]+)-[0-9a-f]{32}"'
+)
+Tokens = tuple[int, int, int]  # of the prompt, those of it not computed again, and drawn ones
 
 
 @dataclass(slots=True, frozen=True)
@@ -22,16 +32,12 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """Its text; in chat, the content of its message."""
         return self.fields.get("text") or self.fields.get("message", {}).get("content") or ""
 
 
 @dataclass(slots=True, frozen=True)
 class Record:
-    """The answer to one line: either `result` or `error` is set.
-
-    `result` is the object that stands under `result`, or in a Batch line the response's `body`.
-    """
+    """The answer to one line: either `result` or `error` is set."""
 
     line: Line
     envelope: Envelope
@@ -46,11 +52,7 @@ class Record:
 
     @property
     def choices(self) -> list[Choice]:
-        """The answers, as many as the request has asked for.
-
-        Raises:
-            RequestError: there are none; it is `error`.
-        """
+        """The answers, as many as the request has asked for; where there is none, raise `error`."""
         if self.error is not None:
             raise copy(self.error)  # one that is kept would keep the frames that it passed
         assert self.result is not None, "a record has a result or an error"
@@ -67,10 +69,7 @@ class Record:
         return make_key(self.envelope, self.repeat)
 
     def to_json(self) -> bytes:
-        """Return the output line in the shape of the input line, without a newline.
-
-        What comes from the input line stands there in its own bytes.
-        """
+        """Return the output line in the shape of the input line, without a newline."""
         if self.envelope.shape == "batch" or self.is_of_batch:
             return self._to_batch_json()
         if self.error is not None:
@@ -92,12 +91,11 @@ class Record:
         }
         # A wrapped line's rest comes last. Of names that are in both the record's own counts, but
         # for custom_id, by which the line may be known.
-        others = {
-            name: member if len(member) <= MAX_QUOTED_BYTES else _cut_member(name, member)
-            for name, member in self.envelope.others.items()
-            if name not in own or name == "custom_id"
-        }
-        return b"{" + b",".join((own | others).values()) + b"}"
+        for name, member in self.envelope.others.items():
+            if name not in own or name == "custom_id":
+                is_long = len(member) > MAX_QUOTED_BYTES
+                own[name] = json.dumps(name).encode() + b":" + quote(member) if is_long else member
+        return b"{" + b",".join(own.values()) + b"}"
 
     def _to_batch_json(self) -> bytes:
         """Write the line of an OpenAI Batch output file, or of its error file."""
@@ -122,14 +120,8 @@ class Record:
         return b"{" + b",".join(members) + b"}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the output line as Python values."""
         value: dict[str, Any] = json.loads(self.to_json())  # which takes lone surrogates
         return value
-
-
-def _cut_member(name: str, member: bytes) -> bytes:
-    key = json.dumps(name).encode()
-    return key + b":" + quote(member)
 
 
 def make_id(line: Line, envelope: Envelope) -> str:
@@ -141,10 +133,8 @@ def make_id(line: Line, envelope: Envelope) -> str:
 def make_key(envelope: Envelope, repeat: int) -> bytes:
     """Return 16 bytes for a request, the form of its answer, and the draws that it takes.
 
-    Lines of one key have one answer, whatever else stands in them.
-
-    Args:
-        repeat: equal requests before it in its file; 0 where chance has no part in it.
+    Lines of one key have one answer, whatever else stands in them. `repeat` counts equal requests
+    before it in its file; it is 0 where chance has no part in it.
     """
     form = b"batch" if envelope.shape == "batch" else b"plain"
     if envelope.endpoint is not None:  # the url says it, and not the request
@@ -159,10 +149,95 @@ def make_request_id(key: bytes, line_id: str) -> str:
 
 
 def _describe(error: RequestError) -> dict[str, str | None]:
-    """Return the OpenAI error object."""
     return {
         "message": error.message,
         "type": error.type,
         "param": error.param,
         "code": error.code,
     }
+
+
+@dataclass(slots=True, frozen=True)
+class Answered:
+    """A record without an error, in any of the shapes."""
+
+    record: bytes
+    fields: dict[str, Any]
+
+    @property
+    def tokens(self) -> Tokens:
+        """Return the tokens that its usage counts, or raise a ValueError."""
+        try:
+            result = self.fields.get("result") or self.fields["response"]["body"]
+            usage = result["usage"]
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            return int(usage["prompt_tokens"]), int(cached), int(usage.get("completion_tokens", 0))
+        except (KeyError, TypeError) as error:
+            raise ValueError("an answer has no usage") from error
+
+
+def is_batch(record: bytes) -> bool:
+    return record.startswith(_BATCH_START)
+
+
+def read_key(record: bytes) -> bytes | None:
+    """Return the key in an answered Batch record; None: an older version wrote it, or nobody."""
+    match = _match_answer(record)
+    return None if match is None else bytes.fromhex(match[1].decode())
+
+
+def _match_answer(record: bytes) -> re.Match[bytes] | None:
+    """Match what stands behind a Batch record's `custom_id`, which holds no bare quotes."""
+    place = record.find(_RESPONSE)
+    return _ANSWER.match(record, place) if is_batch(record) and place > 0 else None
+
+
+def load_record(record: bytes) -> dict[str, Any]:
+    """Return a record as Python values; it raises a ValueError for what is no object of JSON."""
+    fields = load(record)
+    if not isinstance(fields, dict):
+        raise ValueError("a record is no object")
+    return fields
+
+
+def read_request(record: bytes) -> bytes:
+    """Return the bytes of the request in a record that is none of a Batch line."""
+    if record.startswith(_START) and record.count(_RESULT) == 1:  # a string has no bare quote
+        return record[len(_START) : record.index(_RESULT)]
+    members = find_members(record)
+    return members["request"].value if "request" in members else b""
+
+
+def readdress(record: bytes, line: Line, envelope: Envelope, key: bytes) -> Answered:
+    """Return the record that a line gets by the answer in another record of its key.
+
+    Raises:
+        ValueError: it is not a record of that key.
+    """
+    if envelope.shape == "batch":
+        return _readdress_batch(record, line, envelope, key)
+    start = _START + envelope.request + _RESULT
+    end = b"".join(b"," + other for other in envelope.others.values()) + b"}"
+    if not record.startswith(start):
+        raise ValueError("a record is of another request")
+    result = record[len(start) : -len(end)] if record.endswith(end) else b""
+    try:
+        return Answered(record, {"result": orjson.loads(result)})
+    except ValueError:  # what stands around the request is not the same, or surrogates are in it
+        result = find_members(record)["result"].value
+        return Answered(start + result + end, {"result": json.loads(result)})
+
+
+def _readdress_batch(record: bytes, line: Line, envelope: Envelope, key: bytes) -> Answered:
+    match = _match_answer(record)
+    if match is None or match[1] != key.hex().encode():
+        raise ValueError("a record is of another request")
+    line_id = make_id(line, envelope)
+    start = b'{"id":"batch_req_%s","custom_id":%s,"response":{"status_code":200,' % (
+        line_id.encode(),
+        envelope.custom_id,
+    )
+    request_id = make_request_id(key, line_id).encode()
+    body = b'"request_id":"%s","body":{"id":"%s-%s"' % (request_id, match[2], line_id.encode())
+    moved = start + body + record[match.end() :]
+    return Answered(moved, load_record(moved))

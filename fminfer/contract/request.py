@@ -1,15 +1,11 @@
-"""The fields of a request become a Request, or a RequestError that says what is wrong with it.
-
-The rules are those of the OpenAI completions API as docs/contract.md spells them out. Lengths in
-tokens are checked later, once prompts are tokenized.
-"""
+"""The fields of a request become a Request, or a RequestError that says what is wrong with it."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from fminfer.contract.constraint import find_constraint
 from fminfer.contract.endpoints import Endpoint
@@ -17,7 +13,6 @@ from fminfer.contract.fields import out_of_range
 from fminfer.contract.prompts import check_choices, read_prompts
 from fminfer.contract.read_fields import read_fields
 from fminfer.contract.row_warnings import RowWarning
-from fminfer.contract.vector_wish import VectorWish
 from fminfer.core.config import Constraint, KnownParser
 from fminfer.core.errors import RequestError
 
@@ -97,11 +92,37 @@ RAW_TOKENS = 256  # most tokens of the completion of a text that comes without a
 
 
 @dataclass(slots=True, frozen=True)
-class Request:
-    """A request that passed: its prompts and its sampling params.
+class VectorFacts:
+    """What a model's vectors are, and what requests for them may ask."""
 
-    A chat request's prompt is its rendered template.
-    """
+    size: int  # numbers of a vector
+    is_scored: bool = False  # they are the logits of classes
+    is_score_logit: bool = False  # a pair's score is the logit itself, not the probability of it
+    # How probabilities of classes are made of logits; "identity": they are the logits.
+    odds: Literal["softmax", "sigmoid", "identity"] = "softmax"
+    is_normalized: bool = False  # their length is 1
+    has_types: bool = False  # the second text of a pair has a token type of its own
+    labels: tuple[str, ...] = ()  # of the classes
+    prompts: Mapping[str, str] = field(default_factory=dict)  # by name, what stands before a text
+    default_prompt: str | None = None  # the name of the one that a request without a name gets
+    is_lowercased: bool = False  # the tokenizer gets texts in lower case
+
+
+@dataclass(slots=True, frozen=True)
+class VectorWish:
+    """What is made of the vectors of a request's prompts."""
+
+    facts: VectorFacts = field(repr=False)  # the same for all requests of a model
+    dimensions: int | None = None  # keep the first so many numbers
+    is_base64: bool = False
+    seconds: tuple[str, ...] = ()  # what prompts are compared with: each, or the only one with all
+    top_n: int | None = None
+    returns_documents: bool = True
+
+
+@dataclass(slots=True, frozen=True)
+class Request:
+    """A request that passed. A chat's prompt is its rendered template."""
 
     prompts: list[str | list[int]]
     params: SamplingParams
@@ -120,16 +141,9 @@ def parse_request(
     is_strict: bool = False,
     defaults: SamplingParams = DEFAULTS,
 ) -> Request:
-    """Check one completions request.
+    """Check one completions request; errors have the codes of the contract's section 3.
 
-    Args:
-        fields: the request's object, parsed.
-        max_logprobs: the largest `logprobs` that is allowed.
-        is_strict: what is otherwise only warned of is an error.
-        defaults: what a field that is absent or null means.
-
-    Raises:
-        RequestError: with one of the codes of the contract's section 3.
+    `defaults` are what a field that is absent or null means.
     """
     prompts = read_prompts(fields)
     found, warnings = read_fields(
@@ -151,16 +165,7 @@ def parse_request(
 def make_params(
     found: Mapping[str, Any], defaults: SamplingParams, max_tokens: int
 ) -> SamplingParams:
-    """Return the sampling params of a request's fields as they were read.
-
-    Args:
-        defaults: what a field that is absent means.
-        max_tokens: the request's.
-
-    Raises:
-        RequestError: `min_tokens` exceeds it, a side is to be cut by no length, or there are two
-            constraints.
-    """
+    """Return the sampling params of a request's fields as they were read."""
     min_tokens = found.get("min_tokens", DEFAULTS.min_tokens)
     if min_tokens > max_tokens:
         raise RequestError(

@@ -50,7 +50,6 @@ class WarningCounts:
         return _told(warning.kind, told) if told or is_new else ""
 
     def clear(self) -> None:
-        """Forget all."""
         self.kinds.clear()
 
     def to_dict(self) -> dict[str, int]:

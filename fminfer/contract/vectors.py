@@ -10,8 +10,7 @@ from fminfer.contract.endpoints import OF_DRAWS, URL_OF, Endpoint
 from fminfer.contract.fields import show, wrong_type
 from fminfer.contract.prompts import check_choices, check_text, read_prompts
 from fminfer.contract.read_fields import read_fields
-from fminfer.contract.request import Request, SamplingParams
-from fminfer.contract.vector_wish import VectorFacts, VectorWish
+from fminfer.contract.request import Request, SamplingParams, VectorFacts, VectorWish
 from fminfer.core.errors import RequestError
 
 # Of requests that draw nothing. A text that is too long keeps its beginning.
@@ -25,11 +24,7 @@ _PAIRS = (("text_1", "text_2"), ("queries", "documents"))
 def parse_vectors(
     fields: Mapping[str, Any], endpoint: Endpoint, facts: VectorFacts, *, is_strict: bool
 ) -> Request:
-    """Check one request for vectors, or for what is made of them.
-
-    Raises:
-        RequestError: with one of the codes of the contract's section 3.
-    """
+    """Check one request for vectors, or for what is made of them."""
     check_model(endpoint, facts)
     found, warnings = read_fields(fields, endpoint, max_logprobs=0, is_strict=is_strict)
     firsts, seconds = _read_texts(fields, endpoint)
@@ -49,18 +44,10 @@ def parse_vectors(
 
 
 def check_model(endpoint: Endpoint, facts: VectorFacts | None) -> None:
-    """Refuse an endpoint that a model cannot answer.
-
-    Args:
-        facts: None: it generates text.
-
-    Raises:
-        RequestError: says what to ask instead.
-    """
-    needed = _what_is_needed(endpoint, facts)
-    if needed:
-        url = URL_OF[endpoint]
-        raise RequestError("unsupported_parameter", f"{url} needs a model that {needed}")
+    """Refuse an endpoint that a model cannot answer; one without `facts` generates text."""
+    if needed := _what_is_needed(endpoint, facts):
+        told = f"{URL_OF[endpoint]} needs a model that {needed}"
+        raise RequestError("unsupported_parameter", told)
 
 
 def _what_is_needed(endpoint: Endpoint, facts: VectorFacts | None) -> str:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 from fminfer.core.config import TokenFormat
 from fminfer.core.timing import RowTimes
-from fminfer.engine.chat_answer import LOWEST_LOGPROB, build_chat_choice
-from fminfer.engine.events import Event, Failed, Finished
+from fminfer.engine.engine_core import Event, Failed, Finished
 from fminfer.engine.sequence import (
     AnswerKind,
+    FinishReason,
+    Prepared,
     PromptState,
     RequestState,
     Sequence,
@@ -20,6 +23,9 @@ from fminfer.engine.sequence import (
 from fminfer.engine.vector_answer import make_of_vectors
 from fminfer.text.spelling import Spelling
 from fminfer.text.tokenizer import Tokenizer
+from fminfer.text.tool_calls import ToolCall, ToolCallReader, make_reader
+
+LOWEST_LOGPROB = -9999.0  # what -inf and everything below it becomes
 
 
 @dataclass(slots=True)
@@ -82,50 +88,60 @@ def _num_drawn(prompt: PromptState) -> int:
 
 
 def _choice(sequence: Sequence, index: int, spelling: Spelling, kind: AnswerKind) -> dict[str, Any]:
-    params = sequence.prompt.params
+    prompt, params = sequence.prompt, sequence.prompt.params
+    num_listed = len(sequence.listed_tokens)
+    logprobs = list_logprobs(sequence, spelling, 0, num_listed, with_prompt=params.echo)
     if kind == "chat":
-        choice = build_chat_choice(sequence, index, spelling)
+        choice = _chat_choice(sequence, index, logprobs)
     else:
-        choice = _text_choice(sequence, index, spelling, is_openai=kind == "openai")
+        text = prompt.encoded.text + sequence.text if params.echo else sequence.text
+        choice = {"text": text, "index": index}
+        # OpenAI's schema has the key always; HELM's client raises on a null.
+        if logprobs is not None or kind == "openai":
+            choice["logprobs"] = logprobs
+        choice["finish_reason"] = sequence.finish_reason
     if sequence.stop_reason is not None:
         choice["stop_reason"] = sequence.stop_reason
     if params.return_token_ids or not spelling.has_words:
-        choice["prompt_token_ids"] = sequence.prompt.ids
+        choice["prompt_token_ids"] = prompt.ids
         choice["token_ids"] = [token.token_id for token in sequence.tokens]
     return choice
 
 
-def _text_choice(
-    sequence: Sequence, index: int, spelling: Spelling, *, is_openai: bool
-) -> dict[str, Any]:
-    params = sequence.prompt.params
-    text = sequence.prompt.encoded.text + sequence.text if params.echo else sequence.text
-    choice: dict[str, Any] = {"text": text, "index": index}
-    if params.logprobs is not None:
-        choice["logprobs"] = list_logprobs(
-            sequence, spelling, 0, len(sequence.listed_tokens), with_prompt=params.echo
-        )
-    elif is_openai:  # its schema has the key always; HELM's client raises on a null
-        choice["logprobs"] = None
-    choice["finish_reason"] = sequence.finish_reason
-    return choice
+def _chat_choice(sequence: Sequence, index: int, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    reader = MessageReader(sequence.prompt.owner.prepared)
+    content, calls = reader.read(sequence.text, is_over=True)
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if calls:
+        named = [name_call(call, sequence, index, place) for place, call in enumerate(calls)]
+        message |= {"content": content or None, "tool_calls": named}
+    reason = reader.finish_reason_of(sequence)
+    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
 
 def list_logprobs(
     sequence: Sequence, spelling: Spelling, start: int, end: int, *, with_prompt: bool
-) -> dict[str, Any]:
-    """Return the logprobs of some drawn tokens, and before them those of the prompt.
+) -> dict[str, Any] | None:
+    """Return the logprobs of the drawn tokens from `start` to `end`, or also of the prompt's.
 
-    Args:
-        start, end: the first of these tokens, and the one behind the last.
+    None: they are not asked for.
     """
     prompt, tokens = sequence.prompt, sequence.tokens[start:end]
-    k = prompt.num_top
-    ids = [token.token_id for token in tokens]
+    params, k = prompt.params, prompt.num_top
+    if params.logprobs is None:
+        return None
+    drawn = (token.token_id for token in sequence.tokens)
     first = spelling.find_first(
-        chain(prompt.ids, (token.token_id for token in sequence.tokens)),
-        skip_special_tokens=prompt.params.skip_special_tokens,
+        chain(prompt.ids, drawn), skip_special_tokens=params.skip_special_tokens
     )
+    if prompt.owner.prepared.kind == "chat":
+        first -= len(prompt.ids) + start
+        content = [
+            _chat_entry(token, k, spelling, is_first=place == first)
+            for place, token in enumerate(tokens)
+        ]
+        return {"content": content, "refusal": None}
+    ids = [token.token_id for token in tokens]
     reports: list[TokenReport | None] = list(tokens)
     base = len(prompt.encoded.text)
     offsets = [base + token.offset for token in tokens]
@@ -149,6 +165,20 @@ def list_logprobs(
         "top_logprobs": None if k == 0 else top,
         "text_offset": offsets,
     }
+
+
+def _chat_entry(
+    report: TokenReport, num_top: int, spelling: Spelling, *, is_first: bool
+) -> dict[str, Any]:
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": spelling.spell(token_id, is_first=is_first),
+            "logprob": _floor(logprob),
+            "bytes": list(spelling.spell_bytes(token_id, is_first=is_first)),
+        }
+
+    top = [entry(token_id, logprob) for token_id, logprob in report.top[:num_top]]
+    return entry(report.token_id, report.logprob) | {"top_logprobs": top}
 
 
 def _alternatives(
@@ -176,4 +206,48 @@ def _request_time(state: RequestState) -> dict[str, float]:
         "queue_time": times.admitted_s - state.added_s,
         "prefill_time": first_token_s - times.admitted_s,
         "decode_time": times.finished_s - first_token_s,
+    }
+
+
+class MessageReader:
+    """Tells a choice's content from its tool calls, as its text grows."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._reader: ToolCallReader | None = None  # all is content
+        if prepared.tool_parser is not None:
+            self._reader = make_reader(prepared.tool_parser, keeps_one=prepared.keeps_one_call)
+        self.num_calls = 0
+
+    def read(self, text: str, *, is_over: bool) -> tuple[str, list[ToolCall]]:
+        """Take the next text, or the last; return the content and calls that are now certain."""
+        if self._reader is None:
+            return text, []
+        content, calls = self._reader.feed(text)
+        if is_over:
+            rest, more = self._reader.finish()
+            content, calls = content + rest, [*calls, *more]
+        self.num_calls += len(calls)
+        return content, calls
+
+    def finish_reason_of(self, sequence: Sequence) -> FinishReason | None:
+        """Return why a choice ended, once all of it is read; None: it goes on."""
+        reason = sequence.finish_reason
+        return "tool_calls" if reason == "stop" and self.num_calls else reason
+
+
+def name_call(call: ToolCall, sequence: Sequence, index: int, place: int) -> dict[str, Any]:
+    """Return a call as a message has it; its id is the same whenever the request is answered.
+
+    `place` is its own among the calls of the choice of that index.
+    """
+    prepared = sequence.prompt.owner.prepared
+    # Greedy requests are answered together whatever their seeds.
+    seed = None if prepared.params.is_greedy else prepared.params.seed
+    asked = (prepared.meaning, prepared.repeat, seed, index, place)
+    digest = hashlib.blake2b(array("q", sequence.prompt.ids).tobytes(), digest_size=12)
+    digest.update(repr(asked).encode())
+    return {
+        "id": f"call_{digest.hexdigest()}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
     }

@@ -18,16 +18,24 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size  # tokens a block
-        self.max_used = 0  # most blocks that were in use at once, which are the first ones
+        self._max_used = 0  # most blocks that were in use at once, which are the first ones
         self.clear()
 
     def clear(self) -> None:
-        """Make every block free, whoever held it."""
         # A stack: the block freed last is used first, so little memory is ever touched.
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._num_holders = [0] * self.num_blocks
         self._num_keeps = [0] * self.num_blocks
         self.num_idle = 0  # blocks that are kept and held by no sequence
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def max_used_tokens(self) -> int:
+        """Most tokens whose blocks were in use at once."""
+        return self._max_used * self.block_size
 
     @property
     def num_free(self) -> int:
@@ -40,11 +48,10 @@ class BlockPool:
         return max(0.0, 1 - (len(self._free) + self.num_idle) / self.num_blocks)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks hold `num_tokens` tokens."""
+        """Return how many blocks hold so many tokens."""
         return -(-num_tokens // self.block_size)
 
     def is_held(self, block: int) -> bool:
-        """Return whether a sequence holds the block."""
         return self._num_holders[block] > 0
 
     def num_held_only_by(self, tables: Iterable[list[int]]) -> int:
@@ -58,7 +65,7 @@ class BlockPool:
         blocks = [self._free.pop() for _ in range(count)]
         for block in blocks:
             self._num_holders[block] = 1
-        self.max_used = max(self.max_used, self.num_blocks - len(self._free))
+        self._max_used = max(self._max_used, self.num_blocks - len(self._free))
         return blocks
 
     def share(self, blocks: list[int]) -> None:

@@ -28,15 +28,7 @@ class ChatIntake:
     tool_call_parser: ToolCallParser
 
     def render(self, chat: ChatRequest, *, is_strict: bool, clock: str = "") -> Request:
-        """Return the request whose prompt is what the template writes.
-
-        Args:
-            is_strict: what is otherwise only warned of is an error.
-            clock: the time that the template reads, in ISO format; "": now.
-
-        Raises:
-            RequestError: the template refuses the messages.
-        """
+        """Return the request whose prompt is what the template writes, at the time of `clock`."""
         text = self.template.render(
             chat.messages,
             chat.tools,

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from fminfer.engine.answer import AnswerForm, chosen, list_logprobs
-from fminfer.engine.chat_answer import MessageReader, list_chat_logprobs, name_call
-from fminfer.engine.events import Delta
+from fminfer.engine.answer import AnswerForm, MessageReader, chosen, list_logprobs, name_call
+from fminfer.engine.engine_core import Delta
 from fminfer.engine.results import len_of_possible_stop
 from fminfer.engine.sequence import PromptState, RequestState, Sequence
 
@@ -64,7 +62,9 @@ class Deltas:
         if not (text or calls or has_listed or is_over):
             return
         new_ids = [token.token_id for token in sequence.tokens[told.num_drawn :]]
-        logprobs = self._list(sequence, told.num_listed, num_listed, with_prompt=tells_prompt)
+        logprobs = list_logprobs(
+            sequence, self._spelling, told.num_listed, num_listed, with_prompt=tells_prompt
+        )
         first_call = told.reader.num_calls - len(calls)
         for index in indices:
             named = [
@@ -78,20 +78,9 @@ class Deltas:
         told.has_prompt, told.is_over = told.has_prompt or tells_prompt, is_over
 
     def _told_of(self, sequence: Sequence) -> _Told:
-        told = self._told.get(id(sequence))
-        if told is None:
-            reader = MessageReader(self._state.prepared)
-            told = self._told[id(sequence)] = _Told(reader)
-        return told
-
-    def _list(
-        self, sequence: Sequence, start: int, end: int, *, with_prompt: bool
-    ) -> dict[str, Any] | None:
-        if sequence.prompt.params.logprobs is None:
-            return None
-        if self._is_chat:
-            return list_chat_logprobs(sequence, self._spelling, start, end)
-        return list_logprobs(sequence, self._spelling, start, end, with_prompt=with_prompt)
+        if id(sequence) not in self._told:
+            self._told[id(sequence)] = _Told(MessageReader(self._state.prepared))
+        return self._told[id(sequence)]
 
 
 def _tellable(prompt: PromptState) -> list[Sequence]:
@@ -102,7 +91,7 @@ def _tellable(prompt: PromptState) -> list[Sequence]:
 
 
 def _certain(sequence: Sequence) -> tuple[int, int]:
-    """Return how many characters and listed tokens of a sequence are certain."""
+    """Return how many characters and listed tokens no later token takes back."""
     if sequence.finish_reason is not None:
         return len(sequence.text), len(sequence.listed_tokens)
     detokenizer, params = sequence.detokenizer, sequence.prompt.params

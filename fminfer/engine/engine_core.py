@@ -1,13 +1,65 @@
-"""The interface of what answers requests: one pipeline, or several."""
+"""The interface of what answers requests, one pipeline or several: its events and methods."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from fminfer.engine.events import Event
-from fminfer.engine.sequence import Prepared
+from fminfer.core.errors import RequestError
+from fminfer.engine.sequence import AnswerKind, FinishReason, Prepared
 from fminfer.engine.stats import EngineStats, Observed
+
+
+@dataclass(slots=True, frozen=True)
+class Delta:
+    """The new part of one choice. The joined deltas of a choice are the choice of the answer.
+
+    Text that may become a stop string, a tool call or half a character comes with a later delta.
+    """
+
+    request_id: int
+    index: int  # of the choice
+    text: str  # in chat the content of the message
+    token_ids: list[int]  # all that were drawn, also an EOS that the text does not show
+    logprobs: dict[str, Any] | None = None  # of these tokens, as in a choice; None: not asked for
+    finish_reason: FinishReason | None = None  # of the last delta of a choice
+    stop_reason: str | int | None = None  # the stop string or the stop token's id
+    # In chat: whole calls, as a message has them, each with its `index` among them.
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(slots=True, frozen=True)
+class Finished:
+    """A request's answer."""
+
+    request_id: int
+    choices: list[dict[str, Any]]  # or what stands in their place, see `part`
+    usage: dict[str, Any]
+    times: dict[str, float]  # `request_time` of a record, seconds
+    kind: AnswerKind = "openai"
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """Return what an answer of the API has in it."""
+        return {self.part: self.choices, "usage": self.usage}
+
+    @property
+    def part(self) -> str:
+        """The name under which its answers stand."""
+        if self.kind in ("plain", "openai", "chat"):
+            return "choices"
+        return "results" if self.kind == "rerank" else "data"
+
+
+@dataclass(slots=True, frozen=True)
+class Failed:
+    """The error of a request without an answer."""
+
+    request_id: int
+    error: RequestError
+
+
+Event = Delta | Finished | Failed
 
 
 @dataclass(slots=True, frozen=True)
@@ -39,11 +91,7 @@ class RequestCore(Protocol):
     """Takes prepared requests, and returns events."""
 
     def add(self, prepared: Prepared, *, is_counted: bool = False) -> int:
-        """Queue a request; return the id by which events name it.
-
-        Args:
-            is_counted: it was counted as a line that was read.
-        """
+        """Queue a request, which may be a line that was counted; return its id in events."""
 
     def cancel(self, request_id: int) -> None:
         """Forget a request, in any state."""
@@ -77,7 +125,6 @@ class EngineCore(RequestCore, Observed, Protocol):
         """Queue a request; return the id by which events name it.
 
         Args:
-            is_counted: it was counted as a line that was read.
             priority: higher ones are admitted first, and may preempt rows of lower ones.
             is_streamed: return its tokens as they come.
             request_id: its id, if the caller numbers its requests; None: the next one.
@@ -95,9 +142,7 @@ class EngineCore(RequestCore, Observed, Protocol):
     def drain(self, until_s: float) -> None:
         """Let no more requests begin; those whose rows run go on.
 
-        Args:
-            until_s: when the caller must have a step's events back, a time of `time.perf_counter`.
-                A pipeline of this process gives them with each step in any case.
+        A team returns a step's events by the time `until_s` of `time.perf_counter`.
         """
 
     def expect_no_more(self) -> None:

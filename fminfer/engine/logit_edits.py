@@ -7,47 +7,19 @@ without counting anew. `fminfer.compute.sampling.sampler` applies them.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from fminfer.contract.request import SamplingParams
 from fminfer.core.errors import RequestError
 from fminfer.core.messages import Mask, invert, make_mask, pack_ids
 
 
-@dataclass(slots=True)
-class EditColumns:
-    """Changes of single logits, as `LogitEditTensors` applies them.
-
-    Arrays, so that a step's can be joined without a loop over tokens.
-    """
-
-    token_id: array[int] = field(default_factory=lambda: array("q"))
-    bias: array[float] = field(default_factory=lambda: array("f"))  # logit_bias
-    factor: array[float] = field(default_factory=lambda: array("f"))  # repetition_penalty
-    minus: array[float] = field(default_factory=lambda: array("f"))  # frequency and presence
-
-    def add(self, token_id: int) -> None:
-        """Append an entry that changes nothing."""
-        self.token_id.append(token_id)
-        self.bias.append(0.0)
-        self.factor.append(1.0)
-        self.minus.append(0.0)
-
-    def extend(self, other: EditColumns) -> None:
-        """Append all entries of another."""
-        self.token_id.extend(other.token_id)
-        self.bias.extend(other.bias)
-        self.factor.extend(other.factor)
-        self.minus.extend(other.minus)
-
-
 class Bans:
     """The tokens that the sequences of a request cannot draw.
 
-    Args:
-        held_ids: those that `min_tokens` holds back.
-        words: in ids. The last token of each is banned where it would complete the word.
+    EOS and stop tokens are `held_ids` until there are `min_tokens`. The last id of each of the
+    `words` is banned where it would complete the word.
     """
 
     def __init__(
@@ -88,11 +60,7 @@ class Bans:
         return banned | {w[-1] for w in longer if tuple(newest[1 - len(w) :]) == w[:-1]}
 
     def check(self, num_drawn: int, banned: set[int]) -> None:
-        """See that something can be drawn next.
-
-        Raises:
-            RequestError: nothing can.
-        """
+        """See that something can be drawn next, or raise a RequestError."""
         allowed, held = self._params.allowed_token_ids, self._never | banned
         if allowed and all(token_id in held for token_id in allowed):
             raise RequestError(
@@ -104,22 +72,33 @@ class Bans:
 
 
 class LogitEdits:
-    """The columns of one sequence.
+    """Changes of single logits of one sequence, in columns of which a step joins many.
 
-    Args:
-        prompt_ids: repetition_penalty counts them as seen; the other penalties do not.
+    Of its prompt only repetition_penalty counts the tokens.
     """
 
     def __init__(self, params: SamplingParams, prompt_ids: list[int]) -> None:
         self._params = params
         self._place: dict[int, int] = {}  # token id -> its place in the columns
         self._num_drawn: dict[int, int] = {}
-        self.columns = EditColumns()
+        self.ids = array("q")
+        self._bias = array("f")  # logit_bias
+        self._factor = array("f")  # repetition_penalty
+        self._minus = array("f")  # frequency and presence
         for token_id, bias in params.logit_bias:
-            self.columns.bias[self._find(token_id)] = bias
+            self._bias[self._find(token_id)] = bias
         if params.repetition_penalty != 1:
             for token_id in prompt_ids:
-                self.columns.factor[self._find(token_id)] = params.repetition_penalty
+                self._factor[self._find(token_id)] = params.repetition_penalty
+
+    @property
+    def columns(self) -> dict[str, array[Any]]:
+        return {
+            "edit_ids": self.ids,
+            "edit_bias": self._bias,
+            "edit_factor": self._factor,
+            "edit_minus": self._minus,
+        }
 
     def count(self, token_id: int) -> None:
         """Note one more drawn token."""
@@ -128,12 +107,15 @@ class LogitEdits:
             return
         place = self._find(token_id)
         num_drawn = self._num_drawn[token_id] = self._num_drawn.get(token_id, 0) + 1
-        self.columns.factor[place] = params.repetition_penalty
-        self.columns.minus[place] = params.frequency_penalty * num_drawn + params.presence_penalty
+        self._factor[place] = params.repetition_penalty
+        self._minus[place] = params.frequency_penalty * num_drawn + params.presence_penalty
 
     def _find(self, token_id: int) -> int:
         """Return the token's place; a new place changes nothing yet."""
         place = self._place.setdefault(token_id, len(self._place))
-        if place == len(self.columns.token_id):
-            self.columns.add(token_id)
+        if place == len(self.ids):
+            self.ids.append(token_id)
+            self._bias.append(0.0)
+            self._factor.append(1.0)
+            self._minus.append(0.0)
         return place

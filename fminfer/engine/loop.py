@@ -20,9 +20,7 @@ from fminfer.core.timing import RowClock
 from fminfer.engine.answer import AnswerForm, build_answer
 from fminfer.engine.counting import count_admitted, count_request, count_shareable
 from fminfer.engine.deltas import Deltas
-from fminfer.engine.engine_core import BEHIND_ALL
-from fminfer.engine.events import Event
-from fminfer.engine.packing import PlannedStep
+from fminfer.engine.engine_core import BEHIND_ALL, Event
 from fminfer.engine.prefix import SharedTokens
 from fminfer.engine.prompt_fit import check_room
 from fminfer.engine.results import take_result
@@ -46,15 +44,9 @@ class Pipeline(Protocol):
 
 
 class EngineLoop:
-    """Answers requests over one pipeline.
+    """Answers requests over one pipeline, with `micro_batches` steps in flight.
 
     `add`, `cancel` and `wait` may be called from any thread, the rest from one.
-
-    Args:
-        starter: makes the state of a request.
-        micro_batches: steps to keep in flight.
-        kv_capacity: tokens of KV cache.
-        max_steps: after which a run stops; None: no limit.
     """
 
     def __init__(
@@ -64,18 +56,15 @@ class EngineLoop:
         pipeline: Pipeline,
         form: AnswerForm,
         *,
-        micro_batches: int,
-        kv_capacity: int,
         max_steps: int | None = None,
     ) -> None:
         self._starter = starter
         self._scheduler = scheduler
         self._pipeline = pipeline
         self._form = form
-        self._micro_batches = micro_batches
         self._max_steps = max_steps
         self.on_step: Callable[[StepTrace], None] | None = None  # told of every finished step
-        self.stats = self.lines = EngineStats(num_kv_tokens=kv_capacity)
+        self.stats = self.lines = EngineStats(num_kv_tokens=scheduler.pool.num_tokens)
         self._ids = itertools.count()
         self._added: deque[RequestState] = deque()  # by other threads, to be taken in
         self._cancelled: deque[int] = deque()
@@ -89,7 +78,6 @@ class EngineLoop:
     def _begin(self) -> None:
         self._clock = RowClock()
         self._open: dict[int, RequestState] = {}  # requests without an answer
-        self._in_flight: deque[PlannedStep] = deque()
         self._leaving: list[Sequence] = []  # of cancelled requests, in a step in flight
         self._finished: list[RequestState] = []  # since the last step returned
         self._streams: dict[int, Deltas] = {}
@@ -104,7 +92,6 @@ class EngineLoop:
         is_counted: bool = False,
         request_id: int | None = None,
     ) -> int:
-        """Queue a request, as `EngineCore.add` says."""
         state = self.open(prepared)
         if request_id is not None:
             state.id = request_id
@@ -114,17 +101,12 @@ class EngineLoop:
         return state.id
 
     def open(self, prepared: Prepared) -> RequestState:
-        """Return the state of a request that could be added.
-
-        Raises:
-            RequestError: it can never run here.
-        """
+        """Return the state of a request, or raise a RequestError: it can never run here."""
         state = self._starter.start(next(self._ids), prepared)
-        check_room(state, self._scheduler, self.stats.num_kv_tokens)
+        check_room(state, self._scheduler)
         return state
 
     def cancel(self, request_id: int) -> None:
-        """Forget a request, in any state; the next step frees what it held."""
         self._cancelled.append(request_id)
         self._notify()
 
@@ -146,31 +128,24 @@ class EngineLoop:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
         may_go_on = bool(self._open) and (not self._is_draining or self.has_begun)
         has_news = self._added or self._cancelled or self._finished
-        return bool(has_news or self._in_flight or may_go_on)
+        return bool(has_news or self.is_computing or may_go_on)
 
     def step(self) -> list[Event]:
-        """Do one step, and return its events.
-
-        Raises:
-            PipelineError: a rank failed. All requests are dropped.
-            StepLimitError: `max_steps` were done, and requests are left.
-        """
+        """Do one step, and return its events. If anything fails, all requests are dropped."""
         try:
             self._take_in()
             self._schedule()
-            if self._in_flight:
-                result = self._pipeline.collect()
-                self._postprocess(self._in_flight.popleft(), result)
+            if self.is_computing:
+                self._postprocess(self._pipeline.collect())
                 self._take_in()  # what came meanwhile need not wait for a step more
                 self._schedule()  # stages work while answers are built
             elif self._is_at_limit and self._open:
+                done = counted(self._max_steps or 0, "micro-batch", "micro-batches")
                 raise StepLimitError(
-                    f"stopped after "
-                    f"{counted(self._max_steps or 0, 'micro-batch', 'micro-batches')}, as "
-                    "--num-iters says; rows are left. Leave the flag out to answer all"
+                    f"stopped after {done}, as --num-iters says; rows are left. Leave the flag out "
+                    "to answer all"
                 )
             return self._tell()
         except BaseException:
@@ -186,34 +161,32 @@ class EngineLoop:
         self._begin()
 
     def start_run(self) -> None:
-        """Count the steps of `max_steps` from here on; no longer drain."""
         self._num_steps_before = self.stats.num_steps
         self._is_draining = False
 
     def drain(self, until_s: float = math.inf) -> None:
-        """Let no more requests begin; those whose rows run go on."""
         self._is_draining = True
 
     def expect_no_more(self) -> None:
-        """Note that no more requests come: prefixes that none of them shares can be evicted."""
         self._take_in()
-        self._scheduler.forget_unshared()
+        # From now on, a finished prefix that no waiting prompt shares is evicted when its row ends.
+        # Its blocks, which are warm, are used again before others.
+        if self._scheduler.kv.shares:
+            self._scheduler.waiting.expect_no_more()
 
     def check_idle(self) -> None:
-        """Prove the scheduler's books once nothing is left to do."""
-        if not (self._open or self._in_flight):
+        if not (self._open or self.is_computing):
             self._scheduler.check_idle()
 
     @property
     def state(self) -> EngineState:
-        """How it stands. It may be asked at any moment."""
         rows = (s for r in tuple(self._open.values()) for p in r.prompts for s in p.sequences)
         left = (row.num_draws_left for row in rows if row.block_table and not row.finish_reason)
         return EngineState(
             num_waiting=self.num_waiting,
             num_waiting_behind=self.num_waiting_behind,
             num_running=self.num_running,
-            kv_usage=self._scheduler.kv_usage,
+            kv_usage=self._scheduler.pool.usage,
             has_begun=self.has_begun,
             longest_row=max(left, default=0),
             num_begun=self.stats.num_begun,
@@ -222,32 +195,29 @@ class EngineLoop:
 
     @property
     def num_waiting(self) -> int:
-        """Prompts that have not begun, without those behind all others."""
-        num_all = self._scheduler.num_waiting + sum(len(s.prompts) for s in tuple(self._added))
+        num_added = sum(len(state.prompts) for state in tuple(self._added))
+        num_all = len(self._scheduler.waiting) + num_added
         return max(0, num_all - self.num_waiting_behind)
 
     @property
     def num_waiting_behind(self) -> int:
-        """Prompts behind all others that have not begun."""
-        added = [s for s in tuple(self._added) if s.priority == BEHIND_ALL]
-        return self._scheduler.num_waiting_at(BEHIND_ALL) + sum(len(s.prompts) for s in added)
+        added = [state for state in tuple(self._added) if state.priority == BEHIND_ALL]
+        num_added = sum(len(state.prompts) for state in added)
+        return self._scheduler.waiting.num_from(BEHIND_ALL) + num_added
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold KV cache."""
-        return self._scheduler.num_running
+        return self._scheduler.kv.num_sequences
 
     @property
     def is_computing(self) -> bool:
-        """Whether a step is in flight."""
-        return bool(self._in_flight)
+        return bool(self._scheduler.in_flight)
 
     @property
     def has_begun(self) -> bool:
-        """Whether rows run, or have run and are to run again."""
         scheduler = self._scheduler
-        is_running = scheduler.num_running > 0 or scheduler.has_put_back or scheduler.num_reading
-        return bool(is_running or self._in_flight)
+        is_running = self.num_running > 0 or scheduler.waiting.has_preempted
+        return bool(is_running or scheduler.reading or scheduler.in_flight)
 
     @property
     def _is_at_limit(self) -> bool:
@@ -298,10 +268,10 @@ class EngineLoop:
             state.unlink()
 
     def _schedule(self) -> None:
-        """Submit steps until enough are in flight."""
-        while self._pipeline.num_in_flight < self._micro_batches and not self._is_at_limit:
+        most, stats = self._scheduler.shape.micro_batches, self.stats
+        while self._pipeline.num_in_flight < most and not self._is_at_limit:
             for prompt in self._scheduler.admit(is_stopping=self._is_draining):
-                count_admitted(self.stats, prompt)
+                count_admitted(stats, prompt)
                 if prompt.owner.times is None:
                     prompt.owner.times = self._clock.start(time.perf_counter())
                     self._count_begun(prompt.owner)
@@ -309,18 +279,15 @@ class EngineLoop:
             if planned is None:
                 return
             self._pipeline.submit(planned.step)
-            self._in_flight.append(planned)
-            running = self._scheduler.num_running
-            self.stats.max_rows_running = max(self.stats.max_rows_running, running)
-            self.stats.max_kv_tokens = self._scheduler.max_kv_tokens
+            stats.max_rows_running = max(stats.max_rows_running, self.num_running)
+            stats.max_kv_tokens = self._scheduler.pool.max_used_tokens
 
-    def _postprocess(self, planned: PlannedStep, result: StepResult) -> None:
+    def _postprocess(self, result: StepResult) -> None:
         """Give each token of a step to its sequence, and end those that are done."""
+        planned, stats = self._scheduler.collect(), self.stats
         assert planned.step.step_id == result.step_id, "the pipeline changed the order of steps"
-        stats = self.stats
         stats.num_steps += 1
         stats.add_spans(result.spans)
-        self._scheduler.collect(planned)
         if self.on_step is not None:
             counts = planned.num_prompt_tokens, planned.num_decode_rows
             self.on_step(StepTrace(result.step_id, *counts, result.spans, planned.step))
@@ -350,7 +317,6 @@ class EngineLoop:
         self._leave(state)
 
     def _leave(self, state: RequestState) -> None:
-        """Take a request out of those that are open."""
         del self._open[state.id]
         if state.times is None:
             self._count_begun(state)

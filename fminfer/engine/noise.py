@@ -46,13 +46,8 @@ def draw_key(
     """Return the key that the draws of all sequences of a request share.
 
     With a seed, it depends on the prompts' ids, the seed and the sampling params of a draw. So
-    another `n`, `max_tokens` or `logprobs` draws the same. Without a seed, it depends on all that
-    the request says, and on how many equal requests came before.
-
-    Args:
-        seed: the request's own, or the run's.
-        repeat: how many equal requests without a seed came before; 0 where the seed is given.
-        meaning: of a request without a seed: see `meaning_of`.
+    another `n`, `max_tokens` or `logprobs` draws the same. Without one, the run's seed stands in
+    its place, and the request's `meaning` and the number of equal ones before it count, too.
     """
     values = {name: getattr(params, name) for name in DRAW_FIELDS}
     values["logit_bias"] = tuple(sorted(params.logit_bias))

@@ -1,13 +1,15 @@
-"""The prefix cache: which token prefixes lie in which KV blocks, and with which scores.
+"""What lies in which KV blocks for later prompts: prefixes with their scores, encoders' memories.
 
-A radix tree over prompts, exact to the token. If prompts part in the middle of a block, the second
-one gets a copy of it. When blocks are needed, the least recently used leaves are evicted first.
+Prefixes are in a radix tree over prompts, exact to the token. If prompts part in the middle of a
+block, the second one gets a copy of it. When blocks are needed, the least recently used leaves are
+evicted first.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -70,17 +72,12 @@ class PrefixCache:
     def match(self, ids: list[int], limit: int, num_top: int | None) -> Match:
         """Find the longest cached prefix of `ids`, of at most `limit` tokens.
 
-        Args:
-            num_top: only what was scored with so many alternatives or more; None: scores are not
-                wanted.
+        With `num_top` only what was scored with so many alternatives or more is found.
         """
-        found, node = Match(), self._root
-        while found.length < limit:
-            child = node.children.get(ids[found.length])
-            if child is None or not _has_scores(child, num_top):
+        found = Match()
+        for child, num_equal in self._walk(ids, limit):
+            if not _has_scores(child, num_top):
                 break
-            end = min(child.end, limit)
-            num_equal = count_equal(child.tokens, ids, found.length, end)
             first = found.length // self._pool.block_size
             last = self._pool.blocks_for(found.length + num_equal)
             found.blocks[first:] = child.blocks[: last - first]
@@ -89,10 +86,18 @@ class PrefixCache:
                 found.scores.append((child.reports, start, end))
             found.length += num_equal
             self._touch(child)
-            if num_equal < len(child.tokens):
-                break
-            node = child
         return found
+
+    def _walk(self, ids: list[int], end: int) -> Iterator[tuple[_Node, int]]:
+        """Yield the nodes on the way of ids[:end], and how many of a node's tokens are equal."""
+        node, depth = self._root, 0
+        while depth < end and (child := node.children.get(ids[depth])) is not None:
+            num_equal = count_equal(child.tokens, ids, depth, min(child.end, end))
+            is_whole = num_equal == len(child.tokens)
+            node, depth = child, child.end
+            yield child, num_equal
+            if not is_whole:
+                return
 
     def insert(
         self,
@@ -104,44 +109,31 @@ class PrefixCache:
     ) -> None:
         """Keep the first `end` tokens of a prompt, which lie in `block_table`.
 
-        Args:
-            reports: the list that the prompt's scores are or will be in, if it is scored.
-            num_top: alternatives in each of them.
+        `reports` is the list that its scores with `num_top` alternatives are in, or will be.
         """
-        node, depth = self._root, 0
-        while depth < end:
-            child = node.children.get(ids[depth])
-            if child is None:
-                blocks = block_table[depth // self._pool.block_size : self._pool.blocks_for(end)]
-                self._add_leaf(node, ids[depth:end], blocks, reports, num_top)
-                return
-            num_equal = count_equal(child.tokens, ids, depth, min(child.end, end))
+        node = self._root
+        for child, num_equal in self._walk(ids, end):
             if num_equal < len(child.tokens):
-                if depth + num_equal == end:
+                if child.start + num_equal == end:
                     return
                 child = self._split(child, num_equal)
             if reports is not None and not _has_scores(child, num_top):
                 self._num_scores -= child.num_scores
                 child.reports, child.num_top = reports, num_top
                 self._num_scores += child.num_scores
-            node, depth = child, depth + num_equal
+            node = child
+        if node.end < end:
+            blocks = block_table[node.end // self._pool.block_size : self._pool.blocks_for(end)]
+            self._add_leaf(node, ids[node.end : end], blocks, reports, num_top)
 
     def evict(self, num_free: int) -> None:
         """Drop the leaves used longest ago until the pool has `num_free` blocks, or no more can."""
         self._evict_while(lambda: self._pool.num_free < num_free)
 
     def forget(self, ids: list[int], num_wanted: int) -> None:
-        """Drop what is kept of a prompt behind its first tokens, as far as no other goes on there.
-
-        What ends in a block that a row holds stays.
-        """
-        path, node, depth = [], self._root, 0
-        while depth < len(ids):
-            child = node.children.get(ids[depth])
-            if child is None or child.tokens != ids[depth : child.end]:
-                break
-            path.append(child)
-            node, depth = child, child.end
+        """Drop a prompt behind its first tokens, if no other goes on there and no row holds it."""
+        steps = self._walk(ids, len(ids))
+        path = [node for node, num_equal in steps if num_equal == len(node.tokens)]
         for node in reversed(path):
             is_held = self._pool.is_held(node.blocks[-1])
             if node.children or node.end <= num_wanted or is_held:
@@ -151,24 +143,13 @@ class PrefixCache:
             self._remove(node)
 
     def withdraw(self, ids: list[int], start: int) -> None:
-        """Forget a prompt from token `start` on, with all that goes on behind that.
-
-        Rows that hold its blocks keep them.
-        """
-        node, depth = self._root, 0
-        while depth < len(ids):
-            child = node.children.get(ids[depth])
-            if child is None:
+        """Forget a prompt from token `start` on, and all behind it; rows keep their blocks."""
+        for node, num_equal in self._walk(ids, len(ids)):
+            if node.start + num_equal > start:
+                if node.start < start:
+                    self._split(node, start - node.start)  # leaves it the lower part
+                self._remove_with_all_below(node)
                 return
-            depth += count_equal(child.tokens, ids, depth, min(child.end, len(ids)))
-            if depth > start:
-                if child.start < start:
-                    self._split(child, start - child.start)  # leaves it the lower part
-                self._remove_with_all_below(child)
-                return
-            if depth < child.end:
-                return
-            node = child
 
     def drop_all(self) -> None:
         """Forget every prefix. Rows that hold their blocks keep them."""
@@ -267,6 +248,51 @@ def count_equal(tokens: list[int], ids: list[int], start: int, end: int) -> int:
     if tokens[: len(others)] == others:
         return len(others)
     return next(i for i, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b)
+
+
+class MemoryCache:
+    """Keeps the blocks of memories in the pool, to be found by prompts of the same ids.
+
+    An encoder's tokens see each other, so that only whole prompts are alike. Those that were used
+    longest ago are evicted first.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self.clear()
+
+    def clear(self) -> None:
+        self._blocks: OrderedDict[tuple[int, ...], list[int]] = OrderedDict()
+
+    def find(self, ids: list[int]) -> list[int]:
+        """Return the blocks of a prompt's memory; none: it is not here."""
+        key = tuple(ids)
+        if key not in self._blocks:
+            return []
+        self._blocks.move_to_end(key)
+        return self._blocks[key]
+
+    def keep(self, ids: list[int], blocks: list[int]) -> None:
+        """Keep a memory, which is written by now."""
+        if tuple(ids) not in self._blocks:
+            self._pool.keep(blocks)
+            self._blocks[tuple(ids)] = blocks
+
+    def forget(self, ids: list[int]) -> None:
+        """Forget a memory, as it may be spoiled."""
+        blocks = self._blocks.pop(tuple(ids), None)
+        if blocks is not None:
+            self._pool.drop(blocks)
+
+    def evict(self, num_free: int) -> None:
+        """Forget memories until the pool has so many free blocks, or none is left to forget."""
+        if self._pool.num_free >= num_free:
+            return
+        for key in [*self._blocks]:
+            if not self._pool.is_held(self._blocks[key][0]):
+                self._pool.drop(self._blocks.pop(key))
+                if self._pool.num_free >= num_free:
+                    return
 
 
 class SharedTokens:

@@ -1,12 +1,14 @@
-"""Whether a prompt and what is to be drawn fit the model's context, and prompts cut to fit it."""
+"""Prompts as ids that fit the model's context beside what is to be drawn, or are cut to fit it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
-from fminfer.contract.prompts import MAX_ENTRIES
-from fminfer.contract.request import DEFAULTS, SamplingParams
-from fminfer.core.config import OnTooLong
+from fminfer.contract.prompts import MAX_ENTRIES, check_text
+from fminfer.contract.request import DEFAULTS, SamplingParams, VectorFacts
+from fminfer.contract.row_warnings import RowWarning
+from fminfer.core.config import EngineConfig, OnTooLong
 from fminfer.core.errors import RequestError
 from fminfer.core.quantities import counted
 from fminfer.engine.scheduler import Scheduler
@@ -19,29 +21,137 @@ MAX_CUT_CHARS = 2**22  # longest prompt that --on-too-long cuts; its tokens take
 MAX_OWN_CUT_CHARS = 2**20  # that a request cuts itself: any client of a server may ask for it
 
 
+MORE_TOKENS = "The tokenizer has more tokens than the model has rows"
+OTHER_MODEL = "Was it tokenized for another model?"
+SHORTER = RowWarning(
+    "chat requests without max_tokens may draw fewer tokens than the context leaves: the KV cache "
+    "has no room for more, or a line for more logprobs. Raise --budget, or give max_tokens"
+)
+
+
+@dataclass(slots=True, frozen=True)
+class KvSize:
+    """The size of the KV cache."""
+
+    num_blocks: int
+    block_size: int  # tokens
+
+    def most_draws(self, num_prompt_tokens: int, num_sequences: int) -> int:
+        """Return how many tokens each sequence of a prompt can draw; below 1 if none."""
+        num_common = num_prompt_tokens // self.block_size  # full blocks that they share
+        num_blocks = self.num_blocks + (num_sequences - 1) * num_common
+        # The last token drawn is never fed.
+        return num_blocks // num_sequences * self.block_size - num_prompt_tokens + 1
+
+
+@dataclass(slots=True, frozen=True)
+class RequestLimits:
+    """What a model and a run allow, and what they take where a request does not say."""
+
+    context_length: int
+    vocab_size: int
+    eos_ids: frozenset[int] = frozenset()
+    config: EngineConfig = field(default_factory=EngineConfig)
+    model_names: frozenset[str] | None = None  # what a line may call the model; None: anything
+    defaults: SamplingParams = DEFAULTS  # of params that a request leaves out
+    max_new_tokens: int | None = None  # of a chat request that does not say; None: the context's
+    kv_size: KvSize | None = None  # of each pipeline, once it is known
+    chat_template: str | None = None  # in place of the model's own
+    # What a decoder begins with, behind an encoder; None: there is no encoder.
+    start_ids: tuple[int, ...] | None = None
+    vectors: VectorFacts | None = None  # what the model gives; None: it generates text
+
+
 @dataclass(slots=True, frozen=True)
 class PromptFit:
-    """Fits the prompts of one request.
-
-    Args:
-        fills_context: `max_tokens` of the params is an upper bound, lowered to what is left.
-        source: the field that the prompts are from; errors name it.
-    """
+    """Fits the prompts of one request; they are from the field `source`, which errors name."""
 
     tokenizer: Tokenizer
-    context_length: int
-    on_too_long: OnTooLong
+    limits: RequestLimits
     params: SamplingParams
-    fills_context: bool = False
+    warn: Callable[[RowWarning], None]
     source: str = "prompt"
     is_source: bool = False  # an encoder reads them, and a decoder has a context of its own
+    fills_context: bool = False  # max_tokens of the params is a bound, lowered to what is left
+    is_cut: bool = True  # the run may cut it by --on-too-long
+
+    @property
+    def on_too_long(self) -> OnTooLong:
+        return self.limits.config.on_too_long if self.is_cut else "error"
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the prompts' own logprobs are told, at their offsets."""
+        return self.params.echo and self.params.logprobs is not None
+
+    def encode(self, prompt: str | list[int]) -> EncodedPrompt:
+        """Return a prompt as ids that fit the context, with the text and offsets that it needs."""
+        if isinstance(prompt, str):
+            return self._cut_to_fit(self._encode_text(prompt, self.params.add_special_tokens))
+        check_ids(prompt, self.limits.vocab_size, self.source, OTHER_MODEL)
+        encoded = self._cut_to_fit(EncodedPrompt(prompt, "", []))
+        return encoded if encoded.num_cut else self._describe_if_told(prompt)
+
+    def encode_source(self, prompt: str | list[int]) -> EncodedPrompt:
+        """Return what the encoder reads, which has the whole context for itself."""
+        params = replace(self.params, max_tokens=0, logprobs=None, min_tokens=0)
+        return replace(self, params=params, is_source=True).encode(prompt)
+
+    def encode_start(self, source: EncodedPrompt) -> EncodedPrompt:
+        """Return what the decoder goes on from: the model's own start, and `decoder_prompt`."""
+        given = self.params.decoder_prompt
+        if self.is_scored and not given:
+            raise RequestError(
+                "unsupported_parameter",
+                "echo with logprobs scores what a decoder is given, and this model's encoder reads "
+                "the prompt. Give the text to be scored as decoder_prompt, or leave echo out",
+                "echo",
+            )
+        fit = replace(self, source="decoder_prompt", is_cut=False)
+        start = [*(self.limits.start_ids or ())][: 1 if given else None]  # not what forces a BOS
+        if isinstance(given, str) and given:
+            own = fit._encode_text(check_text(given, fit.source), adds_special_tokens=False)
+        else:
+            check_ids(given or (), self.limits.vocab_size, fit.source, OTHER_MODEL)
+            own = fit._describe_if_told([*(given or ())])
+        text = source.text if self.params.echo and not given else own.text
+        offsets = [0] * len(start) + own.offsets if own.offsets else []
+        return fit.fit(replace(own, ids=start + own.ids, text=text, offsets=offsets))
+
+    def _encode_text(self, text: str, adds_special_tokens: bool) -> EncodedPrompt:
+        if not self.tokenizer.has_words:
+            raise needs_words(f"{self.source} is text", self.source)
+        self.refuse_giant(text)
+        encoded = self.tokenizer.encode(
+            text, with_offsets=self.is_scored, add_special_tokens=adds_special_tokens
+        )
+        if not encoded.ids and self.source != "decoder_prompt":
+            raise RequestError(
+                "missing_prompt",
+                'prompt is "", and this model\'s tokenizer has no token to begin with (BOS); '
+                "give at least one character",
+                "prompt",
+            )
+        check_ids(encoded.ids, self.limits.vocab_size, self.source, MORE_TOKENS)
+        return replace(encoded, is_whole_text=True)
+
+    def _describe_if_told(self, ids: list[int]) -> EncodedPrompt:
+        needs_text = bool(ids) and (self.params.echo or self.params.logprobs is not None)
+        return self.describe(ids) if needs_text else EncodedPrompt(ids, "", [])
+
+    def _cut_to_fit(self, encoded: EncodedPrompt) -> EncodedPrompt:
+        """Return a prompt as its request and then the run cuts it."""
+        wished = self.truncate(encoded)
+        fitting = self.fit(wished)
+        if fitting is not wished:
+            self.warn_of_cut()
+        return fitting
+
+    def warn_of_cut(self) -> None:
+        self.warn(RowWarning(f"prompts were cut by --on-too-long {self.on_too_long}"))
 
     def refuse_giant(self, prompt: str) -> None:
-        """Refuse what cannot fit before it is tokenized, which takes 300 times its size.
-
-        Raises:
-            RequestError: it is too long.
-        """
+        """Refuse what cannot fit before it is tokenized, which takes 300 times its size."""
         if len(prompt) <= MAX_COUNTED_CHARS:  # the error then has the exact number
             return
         least = self.tokenizer.least_tokens(prompt)
@@ -72,11 +182,7 @@ class PromptFit:
         return self._cut(encoded, wished, self.params.truncation_side, keeps_bos=has_bos)
 
     def fit(self, encoded: EncodedPrompt) -> EncodedPrompt:
-        """Return the prompt if it fits the context, or cut it if that is allowed.
-
-        Raises:
-            RequestError: it is too long.
-        """
+        """Return the prompt if it fits the context; cut or refuse it otherwise."""
         if len(encoded.ids) <= self._room:
             return encoded
         room = self._room_of_cut
@@ -85,51 +191,51 @@ class PromptFit:
         return self._cut(encoded, room, self.on_too_long.removeprefix("truncate-"))
 
     def describe(self, ids: list[int]) -> EncodedPrompt:
-        """Give a prompt of ids its text and offsets."""
         return self.tokenizer.describe_ids(
             ids,
-            with_offsets=self.params.echo and self.params.logprobs is not None,
+            with_offsets=self.is_scored,
             skip_special_tokens=self.params.skip_special_tokens,
         )
 
-    def settle(self, num_prompt_tokens: int, kv: KvSize | None) -> SamplingParams:
-        """Return the params with the `max_tokens` that the context leaves.
+    def settle(self, num_prompt_tokens: int) -> SamplingParams:
+        """Return the params with the `max_tokens` that the context leaves a chat that does not say.
 
-        Without it no default may make a request impossible: what the KV cache cannot hold, or
-        more logprobs than a line may have.
+        No default may make a request impossible: what the KV cache cannot hold, or more logprobs
+        than a line may have.
         """
-        params = self.params
+        params, kv = self.params, self.limits.kv_size
         if not self.fills_context:
             return params
         num_choices = max(params.n, params.num_candidates)
-        most = self.most_wished(num_prompt_tokens)
+        wished = most = min(params.max_tokens, self.limits.context_length - num_prompt_tokens)
         if kv is not None:
             most = min(most, kv.most_draws(num_prompt_tokens, params.num_candidates))
         if params.logprobs is not None:
             most = min(most, MAX_ENTRIES // (num_choices * (1 + params.logprobs)))
-        return replace(params, max_tokens=max(1, params.min_tokens, most))
-
-    def most_wished(self, num_prompt_tokens: int) -> int:
-        """Return the most tokens that a prompt's answer has in an unlimited KV cache."""
-        return min(self.params.max_tokens, self.context_length - num_prompt_tokens)
+        most = max(1, params.min_tokens, most)
+        if most < wished:
+            self.warn(SHORTER)
+        return replace(params, max_tokens=most)
 
     @property
     def _room(self) -> int:
         """How many tokens a prompt may have."""
         if self.fills_context:
-            return self.context_length - max(1, self.params.min_tokens)
+            return self.limits.context_length - max(1, self.params.min_tokens)
         # A last token that is scored and never fed needs no place.
         is_scored_only = not self.is_source and self.params.max_tokens == 0 and self.params.echo
-        return self.context_length + is_scored_only - self.params.max_tokens
+        return self.limits.context_length + is_scored_only - self.params.max_tokens
 
     @property
     def _room_of_cut(self) -> int:
         """How many a cut prompt may have: beside what completions draw, if a chat does not say."""
-        least = max(DEFAULTS.max_tokens, self.params.min_tokens) if self.fills_context else 0
-        return self.context_length - min(least, self.params.max_tokens) if least else self._room
+        if not self.fills_context:
+            return self._room
+        least = max(DEFAULTS.max_tokens, self.params.min_tokens)
+        return self.limits.context_length - min(least, self.params.max_tokens)
 
     def _too_long(self, num_prompt: int, about: str = "") -> RequestError:
-        context, max_tokens = self.context_length, self.params.max_tokens
+        context, max_tokens = self.limits.context_length, self.params.max_tokens
         if self.is_source:
             return RequestError(
                 "context_length_exceeded",
@@ -169,30 +275,31 @@ class PromptFit:
         return replace(self.describe(ids), num_cut=encoded.num_cut + num_cut)
 
 
-@dataclass(slots=True, frozen=True)
-class KvSize:
-    """The size of the KV cache."""
-
-    num_blocks: int
-    block_size: int  # tokens
-
-    def most_draws(self, num_prompt_tokens: int, num_sequences: int) -> int:
-        """Return how many tokens each sequence of a prompt can draw; below 1 if none."""
-        num_common = num_prompt_tokens // self.block_size  # full blocks that they share
-        num_blocks = self.num_blocks + (num_sequences - 1) * num_common
-        # The last token drawn is never fed.
-        return num_blocks // num_sequences * self.block_size - num_prompt_tokens + 1
+def needs_words(found: str, param: str) -> RequestError:
+    """Return the error of a text in a run without a tokenizer."""
+    instead = {"stop": "stop_token_ids", "bad_words": "logit_bias"}
+    return RequestError(
+        "unsupported_parameter",
+        f"{found}, and this run has no tokenizer; give "
+        f"{instead.get(param, 'a prompt of token ids')}, or run without --skip-tokenizer-init",
+        param,
+    )
 
 
-def check_room(state: RequestState, scheduler: Scheduler, num_kv_tokens: int) -> None:
-    """Check that the KV cache could hold each prompt of a request alone.
+def check_ids(ids: Iterable[int], vocab_size: int, param: str, hint: str) -> None:
+    """Refuse ids that the model does not have."""
+    for place, token_id in enumerate(ids):
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(
+                "token_out_of_range",
+                f"{param} holds token id {token_id} at index {place}; this model's ids go from "
+                f"0 to {vocab_size - 1}. {hint}",
+                param,
+            )
 
-    Args:
-        num_kv_tokens: the size of the cache.
 
-    Raises:
-        RequestError: it could not.
-    """
+def check_room(state: RequestState, scheduler: Scheduler) -> None:
+    """Refuse a request of which the KV cache could not hold each prompt alone."""
     params = state.prepared.params
     name, num = ("best_of", params.best_of) if params.best_of > params.n else ("n", params.n)
     lower = f"max_tokens or {name}" if num > 1 else "max_tokens"
@@ -213,14 +320,14 @@ def check_room(state: RequestState, scheduler: Scheduler, num_kv_tokens: int) ->
                 "on a machine with more memory",
                 "prompt",
             )
-        if prompt.num_to_feed > 0 and not scheduler.fits(prompt):
+        if prompt.num_to_feed > 0 and not scheduler.kv.fits(prompt):
             num_read = len(prompt.ids_to_read)
             beside = f" beside {counted(num_read, 'token')} for its encoder" if num_read else ""
             raise RequestError(
                 "out_of_memory",
                 f"the prompt needs the KV cache of {counted(prompt.num_kv_tokens, 'token')} for "
                 f"each of its {counted(len(prompt.sequences), 'candidate')} at once{beside}; the "
-                f"budget is {num_kv_tokens} tokens. Raise --budget, lower {lower}, or shorten the "
-                "prompt",
+                f"budget is {scheduler.pool.num_tokens} tokens. Raise --budget, lower {lower}, or "
+                "shorten the prompt",
                 "max_tokens",
             )

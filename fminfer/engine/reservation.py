@@ -9,9 +9,8 @@ import math
 from collections.abc import Iterable
 
 from fminfer.engine.blocks import BlockPool
-from fminfer.engine.memories import MemoryCache
 from fminfer.engine.packing import Copies, PackedRow, Slots
-from fminfer.engine.prefix import Match, PrefixCache
+from fminfer.engine.prefix import Match, MemoryCache, PrefixCache
 from fminfer.engine.sequence import PromptState, Sequence
 
 MIN_SEEN = 8  # ended rows before their lengths tell anything
@@ -26,7 +25,6 @@ class ExpectedLengths:
         self._seen: dict[int, tuple[int, float, float]] = {}  # rows, mean and mean square
 
     def learn(self, max_tokens: int, length: int) -> None:
-        """Record the length of a finished row."""
         count, mean, square = self._seen.get(max_tokens.bit_length(), (0, 0.0, 0.0))
         share = max(1 / (count + 1), 1 / MEMORY)
         mean += share * (length - mean)
@@ -48,50 +46,26 @@ class KvReservation:
     Blocks may be given back while a step in flight still reads or writes them. Whoever gets them
     next uses them in later steps, and every stage computes its steps in order. Copies are no
     exception: a step makes them before its rows, and reads all sources before it writes.
-
-    Args:
-        pool: the KV blocks.
-        cache: of prompts' prefixes; None: every prompt is fed whole.
-        memories: of an encoder, for other prompts; None: there are none.
     """
 
-    def __init__(
-        self, pool: BlockPool, cache: PrefixCache | None, memories: MemoryCache | None = None
-    ) -> None:
+    def __init__(self, pool: BlockPool, *, shares: bool) -> None:
         self._pool = pool
-        self._cache, self._memories = cache, memories
-        self._expected = ExpectedLengths()
+        self.shares = shares  # prefixes, or what an encoder gave; otherwise the caches stay empty
+        self.prefixes, self._memories = PrefixCache(pool), MemoryCache(pool)
+        self.expected = ExpectedLengths()
         self.slots = Slots()  # of sequences that hold blocks
         self.clear()
 
     def clear(self) -> None:
-        """Free every block, whoever holds it, and empty the prefix cache."""
         self._pool.clear()
-        if self._cache is not None:
-            self._cache.clear()
-        if self._memories is not None:
-            self._memories.clear()
+        self.prefixes.clear()
+        self._memories.clear()
         self._copies: Copies = []  # to be made by the next step
         self.slots.clear()
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that hold blocks."""
         return self.slots.num_taken
-
-    @property
-    def has_cache(self) -> bool:
-        return self._cache is not None
-
-    @property
-    def usage(self) -> float:
-        """The part of the pool that sequences hold, from 0 to 1."""
-        return self._pool.usage
-
-    @property
-    def max_kv_tokens(self) -> int:
-        """Most tokens whose blocks were in use at once."""
-        return self._pool.max_used * self._pool.block_size
 
     def fits(self, prompt: PromptState) -> bool:
         """Return whether the pool could hold the prompt if it were alone."""
@@ -99,21 +73,19 @@ class KvReservation:
 
     def find_prefix(self, prompt: PromptState) -> Match:
         """Find the prefix that need not be fed; for a scored prompt, with its scores."""
-        if self._cache is None or prompt.is_apart:
+        if prompt.is_apart:
             return Match()
         if not prompt.wants_scores:  # the last token is fed to draw from it
-            return self._cache.match(prompt.ids_to_feed, prompt.num_to_feed - 1, None)
-        match = self._cache.match(prompt.ids, prompt.num_to_feed, prompt.num_top)
+            return self.prefixes.match(prompt.ids_to_feed, prompt.num_to_feed - 1, None)
+        match = self.prefixes.match(prompt.ids, prompt.num_to_feed, prompt.num_top)
         # The last token of the prefix is fed again: what follows it is scored from it.
         match.length = max(0, match.length - 1)
         return match
 
     def reserve(self, prompt: PromptState, match: Match, *, at_all_costs: bool = False) -> bool:
-        """Give a prompt its blocks, the cached ones first; False if there is no room.
+        """Give a prompt its blocks, those that `find_prefix` has just found first; False: no room.
 
-        Args:
-            match: what `find_prefix` has just found; after a False it holds no longer.
-            at_all_costs: succeed if `would_fit` says so, even if the prefix cache must be emptied.
+        `at_all_costs` may empty the prefix cache; it succeeds if `would_fit` says so.
         """
         num_full, num_rest = divmod(match.length, self._pool.block_size)
         shared, memory = match.blocks[:num_full], self._find_memory(prompt)
@@ -122,10 +94,10 @@ class KvReservation:
         num_needed = self._num_blocks(prompt, num_expected) - num_full - len(memory)
         if not self._make_room(num_needed, at_all_costs=at_all_costs):
             self._pool.release(shared + memory)
-            if self.num_sequences > 0 or self._cache is None or not match.length:
+            if self.num_sequences > 0 or not match.length:
                 return False
             # Nothing runs, and what is in the way is the prefix's own: feed the prompt whole.
-            self._cache.evict(self._pool.num_blocks)
+            self.prefixes.evict(self._pool.num_blocks)
             return self.reserve(prompt, Match())
         prompt.has_taken_memory = bool(memory)
         if prompt.source is not None and not memory:
@@ -169,10 +141,6 @@ class KvReservation:
         sequence.block_table, sequence.cross_table = [], []
         self.slots.give_back(sequence)
 
-    def learn(self, max_tokens: int, num_drawn: int) -> None:
-        """Record how many tokens a finished sequence drew."""
-        self._expected.learn(max_tokens, num_drawn)
-
     def take_copies(self, rows: list[PackedRow]) -> Copies:
         """Return the copies that a step of `rows` makes; those that it calls for come next."""
         copies = self._copies
@@ -181,37 +149,28 @@ class KvReservation:
 
     def keep_prefix(self, prompt: PromptState, num_fed: int) -> None:
         """Let later prompts share what was fed, or is fed by the step being formed."""
-        if self._cache is None or prompt.is_apart:
+        if not self.shares or prompt.is_apart or prompt.source is not None:
             return
         reports = prompt.reports if prompt.wants_scores else None
         table = prompt.sequences[0].block_table
         num_tokens = min(num_fed, len(prompt.ids))
-        self._cache.insert(prompt.ids, num_tokens, table, reports, prompt.num_top)
+        self.prefixes.insert(prompt.ids, num_tokens, table, reports, prompt.num_top)
 
     def keep_memory(self, prompt: PromptState) -> None:
         """Let later prompts share the memory that the step being formed stores."""
-        if self._memories is not None and not prompt.is_apart:
+        if self.shares and not prompt.is_apart:
             self._memories.keep(prompt.ids_to_read, prompt.sequences[0].cross_table)
 
-    def forget_prefix(self, prompt: PromptState, num_wanted: int) -> None:
-        """Evict a prompt's blocks behind the tokens that others wait for."""
-        if self._cache is not None:
-            self._cache.forget(prompt.ids, num_wanted)
-
     def withdraw_prefix(self, prompt: PromptState) -> bool:
-        """Stop sharing what a prompt computed, as it may be spoiled; those that share it keep it.
-
-        Returns:
-            whether the prompt had itself taken blocks from the cache.
-        """
-        if self._memories is not None and prompt.source is not None and not prompt.is_apart:
+        """Stop sharing what a prompt computed, which may be spoiled; return whether it shared."""
+        if prompt.is_apart:
+            return False
+        if prompt.source is not None:
             self._memories.forget(prompt.source.ids)
             return prompt.has_taken_memory
-        if self._cache is None or prompt.is_apart:
-            return False
         # The last token of a scored prefix was fed again.
         num_taken = prompt.num_taken + prompt.wants_scores if prompt.num_taken else 0
-        self._cache.withdraw(prompt.ids, num_taken)
+        self.prefixes.withdraw(prompt.ids, num_taken)
         return num_taken > 0
 
     def replace_prefix(self, prompt: PromptState) -> None:
@@ -219,12 +178,10 @@ class KvReservation:
         prompt.is_apart = False
         if prompt.source is not None:
             self.keep_memory(prompt)
-        if self._cache is not None:
-            self._cache.withdraw(prompt.ids, 0)
-            self.keep_prefix(prompt, prompt.num_fed)
+        self.prefixes.withdraw(prompt.ids, 0)
+        self.keep_prefix(prompt, prompt.num_fed)
 
     def check_idle(self) -> None:
-        """Prove the books: nothing runs, so every block is free."""
         assert self.num_sequences == 0, "a sequence was forgotten"
         assert not self._copies, "a copy is left over"
         self._pool.check_idle()
@@ -237,7 +194,7 @@ class KvReservation:
 
     def _find_memory(self, prompt: PromptState) -> list[int]:
         """Return the blocks of a memory that need not be made; none: it must be."""
-        if self._memories is None or prompt.source is None or prompt.is_apart:
+        if prompt.source is None or prompt.is_apart:
             return []
         return self._memories.find(prompt.source.ids)
 
@@ -249,19 +206,17 @@ class KvReservation:
         """Return the tokens of KV cache that each sequence of it is admitted with."""
         if prompt.again or len(prompt.sequences) > 1:  # candidates run together, or not at all
             return prompt.num_kv_tokens
-        return prompt.kv_tokens_for(self._expected.expect(prompt.params.max_tokens))
+        return prompt.kv_tokens_for(self.expected.expect(prompt.params.max_tokens))
 
     def _make_room(self, num_blocks: int, *, at_all_costs: bool = False) -> bool:
         """Free so many blocks by evicting prefixes; False: there are not enough."""
         if self._pool.num_free + self._pool.num_idle < num_blocks:
             return False
-        if self._memories is not None:
-            self._memories.evict(num_blocks)
-        if self._cache is not None:
-            self._cache.evict(num_blocks)
-            # A prefix that goes on in blocks that are held is not evicted, though itself idle.
-            if at_all_costs and self._pool.num_free < num_blocks:
-                self._cache.drop_all()
+        self._memories.evict(num_blocks)
+        self.prefixes.evict(num_blocks)
+        # A prefix that goes on in blocks that are held is not evicted, though itself idle.
+        if at_all_costs and self._pool.num_free < num_blocks:
+            self.prefixes.drop_all()
         return self._pool.num_free >= num_blocks
 
     def _hand_out(

@@ -19,10 +19,7 @@ from fminfer.text.detokenizer import Detokenizer
 def take_result(
     planned: PlannedStep, result: StepResult, scheduler: Scheduler
 ) -> Iterator[Sequence]:
-    """Give a step's scores and tokens to their prompts and sequences; yield finished sequences.
-
-    What the encoder gave goes to the prompts that it has read.
-    """
+    """Give a step's results to its prompts and sequences; yield the sequences that are finished."""
     _take_read(planned, result, scheduler)
     scores = _reports(result.of("prompt scores"))
     for prompt, report in zip(planned.scored_prompts, scores, strict=True):
@@ -101,9 +98,6 @@ def _go_on(sequence: Sequence, scheduler: Scheduler) -> None:
 
     Those are fed together with the next one. Where logprobs are told, or choose among candidates,
     the model must see each.
-
-    Raises:
-        RequestError: nothing is left.
     """
     params, bans, matcher = sequence.prompt.params, sequence.prompt.bans, sequence.matcher
     if matcher is None:
@@ -231,11 +225,8 @@ def _add_text(sequence: Sequence, new: str) -> None:
 def find_stop(text: str, stops: tuple[str, ...], num_new: int) -> tuple[int, str] | None:
     """Return where the earliest stop string begins in `text`, and which it is, or None.
 
-    If several begin at one place, the one listed first counts.
-
-    Args:
-        num_new: how many of the text's last characters were not searched before. A stop string may
-            begin before them, but not end there.
+    If several begin at one place, the one listed first counts. Only the last `num_new` characters
+    were not searched before, so that it ends there.
     """
     found = []
     for stop in stops:

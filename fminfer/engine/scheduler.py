@@ -16,12 +16,10 @@ from collections import deque
 
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.engine_core import BEHIND_ALL
-from fminfer.engine.memories import MemoryCache
-from fminfer.engine.packing import PackedRow, PlannedStep, pack, pack_whole
-from fminfer.engine.prefix import Match, PrefixCache
+from fminfer.engine.packing import PackedRow, PlannedStep, StepShape, pack, pack_whole
+from fminfer.engine.prefix import Match
 from fminfer.engine.reservation import KvReservation, first_to_go, rows_below
 from fminfer.engine.sequence import Array, PromptState, Sequence
-from fminfer.engine.step_shape import StepShape, StepsInFlight
 from fminfer.engine.waiting import PrefillLine, ReadLine, WaitingLine
 
 MAX_LOOKS = 64  # waiting prompts that are passed over before a step
@@ -33,13 +31,10 @@ class Scheduler:
     """Forms steps from waiting and running prompts.
 
     Args:
-        pool: the KV blocks.
         chunk_size: most tokens of a step.
         max_rows: most sequences that run at once.
         micro_batches: steps in flight, at least as many as stages.
-        num_stages: of the pipeline.
-        cache: of prompts' prefixes; None: every prompt is fed whole.
-        memories: of an encoder, for other prompts; None: there are none.
+        shares: prompts share prefixes, or what an encoder gave for the same ids.
         most_read: tokens of a prompt that an encoder reads, at most.
         has_long_steps: each step streams layers.
     """
@@ -52,131 +47,81 @@ class Scheduler:
         max_rows: int,
         micro_batches: int,
         num_stages: int = 1,
-        cache: PrefixCache | None = None,
-        memories: MemoryCache | None = None,
+        shares: bool = False,
         most_read: int = sys.maxsize,
         has_long_steps: bool = False,
     ) -> None:
-        self.most_read = most_read
-        self._kv = KvReservation(pool, cache, memories)
-        self._shares_memories = memories is not None
-        self._block_size = pool.block_size
+        self.max_rows, self.most_read = max_rows, most_read
+        self.pool, self.kv = pool, KvReservation(pool, shares=shares)
         num_stages = min(num_stages, micro_batches)
-        self._shape = StepShape(chunk_size, micro_batches, num_stages, has_long_steps)
-        self._max_rows = max_rows
+        self.shape = StepShape(chunk_size, micro_batches, num_stages, has_long_steps)
         self._num_steps = 0
         self._num_admitted = 0
         self.clear()
 
     def clear(self) -> None:
         """Forget every prompt and free every block; nothing may be in flight."""
-        self._kv.clear()
-        self._waiting = WaitingLine()
+        self.kv.clear()
+        self.waiting = WaitingLine()
         self._prefilling = PrefillLine()
-        self._reading = ReadLine()
+        self.reading = ReadLine()  # for the encoder
         self._read_next: dict[tuple[int, ...], PromptState] = {}  # memories are soon in the cache
         self._was_whole = False  # the newest step is the encoder's
         self._ready: deque[Sequence] = deque()  # sequences whose newest token can be fed
-        self._in_flight = StepsInFlight()
+        self.in_flight: deque[PlannedStep] = deque()
         self._lowest_priority = math.inf  # of all prompts so far
         self._num_left_out = 0  # steps since one that had rows behind all others, if there are any
 
     @property
-    def max_rows(self) -> int:
-        return self._max_rows
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    def num_waiting_at(self, priority: int) -> int:
-        """Count the waiting prompts of the lowest priority, which this is. Any thread may ask."""
-        return self._waiting.num_from(priority)
-
-    @property
-    def num_running(self) -> int:
-        """Sequences that hold blocks."""
-        return self._kv.num_sequences
-
-    @property
-    def kv_usage(self) -> float:
-        """The part of the KV cache that sequences hold, from 0 to 1."""
-        return self._kv.usage
-
-    @property
-    def max_kv_tokens(self) -> int:
-        """Most tokens of the KV cache that were in use at once."""
-        return self._kv.max_kv_tokens
-
-    @property
     def is_idle(self) -> bool:
-        return not (len(self._waiting) or self.num_running or self.num_reading)
-
-    @property
-    def num_reading(self) -> int:
-        """Prompts that wait for the encoder."""
-        return len(self._reading)
-
-    @property
-    def has_put_back(self) -> bool:
-        """Whether a row that ran waits to run again."""
-        return self._waiting.has_preempted
+        return not (self.waiting or self.reading or self.kv.num_sequences)
 
     @property
     def max_unfed(self) -> int:
         """The most tokens that a running row may have the next step feed."""
-        return min(MAX_UNFED, self._shape.chunk_size)
-
-    def fits(self, prompt: PromptState) -> bool:
-        """Return whether the cache could hold the prompt if it were alone."""
-        return self._kv.fits(prompt)
+        return min(MAX_UNFED, self.shape.chunk_size)
 
     def has_in_flight(self, sequence: Sequence) -> bool:
         """Return whether a step in flight draws a token of a sequence, or scores its prompt."""
-        return self._in_flight.has_result_for(sequence)
+        prompt = sequence.prompt
+        return any(
+            sequence in planned.sequences
+            or prompt in planned.scored_prompts
+            or prompt in planned.read_prompts
+            for planned in self.in_flight
+        )
 
     def add(self, prompt: PromptState) -> None:
         """Queue a prompt that fits."""
-        self._waiting.add(prompt)
+        self.waiting.add(prompt)
         self._lowest_priority = min(self._lowest_priority, prompt.priority)
-
-    def forget_unshared(self) -> None:
-        """Note that no more prompts come.
-
-        From now on, a finished prefix that no waiting prompt shares is evicted when its row ends.
-        Its blocks, which are warm, are used again before others.
-        """
-        if self._kv.has_cache:
-            self._waiting.expect_no_more()
 
     def admit(self, *, is_stopping: bool = False) -> list[PromptState]:
         """Admit prompts in order while blocks for them are free or can be freed; return them.
 
         Admit no more than the next step can feed: other prompts would hold blocks, and so memory,
         for nothing. A prompt whose prefix is being fed right now waits until it is in the cache.
-
-        Args:
-            is_stopping: only rows that ran already may enter.
+        With `is_stopping` only rows that ran already may enter.
         """
         admitted: list[PromptState] = []
         place = num_looks = 0
-        while place < len(self._waiting) and num_looks < MAX_LOOKS:
-            prompt = self._waiting[place]
+        while place < len(self.waiting) and num_looks < MAX_LOOKS:
+            prompt = self.waiting[place]
             if is_stopping and not prompt.has_run:
                 place += 1
                 continue
             num_before = self._prefilling.num_unfed_before(prompt.priority)
-            num_before += self._reading.num_unfed_before(prompt.priority)
-            if num_before >= self._shape.chunk_size:
+            num_before += self.reading.num_unfed_before(prompt.priority)
+            if num_before >= self.shape.chunk_size:
                 break
-            match = self._kv.find_prefix(prompt)
+            match = self.kv.find_prefix(prompt)
             if self._stands_back(prompt, match):
                 place, num_looks = place + 1, num_looks + 1
                 continue
             # Rows that this preempts are of lower priority: they join the line behind `place`.
             if not (self._enter(prompt, match) or self._preempt_for(prompt)):
                 break
-            self._waiting.remove_at(place)
+            self.waiting.remove_at(place)
             admitted.append(prompt)
         return admitted
 
@@ -187,19 +132,19 @@ class Scheduler:
             if (planned := form()) is not None:
                 self._was_whole = planned.step.is_whole
                 self._num_steps += 1
-                self._in_flight.add(planned)
+                self.in_flight.append(planned)
                 return planned
         return None
 
     def _schedule_whole(self) -> PlannedStep | None:
         """Form a step of prompts for the encoder."""
-        is_ahead = len(self._in_flight) >= self._shape.num_stages
-        is_behind = self._reading.first_priority == BEHIND_ALL
-        if not self._reading or (is_ahead and is_behind):
+        is_ahead = len(self.in_flight) >= self.shape.num_stages
+        is_behind = self.reading.first_priority == BEHIND_ALL
+        if not self.reading or (is_ahead and is_behind):
             return None
         if is_behind:
             self._num_left_out = 0
-        return pack_whole(self._num_steps, self._reading.take(self._shape.chunk_size))
+        return pack_whole(self._num_steps, self.reading.take(self.shape.chunk_size))
 
     def _schedule_rows(self) -> PlannedStep | None:
         """Form a step of chunks of prompts and of running rows.
@@ -210,26 +155,26 @@ class Scheduler:
         a stage needs it.
         """
         has_behind = self._has_rows_behind
-        is_ahead = len(self._in_flight) >= self._shape.num_stages
+        is_ahead = len(self.in_flight) >= self.shape.num_stages
         is_their_turn = self._num_left_out >= MAX_LEFT_OUT
         if is_ahead and is_their_turn:
             return None
         feeds_others = self._prefilling.first_priority > BEHIND_ALL
         leaves_behind = has_behind and not is_their_turn and (is_ahead or feeds_others)
-        num_drawing = self._in_flight.num_drawing
+        num_drawing = sum(len(planned.sequences) for planned in self.in_flight)
         is_decoding = num_drawing > 0 or len(self._ready) > 0
         decoded = self._decode_rows(num_drawing, leaves_behind=leaves_behind)
         chunks = [each for each in decoded if len(each.token_ids) > 1]
         singles = [each for each in decoded if len(each.token_ids) == 1]
         num_tokens = sum(len(each.token_ids) for each in decoded)
-        room = self._shape.max_tokens(num_tokens, is_decoding=is_decoding) - num_tokens
+        room = self.shape.max_tokens(num_tokens, is_decoding=is_decoding) - num_tokens
         while self._prefilling and room > 0:
             if leaves_behind and self._prefilling.first_priority == BEHIND_ALL:
                 break
             prompt, row = self._prefilling.next_chunk(room)
-            self._kv.keep_prefix(prompt, prompt.num_fed)  # whoever comes after can share it
+            self.kv.keep_prefix(prompt, prompt.num_fed)  # whoever comes after can share it
             if row.memory is not None:
-                self._kv.keep_memory(prompt)
+                self.kv.keep_memory(prompt)
                 self._forget_reader(prompt)
             room -= row.num_tokens
             (chunks if len(row.token_ids) > 1 else singles).append(row)
@@ -237,16 +182,16 @@ class Scheduler:
             return None
         self._num_left_out = self._num_left_out + 1 if leaves_behind else 0
         rows = chunks + singles
-        return pack(self._num_steps, rows, self._kv.take_copies(rows), self._kv.slots)
+        return pack(self._num_steps, rows, self.kv.take_copies(rows), self.kv.slots)
 
     def take_memory(self, prompt: PromptState, memory: Array) -> None:
         """Let a prompt be fed, now that the encoder has read what it has."""
         prompt.memory = memory
         self._prefilling.add(prompt)
 
-    def collect(self, planned: PlannedStep) -> None:
-        """Record that a step is no longer in flight; call it before its results are used."""
-        self._in_flight.collect(planned)
+    def collect(self) -> PlannedStep:
+        """Return the oldest step in flight, whose results are there and are used now."""
+        return self.in_flight.popleft()
 
     def resume(self, sequence: Sequence) -> None:
         """Take back a sequence that drew a token and goes on."""
@@ -254,34 +199,30 @@ class Scheduler:
 
     def release(self, sequence: Sequence) -> None:
         """Free the blocks of a sequence that is done."""
-        self._kv.give_back(sequence)
+        self.kv.give_back(sequence)
         prompt = sequence.prompt
         if not any(other.block_table for other in prompt.sequences):
-            num_wanted = self._waiting.num_shared(prompt.ids)
+            num_wanted = self.waiting.num_shared(prompt.ids)
             if num_wanted is not None:
-                self._kv.forget_prefix(prompt, num_wanted)
+                self.kv.prefixes.forget(prompt.ids, num_wanted)
         if prompt.params.max_tokens > 0 and not prompt.owner.is_cancelled:
-            self._kv.learn(prompt.params.max_tokens, len(sequence.tokens))
+            self.kv.expected.learn(prompt.params.max_tokens, len(sequence.tokens))
 
     def cancel(self, prompt: PromptState) -> list[Sequence]:
         """Forget a prompt, wherever it is; one that is done or unknown is left as it is.
 
-        Its blocks are free at once, but for those of sequences that have something in flight. Their
-        results still come, and prompts that share its scores need those. The owner's
-        `is_cancelled` is set before.
-
-        Returns:
-            the sequences that have something in flight. Collect those steps and take their scores
-            as always, but no token; once `has_in_flight` is False, `release` the sequence.
+        Its blocks are free at once, but for those of the sequences that are returned: they have
+        something in flight. Take scores of those steps as always, for prompts that share them, but
+        no token; `release` each sequence once `has_in_flight` is False.
         """
-        if prompt in self._prefilling:
+        if prompt in self._prefilling.prompts:
             self._prefilling.remove(prompt)
-        if prompt in self._reading:
-            self._reading.remove(prompt)
+        if prompt in self.reading.prompts:
+            self.reading.remove(prompt)
         self._forget_reader(prompt)
         running = [sequence for sequence in prompt.sequences if sequence.block_table]
         if not running:
-            self._waiting.discard(prompt)
+            self.waiting.discard(prompt)
         remaining = [sequence for sequence in running if self.has_in_flight(sequence)]
         for sequence in running:
             if sequence in self._ready:
@@ -293,60 +234,60 @@ class Scheduler:
     def vouch(self, prompt: PromptState) -> None:
         """Record that a prompt's first result has no nan."""
         if prompt.is_apart and not prompt.owner.is_cancelled:
-            self._kv.replace_prefix(prompt)
+            self.kv.replace_prefix(prompt)
 
     def put_apart(self, prompt: PromptState) -> bool:
         """Record that a prompt's first result is nan, and stop sharing what it computed.
 
-        Returns:
-            whether it had taken blocks of others: their fault, perhaps, so that it is fed once
-            more, without the prefix cache, before all others of its priority.
+        If it had taken blocks of others, perhaps it is their fault: it is fed once more, without
+        the prefix cache, before all others of its priority. Return whether it is.
         """
-        has_taken = self._kv.withdraw_prefix(prompt)
+        has_taken = self.kv.withdraw_prefix(prompt)
         if not has_taken or prompt.owner.is_cancelled:
             return False
         for sequence in prompt.sequences:
-            self._kv.give_back(sequence)
+            self.kv.give_back(sequence)
         prompt.forget_results()
         prompt.is_apart = True
-        self._waiting.put_first(prompt)
+        self.waiting.put_first(prompt)
         return True
 
     def check_idle(self) -> None:
         """Prove the books: nothing runs, so every block is free."""
         assert self.is_idle and not self._ready and not self._prefilling and not self._read_next
-        assert not self._in_flight, "a step in flight was forgotten"
+        assert not self.in_flight, "a step in flight was forgotten"
         assert self._prefilling.num_unfed == 0, "a prompt was fed in part"
-        self._kv.check_idle()
+        self.kv.check_idle()
 
     @property
     def _has_rows_behind(self) -> bool:
         """Whether rows that wait behind all others could be in the next step."""
         if self._lowest_priority > BEHIND_ALL:
             return False
-        is_feeding = BEHIND_ALL in (self._prefilling.last_priority, self._reading.last_priority)
+        is_feeding = BEHIND_ALL in (self._prefilling.last_priority, self.reading.last_priority)
         return is_feeding or any(row.prompt.priority == BEHIND_ALL for row in self._ready)
 
     def _stands_back(self, prompt: PromptState, match: Match) -> bool:
         """Return whether the prompt should wait because its prefix will soon be in the cache."""
-        can_share = self._kv.has_cache and not prompt.is_apart
-        if prompt.source is not None and self._shares_memories and not prompt.is_apart:
+        if prompt.is_apart or not self.kv.shares:
+            return False
+        if prompt.source is not None:
             reader = self._read_next.get(tuple(prompt.source.ids))
             return reader is not None and reader.priority >= prompt.priority
-        return can_share and self._prefilling.will_share(prompt, match.length)
+        return self._prefilling.will_share(prompt, match.length)
 
     def _enter(self, prompt: PromptState, match: Match, *, at_all_costs: bool = False) -> bool:
         """Reserve a prompt's blocks and let it be fed; False if there is no room."""
         if not prompt.is_pooled:
-            if self.num_running + len(prompt.sequences) > self._max_rows:
+            if self.kv.num_sequences + len(prompt.sequences) > self.max_rows:
                 return False
-            if not self._kv.reserve(prompt, match, at_all_costs=at_all_costs):
+            if not self.kv.reserve(prompt, match, at_all_costs=at_all_costs):
                 return False
             prompt.is_unproven = True
         prompt.number = self._num_admitted
         self._num_admitted += 1
         if prompt.is_pooled or (prompt.source is not None and not prompt.has_taken_memory):
-            self._reading.add(prompt)
+            self.reading.add(prompt)
             if not (prompt.is_pooled or prompt.is_apart):
                 self._read_next[tuple(prompt.ids_to_read)] = prompt
         else:
@@ -362,16 +303,17 @@ class Scheduler:
         if prompt.priority <= self._lowest_priority:
             return False
         unscored = [p for p in self._prefilling.prompts if not p.wants_scores]
-        others = [*unscored, *self._reading.prompts]
+        others = [*unscored, *self.reading.prompts]
         fed = [sequence for other in others for sequence in other.sequences]
         between = rows_below(prompt.priority, [*self._ready, *fed])
-        rows = between + rows_below(prompt.priority, self._in_flight.drawing)
-        match = self._kv.find_prefix(prompt)
+        drawing = [sequence for planned in self.in_flight for sequence in planned.sequences]
+        rows = between + rows_below(prompt.priority, drawing)
+        match = self.kv.find_prefix(prompt)
 
         def is_room_without(num_rows: int) -> bool:
-            num_sequences = self.num_running - num_rows + len(prompt.sequences)
-            is_row_free = num_sequences <= self._max_rows
-            return is_row_free and self._kv.would_fit(prompt, match, rows[:num_rows])
+            num_sequences = self.kv.num_sequences - num_rows + len(prompt.sequences)
+            is_row_free = num_sequences <= self.max_rows
+            return is_row_free and self.kv.would_fit(prompt, match, rows[:num_rows])
 
         if not is_room_without(len(rows)):
             return False
@@ -383,19 +325,19 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Take a row's blocks; its prompt waits, before all of its priority, to be fed again."""
         prompt = sequence.prompt
-        is_unread = prompt in self._reading
+        is_unread = prompt in self.reading.prompts
         if is_unread:
-            self._reading.remove(prompt)
+            self.reading.remove(prompt)
         elif sequence in self._ready:
             self._ready.remove(sequence)
-        elif prompt in self._prefilling:
+        elif prompt in self._prefilling.prompts:
             self._prefilling.remove(prompt)
-        self._kv.give_back(sequence)
+        self.kv.give_back(sequence)
         self._forget_reader(prompt)
         sequence.num_unfed, prompt.memory = 0, None
         if not is_unread:  # otherwise it begins anew
             prompt.again = prompt.ids + [token.token_id for token in sequence.tokens]
-        self._waiting.put_first(prompt)
+        self.waiting.put_first(prompt)
 
     def _forget_reader(self, prompt: PromptState) -> None:
         """Let nobody wait for a prompt's memory any longer."""
@@ -404,7 +346,7 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence) -> bool:
         """Give a sequence a block for its newest token; False: it was preempted itself."""
-        while not self._kv.grow(sequence):
+        while not self.kv.grow(sequence):
             victim = first_to_go(sequence, self._ready)
             self._preempt(victim)
             if victim is sequence:
@@ -416,10 +358,10 @@ class Scheduler:
         ready = self._ready
         if leaves_behind:
             ready = deque(row for row in ready if row.prompt.priority > BEHIND_ALL)
-        num_decoding = self._in_flight.num_decoding
-        count = self._shape.num_decode_rows(len(ready), num_drawing, num_decoding)
+        num_decoding = sum(planned.num_decode_rows > 0 for planned in self.in_flight)
+        count = self.shape.num_decode_rows(len(ready), num_drawing, num_decoding)
         rows: list[PackedRow] = []
-        room = self._shape.chunk_size
+        room = self.shape.chunk_size
         while ready and len(rows) < count and ready[0].num_unfed <= room:
             sequence = ready.popleft()
             if leaves_behind:
@@ -427,7 +369,7 @@ class Scheduler:
                     continue
                 self._ready.remove(sequence)
             position = sequence.position
-            has_room = position < len(sequence.block_table) * self._block_size
+            has_room = position < len(sequence.block_table) * self.pool.block_size
             if not (has_room or self._grow(sequence)):
                 continue
             newest = sequence.tokens[-sequence.num_unfed :]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fminfer.contract.request import SamplingParams
-from fminfer.contract.vector_wish import VectorWish
+from fminfer.contract.request import SamplingParams, VectorWish
 from fminfer.core.config import KnownParser
 from fminfer.core.errors import RequestError
 from fminfer.core.messages import Mask
@@ -165,7 +164,6 @@ class PromptState:
 
     @property
     def num_unfed(self) -> int:
-        """Tokens that are still to be fed."""
         return self.num_to_feed - self.num_fed
 
     @property
@@ -189,19 +187,14 @@ class PromptState:
         return self.params.logprobs or 0
 
     @property
-    def num_scored_top(self) -> int:
-        """Alternatives that its prompt tokens' reports will have; -1 if it is not scored."""
-        return self.num_top if self.wants_scores else -1
-
-    @property
     def wants_scores(self) -> bool:
         """Whether its own tokens are to be scored when they are fed."""
         return self.params.echo and self.params.logprobs is not None and not self.again
 
     def take_shared_scores(self) -> None:
-        """Copy the reports that other prompts' prefixes gave; theirs are in by now.
+        """Copy the reports that other prompts' prefixes gave, as the first result comes.
 
-        Call it when the first result comes: what this prompt shares was sent in before it.
+        Theirs are in by now: what this prompt shares was sent in before it.
         """
         for reports, start, end in self.shared_scores:
             self.reports += reports[start:end]
@@ -268,11 +261,7 @@ class Sequence:
         return bans.find(len(self.tokens), newest)
 
     def find_mask(self) -> None:
-        """Find what it may draw next by its grammar and its request's bans.
-
-        Raises:
-            RequestError: nothing is left.
-        """
+        """Find what it may draw next by its grammar and its bans, or raise a RequestError."""
         assert self.matcher is not None, "it has no grammar"
         mask = self.matcher.mask
         if self.prompt.bans is not None:

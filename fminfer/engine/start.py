@@ -17,13 +17,7 @@ from fminfer.text.tokenizer import Tokenizer
 
 @dataclass(slots=True, frozen=True)
 class Starter:
-    """Starts requests.
-
-    Args:
-        eos_ids: tokens that end a sequence.
-        seed: for requests without one of their own.
-        vocab_size: of the model; grammars need it.
-    """
+    """Starts requests; `seed` is for those without one of their own."""
 
     tokenizer: Tokenizer
     eos_ids: frozenset[int]
@@ -45,31 +39,24 @@ class Starter:
         key = b""
         if not params.is_greedy:
             key = draw_key(ids, params, seed, prepared.repeat, prepared.meaning)
-        state.prompts = [self._start(state, index, key) for index in range(len(ids))]
         bans = find_bans(params, self.tokenizer, self.eos_ids)
-        for prompt in state.prompts:
-            prompt.bans = bans
-            self._constrain(prompt)
+        state.prompts = [self._start(state, index, key, bans) for index in range(len(ids))]
         return state
 
-    def _constrain(self, prompt: PromptState) -> None:
-        if (constraint := prompt.params.constraint) is None:
-            return
-        grammar = find_grammars(self.tokenizer, self.vocab_size, self.eos_ids).find(constraint)
-        for sequence in prompt.sequences:
-            sequence.matcher = grammar.start()
-            sequence.find_mask()
-
-    def _start(self, state: RequestState, index: int, key: bytes) -> PromptState:
+    def _start(self, state: RequestState, index: int, key: bytes, bans: Bans | None) -> PromptState:
         prepared = state.prepared
         if prepared.is_pooled:
             return PromptState(state, index, prepared.prompts[index])
         params, encoded = prepared.params, prepared.prompts[index]
         stops = find_stops(params, self.tokenizer)
         end_ids = frozenset(stops) if params.ignore_eos else self.eos_ids.union(stops)
-        prompt = PromptState(state, index, encoded, end_ids=end_ids, stop_reasons=stops)
+        prompt = PromptState(state, index, encoded, end_ids=end_ids, stop_reasons=stops, bans=bans)
         if prepared.sources:
             prompt.source = prepared.sources[index]
+        grammar = None
+        if params.constraint is not None:
+            grammars = find_grammars(self.tokenizer, self.vocab_size, self.eos_ids)
+            grammar = grammars.find(params.constraint)
         for candidate in range(params.num_candidates):
             sequence = Sequence(prompt, noise_key(key, index, candidate) if key else b"", None)
             if params.max_tokens > 0:
@@ -81,6 +68,9 @@ class Starter:
                 )
             if params.logit_bias or params.has_penalties:
                 sequence.edits = LogitEdits(params, encoded.ids)
+            if grammar is not None:
+                sequence.matcher = grammar.start()
+                sequence.find_mask()
             prompt.sequences.append(sequence)
         return prompt
 

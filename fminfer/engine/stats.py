@@ -28,7 +28,6 @@ class StageStats:
     slowest_read: float = 0.0  # bytes a second of the slowest pass; 0: none was read
 
     def add(self, span: StageSpan) -> None:
-        """Count one step."""
         self.first_s = self.first_s or span.start_s
         self.last_s = span.end_s
         self.busy_s += span.end_s - span.start_s + span.earlier_s
@@ -54,7 +53,6 @@ class ReadWork:
     max_draws: int = 0  # their max_tokens together
 
     def add(self, num_tokens: int, num_sequences: int, max_tokens: int) -> None:
-        """Count a prompt."""
         self.num_tokens += num_tokens
         self.num_sequences += num_sequences
         self.max_draws += num_sequences * max_tokens
@@ -96,7 +94,6 @@ class EngineStats:
                     setattr(mine, name, getattr(mine, name) + getattr(its, name))
 
     def end(self, num_undrawn: int) -> None:
-        """Count a sequence that ended."""
         self.num_ended += 1
         self.num_stopped += num_undrawn > 0
         self.num_undrawn += num_undrawn
@@ -111,27 +108,16 @@ class EngineStats:
 
 @dataclass(slots=True, frozen=True)
 class EngineState:
-    """How an engine stands. A team's state adds up what its pipelines reported last.
+    """How an engine stands. A team's state adds up what its pipelines reported last."""
 
-    Attributes:
-        num_waiting: prompts (of a team: requests) not begun, without those behind all others.
-        num_waiting_behind: those whose priority is `engine_core.BEHIND_ALL`.
-        num_running: sequences that hold KV cache.
-        kv_usage: the part of the KV cache that they hold, from 0 to 1.
-        has_begun: rows run, or have run and are to run again.
-        longest_row: the most tokens that a running row may still draw.
-        num_begun: requests so far that no longer wait: admitted, or ended without.
-        num_begun_behind: those whose priority is `BEHIND_ALL`.
-    """
-
-    num_waiting: int = 0
-    num_waiting_behind: int = 0
-    num_running: int = 0
-    kv_usage: float = 0.0
-    has_begun: bool = False
-    longest_row: int = 0
-    num_begun: int = 0
-    num_begun_behind: int = 0
+    num_waiting: int = 0  # prompts (of a team: requests) not begun, without those behind all others
+    num_waiting_behind: int = 0  # those whose priority is `engine_core.BEHIND_ALL`
+    num_running: int = 0  # sequences that hold KV cache
+    kv_usage: float = 0.0  # the part of the KV cache that they hold, from 0 to 1
+    has_begun: bool = False  # rows run, or have run and are to run again
+    longest_row: int = 0  # the most tokens that a running row may still draw
+    num_begun: int = 0  # requests so far that no longer wait: admitted, or ended without
+    num_begun_behind: int = 0  # those whose priority is `BEHIND_ALL`
 
     @classmethod
     def of_all(cls, states: Sequence[EngineState], **known: Any) -> EngineState:

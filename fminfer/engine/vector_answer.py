@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fminfer.contract.vector_wish import VectorFacts, VectorWish
+from fminfer.contract.request import VectorFacts, VectorWish
 from fminfer.engine.sequence import AnswerKind, Array, RequestState
 
 
@@ -101,11 +101,6 @@ _HEADS: dict[AnswerKind, tuple[str, str]] = {
 
 
 def head_of_answer(kind: AnswerKind, own_id: str, created: int, model: str) -> dict[str, Any]:
-    """Return what an object of the API has before its answers.
-
-    Args:
-        own_id: what follows its prefix.
-        created: Unix time, seconds.
-    """
+    """Return what an object of the API has before its answers; `created` is Unix time."""
     prefix, name = _HEADS.get(kind, (kind, "list"))
     return {"id": f"{prefix}-{own_id}", "object": name, "created": created, "model": model}

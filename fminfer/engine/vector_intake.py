@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from fminfer.contract.endpoints import Endpoint, find_asked
 from fminfer.contract.field_table import FIELDS
-from fminfer.contract.request import Request
+from fminfer.contract.request import Request, VectorFacts
 from fminfer.contract.row_warnings import RowWarning
-from fminfer.contract.vector_wish import VectorFacts
 from fminfer.contract.vectors import parse_vectors
-from fminfer.core.config import RequestOptions
 from fminfer.core.errors import CheckpointError, RequestError
-from fminfer.engine.prompt_fit import PromptFit
+from fminfer.engine.prompt_fit import (
+    MORE_TOKENS,
+    PromptFit,
+    RequestLimits,
+    check_ids,
+    needs_words,
+)
 from fminfer.engine.sequence import AnswerKind, Prepared
 from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.pairs import as_prompt, cut_encoding, encode_texts
 from fminfer.text.tokenizer import Tokenizer
-
-MORE_TOKENS = "The tokenizer has more tokens than the model has rows"
 
 
 @dataclass(slots=True)
@@ -42,22 +44,14 @@ class _Asked:
 
 
 class VectorIntake:
-    """Prepares requests for vectors.
-
-    Args:
-        facts: what the model gives.
-        check_ids: raises a RequestError for ids that the model does not have.
-        count: is told of what is odd about a prompt.
-    """
+    """Prepares requests for vectors."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
+        limits: RequestLimits,
         facts: VectorFacts,
-        context_length: int,
-        options: RequestOptions,
-        check_ids: Callable[[Iterable[int], str, str], None],
-        count: Callable[[RowWarning], None],
+        warn: Callable[[RowWarning], None],
     ) -> None:
         if tokenizer.backend is None:
             raise CheckpointError(
@@ -68,33 +62,26 @@ class VectorIntake:
         tokenizer.backend.no_padding()
         if tokenizer.hf is not None and "token_type_ids" not in tokenizer.hf.model_input_names:
             facts = replace(facts, has_types=False)
-        self._tokenizer, self._facts = tokenizer, facts
-        self._context_length, self._options = context_length, options
-        self._check_ids, self._count = check_ids, count
+        self._tokenizer, self._limits = tokenizer, limits
+        self._facts, self._warn = facts, warn
+        self._args = limits.config.request_args or {}
 
     def parse(self, fields: Mapping[str, Any], told: Endpoint | None) -> Request:
-        """Check a request as far as that goes without its tokens.
-
-        Args:
-            told: the endpoint to which it was sent; None: its fields tell.
-
-        Raises:
-            RequestError: what is wrong with it.
-        """
+        """Check a request as far as that goes without tokens; its fields may tell the endpoint."""
         endpoint = told or find_asked(fields) or "embeddings"
         if told is None and endpoint == "embeddings" and self._facts.is_scored:
             endpoint = "classify"
         own = FIELDS[endpoint]
-        args = {n: v for n, v in (self._options.request_args or {}).items() if n in own}
-        is_strict = self._options.strict
-        request = parse_vectors({**fields, **args}, endpoint, self._facts, is_strict=is_strict)
-        if self._options.embeddings == "npy":
+        args = {name: value for name, value in self._args.items() if name in own}
+        config = self._limits.config
+        request = parse_vectors({**fields, **args}, endpoint, self._facts, is_strict=config.strict)
+        if config.embeddings == "npy":
             self._check_row(request)
         return request
 
     def _check_row(self, request: Request) -> None:
         """Refuse what is no row of the run's file of vectors."""
-        asked = (self._options.request_args or {}).get("dimensions") or self._facts.size
+        asked = self._args.get("dimensions") or self._facts.size
         own = request.vectors and (request.vectors.dimensions or self._facts.size)
         if request.endpoint != "embeddings" or len(request.prompts) != 1 or own != asked:
             raise RequestError(
@@ -131,18 +118,15 @@ class VectorIntake:
         assert wish is not None, "a request that draws"
         source = {"score": "text_1", "rerank": "documents"}.get(request.endpoint, "input")
         fit = PromptFit(
-            self._tokenizer,
-            self._context_length,
-            self._options.on_too_long,
-            request.params,
-            source=source,
-            is_source=True,
+            self._tokenizer, self._limits, request.params, self._warn, source, is_source=True
         )
         asked, firsts, seconds = _Asked(request, fit), request.prompts, wish.seconds
         try:
             for text in (*firsts, *seconds):
                 if isinstance(text, str):
-                    self._check_text(text, fit)
+                    fit.refuse_giant(text)
+                    if not self._tokenizer.has_words:
+                        raise needs_words(f"{source} is text", source)
         except RequestError as error:
             return error
         if seconds and wish.facts.is_scored:
@@ -153,16 +137,6 @@ class VectorIntake:
             prompts = (*firsts, *seconds)
             asked.prompts = [_Text(each) if isinstance(each, str) else each for each in prompts]
         return asked
-
-    def _check_text(self, text: str, fit: PromptFit) -> None:
-        fit.refuse_giant(text)
-        if not self._tokenizer.has_words:
-            raise RequestError(
-                "unsupported_parameter",
-                f"{fit.source} is text, and this run has no tokenizer; give token ids, or run "
-                "without --skip-tokenizer-init",
-                fit.source,
-            )
 
     def _finish(self, asked: _Asked) -> Prepared | RequestError:
         request = asked.request
@@ -181,21 +155,16 @@ class VectorIntake:
     def _encode(self, prompt: _Text | list[int], fit: PromptFit) -> EncodedPrompt:
         """Return a prompt's ids, as its request and then the run cuts them."""
         if isinstance(prompt, list):
-            self._check_ids(prompt, fit.source, "Was it tokenized for another model?")
-            asked_for = fit.truncate(EncodedPrompt(prompt, "", []))
-            fitting = fit.fit(asked_for)
-            if fitting is not asked_for:
-                self._tell_cut()
-            return fitting
+            return fit.encode(prompt)
         encoding, has_types = prompt.encoding, self._facts.has_types
-        params, room = fit.params, self._context_length
+        params, room = fit.params, self._limits.context_length
         if not encoding.ids:
             raise RequestError(
                 "missing_prompt",
                 f"{fit.source} has a text without tokens; give at least one character",
                 fit.source,
             )
-        self._check_ids([max(encoding.ids)], fit.source, MORE_TOKENS)
+        check_ids([max(encoding.ids)], self._limits.vocab_size, fit.source, MORE_TOKENS)
         found = as_prompt(encoding, has_types=has_types)
         wished = room if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
         if wished is not None and len(encoding.ids) > wished:
@@ -204,9 +173,5 @@ class VectorIntake:
         if len(found.ids) > room and fit.on_too_long != "error":
             side = fit.on_too_long.removeprefix("truncate-")
             found = cut_encoding(encoding, room, side, has_types=has_types)
-            self._tell_cut()
+            fit.warn_of_cut()
         return fit.fit(found) if len(found.ids) > room else found
-
-    def _tell_cut(self) -> None:
-        on_too_long = self._options.on_too_long
-        self._count(RowWarning(f"prompts were cut by --on-too-long {on_too_long}"))

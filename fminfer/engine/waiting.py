@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import Protocol, TypeVar
 
@@ -52,7 +52,6 @@ def plan_order(prompts: Sequence[T]) -> list[T]:
 
 
 def _steps(prompt: HasPrompt) -> int:
-    """Return how many steps a prompt's rows may take."""
     return prompt.params.max_tokens
 
 
@@ -62,7 +61,7 @@ class WaitingLine:
     def __init__(self) -> None:
         self._entries: list[tuple[int, int, PromptState]] = []  # (-priority, order, prompt)
         self._orders = count(1)
-        self._ids: WaitingPrompts | None = None  # once no more prompts come
+        self._ids: list[list[int]] | None = None  # of all, sorted, once no more prompts come
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -72,7 +71,6 @@ class WaitingLine:
 
     @property
     def has_preempted(self) -> bool:
-        """Whether a prompt that ran waits to run again."""
         return any(prompt.has_run for _, _, prompt in self._entries)
 
     def num_from(self, priority: int) -> int:
@@ -90,13 +88,14 @@ class WaitingLine:
         """Put a prompt that ran before all of its priority."""
         insort(self._entries, (-prompt.priority, -next(self._orders), prompt))
         if self._ids is not None:
-            self._ids.add(prompt.ids_to_feed)
+            insort(self._ids, prompt.ids_to_feed)
 
     def remove_at(self, place: int) -> None:
-        """Remove and return the prompt at a place of the line."""
         prompt = self._entries.pop(place)[2]
         if self._ids is not None:
-            self._ids.remove(prompt.ids_to_feed)
+            place = bisect_left(self._ids, prompt.ids_to_feed)
+            assert self._ids[place] == prompt.ids_to_feed, "a prompt that did not wait"
+            del self._ids[place]
 
     def discard(self, prompt: PromptState) -> None:
         """Take a prompt out if it waits."""
@@ -108,33 +107,14 @@ class WaitingLine:
     def expect_no_more(self) -> None:
         """Note that no new prompts come: from now on `num_shared` has an answer."""
         if self._ids is None:
-            self._ids = WaitingPrompts(prompt.ids_to_feed for _, _, prompt in self._entries)
+            self._ids = sorted(prompt.ids_to_feed for _, _, prompt in self._entries)
 
     def num_shared(self, ids: list[int]) -> int | None:
         """Return how many first tokens of `ids` a waiting prompt shares; None: more may come."""
-        return None if self._ids is None else self._ids.num_shared(ids)
-
-
-class WaitingPrompts:
-    """The ids of waiting prompts, to find which prefixes they will look for."""
-
-    def __init__(self, prompts: Iterable[list[int]]) -> None:
-        self._sorted = sorted(prompts)
-
-    def add(self, ids: list[int]) -> None:
-        """Add a waiting prompt."""
-        insort(self._sorted, ids)
-
-    def remove(self, ids: list[int]) -> None:
-        """Remove a prompt with these ids: it waits no longer."""
-        place = bisect_left(self._sorted, ids)
-        assert self._sorted[place] == ids, "a prompt that did not wait"
-        del self._sorted[place]
-
-    def num_shared(self, ids: list[int]) -> int:
-        """Return the most first tokens that a prompt shares with a waiting one."""
-        place = bisect_left(self._sorted, ids)  # none has more in common than its neighbours
-        neighbours = self._sorted[max(0, place - 1) : place + 1]
+        if self._ids is None:
+            return None
+        place = bisect_left(self._ids, ids)  # none has more in common than its neighbours
+        neighbours = self._ids[max(0, place - 1) : place + 1]
         return max((count_equal(o, ids, 0, min(len(o), len(ids))) for o in neighbours), default=0)
 
 
@@ -146,47 +126,39 @@ class AdmittedLine:
     """Admitted prompts that are to be fed: higher priority first, then by admission."""
 
     def __init__(self) -> None:
-        self._prompts: deque[PromptState] = deque()
+        self.prompts: deque[PromptState] = deque()
         self.num_unfed = 0  # tokens of them that are not yet in a step
 
     def __len__(self) -> int:
-        return len(self._prompts)
-
-    def __contains__(self, prompt: PromptState) -> bool:
-        return prompt in self._prompts
-
-    @property
-    def prompts(self) -> list[PromptState]:
-        return list(self._prompts)
+        return len(self.prompts)
 
     @property
     def first_priority(self) -> float:
         """The priority of the prompt that is fed next; -inf: there is none."""
-        return self._prompts[0].priority if self._prompts else -math.inf
+        return self.prompts[0].priority if self.prompts else -math.inf
 
     @property
     def last_priority(self) -> float:
         """The lowest priority of all; inf: there is none."""
-        return self._prompts[-1].priority if self._prompts else math.inf
+        return self.prompts[-1].priority if self.prompts else math.inf
 
     def add(self, prompt: PromptState) -> None:
         """Queue an admitted prompt behind those of its priority."""
-        place = len(self._prompts)
-        while place > 0 and self._prompts[place - 1].priority < prompt.priority:
+        place = len(self.prompts)
+        while place > 0 and self.prompts[place - 1].priority < prompt.priority:
             place -= 1
-        self._prompts.insert(place, prompt)
+        self.prompts.insert(place, prompt)
         self.num_unfed += self.size(prompt)
 
     def remove(self, prompt: PromptState) -> None:
-        """Feed no more of a prompt."""
-        self._prompts.remove(prompt)
+        self.prompts.remove(prompt)
         self.num_unfed -= self.size(prompt)
 
     def num_unfed_before(self, priority: int) -> int:
         """Count the tokens that are fed before those of a new prompt of that priority."""
-        if not self._prompts or self._prompts[-1].priority >= priority:
+        if not self.prompts or self.prompts[-1].priority >= priority:
             return self.num_unfed
-        return sum(self.size(each) for each in self._prompts if each.priority >= priority)
+        return sum(self.size(each) for each in self.prompts if each.priority >= priority)
 
     def size(self, prompt: PromptState) -> int:
         """Return a prompt's tokens that are not yet in a step."""
@@ -202,8 +174,8 @@ class ReadLine(AdmittedLine):
     def take(self, most: int) -> list[PromptState]:
         """Take the first prompts, of so many tokens together; the first one in any case."""
         taken: list[PromptState] = []
-        while self._prompts and (not taken or self.size(self._prompts[0]) <= most):
-            taken.append(self._prompts.popleft())
+        while self.prompts and (not taken or self.size(self.prompts[0]) <= most):
+            taken.append(self.prompts.popleft())
             most -= self.size(taken[-1])
             self.num_unfed -= self.size(taken[-1])
         return taken
@@ -224,17 +196,15 @@ class PrefillLine(AdmittedLine):
             and other.priority >= prompt.priority
             and not other.is_apart
             and other.ids_to_feed[:wanted] == head
-            and (not prompt.wants_scores or other.num_scored_top >= prompt.num_top)
-            for other in self._prompts
+            and (
+                not prompt.wants_scores or (other.wants_scores and other.num_top >= prompt.num_top)
+            )
+            for other in self.prompts
         )
 
     def next_chunk(self, room: int) -> tuple[PromptState, PackedRow]:
-        """Feed the next tokens of the first prompt; the last chunk also draws, of all candidates.
-
-        Args:
-            room: most tokens of the chunk.
-        """
-        prompt = self._prompts[0]
+        """Feed up to `room` tokens of the first prompt; the last chunk draws for all candidates."""
+        prompt = self.prompts[0]
         memory, prompt.memory = prompt.memory, None
         start, last = prompt.num_fed, min(prompt.num_fed + room, prompt.num_to_feed)
         ids = prompt.ids_to_feed[start:last]
@@ -242,7 +212,7 @@ class PrefillLine(AdmittedLine):
         self.num_unfed -= last - start
         draws = last == prompt.num_to_feed and prompt.params.max_tokens > 0
         if last == prompt.num_to_feed:
-            self._prompts.popleft()
+            self.prompts.popleft()
         return prompt, PackedRow(
             prompt.sequences[0],
             ids,

@@ -15,7 +15,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fminfer.compute.registry import find_library
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.core.config import EngineConfig, StepSizes
 from fminfer.core.errors import UsageError
@@ -241,7 +241,6 @@ class Check:
             sizes=sizes,
             num_blocks=num_blocks,
             num_stages=num_stages,
-            has_memories=self._checkpoint.model.encoder is not None,
             most_read=plan.most_read(plan.room_bytes - plan.own.takes.total(plan.num_kv_tokens)),
         )
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fminfer.answers.answer_index import RecentAnswers
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import RequestError
 from fminfer.engine.loop import EngineLoop

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fminfer.contract.record_parts import is_batch, load_record
+from fminfer.contract.record import is_batch, load_record
 from fminfer.core.errors import RETRYABLE, UsageError
 from fminfer.files.disk import told
 from fminfer.files.edits import Edit, edited, find_edit

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.core.errors import UsageError
 from fminfer.core.quantities import counted
 from fminfer.files.line_reader import count_to_last, read_lines

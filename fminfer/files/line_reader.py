@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import chain, islice, repeat
 from pathlib import Path
 
-from fminfer.contract.line import Line as Line
+from fminfer.contract.envelope import Line as Line
 from fminfer.core.errors import DamagedInputError
 from fminfer.files.first_bytes import explain_bytes, opens_array, packing_of
 from fminfer.files.json_values import CutValue, ValueBytes, split_values

@@ -13,7 +13,7 @@ from fminfer.files.streams import changed_ns, digest_of
 
 MANIFEST = "manifest.json"  # the folder's parts may stand below it
 PART_NAME = re.compile(r"request_(0|[1-9][0-9]{0,17})\.jsonl")
-NUM_EQUAL = "num_equal"  # in what a manifest says of a part; see `contract.line.Line`
+NUM_EQUAL = "num_equal"  # in what a manifest says of a part; see `envelope.Line`
 _HEAD = b'{"fminfer_split"'
 _NUM_EQUAL = re.compile(rb'\{"num_equal":.*?\],"path":("(?:[^"\\]|\\.)*")')
 

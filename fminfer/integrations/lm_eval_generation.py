@@ -10,7 +10,7 @@ from typing import Any
 
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
-from fminfer.contract.constraint import KINDS as CONSTRAINTS
+from fminfer.contract.constraint import CONSTRAINTS
 from fminfer.contract.field_table import COLUMNS
 from fminfer.core.errors import UsageError
 

@@ -28,8 +28,7 @@ import torch
 from ray.data.expressions import monotonically_increasing_id
 
 from fminfer.answers.line_counter import EqualLines
-from fminfer.contract.envelope import open_envelope
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line, open_envelope
 from fminfer.core.config import make_config
 from fminfer.core.errors import UsageError
 from fminfer.files.input_folders import find_inputs

@@ -10,7 +10,7 @@ from pathlib import Path
 import orjson
 
 from fminfer.compute.step import StepTrace
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import StoppedError, UsageError
 from fminfer.engine.stats import EngineStats

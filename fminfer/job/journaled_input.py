@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fminfer.answers.carrying_over import CarriedOver, carry_over, drop_answerless, reopen
 from fminfer.answers.run_terms import RunTerms
-from fminfer.contract.line import Line, read_clock
+from fminfer.contract.envelope import Line, read_clock
 from fminfer.contract.record import Record
 from fminfer.core.errors import OutputError, UsageError
 from fminfer.files.claims import Claim, Hold

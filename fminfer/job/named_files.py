@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from fminfer.answers.carrying_over import CarriedOver
 from fminfer.answers.run_terms import RunTerms
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import InUseError, OutputError, UsageError
 from fminfer.files.line_reader import count_rows, read_lines

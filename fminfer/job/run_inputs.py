@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fminfer.answers.carrying_over import CarriedOver
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import UsageError
 from fminfer.files.row_counts import RowCounts

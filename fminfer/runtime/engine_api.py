@@ -19,11 +19,10 @@ from fminfer.core.config import EngineConfig, make_config
 from fminfer.core.errors import UsageError
 from fminfer.core.option import show_options
 from fminfer.core.rank_memory import RankMemory
-from fminfer.engine.engine_core import Facts
-from fminfer.engine.events import Event
+from fminfer.engine.engine_core import Event, Facts
+from fminfer.engine.intake import request_of_text
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineState, EngineStats
-from fminfer.engine.text_request import request_of_text
 from fminfer.models.checkpoint import Checkpoint, open_model
 from fminfer.runtime.build.assembly import load_tokenizer, make_intake
 from fminfer.runtime.build.one_pipeline import OnePipeline

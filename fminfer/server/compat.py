@@ -11,12 +11,13 @@ from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fminfer.contract.field_table import FIELDS, Field
+from fminfer.contract.field_table import FIELDS
 from fminfer.contract.fields import (
     NULL,
     SWITCH,
     TEXT,
     TEXTS,
+    Field,
     Schema,
     allow_null,
     as_it_is,
@@ -26,8 +27,8 @@ from fminfer.contract.fields import (
 )
 from fminfer.core.errors import RequestError
 from fminfer.core.quantities import counted
-from fminfer.engine.events import Finished
-from fminfer.engine.intake import RequestLimits
+from fminfer.engine.engine_core import Finished
+from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.server.schemas import describe_field, describe_fields, document
 from fminfer.server.service import Service, respond_json
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from fminfer.contract.endpoints import Endpoint
 from fminfer.core.errors import FminferError, StoppedError, UncompiledError
-from fminfer.engine.events import Delta, Event, Finished
+from fminfer.engine.engine_core import Delta, Event, Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.runtime.engine_api import Engine
 from fminfer.server.http_errors import HttpError, shutting_down

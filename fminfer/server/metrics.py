@@ -17,7 +17,7 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from fminfer.engine.events import Finished
+from fminfer.engine.engine_core import Finished
 from fminfer.engine.stats import Observed
 from fminfer.runtime.engine_api import Engine
 from fminfer.server.batches.batch_run import RowKind

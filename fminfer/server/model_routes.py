@@ -8,12 +8,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from fminfer.contract.constraint import KINDS
+from fminfer.contract.constraint import CONSTRAINTS
 from fminfer.contract.endpoints import Endpoint
-from fminfer.contract.field_table import FIELDS, Field
+from fminfer.contract.field_table import FIELDS
 from fminfer.contract.fields import (
     SWITCH,
     TEXT,
+    Field,
     Schema,
     allow_null,
     as_it_is,
@@ -24,7 +25,7 @@ from fminfer.contract.fields import (
 )
 from fminfer.core.errors import RequestError
 from fminfer.core.version import __version__
-from fminfer.engine.intake import RequestLimits
+from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.server.http_errors import HttpError
 from fminfer.server.schemas import COUNT, ERRORS, IDS, describe_fields, document, extend
 from fminfer.server.service import Service, respond_json
@@ -151,7 +152,7 @@ def _detokenize(service: Service, fields: dict[str, Any]) -> dict[str, Any]:
 def _prepare_one(service: Service, request: dict[str, Any], name: str) -> list[int]:
     """Return the ids of a request's only prompt."""
     try:
-        asked = {name: value for name, value in request.items() if name not in KINDS}
+        asked = {name: value for name, value in request.items() if name not in CONSTRAINTS}
         endpoint: Endpoint | None = "chat" if "messages" in request else "completions"
         if service.engine.intake.limits.vectors is not None and endpoint == "completions":
             asked, endpoint = {"input": asked.pop("prompt", None), **asked}, None

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from fminfer.contract.endpoints import ALL_URLS, OF_DRAWS, Endpoint
 from fminfer.contract.field_table import FIELDS
 from fminfer.contract.fields import NULL, SWITCH, TEXT, list_of, whole
-from fminfer.engine.events import Delta, Event, Finished
+from fminfer.engine.engine_core import Delta, Event, Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.vector_answer import head_of_answer
 from fminfer.server.http_errors import HttpError

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fminfer.contract.json_object import dump
-from fminfer.engine.events import Delta, Event, Failed, Finished
+from fminfer.engine.engine_core import Delta, Event, Failed, Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.server.http_errors import HttpError, as_http, describe, respond
 

@@ -7,18 +7,19 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from fminfer.contract.endpoints import Endpoint
-from fminfer.contract.field_table import FIELDS, Field
+from fminfer.contract.field_table import FIELDS
 from fminfer.contract.fields import (
     INT64,
     NULL,
     TEXT,
+    Field,
     Schema,
     allow_null,
     list_of,
     object_of,
     whole,
 )
-from fminfer.engine.intake import RequestLimits
+from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.engine.sequence import FinishReason
 from fminfer.server.http_errors import JSON
 

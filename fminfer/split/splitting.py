@@ -21,10 +21,9 @@ import numpy.typing as npt
 
 from fminfer.answers.line_counter import EqualLines
 from fminfer.answers.seen_counts import SeenCounts
-from fminfer.contract.envelope import open_envelope
+from fminfer.contract.envelope import Line, open_envelope
 from fminfer.contract.fields import show
-from fminfer.contract.json_spans import on_one_line
-from fminfer.contract.line import Line
+from fminfer.contract.json_object import on_one_line
 from fminfer.core.errors import DamagedInputError, FminferError, OutputError, UsageError
 from fminfer.core.quantities import counted, name_few
 from fminfer.files.input_folders import find_inputs

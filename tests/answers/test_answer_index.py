@@ -16,12 +16,11 @@ import pytest
 import fminfer
 from fminfer.answers.answer_index import AnswerIndex, RecentAnswers, answer_key, open_answers
 from fminfer.answers.cache_place import CachePlace
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
-from fminfer.contract.request import SamplingParams
-from fminfer.contract.vector_wish import VectorFacts, VectorWish
+from fminfer.contract.request import SamplingParams, VectorFacts, VectorWish
 from fminfer.core.config import Constraint, EngineConfig
-from fminfer.engine.events import Finished
+from fminfer.engine.engine_core import Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.models.checkpoint import open_checkpoint, open_model
 from fminfer.models.fingerprint import NOT_OF_ANSWERS, terms_of_answers

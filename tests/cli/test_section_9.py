@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import fminfer
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 
 WAY = "Question: How do you go from the bathroom to the office?\nAnswer:"
 EOS = 0

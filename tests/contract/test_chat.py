@@ -8,9 +8,8 @@ import pytest
 
 from fminfer.contract.chat import ChatRequest, overwrite, parse_chat
 from fminfer.contract.endpoints import tell_endpoint
-from fminfer.contract.envelope import open_envelope
+from fminfer.contract.envelope import Line, open_envelope
 from fminfer.contract.fields import INT64
-from fminfer.contract.line import Line
 from fminfer.contract.request import DEFAULTS
 from fminfer.core.errors import RequestError
 

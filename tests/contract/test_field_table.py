@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from fminfer.contract.endpoints import Endpoint
-from fminfer.contract.field_table import FIELDS, Field
+from fminfer.contract.field_table import FIELDS
+from fminfer.contract.fields import Field
 from fminfer.contract.request import DEFAULTS, parse_request
 from fminfer.split.grouping import Groups
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fminfer
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.contract.request import SamplingParams
 from fminfer.files.line_reader import read_lines
 from fminfer.text.tokenizer import _bytes_by_spelling

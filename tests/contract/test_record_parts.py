@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from fminfer.contract.envelope import Envelope, as_text, open_envelope
-from fminfer.contract.line import Line
-from fminfer.contract.record import Record, make_key
-from fminfer.contract.record_parts import is_batch, read_key, read_request, readdress
+from fminfer.contract.envelope import Envelope, Line, as_text, open_envelope
+from fminfer.contract.record import Record, is_batch, make_key, read_key, read_request, readdress
 from fminfer.core.errors import RequestError
 
 USAGE = {

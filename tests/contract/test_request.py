@@ -7,9 +7,8 @@ import json
 import pytest
 
 from fminfer.contract.chat import parse_chat
-from fminfer.contract.envelope import open_envelope
+from fminfer.contract.envelope import Line, open_envelope
 from fminfer.contract.field_table import FIELDS
-from fminfer.contract.line import Line
 from fminfer.contract.prompts import MAX_CHOICES
 from fminfer.contract.request import Request, SamplingParams
 from fminfer.contract.request import parse_request as check_fields

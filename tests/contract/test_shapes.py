@@ -10,8 +10,7 @@ from typing import Any, get_args
 import openai.types
 import pytest
 
-from fminfer.contract.envelope import open_envelope
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line, open_envelope
 from fminfer.contract.record import Record
 from fminfer.core.errors import ErrorCode
 from tests.engine.test_contract import Bench

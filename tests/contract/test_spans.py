@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fminfer.contract.json_spans import find_members, on_one_line
+from fminfer.contract.json_object import find_members, on_one_line
 from fminfer.core.errors import DamagedInputError
 from fminfer.files.json_values import split_values
 from tests.conftest import num_examples

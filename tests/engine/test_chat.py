@@ -11,13 +11,13 @@ import pytest
 import transformers
 
 from fminfer.answers import line_counter
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.contract.prompts import MAX_ENTRIES
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError
-from fminfer.engine.events import Delta, Event, Finished
-from fminfer.engine.intake import Intake, RequestLimits
-from fminfer.engine.prompt_fit import KvSize
+from fminfer.engine.engine_core import Delta, Event, Finished
+from fminfer.engine.intake import Intake
+from fminfer.engine.prompt_fit import KvSize, RequestLimits
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.runtime.lines.line_intake import FILLS, LineIntake, LineRequest
 from fminfer.runtime.team.team_process import StreamPosition

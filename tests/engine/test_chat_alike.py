@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.engine.prompt_fit import KvSize
 from tests.engine.test_chat import CALL, HELLO, TOOLS, ChatBench

@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 
 from fminfer.compute.step import Results, Step, StepResult, TokenLogprobs
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.engine.blocks import BlockPool
-from fminfer.engine.intake import RequestLimits
-from fminfer.engine.prefix import PrefixCache
+from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import Prepared, RequestState
 from fminfer.engine.start import Starter
@@ -113,15 +112,13 @@ class Bench(LineBench):
             chunk_size=options.get("chunk_size", 16),
             max_rows=options.get("max_rows", 8),
             micro_batches=2,
-            cache=PrefixCache(pool) if options.get("prefix_cache", True) else None,
+            shares=bool(options.get("prefix_cache", True)),
         )
         self.pipeline = ScriptedPipeline(script, block_size)
         super().__init__(
             RequestLimits(options.get("context", CONTEXT), VOCAB, frozenset({EOS})),
             scheduler,
             self.pipeline,
-            micro_batches=2,
-            kv_capacity=num_blocks * block_size,
         )
 
     def run(self, *requests: dict[str, Any], read_ahead: int = LOOKAHEAD) -> list[Record]:

@@ -13,8 +13,7 @@ import torch
 
 import fminfer
 from fminfer.core.errors import FminferError
-from fminfer.engine.engine_core import BEHIND_ALL
-from fminfer.engine.events import Failed, Finished
+from fminfer.engine.engine_core import BEHIND_ALL, Failed, Finished
 from tests.conftest import more
 from tests.encoder_families import make_encoder
 from tests.sequence_models import TEXTS, save_sequence_model
@@ -347,7 +346,7 @@ def test_prompts_behind_all_are_read_in_their_turn(t5: Any, second: list[int]) -
 
 def test_blocks_of_an_unread_prompt_go_to_a_live_one(t5: Any) -> None:
     with open_engine(t5[1], chunk_size=32, block_size=16, budget=40 * 336) as engine:
-        free = engine.pipeline.core._scheduler._kv._pool.num_blocks - 40 * 20
+        free = engine.pipeline.core._scheduler.pool.num_blocks - 40 * 20
         left = finish_beside_others(engine, [9, 5] * (4 * free), [8] * 100)
         assert "live" not in left
 

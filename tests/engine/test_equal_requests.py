@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import fminfer
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.models.transformer import Head
 from fminfer.runtime.lines import equal_requests
 

@@ -13,7 +13,8 @@ from fminfer.contract.row_warnings import MAX_NAMES
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError
 from fminfer.engine import prompt_fit
-from fminfer.engine.intake import Intake, RequestLimits
+from fminfer.engine.intake import Intake
+from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.engine.sequence import Prepared
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.text.tokenizer import Tokenizer

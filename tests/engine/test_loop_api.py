@@ -12,9 +12,9 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.core.errors import RequestError
-from fminfer.engine.events import Delta, Event, Finished
+from fminfer.engine.engine_core import Delta, Event, Finished
 from tests.conftest import num_examples
 from tests.engine import test_contract
 from tests.engine.test_prefix import Bench

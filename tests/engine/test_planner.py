@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.core.errors import StoppedError
 from fminfer.engine.waiting import plan_order
 from fminfer.runtime.lines.line_intake import LineIntake, LineRequest

@@ -13,13 +13,16 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from fminfer.compute.step import BlockTables, Results, Step, StepResult, TokenLogprobs
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
+from fminfer.contract.request import SamplingParams
 from fminfer.engine.blocks import BlockPool
-from fminfer.engine.intake import RequestLimits
 from fminfer.engine.prefix import PrefixCache, SharedTokens
+from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.engine.scheduler import Scheduler
-from fminfer.engine.waiting import WaitingPrompts
+from fminfer.engine.sequence import Prepared, PromptState, RequestState
+from fminfer.engine.waiting import WaitingLine
+from fminfer.text.encoded_prompt import EncodedPrompt
 from tests.conftest import num_examples
 from tests.line_bench import LineBench
 from tests.steps import StepReader, make_logprobs
@@ -119,21 +122,18 @@ class Bench(LineBench):
         is_only_run: bool = False,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size)
-        self.cache = PrefixCache(self.pool) if has_cache else None
         scheduler = Scheduler(
             self.pool,
             chunk_size=chunk,
             max_rows=max_rows,
             micro_batches=num_stages + 1,
             num_stages=num_stages,
-            cache=self.cache,
+            shares=has_cache,
         )
         super().__init__(
             RequestLimits(200, VOCAB),
             scheduler,
             RememberingPipeline(block_size),
-            micro_batches=num_stages + 1,
-            kv_capacity=num_blocks * block_size,
             is_only_run=is_only_run,
         )
 
@@ -245,18 +245,22 @@ def test_blocks_that_nobody_shares_are_used_again_before_others() -> None:
 
 def test_how_much_a_waiting_prompt_shares() -> None:
     rng = random.Random(3)
-    waiting = WaitingPrompts([])
-    prompts: list[list[int]] = []
+    waiting = WaitingLine()
+    assert waiting.num_shared([1]) is None, "more may come"
+    waiting.expect_no_more()
+    prompts: list[PromptState] = []
     for _ in range(400):
         ids = [rng.randrange(2) for _ in range(rng.randrange(9))]
         lengths = range(len(ids), -1, -1)
-        shared = [next(n for n in lengths if other[:n] == ids[:n]) for other in prompts]
+        shared = [next(n for n in lengths if other.ids[:n] == ids[:n]) for other in prompts]
         assert waiting.num_shared(ids) == max(shared, default=0)
         if prompts and rng.random() < 0.4:
-            waiting.remove(prompts.pop(rng.randrange(len(prompts))))
+            waiting.discard(prompts.pop(rng.randrange(len(prompts))))
         else:
-            waiting.add(ids)
-            prompts.append(ids)
+            encoded = EncodedPrompt(ids, "", [])
+            owner = RequestState(0, Prepared(SamplingParams(), [encoded]), added_s=0.0)
+            prompts.append(PromptState(owner, 0, encoded))
+            waiting.put_first(prompts[-1])
 
 
 def test_scores_of_a_shared_prefix_are_computed_once() -> None:
@@ -314,7 +318,7 @@ def test_kept_scores_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [{"prompt": [i, *range(50)], **asked} for i in range(40)]
     alone = Bench(has_cache=False, block_size=4, num_blocks=4000, chunk=64)
     assert bench.answers(requests) == alone.answers(requests)
-    assert bench.cache is not None and 0 < bench.cache._num_scores <= 500
+    assert 0 < bench.scheduler.kv.prefixes._num_scores <= 500
     bench.pool.check_idle()
 
 

@@ -12,7 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import fminfer
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.core.errors import StoppedError
 from fminfer.engine import reservation
 from fminfer.engine.reservation import MIN_SEEN, ExpectedLengths

@@ -19,7 +19,6 @@ from fminfer.contract.request import SamplingParams
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.engine_core import BEHIND_ALL
 from fminfer.engine.packing import PlannedStep
-from fminfer.engine.prefix import PrefixCache
 from fminfer.engine.reservation import first_to_go
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import Prepared, PromptState, RequestState, Sequence, TokenReport
@@ -78,7 +77,7 @@ class Driver:
             max_rows=max_rows,
             micro_batches=num_stages + 1,
             num_stages=num_stages,
-            cache=PrefixCache(self.pool) if has_cache else None,
+            shares=has_cache,
         )
         self.pipeline = RememberingPipeline(block_size)
         self.micro_batches = num_stages + 1
@@ -89,7 +88,7 @@ class Driver:
 
     def add(self, *prompts: PromptState) -> None:
         for prompt in prompts:
-            assert self.scheduler.fits(prompt)
+            assert self.scheduler.kv.fits(prompt)
             self.prompts.append(prompt)
             self.scheduler.add(prompt)
 
@@ -103,7 +102,7 @@ class Driver:
         self.check_books()
 
     def waiting(self) -> list[PromptState]:
-        line = self.scheduler._waiting
+        line = self.scheduler.waiting
         return [line[place] for place in range(len(line))]
 
     def fill(self, *, is_stopping: bool = False) -> None:
@@ -113,7 +112,7 @@ class Driver:
             self.check_books()
             lowest = min((prompt.priority for prompt in admitted), default=10**9)
             for prompt in self.waiting():
-                stands_back = self.scheduler._kv.has_cache  # perhaps: its prefix is being fed
+                stands_back = self.scheduler.kv.shares  # perhaps: its prefix is being fed
                 assert prompt.priority <= lowest or stands_back or is_stopping
             planned = self.scheduler.schedule()
             if planned is None:
@@ -124,7 +123,7 @@ class Driver:
 
     def collect(self) -> None:
         planned, result = self.in_flight.popleft(), self.pipeline.collect()
-        self.scheduler.collect(planned)
+        assert self.scheduler.collect() is planned
         scores = result.of("prompt scores").logprobs.tolist()
         for prompt, logprob in zip(planned.scored_prompts, scores, strict=True):
             prompt.take_shared_scores()
@@ -180,8 +179,8 @@ class Driver:
         """Free, idle and held blocks are all blocks, and just those hold that run."""
         tables = [s.block_table for prompt in self.prompts for s in prompt.sequences]
         held = Counter(block for table in tables for block in table)
-        assert self.scheduler.num_running == sum(bool(table) for table in tables)
-        assert self.scheduler.num_running <= self.scheduler.max_rows
+        assert self.scheduler.kv.num_sequences == sum(bool(table) for table in tables)
+        assert self.scheduler.kv.num_sequences <= self.scheduler.max_rows
         holders = enumerate(self.pool._num_holders)
         assert {block: count for block, count in holders if count} == dict(held)
         assert self.pool.num_free + self.pool.num_idle + len(held) == self.pool.num_blocks
@@ -267,7 +266,7 @@ def test_the_highest_priority_never_waits_for_lower_rows(num_stages: int, room: 
     driver.add(*low)
     for _ in range(7):
         driver.step()
-    assert driver.scheduler.num_running == 8, "there is no room"
+    assert driver.scheduler.kv.num_sequences == 8, "there is no room"
     high = make_prompt([99] * 16, priority=1, n=8, max_tokens=17)
     driver.add(high)
     num_waits = 0
@@ -275,7 +274,7 @@ def test_the_highest_priority_never_waits_for_lower_rows(num_stages: int, room: 
         driver.step()
         num_waits += 1
     assert num_waits <= num_stages + 1
-    assert driver.scheduler.num_running == 8 and any(prompt.again for prompt in low)
+    assert driver.scheduler.kv.num_sequences == 8 and any(prompt.again for prompt in low)
     driver.run()
     assert low[0].priority == 0 and driver.admitted.count(high) == 1
 
@@ -447,7 +446,7 @@ def test_who_is_preempted_may_enter_though_nothing_new_may() -> None:
     driver.add(high)
     driver.step()
     late = make_prompt([3], priority=5, max_tokens=2)
-    assert low.again and driver.scheduler.has_put_back
+    assert low.again and driver.scheduler.waiting.has_preempted
     while not high.is_finished:
         driver.fill(is_stopping=True)
         driver.collect()
@@ -455,7 +454,7 @@ def test_who_is_preempted_may_enter_though_nothing_new_may() -> None:
     while not low.is_finished:
         driver.fill(is_stopping=True)
         driver.collect()
-    assert late not in driver.admitted and not driver.scheduler.has_put_back
+    assert late not in driver.admitted and not driver.scheduler.waiting.has_preempted
     driver.run()
 
 
@@ -469,7 +468,7 @@ def test_a_prompt_is_cancelled_wherever_it_is() -> None:
         driver.cancel(prompt)
         assert not driver.remaining and not any(s.block_table for s in prompt.sequences)
     driver.fill()
-    assert driver.scheduler.num_waiting == 0 and driver.scheduler.num_running == 1
+    assert len(driver.scheduler.waiting) == 0 and driver.scheduler.kv.num_sequences == 1
     driver.cancel(drawing)
     assert driver.remaining == drawing.sequences, "it draws in a step in flight"
     assert not driver.scheduler.is_idle
@@ -611,7 +610,7 @@ def test_cancelled_rows_do_not_teach_how_long_rows_are() -> None:
     running(driver, *prompts)
     for prompt in prompts[:20]:
         driver.cancel(prompt)
-    assert driver.scheduler._kv._expected.expect(60) == 60
+    assert driver.scheduler.kv.expected.expect(60) == 60
     driver.run()
 
 
@@ -628,7 +627,7 @@ def test_the_verdict_on_a_cancelled_prompt_feeds_and_keeps_nothing() -> None:
         if was_apart:  # its first result is nan, and the second one is not
             planned = driver.in_flight.popleft()
             driver.pipeline.collect()
-            driver.scheduler.collect(planned)
+            assert driver.scheduler.collect() is planned
             assert driver.scheduler.put_apart(prompt)
             driver.fill()
             assert prompt.is_apart and prompt.num_taken == 0

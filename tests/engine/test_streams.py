@@ -9,8 +9,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from fminfer.engine.blocks import BlockPool
-from fminfer.engine.events import Delta, Event
-from fminfer.engine.intake import RequestLimits
+from fminfer.engine.engine_core import Delta, Event
+from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.engine.scheduler import Scheduler
 from fminfer.runtime.team.team_process import StreamPosition
 from fminfer.text.tokenizer import Tokenizer
@@ -194,8 +194,7 @@ def scripted(tokenizer: Tokenizer, ids: list[int]) -> LineBench:
     scheduler = Scheduler(pool, chunk_size=16, max_rows=8, micro_batches=2)
     pipeline = ScriptedPipeline(cast(bytes, ids), 4)
     limits = RequestLimits(200, 360, frozenset({2}))
-    where = {"micro_batches": 2, "kv_capacity": 256}
-    return LineBench(limits, scheduler, pipeline, **where, tokenizer=tokenizer)
+    return LineBench(limits, scheduler, pipeline, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 
 import fminfer
 from fminfer.cli.app import main
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.core.errors import UsageError
 from fminfer.files import json_values, streams
 from fminfer.files.input_folders import (

@@ -24,11 +24,12 @@ from pathlib import Path
 import click
 import orjson
 
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
-from fminfer.engine.intake import Intake, RequestLimits
+from fminfer.engine.intake import Intake
+from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.files.journal import Journal, journal_path
 from fminfer.files.journal_rows import Row
 from fminfer.files.line_reader import read_lines

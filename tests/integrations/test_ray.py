@@ -22,7 +22,7 @@ import ray.data
 from click.testing import CliRunner
 
 from fminfer.cli.app import main
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.core.errors import UsageError
 from fminfer.integrations.ray import Answer, _read_files, answer, read_lines
 

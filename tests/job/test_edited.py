@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from fminfer.answers.run_terms import RunTerms
-from fminfer.contract.envelope import open_envelope
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line, open_envelope
 from fminfer.contract.record import Record
 from fminfer.core.errors import UsageError
 from fminfer.files.journal import journal_path

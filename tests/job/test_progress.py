@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from fminfer.compute.step import StepResult
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.core.config import EngineConfig, StepSizes
 from fminfer.engine.answer import AnswerForm
-from fminfer.engine.intake import Intake, RequestLimits
+from fminfer.engine.intake import Intake
 from fminfer.engine.packing import PlannedStep, pack
+from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.engine.start import Starter
 from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.estimate.simulation import PretendPipeline

@@ -16,8 +16,7 @@ import pytest
 
 import fminfer
 from fminfer.answers.run_terms import RunTerms
-from fminfer.contract.envelope import open_envelope
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line, open_envelope
 from fminfer.contract.record import Record
 from fminfer.core.errors import ErrorCode, RequestError, UsageError
 from fminfer.files.claims import Claims, look_at

@@ -14,7 +14,7 @@ import transformers
 
 import fminfer
 from fminfer.core.errors import CheckpointError, RequestError, UsageError
-from fminfer.engine.events import Delta, Finished
+from fminfer.engine.engine_core import Delta, Finished
 from fminfer.models.checkpoint import GENERATION
 from fminfer.models.known_sizes import DEMO_MODEL
 from tests.streams import check_stream, events_of

@@ -12,8 +12,7 @@ import pytest
 
 import fminfer
 from fminfer.core.errors import FminferError, RequestError
-from fminfer.engine.engine_core import BEHIND_ALL, EngineCore, RequestCore
-from fminfer.engine.events import Event, Failed, Finished
+from fminfer.engine.engine_core import BEHIND_ALL, EngineCore, Event, Failed, Finished, RequestCore
 from fminfer.engine.sequence import Prepared
 from fminfer.runtime.lines import lanes as lanes_module
 from fminfer.runtime.lines.lanes import MOST_WAITING, Lane, Lanes

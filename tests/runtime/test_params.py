@@ -16,7 +16,8 @@ import transformers
 import fminfer
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError
-from fminfer.engine.intake import Intake, RequestLimits
+from fminfer.engine.intake import Intake
+from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.models.stage import MAX_LOGITS
 from fminfer.text.tokenizer import Tokenizer
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import fminfer
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.core.errors import PipelineError, StoppedError, UsageError
-from fminfer.engine.events import Delta, Event, Finished
+from fminfer.engine.engine_core import Delta, Event, Finished
 from tests.runtime.test_own_ranks import own_ranks
 from tests.streams import answer_in, check_stream, events_of, failed, rounded, within
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fminfer
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import CheckpointError, RequestError
 from tests.vector_models import WORDS, mean_vectors, save_bert

@@ -10,7 +10,8 @@ import pytest
 
 import fminfer
 from fminfer.contract.endpoints import Endpoint
-from fminfer.contract.field_table import FIELDS, Field
+from fminfer.contract.field_table import FIELDS
+from fminfer.contract.fields import Field
 from tests.server.batch_calls import CHAT, COMPLETIONS, batch_line, content, create, wait_for_end
 from tests.server.running import Running, running
 

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import fminfer
 from fminfer.core.rank_memory import MemoryPeak, RankMemory
-from fminfer.engine.events import Finished
+from fminfer.engine.engine_core import Finished
 from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.server.metrics import Metrics
 from tests.streams import events_of

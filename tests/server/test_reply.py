@@ -12,7 +12,7 @@ import pytest
 from starlette.types import Message
 
 import fminfer
-from fminfer.engine.events import Delta
+from fminfer.engine.engine_core import Delta
 from fminfer.engine.sequence import Prepared
 from fminfer.server.http_errors import HttpError
 from fminfer.server.replies import EventStream, Reply

@@ -14,12 +14,13 @@ from jsonschema import Draft202012Validator
 
 import fminfer
 from fminfer.contract.endpoints import Endpoint
-from fminfer.contract.field_table import FIELDS, Field
+from fminfer.contract.field_table import FIELDS
+from fminfer.contract.fields import Field
 from fminfer.contract.request import SamplingParams
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError
-from fminfer.engine.events import Finished
-from fminfer.engine.intake import RequestLimits
+from fminfer.engine.engine_core import Finished
+from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.server import batch_routes, compat, model_routes, schemas
 from tests.streams import events_of
 

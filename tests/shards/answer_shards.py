@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fminfer.answers.run_terms import RunTerms
-from fminfer.contract.envelope import open_envelope
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line, open_envelope
 from fminfer.contract.record import Record
 from fminfer.core.errors import StoppedError
 from fminfer.files.input_folders import find_inputs

@@ -16,8 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from fminfer.cli.app import main
-from fminfer.contract.envelope import open_envelope
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line, open_envelope
 from fminfer.contract.record import make_id
 from fminfer.core.errors import FminferError, OutputError, UsageError
 from fminfer.files.journal import journal_path

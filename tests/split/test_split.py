@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fminfer.cli.app import main
+from fminfer.contract.envelope import Line
 from fminfer.contract.field_table import FIELDS_OF_LINES
-from fminfer.contract.line import Line
 from fminfer.contract.request import SamplingParams
 from fminfer.core.errors import DamagedInputError, FminferError, OutputError, UsageError
 from fminfer.files.input_folders import find_inputs

@@ -11,7 +11,7 @@ import transformers
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as BackendTokenizer
 
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.engine.answer import AnswerForm
 from fminfer.text.detokenizer import Detokenizer
 from fminfer.text.spelling import Spelling

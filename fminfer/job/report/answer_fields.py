@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fminfer.contract.record_parts import load_record
+from fminfer.contract.record import load_record
 
 Shape = Literal["bare", "wrapped", "batch"]
 # What a record raises that has the names of a record, and other values.

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.contract.envelope import open_envelope, tell_shape
-from fminfer.contract.record import make_id
-from fminfer.contract.record_parts import load_record
+from fminfer.contract.record import load_record, make_id
 from fminfer.core.errors import FminferError, OutputError
 from fminfer.core.quantities import counted
 from fminfer.files.disk import replacing

@@ -15,8 +15,7 @@ from typing import Literal
 from fminfer.answers.line_counter import LineCounter
 from fminfer.contract.field_table import COLUMNS, FIELDS
 from fminfer.contract.fields import INT64, integer
-from fminfer.contract.request import DEFAULTS, SamplingParams
-from fminfer.contract.vector_wish import VectorFacts
+from fminfer.contract.request import DEFAULTS, SamplingParams, VectorFacts
 from fminfer.core.config import (
     EngineConfig,
     MemoryOptions,
@@ -27,11 +26,9 @@ from fminfer.core.config import (
 from fminfer.core.errors import CheckpointError, RequestError, UsageError
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
-from fminfer.engine.intake import Intake, RequestLimits
+from fminfer.engine.intake import Intake
 from fminfer.engine.loop import EngineLoop, Pipeline
-from fminfer.engine.memories import MemoryCache
-from fminfer.engine.prefix import PrefixCache
-from fminfer.engine.prompt_fit import KvSize
+from fminfer.engine.prompt_fit import KvSize, RequestLimits
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.start import Starter
 from fminfer.models.checkpoint import GENERATION, Checkpoint
@@ -79,14 +76,12 @@ def build_loop(
     sizes: StepSizes,
     num_blocks: int,
     num_stages: int,
-    has_memories: bool = False,
     most_read: int = sys.maxsize,
 ) -> EngineLoop:
     """Put a loop together.
 
     Args:
         num_blocks: the size of the KV cache.
-        has_memories: a decoder attends to what an encoder has read.
         most_read: tokens that an encoder reads at once, at most.
     """
     micro_batches = config.micro_batches or sizes.micro_batches or num_stages + 1
@@ -97,8 +92,7 @@ def build_loop(
         max_rows=sizes.max_rows,
         micro_batches=micro_batches,
         num_stages=num_stages,
-        cache=PrefixCache(pool) if config.prefix_cache and not has_memories else None,
-        memories=MemoryCache(pool) if config.prefix_cache and has_memories else None,
+        shares=config.prefix_cache,
         most_read=most_read,
         has_long_steps=sizes.micro_batches > 0,
     )
@@ -107,8 +101,6 @@ def build_loop(
         scheduler,
         pipeline,
         form,
-        micro_batches=micro_batches,
-        kv_capacity=num_blocks * config.block_size,
         max_steps=config.max_steps,
     )
 

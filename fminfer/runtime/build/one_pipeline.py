@@ -98,7 +98,6 @@ class OnePipeline:
             sizes=plan.sizes,
             num_blocks=num_blocks,
             num_stages=loaded.part.num_stages,
-            has_memories=checkpoint.model.encoder is not None,
             most_read=_most_read(loaded),
         )
 

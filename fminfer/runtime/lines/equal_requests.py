@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from fminfer.answers.answer_index import RecentAnswers, copy_answer
-from fminfer.engine.events import Failed, Finished
+from fminfer.engine.engine_core import Failed, Finished
 from fminfer.runtime.lines.line_intake import Answer, LineRequest
 
 MAX_FOLLOWERS = 1024  # requests that wait for another's answer; with more, reading stops

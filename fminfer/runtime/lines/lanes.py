@@ -12,8 +12,7 @@ from collections import deque
 from itertools import count
 
 from fminfer.core.errors import FminferError, row_error
-from fminfer.engine.engine_core import BEHIND_ALL, EngineCore
-from fminfer.engine.events import Delta, Event, Failed
+from fminfer.engine.engine_core import BEHIND_ALL, Delta, EngineCore, Event, Failed
 from fminfer.engine.sequence import Prepared
 
 MOST_WAITING = 64  # prompts of all lanes that wait in the engine: as many as it looks at in a step

@@ -12,13 +12,17 @@ import numpy as np
 
 from fminfer.answers.answer_index import answer_key
 from fminfer.answers.line_counter import LineCounter
-from fminfer.contract.envelope import Envelope, as_text, open_envelope
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import (
+    Envelope,
+    Line,
+    as_text,
+    open_envelope,
+)
 from fminfer.contract.record import Record, make_id
 from fminfer.contract.request import SamplingParams
 from fminfer.contract.row_warnings import RowWarning
 from fminfer.core.errors import row_error
-from fminfer.engine.events import Failed, Finished
+from fminfer.engine.engine_core import Failed, Finished
 from fminfer.engine.intake import Asked, Intake
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.vector_answer import head_of_answer

@@ -10,12 +10,11 @@ from itertools import groupby
 from typing import Literal
 
 from fminfer.answers.answer_index import AnswerIndex
-from fminfer.contract.line import Line
+from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import StoppedError, row_error
 from fminfer.engine.counting import count_request
-from fminfer.engine.engine_core import EngineCore, RequestCore
-from fminfer.engine.events import Delta, Event, Failed, Finished
+from fminfer.engine.engine_core import Delta, EngineCore, Event, Failed, Finished, RequestCore
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.waiting import plan_order
 from fminfer.runtime.lines.equal_requests import EqualRequests

@@ -8,12 +8,10 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 from fminfer.answers.answer_index import AnswerIndex
-from fminfer.contract.envelope import Envelope
-from fminfer.contract.line import Line, as_line
+from fminfer.contract.envelope import Envelope, Line, as_line
 from fminfer.contract.record import Record
 from fminfer.core.errors import UsageError
-from fminfer.engine.engine_core import EngineCore
-from fminfer.engine.events import Event
+from fminfer.engine.engine_core import EngineCore, Event
 from fminfer.engine.intake import Intake
 from fminfer.runtime.lines.lanes import Lane, Lanes
 from fminfer.runtime.lines.line_intake import LineIntake, NameLine, RecordForm

@@ -13,8 +13,7 @@ from typing import Any, get_args
 
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, row_error
-from fminfer.engine.engine_core import BEHIND_ALL
-from fminfer.engine.events import Event, Failed
+from fminfer.engine.engine_core import BEHIND_ALL, Event, Failed
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.pipeline.group import Group
 from fminfer.pipeline.ranks import Spread

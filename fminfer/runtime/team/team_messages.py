@@ -12,13 +12,11 @@ from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 from fminfer.contract.json_object import dump, load
-from fminfer.contract.request import SamplingParams
-from fminfer.contract.vector_wish import VectorFacts, VectorWish
+from fminfer.contract.request import SamplingParams, VectorFacts, VectorWish
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
 from fminfer.core.rank_memory import MemoryPeak, RankMemory
-from fminfer.engine.engine_core import Facts
-from fminfer.engine.events import Delta, Event, Failed, Finished
+from fminfer.engine.engine_core import Delta, Event, Facts, Failed, Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineState, EngineStats, ReadWork, StageStats
 from fminfer.pipeline.watch import Fault

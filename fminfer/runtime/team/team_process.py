@@ -10,8 +10,7 @@ from typing import Any
 
 from fminfer.core.config import EngineConfig
 from fminfer.core.rank_memory import RankMemory
-from fminfer.engine.engine_core import BEHIND_ALL, Facts
-from fminfer.engine.events import Delta
+from fminfer.engine.engine_core import BEHIND_ALL, Delta, Facts
 from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.pipeline.ranks import RankFacts, Spread
 from fminfer.pipeline.watch import Fault

@@ -8,9 +8,8 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from fminfer.contract.envelope import find_custom_id, open_envelope
+from fminfer.contract.envelope import Line, find_custom_id, open_envelope
 from fminfer.contract.json_object import dump
-from fminfer.contract.line import Line
 from fminfer.contract.record import make_id
 from fminfer.core.errors import FminferError, InUseError, MachineError, UsageError
 from fminfer.files.disk import NEW, beside

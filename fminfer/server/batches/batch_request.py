@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple
 
 from fminfer.contract.endpoints import EMBEDDINGS, URL_OF, URLS
 from fminfer.contract.envelope import Envelope
-from fminfer.contract.field_table import Field
 from fminfer.contract.fields import (
     TEXT,
+    Field,
     Kind,
     Schema,
     integer,
