@@ -20,7 +20,7 @@ from fminfer.files.input_folders import describe_left_out, find_inputs, find_los
 from fminfer.files.line_reader import read_lines
 from fminfer.files.output_paths import STDOUT, Plan, plan_each, require_parent, whose_file
 from fminfer.files.storage import Location, RemoteFolders
-from fminfer.job.report.report_place import check_place
+from fminfer.job.report.told_outputs import check_place
 from fminfer.job.synthetic import Synthetic
 from fminfer.models.known_sizes import DEMO_NAMES
 from fminfer.runtime.launch.processes import ProcessContext

@@ -6,11 +6,10 @@ import heapq
 import math
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Literal
-
-from fminfer.job.report.tally import ErrorKind
+from typing import Literal, NamedTuple
 
 Reason = Literal["sample", "slow", "long", "unlikely", "error"]
+ErrorKind = tuple[str, str]  # an error's code, and its message without numbers and quoted texts
 NUM_SHOWN = 200
 NUM_EXTREME = 15  # of each kind
 NUM_OF_KIND = 3  # errors that say the same
@@ -19,15 +18,13 @@ GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 MASK = (1 << 64) - 1
 
 
-@dataclass(slots=True, frozen=True, order=True)
-class Place:
+class Place(NamedTuple):
     """Where a row stands: its record can be read again."""
 
-    file: int  # number of the output
+    file: int  # number of the file
     number: int  # of the line in that file, from 1; in a journal: of the input's line
     start: int  # byte
     size: int
-    is_error: bool = False
 
 
 @dataclass(slots=True)
@@ -39,16 +36,13 @@ class _Best:
     least: float = math.inf  # key of all rows
     _number: int = 0
 
-    def add(self, key: float, place: tuple[int, int, int, int]) -> None:
-        rows = self.rows
-        if key < self.least:
-            self.least = key
-        if len(rows) < self.most:
-            self._number -= 1
-            heapq.heappush(rows, (key, self._number, Place(*place)))
-        elif key > rows[0][0]:
-            self._number -= 1
-            heapq.heapreplace(rows, (key, self._number, Place(*place)))
+    def add(self, key: float, place: Place) -> None:
+        self.least = min(key, self.least)
+        self._number -= 1
+        if len(self.rows) < self.most:
+            heapq.heappush(self.rows, (key, self._number, place))
+        elif key > self.rows[0][0]:
+            heapq.heapreplace(self.rows, (key, self._number, place))
 
     def in_order(self) -> list[tuple[float, Place]]:
         return [(key, place) for key, _, place in sorted(self.rows, reverse=True)]
@@ -69,48 +63,38 @@ class RowChoice:
     errors: dict[ErrorKind, list[Place]] = field(default_factory=dict)
 
     def add_answer(
-        self,
-        place: tuple[int, int, int, int],
-        num_drawn: int,
-        seconds: float | None,
-        mean_logprob: float | None,
+        self, place: Place, num_drawn: int, seconds: float | None, mean_logprob: float | None
     ) -> None:
         """Consider an answered row."""
-        self.sampled.add(_mix(place[0], place[1]), place)
+        # Multiples of the golden ratio are spread evenly, and so are rows with the largest ones.
+        self.sampled.add(((place.number + place.file * 7919) * GOLDEN) & MASK, place)
         self.long.add(num_drawn, place)
         if seconds is not None:
             self.slow.add(seconds, place)
         if mean_logprob is not None:
             self.unlikely.add(-mean_logprob, place)
 
-    def add_error(self, kind: ErrorKind, place: tuple[int, int, int, int]) -> None:
+    def add_error(self, kind: ErrorKind, place: Place) -> None:
         """Consider a row without an answer."""
         found = self.errors.setdefault(kind, [])
         if len(found) < NUM_OF_KIND:
-            found.append(Place(*place, is_error=True))
+            found.append(place)
 
     def chosen(self) -> dict[Place, set[Reason]]:
         """Return the rows to show, in their order in the outputs, each with why it is shown."""
         found: dict[Place, set[Reason]] = {}
         # The first of each kind, then the second of each.
         errors = [each for places in zip_longest(*self.errors.values()) for each in places if each]
-        for error in errors[:MAX_ERRORS]:
-            found.setdefault(error, set()).add("error")
-        extremes: list[tuple[Reason, _Best]] = [
-            *(("slow", self.slow), ("long", self.long), ("unlikely", self.unlikely)),
+        extremes: list[tuple[Reason, list[Place]]] = [
+            ("error", errors[:MAX_ERRORS]),
+            ("slow", self.slow.standing_out()),
+            ("long", self.long.standing_out()),
+            ("unlikely", self.unlikely.standing_out()),
         ]
-        for reason, best in extremes:
-            for place in best.standing_out():
+        for reason, places in extremes:
+            for place in places:
                 found.setdefault(place, set()).add(reason)
         for _, place in self.sampled.in_order():
             if place not in found and len(found) < NUM_SHOWN:
                 found[place] = {"sample"}
-        return dict(sorted(found.items()))
-
-
-def _mix(file: int, number: int) -> int:
-    """Return a number that looks random, and is the same for the same row.
-
-    Multiples of the golden ratio are spread evenly, and so are the rows with the largest ones.
-    """
-    return ((number + file * 7919) * GOLDEN) & MASK
+        return dict(sorted(found.items(), key=lambda each: each[0]))

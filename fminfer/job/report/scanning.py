@@ -3,27 +3,103 @@
 from __future__ import annotations
 
 import math
+import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fminfer.core.errors import FminferError, UsageError
 from fminfer.files.journal import journal_path
 from fminfer.files.journal_rows import read_row
 from fminfer.files.ordered_output import errors_path
-from fminfer.job.report.answer_fields import ODD_RECORD, AnswerFields, read_answer
-from fminfer.job.report.row_choice import Place, RowChoice
-from fminfer.job.report.tally import AnswerTally
+from fminfer.job.report.answer_fields import (
+    ODD_RECORD,
+    AnswerFields,
+    choice_logprobs,
+    prompt_of,
+    read_answer,
+)
+from fminfer.job.report.row_choice import ErrorKind, Place, RowChoice
 from fminfer.job.report.told_outputs import ToldOutput
 
 LOOK_EVERY = 512  # rows, at the clock
 FoundRow = tuple[int, int, int, bytes, bool]  # number, first byte, size, record, is an error
+MAX_MESSAGE = 200  # characters by which messages are told apart
+MAX_NAMES = 100  # of codes, of models, of reasons to end
+MAX_KINDS = 300  # of errors
+_GIVEN = re.compile(r"\d+|\"[^\"]*\"")
 
 
 class OutOfTimeError(FminferError):
     """There is no time for a report."""
+
+
+@dataclass(slots=True)
+class AnswerTally:
+    """Counts over all rows, in memory that does not grow with them."""
+
+    num_answers: int = 0
+    num_errors: int = 0
+    num_unread: int = 0  # lines that are no records
+    num_truncated: int = 0  # rows whose prompt was cut to fit
+    models: Counter[str] = field(default_factory=Counter)  # of Batch answers
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    error_codes: Counter[str] = field(default_factory=Counter)
+    error_kinds: Counter[ErrorKind] = field(default_factory=Counter)
+    prompt_lengths: Counter[int] = field(default_factory=Counter)  # in tokens
+    completion_lengths: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_answers + self.num_errors
+
+    def add_error(self, error: dict[str, Any]) -> ErrorKind:
+        """Count a row without an answer; return its error's code, and what its message says."""
+        self.num_errors += 1
+        code = _count(self.error_codes, error.get("code"))
+        kind = code, _GIVEN.sub("…", str(error.get("message"))[:MAX_MESSAGE])
+        if kind not in self.error_kinds and len(self.error_kinds) >= MAX_KINDS:
+            kind = code, ""
+        self.error_kinds[kind] += 1
+        return kind
+
+    def add_answer(self, answer: AnswerFields) -> None:
+        """Count an answered row."""
+        usage = answer.usage
+        self.num_answers += 1
+        num_prompt, num_drawn = usage.get("prompt_tokens"), usage.get("completion_tokens", 0)
+        if isinstance(num_prompt, int) and isinstance(num_drawn, int):
+            self.prompt_lengths[num_prompt] += 1
+            self.completion_lengths[num_drawn] += 1
+        self.num_truncated += "truncated_tokens" in (usage.get("prompt_tokens_details") or {})
+        for choice in answer.choices:
+            _count(self.finish_reasons, choice.get("finish_reason") or "none")
+        if answer.is_batch:
+            _count(self.models, answer.fields["response"]["body"].get("model"))
+
+
+def _count(counts: Counter[str], value: object) -> str:
+    """Count a name, as one of `others` if there are too many; return it as it is counted."""
+    name = str(value)[:MAX_MESSAGE]
+    if name not in counts and len(counts) >= MAX_NAMES:
+        name = "others"
+    counts[name] += 1
+    return name
+
+
+def _mean_logprob(answer: AnswerFields) -> float | None:
+    """Return the mean logprob of all tokens that a row has drawn or scored, if it is known."""
+    values: list[float] = []
+    for choice in answer.choices:
+        if choice.get("logprobs") is not None:
+            request = answer.request if type(answer.request) is dict else {}
+            is_echo = bool(request.get("echo"))
+            prompt = prompt_of(request, choice.get("index", 0)) if is_echo else None
+            values += choice_logprobs(choice, prompt, is_echo=is_echo)
+    return sum(values) / len(values) if values else None
 
 
 @dataclass(slots=True, frozen=True)
@@ -40,21 +116,20 @@ class Scan:
     """What was found in outputs."""
 
     sources: list[RowsFile] = field(default_factory=list)
-    tallies: list[AnswerTally] = field(default_factory=list)  # one an output
-    whole: AnswerTally = field(default_factory=AnswerTally)
+    tally: AnswerTally = field(default_factory=AnswerTally)
     choice: RowChoice = field(default_factory=RowChoice)
     end_s: float = math.inf  # in time.monotonic(); later it gives up
 
-    def add(self, output: ToldOutput) -> None:
+    def add(self, number: int, output: ToldOutput) -> None:
         """Read all rows of an output.
+
+        Args:
+            number: of the output.
 
         Raises:
             UsageError: a file cannot be read.
             OutOfTimeError: it takes too long.
         """
-        number = len(self.tallies)
-        own = AnswerTally()
-        self.tallies.append(own)
         if output.is_unfinished:
             sources = [RowsFile(journal_path(output.path), number, "journal")]
         else:
@@ -66,43 +141,30 @@ class Scan:
             if source.path.exists():
                 self.sources.append(source)
                 try:
-                    self._add_source(source, own)
+                    self._add_source(source)
                 except OSError as error:
                     text = f"{source.path} cannot be read: {error.strerror or error}"
                     raise UsageError(text) from error
 
-    def _add_source(self, source: RowsFile, own: AnswerTally) -> None:
+    def _add_source(self, source: RowsFile) -> None:
         file = len(self.sources) - 1
         rows = _rows_of_journal(source.path) if source.kind == "journal" else _rows(source)
-        whole, choice = self.whole, self.choice
         for count, (number, start, size, record, is_error) in enumerate(rows):
             if count % LOOK_EVERY == 0 and time.monotonic() > self.end_s:
                 raise OutOfTimeError("to read the answers takes too long; fminfer report does it")
-            answer = read_answer(record)
-            place = (file, number, start, size)
+            answer, place = read_answer(record), Place(file, number, start, size)
             try:
                 if answer is None:
-                    own.num_unread += 1
-                    whole.num_unread += 1
+                    self.tally.num_unread += 1
                 elif is_error or answer.error is not None:
-                    own.add_error(answer)
-                    choice.add_error(whole.add_error(answer), place)
+                    self.choice.add_error(self.tally.add_error(answer.error or {}), place)
                 else:
-                    self._add_answer(answer, place, own)
+                    num_drawn = answer.usage.get("completion_tokens", 0)
+                    mean = _mean_logprob(answer)
+                    self.choice.add_answer(place, num_drawn, answer.times.get("batch_time"), mean)
+                    self.tally.add_answer(answer)
             except ODD_RECORD:  # edited by hand, or another program's
-                own.num_unread += 1
-                whole.num_unread += 1
-
-    def _add_answer(
-        self, answer: AnswerFields, place: tuple[int, int, int, int], own: AnswerTally
-    ) -> None:
-        num_drawn = answer.usage.get("completion_tokens", 0)
-        own.num_answers += 1
-        own.prompt_tokens += answer.usage.get("prompt_tokens", 0)
-        own.completion_tokens += num_drawn
-        own.num_without_requests += answer.shape == "batch"
-        mean = self.whole.add_answer(answer)
-        self.choice.add_answer(place, num_drawn, answer.times.get("batch_time"), mean)
+                self.tally.num_unread += 1
 
     def read(self, place: Place) -> AnswerFields | None:
         """Read a row again; None: it has changed."""
@@ -130,7 +192,6 @@ def _rows_of_journal(path: Path) -> Iterator[FoundRow]:
     """Yield the rows of a journal; of a line that was tried again, the later row."""
     seen = bytearray()  # a byte a line
     tried: dict[int, tuple[int, int, bool]] = {}
-    start = 0
     with path.open("rb") as file:
         start = len(file.readline())
         for line in file:
