@@ -14,10 +14,9 @@ import pytest
 
 from fminfer.files.output_paths import answers_path
 from fminfer.job.report.answer_fields import cut_choice
-from fminfer.job.report.charts import find_ticks, make_bars, make_histogram
+from fminfer.job.report.charts import count_lengths, find_ticks, make_histogram
 from fminfer.job.report.plain_text import show
-from fminfer.job.report.row_choice import NUM_SHOWN, Place, RowChoice
-from fminfer.job.report.scanning import Scan
+from fminfer.job.report.scanning import NUM_SHOWN, Place, RowChoice, Scan
 from fminfer.job.report.told_outputs import find_outputs, open_output
 from tests.job.report_outputs import (
     ASK,
@@ -90,9 +89,9 @@ def test_lengths_and_extremes(output: Path, scan: Scan) -> None:
     assert tally.completion_lengths == Counter(usage["completion_tokens"] for usage in usages)
     means = [statistics.fmean(each) for record in records if (each := logprobs_by_hand(record))]
     assert len(means) == 4 * len(PLACES) + 2
-    assert -scan.choice.unlikely.in_order()[0][0] == pytest.approx(min(means))
+    assert -scan.choice.extremes["unlikely"].in_order()[0][0] == pytest.approx(min(means))
     times = [r["result"]["request_time"]["batch_time"] for r in records if "result" in r]
-    assert scan.choice.slow.in_order()[0][0] == max(times)
+    assert scan.choice.extremes["slow"].in_order()[0][0] == max(times)
 
 
 def test_the_page_has_these_numbers(output: Path) -> None:
@@ -261,12 +260,12 @@ def test_scores_have_no_drawn_tokens(tmp_path: Path) -> None:
     ],
 )
 def test_bars_hold_every_number_once(values: list[int], is_wider: bool) -> None:
-    bars = make_bars(Counter(values))
+    bars = count_lengths(Counter(values))
     assert (len({bar.end - bar.first for bar in bars}) > 1) == is_wider and len(bars) <= 64
     assert all(a.end == b.first and a.first < a.end for a, b in pairwise(bars))
     for bar in bars:
-        assert bar.count == sum(bar.first <= value < bar.end for value in values)
-    assert sum(bar.count for bar in bars) == len(values)
+        assert bar.heights == [sum(bar.first <= value < bar.end for value in values)]
+    assert sum(bar.heights[0] for bar in bars) == len(values)
 
 
 def test_a_bar_of_one_number_is_named_by_it() -> None:

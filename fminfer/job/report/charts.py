@@ -61,15 +61,15 @@ def show_time(seconds: float) -> str:
 
 @dataclass(slots=True, frozen=True)
 class Bar:
-    """How many numbers are from `first` up to below `end`."""
+    """What came to from `first` up to below `end`: tokens, or seconds of a run."""
 
-    first: int
-    end: int
-    count: int
+    first: float
+    end: float
+    heights: Sequence[float]  # one upon the other
 
 
-def make_bars(counts: Counter[int]) -> list[Bar]:
-    """Return at most about `MAX_BARS` bars; their widths double where numbers spread far."""
+def count_lengths(counts: Counter[int]) -> list[Bar]:
+    """Return about `MAX_BARS` bars at most; their widths double where numbers spread far."""
     low, high = min(counts), max(counts)
     start = min((value for value in counts if value > 0), default=1)
     if low >= 0 and high > 50 * start:
@@ -85,34 +85,28 @@ def make_bars(counts: Counter[int]) -> list[Bar]:
     numbers = [0] * (len(edges) - 1)
     for value, count in counts.items():
         numbers[bisect_right(edges, value) - 1] += count
-    return [Bar(*span, number) for span, number in zip(pairwise(edges), numbers, strict=True)]
+    return [Bar(*span, [number]) for span, number in zip(pairwise(edges), numbers, strict=True)]
 
 
 def make_histogram(title: str, counts: Counter[int]) -> str:
     """Return a chart of how often each number came; all bars look equally wide."""
-    bars = make_bars(counts)
-    ticks = find_ticks(max(bar.count for bar in bars))
+    bars = count_lengths(counts)
     slot = 100 / len(bars)
     is_each = all(bar.end - bar.first == 1 for bar in bars)  # a bar for each number
     width = min(0.84 * slot, MAX_BAR) if is_each else 0.84 * slot
-    drawn = []
+    ticks = find_ticks(max(bar.heights[0] for bar in bars))
+    drawn = ""
     for place, bar in enumerate(bars):
-        height = HEIGHT * bar.count / ticks[-1]
-        if bar.count:
-            height = max(height, 1.5)  # a single row among a million is seen, too
         span = f"{bar.first:,}" if is_each else f"{bar.first:,} – {bar.end - 1:,}"
-        drawn.append(
-            f'<rect class="bar" x="{(place + 0.5) * slot - width / 2:.3f}%" width="{width:.3f}%" '
-            f'y="{TOP + HEIGHT - height:.1f}" height="{height:.1f}">'
-            f"<title>{span}: {bar.count:,}</title></rect>"
-        )
+        x = (place + 0.5) * slot - width / 2
+        drawn += _draw_bar(x, width, bar, ticks[-1], ("bar",), f"{span}: {bar.heights[0]:,}")
     edges = [bar.first for bar in bars] + ([] if is_each else [bars[-1].end])
     shift = 0.5 if is_each else 0.0  # under the bar, or between two
     labels = [((i + shift) * slot, show_number(edge)) for i, edge in enumerate(edges)]
     note = _describe(counts)
     if len({bar.end - bar.first for bar in bars}) > 1:
         note += "; bars widen to the right"
-    return _make_figure(title, note, ticks, "".join(drawn) + _place_labels(labels))
+    return _make_figure(title, note, ticks, drawn + _place_labels(labels))
 
 
 def _describe(counts: Counter[int]) -> str:
@@ -125,63 +119,57 @@ def _describe(counts: Counter[int]) -> str:
     return "mean {}, median {}, 99 % up to {}, longest {}".format(*shown)
 
 
-@dataclass(slots=True, frozen=True)
-class Series:
-    """A curve over time: heights of steps. Their widths are given apart."""
-
-    name: str
-    css: str
-    heights: Sequence[float]
-
-
-def make_curves(
-    title: str,
-    note: str,
-    widths: Sequence[float],
-    series: Sequence[Series],
-    breaks: Sequence[float],
+def make_time_line(
+    title: str, note: str, bars: Sequence[Bar], names: dict[str, str], breaks: Sequence[float]
 ) -> str:
-    """Return curves over time, one upon the other.
+    """Return bars over time, without a space between them.
 
     Args:
-        widths: seconds of each step.
+        names: of each part of a bar, by its class.
         breaks: seconds at which another run begins.
     """
-    total_s = sum(widths)
-    ticks = find_ticks(max(map(sum, zip(*(each.heights for each in series), strict=True))))
-    areas, keys, below = "", "", [0.0] * len(widths)
-    for each in series:
-        above = [low + height for low, height in zip(below, each.heights, strict=True)]
-        path = _path(widths, below, above, ticks[-1])
-        areas += f'<path class="{each.css}" d="{path}"/>'
-        keys += f'<li><svg aria-hidden="true"><rect class="{each.css}" width="100%" height="100%"/>'
-        keys += f"</svg>{escape(each.name)}</li>"
-        below = above
-    inner = (
-        f'<svg x="0" y="{TOP}" width="100%" height="{HEIGHT}" viewBox="0 0 1000 {HEIGHT}" '
-        f'preserveAspectRatio="none">{areas}</svg>'
-    )
+    scale = 100 / bars[-1].end
+    ticks = find_ticks(max(sum(bar.heights) for bar in bars))
+    inner = ""
+    for bar in bars:
+        span = f"{show_time(bar.first)} – {show_time(bar.end)}"
+        told = zip(bar.heights, names.values(), strict=True)
+        numbers = ", ".join(f"{show_number(height)} {name}" for height, name in told)
+        x, width = bar.first * scale, (bar.end - bar.first) * scale
+        inner += _draw_bar(x, width, bar, ticks[-1], [*names], f"{span}: {numbers}")
     for at in breaks:
-        x = f"{100 * at / total_s:.2f}%"
-        inner += f'<line class="break" x1="{x}" x2="{x}" y1="{TOP}" y2="{TOP + HEIGHT}">'
+        x_text = f"{at * scale:.2f}%"
+        inner += f'<line class="break" x1="{x_text}" x2="{x_text}" y1="{TOP}" y2="{TOP + HEIGHT}">'
         inner += "<title>another run begins</title></line>"
-    labels = [(100 * at / total_s, show_time(at)) for at in find_time_ticks(total_s)]
+    labels = [(at * scale, show_time(at)) for at in find_time_ticks(bars[-1].end)]
+    keys = "".join(
+        f'<li><svg aria-hidden="true"><rect class="{css}" width="100%" height="100%"/></svg>'
+        f"{escape(name)}</li>"
+        for css, name in names.items()
+    )
     return _make_figure(title, note, ticks, inner + _place_labels(labels), keys)
 
 
-def _path(
-    widths: Sequence[float], below: Sequence[float], above: Sequence[float], top: float
+def _draw_bar(
+    x: float, width: float, bar: Bar, top: float, classes: Sequence[str], told: str
 ) -> str:
-    """Return the outline of an area: steps there above, and back below."""
-    total_s = sum(widths)
+    """Return a bar's parts, one upon the other.
 
-    def place(at_s: float, value: float) -> str:
-        return f"{1000 * at_s / total_s:.1f} {HEIGHT * (1 - value / top):.1f}"
-
-    ends = [*pairwise(accumulate(widths, initial=0.0))]
-    there = [place(at, height) for span, height in zip(ends, above, strict=True) for at in span]
-    back = [place(at, height) for span, height in zip(ends, below, strict=True) for at in span]
-    return f"M{' '.join(there)} {' '.join(reversed(back))}Z"
+    Args:
+        x, width: in per cent of the plot.
+        top: the number at the plot's upper edge.
+    """
+    drawn, y = "", float(TOP + HEIGHT)
+    for css, number in zip(classes, bar.heights, strict=True):
+        if not number:
+            continue
+        height = max(HEIGHT * number / top, 1.5)  # a single row among a million is seen, too
+        y -= height
+        drawn += (
+            f'<rect class="{css}" x="{x:.3f}%" width="{width:.3f}%" y="{y:.1f}" '
+            f'height="{height:.1f}"><title>{escape(told)}</title></rect>'
+        )
+    return drawn
 
 
 def _make_figure(title: str, note: str, ticks: Sequence[float], inner: str, keys: str = "") -> str:

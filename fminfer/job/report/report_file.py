@@ -90,11 +90,7 @@ def _read_chosen(scan: Scan) -> tuple[list[ShownRow], list[str]]:
 
 
 def _find_requests(output: ToldOutput, rows: list[ShownRow], end_s: float) -> list[str]:
-    """Give an output's Batch rows the requests of its input; note why some have none.
-
-    Raises:
-        OutOfTimeError: it takes too long.
-    """
+    """Give an output's Batch rows the requests of its input; note why some have none."""
     path, why = _find_input(output), "its input is not known or not there any more"
     if path is not None:
         wanted = {str(row.answer.fields.get("id")): row for row in rows}

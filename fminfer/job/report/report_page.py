@@ -7,14 +7,13 @@ import hashlib
 import time
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
-from itertools import accumulate
 
 import orjson
 
 from fminfer.core.errors import RETRYABLE
 from fminfer.core.quantities import counted, name_few
 from fminfer.files.run_facts import runs_in
-from fminfer.job.report.charts import Series, make_curves, make_histogram, show_number, show_time
+from fminfer.job.report.charts import Bar, make_histogram, make_time_line, show_number, show_time
 from fminfer.job.report.plain_text import escape, shorten, show
 from fminfer.job.report.scanning import AnswerTally, Scan
 from fminfer.job.report.shown_rows import ShownRow, dump_rows
@@ -247,23 +246,20 @@ def _make_charts(tally: AnswerTally, runs: Sequence[ToldRun]) -> str:
     ]
     drawn = [run for run in runs if run.time_line.points]
     if drawn:
-        charts.append(_make_time_line(drawn))
+        charts.append(_draw_time_line(drawn))
     return f'<div class="charts">{"".join(charts)}</div>'
 
 
-def _make_time_line(runs: Sequence[ToldRun]) -> str:
-    widths = [width for run in runs for width in run.widths()]
-    spans = [
-        (point, width)
-        for run in runs
-        for point, width in zip(run.time_line.points, run.widths(), strict=True)
-    ]
-    drawn = [point.num_drawn / width for point, width in spans]
-    fed = [point.num_fed / width for point, width in spans]
-    breaks = [*accumulate(sum(run.widths()) for run in runs[:-1])]
-    series = [
-        Series("answer tokens/s drawn", "drawn", drawn),
-        Series("prompt tokens/s computed", "fed", fed),
-    ]
-    note = f"{counted(len(runs), 'run')}, {show_time(sum(widths))} of answering"
-    return make_curves("Tokens/s", note, widths, series, breaks)
+def _draw_time_line(runs: Sequence[ToldRun]) -> str:
+    bars: list[Bar] = []
+    breaks: list[float] = []
+    at_s = 0.0
+    for run in runs:
+        breaks.append(at_s)
+        for point, width_s in zip(run.time_line.points, run.widths(), strict=True):
+            rates = [point.num_drawn / width_s, point.num_fed / width_s]
+            bars.append(Bar(at_s, at_s + width_s, rates))
+            at_s += width_s
+    names = {"drawn": "answer tokens/s drawn", "fed": "prompt tokens/s computed"}
+    note = f"{counted(len(runs), 'run')}, {show_time(at_s)} of answering"
+    return make_time_line("Tokens/s", note, bars, names, breaks[1:])

@@ -22,7 +22,7 @@ from fminfer.job.report.answer_fields import (
     prompt_of,
 )
 from fminfer.job.report.plain_text import dump, show
-from fminfer.job.report.row_choice import Place, Reason
+from fminfer.job.report.scanning import Place, Reason
 
 # Fields of a request that are not told as its parameters.
 UNTOLD = frozenset({"prompt", "messages", "suffix", "user", "metadata", "prompt_cache_key"})

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.core.errors import UsageError
+from fminfer.files.disk import beside
 from fminfer.files.edits import Edit, find_edit
 from fminfer.files.input_folders import holds_answers, holds_requests
 from fminfer.files.journal import journal_path
@@ -99,7 +100,7 @@ def _in_folder(folder: Path) -> list[Path]:
 
 def _list_outputs(folder: Path) -> list[Path]:
     """List a folder's own outputs: those with a status file, and other files of answers."""
-    by_status = {_output_of(each) for each in folder.glob(f"*{STATUS}")}
+    by_status = {output_of(each) for each in folder.glob(f"*{STATUS}")}
     by_name = {
         path
         for path in folder.glob("*.jsonl")
@@ -108,13 +109,12 @@ def _list_outputs(folder: Path) -> list[Path]:
     return sorted(path for path in by_status | by_name if is_there(path))
 
 
-def _output_of(status: Path) -> Path:
+def output_of(status: Path) -> Path:
     """Return the output beside which a status file stands."""
-    stem = status.with_name(status.name.removesuffix(STATUS))
-    own = (read_status(stem) or {}).get("fminfer") or {}
-    name = own.get("output")
-    is_name = isinstance(name, str) and "/" not in name
-    return status.with_name(str(name) if is_name else f"{stem.name}.jsonl")
+    output = beside(status, ".jsonl", without=STATUS)
+    # A long name is cut in another place.
+    noted = ((read_status(output) or {}).get("fminfer") or {}).get("output")
+    return status.with_name(noted) if noted and Path(str(noted)).name == noted else output
 
 
 def _named(path: Path) -> Path:
