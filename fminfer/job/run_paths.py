@@ -105,11 +105,7 @@ class JobPaths(JobOptions):
         return [path for path in self.paths if isinstance(path, Path) and path.is_dir()]
 
     def find_inputs(self) -> list[Path]:
-        """List the input files.
-
-        Raises:
-            UsageError: there are none.
-        """
+        """List the input files, of which there must be one."""
         local = [file for path in self.paths for file in self.remote.fetch(path)]
         inputs = find_inputs(local, may_be_empty=self.is_watching)
         if not inputs and not self.is_watching:

@@ -19,8 +19,8 @@ from fminfer.files.run_terms import RunTerms
 from fminfer.files.status_file import StatusFile, read_status, status_path
 from fminfer.files.time_line import MAX_POINTS, Point, TimeLine, read_time_line
 from fminfer.job.file_job import run_job
-from fminfer.job.named_files import open_files
 from fminfer.job.report.told_outputs import find_runs, open_output
+from fminfer.job.run_inputs import open_files
 from fminfer.job.run_summary import JobSummary
 from tests.job.report_outputs import (
     ASK,
