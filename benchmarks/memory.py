@@ -28,7 +28,7 @@ from fminfer.engine.answer import AnswerForm
 from fminfer.engine.engine_core import Facts
 from fminfer.engine.start import Starter
 from fminfer.job.file_job import run_job
-from fminfer.job.named_files import open_files
+from fminfer.job.run_inputs import open_files
 from fminfer.job.run_summary import JobSummary
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.runtime.build.assembly import build_loop

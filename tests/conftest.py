@@ -334,7 +334,7 @@ def run_files(engine: Any, inputs: list[Path], outputs: list[Path], **terms: Any
     """
     from fminfer.answers.run_terms import RunTerms
     from fminfer.job.file_job import run_job
-    from fminfer.job.named_files import open_files
+    from fminfer.job.run_inputs import open_files
     from fminfer.job.run_summary import JobSummary
 
     files = open_files(inputs, outputs, RunTerms(engine.model_name, {}, **terms))

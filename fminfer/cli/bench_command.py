@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,6 @@ from fminfer.cli.process_start import importing_engine, start_kernels, starting_
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import OutputError, UsageError
 from fminfer.core.option import take
-from fminfer.job.progress import TimeBar
 from fminfer.job.report.bench_picture import draw_bench
 from fminfer.machine.library_imports import importing
 from fminfer.pipeline.ranks import RankConfig
@@ -102,8 +100,7 @@ def _calibrate(config: EngineConfig, role: Role) -> None:
         "Loading the model, then timing its steps: half a minute, or minutes if it is slow.",
         err=True,
     )
-    with closing(TimeBar("calibrate")) as bar:
-        found = calibrate(config, bar.update)
+    found = calibrate(config)
     for cost, seconds in zip(COSTS, found.costs.seconds, strict=True):
         click.echo(f"{seconds * 1000:12.5f} ms  {cost}")
     error, runs = found.costs.error, found.costs.whole_runs

@@ -32,8 +32,7 @@ def report(outputs: tuple[Path, ...], out: Path | None) -> None:
     for its output. The page names what a run has not kept, such as the times of Batch lines.
     """
     from fminfer.job.report.report_file import write_report
-    from fminfer.job.report.report_place import check_place
-    from fminfer.job.report.told_outputs import find_outputs
+    from fminfer.job.report.told_outputs import check_place, find_outputs
 
     found = find_outputs(outputs)
     if out is None:

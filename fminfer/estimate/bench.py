@@ -151,11 +151,7 @@ def bench_process(
 ) -> BenchResult | None:
     """Load the model once and time each batch size; ranks other than 0 return None.
 
-    Args:
-        tell: called with the text of each batch size once it is done.
-
-    Raises:
-        FminferError: the model cannot be loaded, or a row fails.
+    `tell` is called with the text of each batch size once it is done.
     """
 
     def lead(checkpoint: Checkpoint, compute: Compute) -> BenchResult:

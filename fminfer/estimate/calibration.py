@@ -1,15 +1,16 @@
 """`fminfer bench --calibrate`: times steps of a model on this machine, so that `check` can predict.
 
-Real requests run through a real engine; what each step took is fitted to what was in it. It knows
-nothing of files of requests or of ranks.
+Real requests run through a real engine; what each step took is fitted to what was in it.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,17 @@ from typing import Any
 from fminfer.compute.step import StepTrace
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, UsageError
-from fminfer.core.quantities import counted
-from fminfer.estimate.cost_model import CostModel, Sample, StepWork, fit
-from fminfer.estimate.cost_store import find_costs_path, keep_costs
+from fminfer.core.quantities import show_seconds
+from fminfer.estimate.cost_model import (
+    CostModel,
+    Sample,
+    StepWork,
+    find_costs_path,
+    fit,
+    keep_costs,
+)
 from fminfer.machine.user_cache import why_no_cache
+from fminfer.runtime.bars import make_bar, say
 from fminfer.runtime.engine_api import Engine
 
 MIN_ROUNDS, MAX_ROUNDS = 2, 50
@@ -36,18 +44,6 @@ class MeasuredRun:
     new_tokens: int
     temperature: float = 0.0
     shared_tokens: int = 0  # of the prompts
-
-    def to_text(self) -> str:
-        """Say what is timed."""
-        after = f"{self.new_tokens} drawn" if self.new_tokens else "scored"
-        after += " at random" * (self.temperature > 0)
-        return f"{counted(self.num_rows, 'row')} of {self.prompt_tokens} tokens, {after}"
-
-    @property
-    def work(self) -> float:
-        """Return roughly how long it takes beside others."""
-        own = self.prompt_tokens - self.shared_tokens
-        return self.shared_tokens + self.num_rows * own + self.new_tokens * (32 + self.num_rows)
 
 
 WARM_UP = MeasuredRun(8, 64, 4)
@@ -67,7 +63,7 @@ WHOLE_RUNS = (
     MeasuredRun(12, 200, 0),  # scores
     MeasuredRun(1, 60, 30),  # one row alone
 )
-ShowProgress = Callable[[str, float, float], None]
+BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} runs, left {remaining}"
 
 
 @dataclass(slots=True, frozen=True)
@@ -79,19 +75,14 @@ class Calibration:
     path: Path
 
 
-def calibrate(config: EngineConfig, on_progress: ShowProgress) -> Calibration:
+def calibrate(config: EngineConfig) -> Calibration:
     """Load the model, time its steps, and keep what they cost.
-
-    Args:
-        on_progress: told before each trial of (what is timed, seconds so far, seconds in all as
-            they are expected now; 0: not known yet).
 
     Raises:
         FminferError: the model cannot be loaded, or a row fails.
         UsageError: there is no folder to keep costs in.
     """
-    engine = Engine(config)
-    try:
+    with closing(Engine(config)) as engine:
         if engine.pipeline.plan.checkpoint.model.encoder is not None:
             raise UsageError("--calibrate times decoders alone; this model has an encoder")
         if engine.facts.streaming:
@@ -101,12 +92,13 @@ def calibrate(config: EngineConfig, on_progress: ShowProgress) -> Calibration:
         path = find_costs_path(engine.pipeline.plan, has_kernel=engine.facts.has_kernel)
         if path is None:
             raise UsageError(f"the costs cannot be kept: {why_no_cache()}")
-        measurement = _Measurement(engine, on_progress)
-        samples = measurement.time_steps()
-        costs = fit(samples)
-        costs = replace(costs, whole_runs=measurement.time_runs(costs))
-    finally:
-        engine.close()
+        is_terminal = sys.stderr.isatty()
+        bar = make_bar(desc="calibrate", bar_format=BAR, disable=not is_terminal, leave=False)
+        with closing(bar):
+            measurement = _Measurement(engine, bar)
+            samples = measurement.time_steps()
+            costs = fit(samples)
+            costs = replace(costs, whole_runs=measurement.time_runs(costs))
     keep_costs(path, costs, engine.model_name)
     return Calibration(costs, samples, path)
 
@@ -114,8 +106,8 @@ def calibrate(config: EngineConfig, on_progress: ShowProgress) -> Calibration:
 class _Measurement:
     """Runs trials, and tells how long that will go on."""
 
-    def __init__(self, engine: Engine, on_progress: ShowProgress) -> None:
-        self._engine, self._on_progress = engine, on_progress
+    def __init__(self, engine: Engine, bar: Any) -> None:
+        self._engine, self._bar = engine, bar
         self._ids = random.Random(1)
         self._trials, self._whole_runs = (
             [short for trial in trials if (short := _shorten(engine, trial)) is not None]
@@ -126,20 +118,24 @@ class _Measurement:
             raise UsageError(
                 "the KV cache holds too few tokens to measure anything; raise --budget"
             )
-        self._tell("a few rows to warm up")
-        self._started_s = time.perf_counter()
         _run(engine, warm_up, self._ids)
-        self._started_s = time.perf_counter()
-        self._work_done = 0.0
+        bar.reset(self._num_runs(MIN_ROUNDS))
 
     def time_steps(self) -> list[Sample]:
         """Run all trials, again and again until it is enough."""
         samples: list[Sample] = []
-        for number in range(MAX_ROUNDS):
-            if number >= MIN_ROUNDS and self._elapsed_s > ENOUGH_S:
-                break
+        started_s = time.perf_counter()
+        number, most = 0, MAX_ROUNDS
+        while number < most:
             for trial in self._trials:
                 samples += self._time(trial)
+            number += 1
+            round_s = (time.perf_counter() - started_s) / number
+            most = rounds_of(round_s)
+            self._bar.total = self._num_runs(most)
+            if self._bar.disable and number == 1:
+                left_s = round_s * self._num_runs(most - 1) / len(self._trials)
+                say(f"calibrate: left {show_seconds(left_s)}")
         return samples
 
     def time_runs(self, costs: CostModel) -> tuple[float, ...]:
@@ -152,35 +148,18 @@ class _Measurement:
             found.append(seconds / sum(costs.predict_s(shape.counts) for shape, _ in samples))
         return tuple(found)
 
-    @property
-    def _elapsed_s(self) -> float:
-        return time.perf_counter() - self._started_s
+    def _num_runs(self, num_rounds: int) -> int:
+        return num_rounds * len(self._trials) + len(self._whole_runs)
 
     def _time(self, trial: MeasuredRun) -> list[Sample]:
-        self._tell(trial.to_text(), expected_s(self._elapsed_s, self._work_done, *self._work))
         samples = _run(self._engine, trial, self._ids)
-        self._work_done += trial.work
+        self._bar.update()
         return samples
 
-    @property
-    def _work(self) -> tuple[float, float]:
-        return sum(t.work for t in self._trials), sum(t.work for t in self._whole_runs)
 
-    def _tell(self, what: str, in_all_s: float = 0.0) -> None:
-        self._on_progress(what, self._elapsed_s if in_all_s else 0.0, in_all_s)
-
-
-def expected_s(elapsed_s: float, done: float, round_work: float, last_work: float) -> float:
-    """Return how long rounds of trials, and the runs after them, will take in all; 0: not known.
-
-    Args:
-        done: work done in the seconds so far, in the units of `MeasuredRun.work`.
-    """
-    if not done:
-        return 0.0
-    round_s = elapsed_s * round_work / done
-    num_rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, math.ceil(ENOUGH_S / round_s)))
-    return num_rounds * round_s + elapsed_s * last_work / done
+def rounds_of(round_s: float) -> int:
+    """Return how many rounds of all trials are enough, if one takes so long."""
+    return min(MAX_ROUNDS, max(MIN_ROUNDS, math.ceil(ENOUGH_S / round_s)))
 
 
 def _shorten(engine: Engine, trial: MeasuredRun) -> MeasuredRun | None:

@@ -1,7 +1,8 @@
-"""What a check found: for people, and as JSON. It knows counts, bytes and seconds only."""
+"""What a check found: for people, and as JSON."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -95,110 +96,100 @@ class CheckReport:
 
     def to_text(self, *, is_all: bool = False) -> str:
         """Return the report for people; `is_all`: with all plans, not the best alone."""
+        plans = [] if self.plans is None else [self.plans.to_text(is_all=is_all)]
+        lines = [
+            *self._line_lines(),
+            *(plans or self._own_lines()),
+            *self._first_lines(),
+            *(f"warning   {text} ({counted(n, 'row')})" for text, n in self.warnings.items()),
+        ]
+        return "\n".join(lines)
+
+    def _line_lines(self) -> Iterator[str]:
+        """Tell what the lines ask for, and of which model."""
         counts, plan = self.counts, self.plan
         codes = ", ".join(f"{count} {code}" for code, count in counts.errors_by_code.items())
         wrong = f", {counts.num_wrong:,} wrong ({codes})" if codes else ""
         equal = f"; {counts.num_equal:,} have the answer of an equal one" * bool(counts.num_equal)
         types = show_dtypes(name_of(plan.dtype), plan.held_in)
         types += f", KV cache {name_of(plan.kv_dtype)}" * (plan.kv_dtype != plan.dtype)
-        lines = [
-            f"model     {plan.checkpoint.name} ({types} on {plan.device.type})",
-            f"lines     {counts.num_right:,} right{wrong}{equal}",
+        yield f"model     {plan.checkpoint.name} ({types} on {plan.device.type})"
+        yield f"lines     {counts.num_right:,} right{wrong}{equal}"
+        yield (
             f"tokens    {counts.prompt_tokens:,} prompt + at most {counts.max_drawn_tokens:,} "
             f"generated = {counts.reserved_tokens:,} reserved; longest row "
-            f"{counts.longest_row:,} of {plan.checkpoint.context_length:,}",
-            *self._prefix_lines(),
-            *(self._own_lines() if self.plans is None else [self.plans.to_text(is_all=is_all)]),
-            *self._first_lines(),
-        ]
-        lines += [f"warning   {text} ({counted(n, 'row')})" for text, n in self.warnings.items()]
-        return "\n".join(lines)
-
-    def _own_lines(self) -> list[str]:
-        """Return the plan that the options give."""
-        passes = [f"{'passes' * (n == 0):<10}{text}" for n, text in enumerate(self.passes)]
-        lines = [*self._memory_lines(), *passes]
-        if self.counts.num_right and not self.plan.shortage:
-            lines = [self._step_line(), *lines, self._time_line()]
-        return lines
-
-    def _prefix_lines(self) -> list[str]:
-        counts = self.counts
-        if not counts.num_shared_tokens:
-            return []
-        part = "" if counts.num_counted_tokens == counts.tokens_to_feed else " of the first"
-        return [
-            f"prefix    {counts.num_shared_tokens:,}{part} of {counts.num_counted_tokens:,} prompt "
-            f"tokens ({counts.shared_share:.0%}) are shared, and computed once"
-        ]
-
-    @property
-    def _sample_text(self) -> str:
-        num_lines = self.work.sample_lines
-        return f", estimated from the first {counted(num_lines, 'line')}" * bool(num_lines)
-
-    def _step_line(self) -> str:
-        work = self.work
-        return (
-            f"steps     {counted(work.num_steps, 'micro-batch', 'micro-batches')} at most, up to "
-            f"{counted(work.max_rows_running, 'row')} at once{self._sample_text}"
+            f"{counts.longest_row:,} of {plan.checkpoint.context_length:,}"
         )
+        if counts.num_shared_tokens:
+            part = "" if counts.num_counted_tokens == counts.tokens_to_feed else " of the first"
+            yield (
+                f"prefix    {counts.num_shared_tokens:,}{part} of {counts.num_counted_tokens:,} "
+                f"prompt tokens ({counts.shared_share:.0%}) are shared, and computed once"
+            )
 
-    def _memory_lines(self) -> list[str]:
-        """Return a table of what each process takes, and how much KV cache fits."""
-        used = self.plan.used_kv_tokens(self.work.num_kv_tokens)
+    def _own_lines(self) -> Iterator[str]:
+        """Tell what the plan that the options give takes."""
+        work, is_run = self.work, self.counts.num_right and not self.plan.shortage
+        num_lines = work.sample_lines
+        sample = f", estimated from the first {counted(num_lines, 'line')}" * bool(num_lines)
+        if is_run:
+            yield (
+                f"steps     {counted(work.num_steps, 'micro-batch', 'micro-batches')} at most, up "
+                f"to {counted(work.max_rows_running, 'row')} at once{sample}"
+            )
+        yield from self._memory_lines()
+        yield from (f"{'passes' * (n == 0):<10}{text}" for n, text in enumerate(self.passes))
+        if is_run and work.seconds is None:
+            yield f"time      not predicted: {work.why_not}"
+        elif is_run and work.seconds is not None:
+            yield (
+                f"time      {_show_estimate(work.seconds, work.seconds_range)} if every row draws "
+                f"all of its max_tokens{sample}; loading is not counted"
+            )
+
+    def _memory_lines(self) -> Iterator[str]:
+        """Tell what each process takes in a table, and how much KV cache fits."""
+        plan, num_pipelines = self.plan, self.plan.machine.num_pipelines
+        used = plan.used_kv_tokens(self.work.num_kv_tokens)
         rows: list[tuple[str, ...]] = [
             ("rank", "layers", "libraries", "weights", "work", "KV cache", "together")
         ]
-        for rank in self.plan.ranks:
+        for rank in plan.ranks:
             takes = rank.takes
             sizes = (takes.libraries, takes.weights, takes.work, used * takes.kv_token)
             shown = map(show_bytes, (*sizes, takes.total(used)))
             rows.append((str(rank.rank), str(rank.part.num_layers), *shown))
-        lines = ["".join(f"{cell:>11}" for cell in row).removeprefix(" " * 5) for row in rows]
-        lines = [f"{'memory' * (i == 0):<10}{line}" for i, line in enumerate(lines)]
-        return [*lines, *self._room_lines()]
-
-    def _room_lines(self) -> list[str]:
-        plan, num_pipelines = self.plan, self.plan.machine.num_pipelines
-        used = plan.used_kv_tokens(self.work.num_kv_tokens)
-        total = num_pipelines * sum(rank.takes.total(used) for rank in plan.ranks)
+        for number, row in enumerate(rows):
+            line = "".join(f"{cell:>11}" for cell in row).removeprefix(" " * 5)
+            yield f"{'memory' * (number == 0):<10}{line}"
         num_ranks = num_pipelines * len(plan.ranks)
         ranks = f"{num_ranks} ranks"
         if num_pipelines > 1:
             ranks += f", {num_pipelines} pipelines of {len(plan.ranks)}"
         if plan.shares_memory:
-            found = f"{show_bytes(plan.room_bytes)} of memory are free here"
-            found += f"; all {ranks} take {show_bytes(total)}" * (num_ranks > 1)
+            total = num_pipelines * sum(rank.takes.total(used) for rank in plan.ranks)
+            others = f"; all {ranks} take {show_bytes(total)}" * (num_ranks > 1)
+            yield f"room      {show_bytes(plan.room_bytes)} of memory are free here{others}"
         else:
-            found = f"{show_bytes(plan.room_bytes)} for each of {ranks}"
+            yield f"room      {show_bytes(plan.room_bytes)} for each of {ranks}"
         if plan.shortage:
-            return [f"room      {found}", f"KV cache  none fits: {plan.shortage}"]
+            yield f"KV cache  none fits: {plan.shortage}"
+            return
         each = "" if num_pipelines == 1 else " of each pipeline"
-        return [
-            f"room      {found}",
+        yield (
             f"KV cache  {plan.num_kv_tokens:,} tokens{each}, of which these lines use at most "
-            f"{self.work.num_kv_tokens:,}",
-        ]
-
-    def _time_line(self) -> str:
-        work = self.work
-        if work.seconds is None:
-            return f"time      not predicted: {work.why_not}"
-        return (
-            f"time      {_show_estimate(work.seconds, work.seconds_range)} if every row draws all "
-            f"of its max_tokens{self._sample_text}; loading is not counted"
+            f"{self.work.num_kv_tokens:,}"
         )
 
-    def _first_lines(self) -> list[str]:
+    def _first_lines(self) -> Iterator[str]:
         if (first := self.first) is None:
-            return []
+            return
         text = first.text
         if len(text) > MAX_SHOWN:
             half = MAX_SHOWN // 2
             text = f"{text[:half]}\n[… {len(text) - 2 * half:,} characters …]\n{text[-half:]}"
-        head = f"first     {first.file}:{first.line}, {counted(first.num_ids, 'token')}:"
-        return [head, *(f"    {line}" for line in text.split("\n"))]
+        yield f"first     {first.file}:{first.line}, {counted(first.num_ids, 'token')}:"
+        yield from (f"    {line}" for line in text.split("\n"))
 
 
 def _show_estimate(seconds: float, found: tuple[float, float] | None) -> str:

@@ -1,7 +1,4 @@
-"""One check: files in, a report out; wrong lines are told as they are met.
-
-It knows options and paths; what a line means is the engine's to say.
-"""
+"""One check: files in, a report out; wrong lines are told as they are met."""
 
 from __future__ import annotations
 
@@ -26,8 +23,7 @@ from fminfer.engine.loop import EngineLoop
 from fminfer.engine.start import Starter
 from fminfer.engine.stats import EngineStats
 from fminfer.estimate.check_report import CheckReport, FirstPrompt, Work
-from fminfer.estimate.cost_model import CostModel
-from fminfer.estimate.cost_store import find_costs_path, load_costs
+from fminfer.estimate.cost_model import CostModel, find_costs_path, load_costs
 from fminfer.estimate.line_checks import SAMPLE_TOKENS, LineChecker, LineCounts
 from fminfer.estimate.measured_roofs import measure_roofs
 from fminfer.estimate.run_plans import PlannedRun, PlanReport, plan_runs
@@ -114,10 +110,6 @@ class Check:
         self, inputs: Sequence[Path], on_wrong: Callable[[Record], None], *, is_quiet: bool
     ) -> CheckReport:
         """Check every line of the inputs, and plan their run as is asked for.
-
-        Args:
-            on_wrong: told of each line that cannot be answered.
-            is_quiet: show no bar.
 
         Raises:
             UsageError: flags do not say what the devices can do, or the model has no --plan.

@@ -1,7 +1,4 @@
-"""Checks lines one by one, exactly as a run would, and counts what they ask for.
-
-It keeps counts and the first lines, so that a file may be of any size. It runs nothing.
-"""
+"""Checks lines one by one, exactly as a run would, and counts what they ask for."""
 
 from __future__ import annotations
 
@@ -64,13 +61,10 @@ class LineCounts:
 
 
 class LineChecker:
-    """Checks a run's lines in their order.
+    """Checks a run's lines in their order; `loop`, of an engine as it would be, opens requests.
 
     Args:
-        intake: opens the lines.
-        loop: of an engine as the run would have it; it only opens requests.
         has_prefix_cache: whether the run shares prefixes and the answers of equal requests.
-        on_wrong: told of each line that cannot be answered.
     """
 
     def __init__(

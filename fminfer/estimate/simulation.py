@@ -1,7 +1,6 @@
 """Runs the engine's own loop over a pipeline that only pretends to compute, and counts its steps.
 
-Steps come out as in a run in which every row draws all of its max_tokens. It knows no weights and
-no seconds.
+Steps come out as in a run in which every row draws all of its max_tokens.
 """
 
 from __future__ import annotations
@@ -45,11 +44,7 @@ def in_steps_of(num_rows: int, counts: Counts) -> Counts:
 
 
 class PretendPipeline:
-    """What the engine sees of a pipeline: every row draws the same token, at once. It counts steps.
-
-    Args:
-        block_size: tokens a KV block.
-    """
+    """What the engine sees of a pipeline: every row draws the same token. It counts steps."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size, self._tables = block_size, BlockTables()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from fminfer.answers.answer_index import open_answers
-from fminfer.answers.run_terms import CountLines, RunTerms
+from fminfer.answers.run_terms import RunTerms
 from fminfer.contract.record import Choice
 from fminfer.core.errors import (
     FminferError,
@@ -24,14 +24,12 @@ from fminfer.core.errors import (
 )
 from fminfer.core.quantities import counted
 from fminfer.files.input_folders import MOST_NAMED, describe_empty
-from fminfer.files.journal_rows import Fingerprint
 from fminfer.files.output_paths import STDOUT, Plan
 from fminfer.files.run_facts import RunFacts
 from fminfer.files.status_file import refuse_other_vectors
 from fminfer.job.file_job import run_job
-from fminfer.job.named_files import open_files
 from fminfer.job.report_at_end import name_settings, reporting, write_at_end
-from fminfer.job.run_inputs import RunInputs
+from fminfer.job.run_inputs import RunInputs, open_files
 from fminfer.job.run_paths import JobPaths, RunContext, refuse_other_models
 from fminfer.job.run_summary import JobSummary
 from fminfer.job.shared_folder import SharedFiles
@@ -52,13 +50,12 @@ def run_process(run: RunContext) -> JobSummary | None:
     """Answer the job, or do another rank's part of it; that one has no summary.
 
     Raises:
-        FminferError: the run cannot go on.
+        FminferError: the run cannot go on; finished rows are kept.
     """
     prepare = _Preparing(run)
 
     def lead(checkpoint: Checkpoint, compute: Compute) -> JobSummary:
-        is_awaited = run.role.kind == "apart" and run.role.spread.num_pipelines == 1
-        return answer(run, prepare.plan, checkpoint, compute, is_awaited=is_awaited)
+        return _answer(_Job(run, prepare.plan, checkpoint, compute))
 
     return lead_or_join(run, prepare, lead)
 
@@ -86,72 +83,88 @@ class _Preparing(Opening):
 CHAT_TOKENS = 1024  # of the answer to --prompt, if it does not say
 
 
-def answer(
-    run: RunContext,
-    plan: Plan,
-    checkpoint: Checkpoint,
-    compute: Compute,
-    *,
-    is_awaited: bool = False,
-) -> JobSummary:
-    """Answer the job's files, or the requests that it makes up, or its one prompt.
+class _Job:
+    """A run, its files, and the model that answers them."""
 
-    Args:
-        compute: starts what computes, once there is something to answer.
-        is_awaited: other ranks wait for the engine, also if everything is answered already.
+    def __init__(
+        self, run: RunContext, plan: Plan, checkpoint: Checkpoint, compute: Compute
+    ) -> None:
+        self.run, self.plan, self.checkpoint = run, plan, checkpoint
+        self._compute = compute
+        self.foreseen = plan_ahead(run.config, checkpoint, run.role.spread.num_stages)
+        self.fingerprint = self.foreseen.fingerprint()
+        self.facts = find_vectors(checkpoint)  # of a model that gives vectors
+        self.tell: Callable[[str], None] = (lambda text: None) if run.is_quiet else say
 
-    Raises:
-        FminferError: the run cannot go on; finished rows are kept.
-    """
-    job, synthetic = run.job, run.job.synthetic
-    if job.prompt is not None:
-        return _answer_prompt(run, job.prompt, checkpoint, compute)
+    @property
+    def is_awaited(self) -> bool:
+        """Tell whether other ranks wait for the engine, also if all is answered already."""
+        return self.run.role.kind == "apart" and self.run.role.spread.num_pipelines == 1
+
+    def start_engine(self) -> Engine:
+        return start_engine(self.run, self.checkpoint, self._compute)
+
+    @contextmanager
+    def keeping_answers(self, engine: Engine, summary: JobSummary) -> Iterator[None]:
+        """Let the engine take answers of other runs, and keep its own, if the user wants that."""
+        place = self.run.job.result_cache
+        engine.runs.cache = cache = open_answers(self.fingerprint, place, self.tell)
+        try:
+            yield
+        finally:
+            if cache is not None and place is not None:
+                cache.close()
+                summary.result_cache, summary.cache_trouble = str(place.folder), cache.trouble
+
+
+def _answer(job: _Job) -> JobSummary:
+    """Answer the job's files, or the requests that it makes up, or its one prompt."""
+    asked, synthetic = job.run.job, job.run.job.synthetic
+    if asked.prompt is not None:
+        return _answer_prompt(job, asked.prompt)
     if synthetic is None:
-        summary = _answer_files(run, plan, checkpoint, compute, is_awaited=is_awaited)
+        summary = _answer_files(job)
     else:
-        if find_vectors(checkpoint) is not None:
+        if job.facts is not None:
             raise UsageError(
-                f"made-up requests draw tokens, and {checkpoint.name} gives vectors; give a file, "
-                "or time it by fminfer bench"
+                f"made-up requests draw tokens, and {job.checkpoint.name} gives vectors; give a "
+                "file, or time it by fminfer bench"
             )
         with tempfile.TemporaryDirectory(prefix="fminfer-") as folder:
             path = Path(folder) / "made_up.jsonl"
             synthetic.write(
                 path,
-                vocab_size=checkpoint.config.vocab_size,
-                context_length=checkpoint.context_length,
-                max_logprobs=run.config.max_logprobs,
-                seed=run.config.seed,
+                vocab_size=job.checkpoint.config.vocab_size,
+                context_length=job.checkpoint.context_length,
+                max_logprobs=job.run.config.max_logprobs,
+                seed=job.run.config.seed,
             )
-            run = replace(run, job=job.with_input(path))
-            plan = run.job.plan()
-            summary = _answer_files(run, plan, checkpoint, compute, is_awaited=is_awaited)
+            job.run = replace(job.run, job=asked.with_input(path))
+            job.plan = job.run.job.plan()
+            summary = _answer_files(job)
         summary.made_up = synthetic.describe(summary.wall_s)
-    if job.stats is not None:
-        job.stats.write_text(json.dumps(summary.to_dict(), indent=2) + "\n")
-    if not job.is_quiet:
+    if asked.stats is not None:
+        asked.stats.write_text(json.dumps(summary.to_dict(), indent=2) + "\n")
+    if not asked.is_quiet:
         click.echo(summary.to_text(), err=True)
     if summary.report_trouble:
         raise OutputError(summary.report_trouble)
     return summary
 
 
-def _answer_prompt(
-    run: RunContext, prompt: str, checkpoint: Checkpoint, compute: Compute
-) -> JobSummary:
+def _answer_prompt(job: _Job, prompt: str) -> JobSummary:
     """Print the answer to one prompt; say how it was asked, and what is odd about the answer."""
-    if find_vectors(checkpoint) is not None:
+    if job.facts is not None:
         raise UsageError(
-            f"--prompt prints a text, and {checkpoint.name} gives vectors; put the text into a "
+            f"--prompt prints a text, and {job.checkpoint.name} gives vectors; put the text into a "
             'line, as in: echo \'{"input": "a text"}\' | fminfer run -'
         )
-    tell = _say_nothing if run.is_quiet else say
-    with closing(start_engine(run, checkpoint, compute)) as engine:
-        request = _make_request(run, prompt, engine)
-        engine.intake.on_warning = lambda text: None if FILLS.kind in text else tell(text)
-        tell(_describe_asking(request, engine, is_raw=run.job.is_raw))
-        foreseen = plan_ahead(run.config, checkpoint, run.role.spread.num_stages)
-        with _keeping_answers(run, engine, foreseen.fingerprint()):
+    with closing(job.start_engine()) as engine:
+        summary = JobSummary(job.checkpoint.name, str(engine.device), [], [])
+        request = _make_request(job.run, prompt, engine)
+        engine.intake.on_warning = lambda text: None if FILLS.kind in text else job.tell(text)
+        job.tell(_describe_asking(request, engine, is_raw=job.run.job.is_raw))
+        with job.keeping_answers(engine, summary):
             (record,) = engine.run([request])
     if record.error is not None:
         raise FminferError(f"{record.error.message} ({record.error.code})")
@@ -159,8 +172,8 @@ def _answer_prompt(
         click.echo(choice.text)
         which = "The answer" if len(record.choices) == 1 else f"Answer {number}"
         for oddity in _find_oddities(choice, request, engine):
-            tell(f"{which} {oddity}.")
-    return JobSummary(checkpoint.name, str(engine.device), [], [])
+            job.tell(f"{which} {oddity}.")
+    return summary
 
 
 def _make_request(run: RunContext, prompt: str, engine: Engine) -> dict[str, Any]:
@@ -199,147 +212,90 @@ def _find_oddities(choice: Choice, request: dict[str, Any], engine: Engine) -> I
         yield f"was cut: the context ({context:,} tokens) or KV cache ({kv_tokens:,}) was full"
 
 
-def _answer_files(
-    run: RunContext,
-    plan: Plan,
-    checkpoint: Checkpoint,
-    compute: Compute,
-    *,
-    is_awaited: bool,
-) -> JobSummary:
-    job = run.job
-    _tell_left_out(job, plan)
-    foreseen = plan_ahead(run.config, checkpoint, run.role.spread.num_stages)
-    fingerprint = foreseen.fingerprint()
-    facts = RunFacts(settings=name_settings(run.config))
-    has_npy = run.config.embeddings == "npy"
+def _answer_files(job: _Job) -> JobSummary:
+    asked, plan, config = job.run.job, job.plan, job.run.config
+    _tell_left_out(asked, plan)
+    has_npy = config.embeddings == "npy"
     if has_npy:
-        _check_npy(plan, checkpoint)
-    # A file of vectors does not tell which line an answer is of, once lines have moved.
-    counting = None if has_npy else line_counting(run.config, checkpoint)
-    files, is_done = _open(job, plan, fingerprint, checkpoint.name, counting, facts)
-    summary = JobSummary(checkpoint.name, name_of(foreseen.dtype), plan.inputs, plan.outputs)
-    summary.kv_dtype, summary.weight_dtype = name_of(foreseen.kv_dtype), foreseen.held_in
-    summary.limit, summary.has_npy = job.limit, has_npy
-    if is_done and not is_awaited:
-        summary = run_job(None, files, summary, is_quiet=job.is_quiet)
+        _check_npy(job)
+    terms = RunTerms(
+        *(job.checkpoint.name, job.fingerprint, asked.restart, asked.limit),
+        # A file of vectors does not tell which line an answer is of, once lines have moved.
+        count_lines=None if has_npy else line_counting(config, job.checkpoint),
+        facts=RunFacts(settings=name_settings(config)),
+        tell=job.tell,
+    )
+    files: RunInputs
+    if asked.is_shared:
+        find = asked.plan if asked.is_watching else lambda: plan
+        files = shared = SharedFiles(find, terms, is_watching=asked.is_watching)
+        is_left = shared.look()
     else:
-        with _telling_how_to_go_on(job, files, run.stopper), reporting(job, plan):
-            summary = _answer_rows(run, files, summary, checkpoint, compute, fingerprint, facts)
-    job.remote.upload(plan.outputs)
-    write_at_end(job, plan, summary)
-    if not job.keeps_output:
+        files = open_files(plan.inputs, plan.outputs, terms)
+        is_left = not files.is_finished
+    summary = JobSummary(
+        job.checkpoint.name, name_of(job.foreseen.dtype), plan.inputs, plan.outputs
+    )
+    summary.kv_dtype, summary.weight_dtype = name_of(job.foreseen.kv_dtype), job.foreseen.held_in
+    summary.limit, summary.has_npy = asked.limit, has_npy
+    if is_left or job.is_awaited:
+        with _telling_how_to_go_on(asked, files, job.run.stopper), reporting(asked, plan):
+            _answer_rows(job, files, summary, terms.facts)
+    else:
+        run_job(None, files, summary, is_quiet=asked.is_quiet)
+    asked.remote.upload(plan.outputs)
+    write_at_end(asked, plan, summary)
+    if not asked.keeps_output:
         summary.outputs = []
     return summary
 
 
-def _check_npy(plan: Plan, checkpoint: Checkpoint) -> None:
-    """Refuse a run that has no vectors to write, or no place for them.
-
-    Raises:
-        UsageError: says which.
-    """
-    facts = find_vectors(checkpoint)
-    if facts is None or facts.is_scored:
-        does = "generates text" if facts is None else "scores texts"
+def _check_npy(job: _Job) -> None:
+    """Refuse a run that has no vectors to write, or no place for them."""
+    if job.facts is None or job.facts.is_scored:
+        does = "generates text" if job.facts is None else "scores texts"
         raise UsageError(
-            f"--embeddings npy is of models that give embeddings, and {checkpoint.name} {does}; "
-            "leave it out"
+            f"--embeddings npy is of models that give embeddings, and {job.checkpoint.name} {does};"
+            " leave it out"
         )
-    if STDOUT in plan.outputs:
+    if STDOUT in job.plan.outputs:
         raise UsageError("--embeddings npy writes a file beside the output; give --output FILE")
-    for output in plan.outputs:
+    for output in job.plan.outputs:
         refuse_other_vectors(output)
 
 
-def _open(
-    job: JobPaths,
-    plan: Plan,
-    fingerprint: Fingerprint,
-    model: str,
-    count_lines: CountLines | None,
-    facts: RunFacts,
-) -> tuple[RunInputs, bool]:
-    """Open the inputs and their journals; return whether nothing is left to answer."""
-    terms = RunTerms(
-        *(model, fingerprint, job.restart, job.limit),
-        count_lines=count_lines,
-        facts=facts,
-        tell=_say_nothing if job.is_quiet else say,
-    )
-    if job.is_shared:
-        find = job.plan if job.is_watching else lambda: plan
-        shared = SharedFiles(find, terms, is_watching=job.is_watching)
-        return shared, not shared.look()
-    named = open_files(plan.inputs, plan.outputs, terms)
-    return named, named.is_finished
-
-
-def _answer_rows(
-    run: RunContext,
-    files: RunInputs,
-    summary: JobSummary,
-    checkpoint: Checkpoint,
-    compute: Compute,
-    fingerprint: Fingerprint,
-    facts: RunFacts,
-) -> JobSummary:
+def _answer_rows(job: _Job, files: RunInputs, summary: JobSummary, run_facts: RunFacts) -> None:
     """Make the engine, and let it answer the lines that are left."""
-    job = run.job
-    if not job.is_quiet:
-        click.echo(f"Loading {checkpoint.name} ({summary.types}) …", err=True)
+    run = job.run
+    if not run.is_quiet:
+        click.echo(f"Loading {job.checkpoint.name} ({summary.types}) …", err=True)
     try:
-        engine = start_engine(run, checkpoint, compute)
+        engine = job.start_engine()
     except BaseException as error:
         files.abandon(error)
         raise
+    facts = engine.facts
     summary.device, summary.start_to_ready_s = str(engine.device), run.elapsed_s()
-    summary.weight_dtype = engine.facts.weight_dtype  # the kernels' build may have failed
-    summary.why_slower, summary.num_threads = engine.facts.why_slower, engine.facts.num_threads
-    summary.cpu_limit, summary.num_ranks = chosen_name(), engine.facts.num_ranks
-    facts.place = {
+    summary.weight_dtype = facts.weight_dtype  # the kernels' build may have failed
+    summary.why_slower, summary.num_threads = facts.why_slower, facts.num_threads
+    summary.cpu_limit, summary.num_ranks = chosen_name(), facts.num_ranks
+    run_facts.place = {
         "device": summary.device,
         "num_threads": summary.num_threads,
         "ready_s": round(summary.start_to_ready_s, 3),
     }
-    if not job.is_quiet:
+    if not run.is_quiet:
         num_rows = "rows" if files.num_rows is None else counted(files.num_rows, "row")
         click.echo(f"Ready after {summary.start_to_ready_s:.1f} s; answering {num_rows}.", err=True)
-    try:
-        with _keeping_answers(run, engine, fingerprint, summary):
-            summary = run_job(
-                *(engine, files, summary),
-                stopper=run.stopper,
-                is_quiet=job.is_quiet,
-                trace=job.trace,
-                run_facts=facts,
-            )
-    finally:
-        engine.close()
+    with closing(engine), job.keeping_answers(engine, summary):
+        run_job(
+            *(engine, files, summary),
+            stopper=run.stopper,
+            is_quiet=run.is_quiet,
+            trace=run.job.trace,
+            run_facts=run_facts,
+        )
     summary.ranks = engine.memory  # with the last reports of all
-    return summary
-
-
-@contextmanager
-def _keeping_answers(
-    run: RunContext, engine: Engine, fingerprint: Fingerprint, summary: JobSummary | None = None
-) -> Iterator[None]:
-    """Let the engine take answers of other runs, and keep its own, if the user wants that."""
-    place, tell = run.job.result_cache, _say_nothing if run.is_quiet else say
-    cache = open_answers(fingerprint, place, tell)
-    engine.runs.cache = cache
-    try:
-        yield
-    finally:
-        if cache is not None and place is not None:
-            cache.close()
-            if summary is not None:
-                summary.result_cache = str(place.folder)
-                summary.cache_trouble = cache.trouble
-
-
-def _say_nothing(text: str) -> None:
-    """Take the place of `say` in a quiet run."""
 
 
 def _tell_left_out(job: JobPaths, plan: Plan) -> None:

@@ -11,7 +11,6 @@ import orjson
 
 from fminfer.compute.step import StepTrace
 from fminfer.contract.envelope import Line
-from fminfer.contract.record import Record
 from fminfer.core.errors import StoppedError, UsageError
 from fminfer.engine.stats import EngineStats
 from fminfer.files.run_facts import RunFacts
@@ -49,105 +48,125 @@ def run_job(
     Args:
         engine: None: every line was answered before.
         summary: filled in, and returned.
-        stopper: tells when to stop.
-        trace: where to write what each rank did when.
         run_facts: filled in as the run goes on; they stand in each output's status file.
 
     Raises:
         StoppedError: it was told to stop; finished rows are kept.
         FminferError: it cannot go on; finished rows are kept.
     """
-    started = time.perf_counter()
-    if engine is None:
-        return _sum_up(summary, inputs, EngineStats())
-    facts, run_facts = engine.facts, run_facts or RunFacts()
-    run_facts.read_stats = lambda: {name: getattr(engine.stats, name) for name in TOLD_STATS}
-    run_facts.begin()
-    other_work = OtherWork(facts.num_threads, affine_cores) if facts.is_alone else None
-    is_slowed = other_work.is_notable if other_work is not None else lambda: False
-    time_left = TimeLeft(
-        "streamed" if engine.facts.streaming else engine.device.type, facts.num_stages
-    )
-    bar = ProgressBar(inputs.num_rows, time_left, is_quiet=is_quiet, is_slowed=is_slowed)
-    trace_file = None
-    if trace is not None:
-        trace_file = TraceFile(trace, facts.num_ranks // facts.num_stages)
-
-    def on_work(num_fed: int, num_drawn: int, num_running: int) -> None:
-        bar.add_work(engine.stats, num_fed, num_drawn)
-        run_facts.add_step(num_fed, num_drawn, num_running)
-        _show(bar, summary, inputs, engine)
-
-    engine.follow(on_work, None if trace_file is None else trace_file.add)
-    try:
-        _answer(engine, inputs, summary, stopper or Stopper(0.0), bar, run_facts)
-    except BaseException as error:
-        inputs.abandon(error)
-        raise
-    finally:
-        bar.close()
-        if trace_file is not None:
-            trace_file.close()
-    summary.wall_s = time.perf_counter() - started
-    if other_work is not None:
-        other_work.look()
-        summary.other_work_s, summary.other_work_share = other_work.held_up_s, other_work.share
-        summary.is_beside_other_work = other_work.is_notable()
-    summary.warnings = engine.warnings
-    summary.gives_vectors = engine.intake.limits.vectors is not None
-    return _sum_up(summary, inputs, engine.stats)
+    if engine is not None:
+        facts = run_facts or RunFacts()
+        job = _FileJob(engine, inputs, summary, stopper or Stopper(0.0), facts, is_quiet=is_quiet)
+        job.run(trace)
+    summary.engine = asdict(EngineStats() if engine is None else engine.stats)
+    inputs.add_to(summary)
+    return summary
 
 
-def _answer(
-    engine: Engine,
-    inputs: RunInputs,
-    summary: JobSummary,
-    stopper: Stopper,
-    bar: ProgressBar,
-    run_facts: RunFacts,
-) -> None:
-    """Have the engine answer lines, and hand each record to its input, until all are done.
+class _FileJob:
+    """Lines that an engine answers, each for its input."""
 
-    Raises:
-        StoppedError: it was told to stop, and lines are left.
-    """
-    left = [file.num_left for file in inputs.files]
-    # Whoever writes a stream may wait.
-    runner = engine.runs.start(
-        LOOKAHEAD if None in left else WINDOW,
-        lambda line: _name_line(line, inputs, summary),
-        is_only_run=True,
-    )
-    lines = _lines(inputs, runner, stopper)
-    try:
-        with stopper.telling(engine.stop, lambda: bar.drawing_s(engine)):
-            while runner.has_work:
-                runner.read_from(lines)
-                if runner.has_work and not runner.is_busy:  # no line is there yet
-                    time.sleep(WAIT_S)
-                for record in runner.step():
-                    run_facts.add_row()  # before the output may be complete
-                    if inputs.files[record.line.source].add(record):
-                        _count(summary, record)
-                    _show(bar, summary, inputs, engine)
-    except StoppedError as error:
-        if not inputs.is_finished:
-            raise (stopper.reason or error) from None
-        return
-    finally:
-        runner.close()
-    if stopper.reason is not None and not inputs.is_finished:
-        raise stopper.reason
-    inputs.check_kept()
+    def __init__(
+        self,
+        engine: Engine,
+        inputs: RunInputs,
+        summary: JobSummary,
+        stopper: Stopper,
+        run_facts: RunFacts,
+        *,
+        is_quiet: bool,
+    ) -> None:
+        self._engine, self._inputs, self._summary = engine, inputs, summary
+        self._stopper, self._run_facts = stopper, run_facts
+        run_facts.read_stats = lambda: {name: getattr(engine.stats, name) for name in TOLD_STATS}
+        facts = engine.facts
+        self._other_work: OtherWork | None = None
+        if facts.is_alone:
+            self._other_work = OtherWork(facts.num_threads, affine_cores)
+        kind = "streamed" if facts.streaming else engine.device.type
+        self._bar = ProgressBar(
+            inputs.num_rows,
+            TimeLeft(kind, facts.num_stages),
+            is_quiet=is_quiet,
+            is_slowed=lambda: self._other_work is not None and self._other_work.is_notable(),
+        )
+
+    def run(self, trace: Path | None) -> None:
+        """Answer every line that is left."""
+        engine, summary = self._engine, self._summary
+        started_s = time.perf_counter()
+        self._run_facts.begin()
+        trace_file = None
+        if trace is not None:
+            trace_file = TraceFile(trace, engine.facts.num_ranks // engine.facts.num_stages)
+        engine.follow(self._on_work, None if trace_file is None else trace_file.add)
+        try:
+            self._answer()
+        except BaseException as error:
+            self._inputs.abandon(error)
+            raise
+        finally:
+            self._bar.close()
+            if trace_file is not None:
+                trace_file.close()
+        summary.wall_s = time.perf_counter() - started_s
+        if (other_work := self._other_work) is not None:
+            other_work.look()
+            summary.other_work_s, summary.other_work_share = other_work.held_up_s, other_work.share
+            summary.is_beside_other_work = other_work.is_notable()
+        summary.warnings = engine.warnings
+        summary.gives_vectors = engine.intake.limits.vectors is not None
+
+    def _answer(self) -> None:
+        """Have the engine answer lines, and hand each record to its input, until all are done."""
+        engine, inputs, stopper = self._engine, self._inputs, self._stopper
+        # Whoever writes a stream may wait.
+        is_stream = any(file.num_left is None for file in inputs.files)
+        runner = engine.runs.start(
+            LOOKAHEAD if is_stream else WINDOW, self._name_line, is_only_run=True
+        )
+        lines = read_lines_left(inputs, runner, stopper)
+        try:
+            with stopper.telling(engine.stop, lambda: self._bar.drawing_s(engine)):
+                while runner.has_work:
+                    runner.read_from(lines)
+                    if runner.has_work and not runner.is_busy:  # no line is there yet
+                        time.sleep(WAIT_S)
+                    for record in runner.step():
+                        self._run_facts.add_row()  # before the output may be complete
+                        if inputs.files[record.line.source].add(record):
+                            self._summary.count(record)
+                        self._show()
+        except StoppedError as error:
+            if not inputs.is_finished:
+                raise (stopper.reason or error) from None
+            return
+        finally:
+            runner.close()
+        if stopper.reason is not None and not inputs.is_finished:
+            raise stopper.reason
+        inputs.check_kept()
+
+    def _name_line(self, line: Line) -> str:
+        """Say which line it is, and of which file if there are several."""
+        files = self._inputs.files
+        is_only = len(files) == len(self._summary.inputs) == 1
+        return f"line {line.number}" + ("" if is_only else f" of {files[line.source].path}")
+
+    def _on_work(self, num_fed: int, num_drawn: int, num_running: int) -> None:
+        self._bar.add_work(self._engine.stats, num_fed, num_drawn)
+        self._run_facts.add_step(num_fed, num_drawn, num_running)
+        self._show()
+
+    def _show(self) -> None:
+        self._bar.total_rows = self._inputs.num_rows
+        num_rows, num_errors = self._summary.num_rows, self._summary.num_errors
+        self._bar.update(num_rows + num_errors, num_errors, self._engine)
 
 
-def _name_line(line: Line, inputs: RunInputs, summary: JobSummary) -> str:
-    """Say which line it is, and of which file if there are several."""
-    is_only = len(inputs.files) == len(summary.inputs) == 1
-    return f"line {line.number}" + ("" if is_only else f" of {inputs.files[line.source].path}")
-
-
-def _lines(inputs: RunInputs, runner: LineRunner, stopper: Stopper) -> Iterator[Line | None]:
+def read_lines_left(
+    inputs: RunInputs, runner: LineRunner, stopper: Stopper
+) -> Iterator[Line | None]:
     """Yield the lines that are left; None where none is there at the moment."""
     for file in inputs.turns():
         if file is None:
@@ -168,100 +187,57 @@ def _lines(inputs: RunInputs, runner: LineRunner, stopper: Stopper) -> Iterator[
             yield line
 
 
-def _sum_up(summary: JobSummary, inputs: RunInputs, stats: EngineStats) -> JobSummary:
-    summary.engine = asdict(stats)
-    inputs.add_to(summary)
-    return summary
-
-
-def _count(summary: JobSummary, record: Record) -> None:
-    summary.prompt_tokens += record.num_prompt_tokens
-    summary.completion_tokens += record.num_completion_tokens
-    if record.error is None:
-        summary.num_rows += 1
-        return
-    summary.num_errors += 1
-    code = record.error.code
-    summary.errors_by_code[code] = summary.errors_by_code.get(code, 0) + 1
-
-
-def _show(
-    bar: ProgressBar,
-    summary: JobSummary,
-    inputs: RunInputs,
-    engine: Engine,
-) -> None:
-    bar.total_rows = inputs.num_rows
-    bar.update(summary.num_rows + summary.num_errors, summary.num_errors, engine)
-
-
 LAYERS = 1000  # added to a rank's number: the line of its streamed layers
 
 
 class TraceFile:
-    """Writes a trace.
+    """Writes a trace as JSON; of the ranks of a stage, the first one stands for all."""
 
-    Args:
-        path: a .json file; an older one is replaced.
-        num_shards: ranks of a stage; the first one stands for all.
-    """
-
-    def __init__(self, path: Path, num_shards: int = 1) -> None:
+    def __init__(self, path: Path, num_shards: int) -> None:
         self._num_shards = num_shards
         self._file = path.open("wb")
         self._file.write(b"[\n")
         self._start_s: float | None = None
-        self._tids: set[int] = set()
+        self._lines: set[int] = set()  # that have their name
 
     def add(self, step: StepTrace) -> None:
-        """Write what each stage did for one step; its first rank stands for it."""
+        """Write what each stage did for one step."""
         if self._start_s is None:
             self._start_s = step.spans[0].start_s
         for stage, span in enumerate(step.spans):
             rank = stage * self._num_shards
-            args: dict[str, object] = {
+            args = {
                 "step": step.step_id,
                 "prompt_tokens": step.num_prompt_tokens,
                 "decode_rows": step.num_decode_rows,
                 "sent_bytes": span.sent_bytes,
             }
-            self._name(rank, f"rank {rank}")
+            self._name_line(rank, f"rank {rank}")
             self._add_span(rank, step.phase, (span.start_s, span.end_s), args)
             if span.brought:
-                args |= {"read_bytes": span.read_bytes, "read_s": span.read_s}
-                self._name(rank + LAYERS, f"rank {rank}: streamed layers")
+                self._name_line(rank + LAYERS, f"rank {rank}: streamed layers")
             for number, (asked_s, came_s, done_s) in enumerate(span.brought):
                 of = {"step": step.step_id, "number": number}  # of the streamed ones
                 self._add_span(rank + LAYERS, "wait", (asked_s, came_s), of)
                 self._add_span(rank + LAYERS, "compute", (came_s, done_s), of)
-
-    def _add_span(
-        self, tid: int, name: str, times: tuple[float, float], args: Mapping[str, object]
-    ) -> None:
-        assert self._start_s is not None, "a step"
-        self._write(
-            {
-                "name": name,  # Perfetto colours by name
-                "cat": name,
-                "ph": "X",
-                "pid": 0,
-                "tid": tid,
-                "ts": round((times[0] - self._start_s) * 1e6, 1),
-                "dur": round((times[1] - times[0]) * 1e6, 1),
-                "args": args,
-            }
-        )
 
     def close(self) -> None:
         """End the file."""
         self._file.write(b"{}]\n")
         self._file.close()
 
-    def _name(self, tid: int, name: str) -> None:
-        if tid not in self._tids:
-            event = {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": name}}
-            self._write(event)
-            self._tids.add(tid)
-
-    def _write(self, event: dict[str, object]) -> None:
+    def _add_span(
+        self, line: int, name: str, times: tuple[float, float], args: Mapping[str, int]
+    ) -> None:
+        assert self._start_s is not None, "a step"
+        start_us, end_us = ((time_s - self._start_s) * 1e6 for time_s in times)
+        # Perfetto colours by name.
+        event = {"name": name, "cat": name, "ph": "X", "pid": 0, "tid": line}
+        event |= {"ts": round(start_us, 1), "dur": round(end_us - start_us, 1), "args": args}
         self._file.write(orjson.dumps(event) + b",\n")
+
+    def _name_line(self, line: int, name: str) -> None:
+        if line not in self._lines:
+            event = {"name": "thread_name", "ph": "M", "pid": 0, "tid": line}
+            self._file.write(orjson.dumps(event | {"args": {"name": name}}) + b",\n")
+            self._lines.add(line)

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from fminfer.answers.carrying_over import CarriedOver, carry_over, drop_answerless, reopen
 from fminfer.answers.run_terms import RunTerms
@@ -18,7 +19,7 @@ from fminfer.contract.envelope import Line, read_clock
 from fminfer.contract.record import Record
 from fminfer.core.errors import OutputError, UsageError
 from fminfer.files.claims import Claim, Hold
-from fminfer.files.completed import CompletedOutput, kept_clock, require_completed
+from fminfer.files.completed import find_completed, kept_clock, require_completed
 from fminfer.files.disk import told
 from fminfer.files.input_file import InputFile
 from fminfer.files.journal import Journal, journal_path, peek
@@ -29,6 +30,9 @@ from fminfer.files.run_facts import RunHistory, runs_in
 from fminfer.files.status_file import StatusFile, read_status, refuse_other_vectors
 
 MANY_ROWS = 100_000  # of a journal that is not read again if it has just been made
+# What is to be done with an input before its lines are answered: make its complete output's journal
+# again, carry answers to an earlier form of it over, or nothing; all of them may have their record.
+State = Literal["reopen", "carry over", "answer", "finished"]
 
 
 class JournaledInput:
@@ -47,34 +51,38 @@ class JournaledInput:
         self, path: Path, source: int, output: Path, terms: RunTerms, claim: Claim | None = None
     ) -> None:
         self.path, self.source, self.output = path, source, output
-        self.is_finished = False
         self.num_damaged_rows = self.num_tried_rows = 0
         self.hold = Hold(output, terms.claims, claim)
         self.journal: Journal | None = None  # open while the input is being answered
         self._terms = terms
         self._input = InputFile(path, source, terms.limit)
         self._fingerprint = {INPUT: self._input.digest, CLOCK: read_clock()} | terms.fingerprint
-        self._counts = Counts()
-        self._to_reopen: CompletedOutput | None = None  # it is complete, and leaves rows to answer
+        self.counts = Counts()  # rows and tokens so far
+        self._state: State = "answer"
         self.carried = CarriedOver()  # from answers to an earlier form of the input
         takes_over = terms.count_lines is not None
         journal = peek(output, self._fingerprint, restart=terms.restart, takes_over=takes_over)
-        self._has_changed_input = journal == "other input"
+        if journal == "other input":
+            self._state = "carry over"
         if not terms.restart and (clock := kept_clock(output)) is not None:
             self._fingerprint[CLOCK] = clock
         if journal is None and not terms.restart and output.exists():
-            self._take_as_completed()
-        if not (self.is_finished or self._has_changed_input):
+            self._look_at_output()
+        if self._state in ("reopen", "answer"):
             self._input.count_rows()
-            self._counts.num_rows = self._input.num_rows or 0
+            self.counts.num_rows = self._input.num_rows or 0
         self.status = StatusFile(
-            *(path, output, terms.model, self._fingerprint, self._counts, terms.limit)
+            *(path, output, terms.model, self._fingerprint, self.counts, terms.limit)
         )
         self.status.input_changed_ns = self._input.changed_ns
         is_kept = not terms.restart and (journal is not None or output.exists())
         earlier = runs_in(read_status(output)) if is_kept else []
         self._history = RunHistory(terms.facts, earlier)
         self.status.list_runs = self._history.to_list
+
+    @property
+    def is_finished(self) -> bool:
+        return self._state == "finished"
 
     @property
     def is_lost(self) -> bool:
@@ -90,28 +98,23 @@ class JournaledInput:
         """Lines that this run has to answer, or has answered; None: not known before the end."""
         if self.is_lost:
             return self.own.num_rows
-        num_rows = self._counts.num_rows if self.is_finished else self._input.num_rows
+        num_rows = self.counts.num_rows if self.is_finished else self._input.num_rows
         return None if num_rows is None else num_rows - self.kept.num_rows
-
-    @property
-    def counts(self) -> Counts:
-        """Rows and tokens so far."""
-        return self._counts
 
     @property
     def kept(self) -> RowCounts:
         """Rows of other runs."""
-        return self._counts.kept
+        return self.counts.kept
 
     @property
     def own(self) -> RowCounts:
         """Rows that this run answered, or could not answer."""
-        return self._counts.own
+        return self.counts.own
 
     @property
     def num_saved_rows(self) -> int:
         """Lines that have their record, of this run and of others."""
-        return self._counts.done.num_rows
+        return self.counts.done.num_rows
 
     def begin(self) -> None:
         """Count the rows of earlier runs; if they answered every line, finish for them."""
@@ -120,10 +123,11 @@ class JournaledInput:
         self.hold.check_free()
         with told(self.output.parent):
             self.output.parent.mkdir(parents=True, exist_ok=True)
-        if self._to_reopen is not None:
-            self._reopen(self._to_reopen)
-        if self._has_changed_input:
+        if self._state == "reopen":
+            self._reopen()
+        elif self._state == "carry over":
             self._carry_over()
+        self._state = "answer"
         # There from the start, so that no run of another kind takes the output meanwhile.
         journal = Journal(self.output, self._fingerprint, restart=self._terms.restart)
         self.journal = journal
@@ -146,10 +150,7 @@ class JournaledInput:
             self.journal = None
 
     def lines(self, pass_over: Callable[[Line], None]) -> Iterator[Line]:
-        """Read the lines that are left.
-
-        Args:
-            pass_over: told of each line that an earlier run has answered.
+        """Read the lines that are left; tell `pass_over` of each that was answered earlier.
 
         Raises:
             UsageError: the input was edited, or a line is not the one that was answered.
@@ -165,7 +166,7 @@ class JournaledInput:
         self.status.move("in_progress")
         for read in self._input.lines():
             line = replace(read, clock=journal.clock)
-            self._counts.num_rows = max(self._input.num_rows or 0, self._input.num_read)
+            self.counts.num_rows = max(self._input.num_rows or 0, self._input.num_read)
             if self.is_lost:
                 return
             if line.number not in journal:
@@ -180,7 +181,7 @@ class JournaledInput:
                 )
             if repeats is None:
                 pass_over(line)
-        self._counts.num_rows = self._input.num_read
+        self.counts.num_rows = self._input.num_read
         self._finish_if_complete()  # its last record may have come before its end was seen
 
     def add(self, record: Record) -> bool:
@@ -192,7 +193,7 @@ class JournaledInput:
         assert self.journal is not None, "a record of an input that is not being answered"
         row = _row_of(record)
         self.journal.append(row)
-        self._counts.add(is_error=row.is_error, tokens=row.tokens)
+        self.counts.add(is_error=row.is_error, tokens=row.tokens)
         self.status.update()
         self._finish_if_complete()
         return True
@@ -204,7 +205,7 @@ class JournaledInput:
             UsageError: it was completed with another model, or with other settings.
         """
         if self.output.exists() and not journal_path(self.output).exists():
-            self._take_as_completed()
+            self._look_at_output()
 
     def abandon(self, error: BaseException) -> None:
         """Stop without finishing; what was answered stays in the journal.
@@ -219,10 +220,12 @@ class JournaledInput:
             self.status.break_off(error)
         self.hold.lose()
 
-    def _reopen(self, completed: CompletedOutput) -> None:
+    def _reopen(self) -> None:
         """Make the journal of a complete output again."""
         with self.hold.taken():
-            if not journal_path(self.output).exists():  # of a run that did so and died meanwhile
+            # A run that did so and died meanwhile has left a journal.
+            has_journal = journal_path(self.output).exists()
+            if (completed := None if has_journal else find_completed(self.output)) is not None:
                 reopen(self.path, completed, self._fingerprint, self._terms)
 
     def _carry_over(self) -> None:
@@ -234,7 +237,7 @@ class JournaledInput:
         else:
             self.carried = carried
             self._input.take_count(carried.num_rows, carried.last_number)
-        self._counts.num_rows = self._input.num_rows or 0
+        self.counts.num_rows = self._input.num_rows or 0
 
     def _open_journal(self) -> Journal | None:
         """Open the journal for writing; None: another run has finished the output meanwhile."""
@@ -249,7 +252,7 @@ class JournaledInput:
         if not (has_rows or self._terms.restart) and self.output.exists():
             journal.remove()
             self.hold.lose()
-            self._take_as_completed()
+            self._look_at_output()
             return None
         self.journal = journal
         self._fingerprint[CLOCK] = journal.clock  # another run may have begun it since
@@ -257,11 +260,7 @@ class JournaledInput:
         return journal
 
     def _look_again(self, journal: Journal) -> None:
-        """Look at an input again: it may have changed while the run answered others.
-
-        Raises:
-            UsageError: it was changed, and rows of an earlier run are kept.
-        """
+        """Look at an input again: it may have changed while the run answered others."""
         has_changed = self._input.look_again()
         self.status.input_changed_ns = self._input.changed_ns
         if not has_changed:
@@ -276,10 +275,10 @@ class JournaledInput:
         journal.begin_anew(self._fingerprint)
         self._history.forget()
         self._input.count_rows()
-        self._counts.num_rows = self._input.num_rows or 0
+        self.counts.num_rows = self._input.num_rows or 0
 
     def _count_kept(self, journal: Journal) -> None:
-        self._counts.start_from(journal.kept)
+        self.counts.start_from(journal.kept)
         self.num_damaged_rows, self.num_tried_rows = journal.num_damaged, journal.num_tried
 
     def _finish_if_complete(self) -> None:
@@ -295,13 +294,13 @@ class JournaledInput:
         status.seals = put_in_order(journal, has_older_vectors=status.has_vectors)
         status.has_vectors = "vectors" in status.seals
         self.status.move("completed")
-        self.is_finished = True
+        self._state = "finished"
         self.journal = None
         journal.remove()  # last: until then the next run does all of this again
         self.hold.settle()
 
-    def _take_as_completed(self) -> None:
-        """Take the output that is there as this input's, or note that it leaves rows to answer.
+    def _look_at_output(self) -> None:
+        """Take the output that is there as this input's, or note what is to be done with it.
 
         Raises:
             UsageError: it is not this input's, or was edited, or nobody knows.
@@ -311,15 +310,14 @@ class JournaledInput:
             *(self.output, self.path, self._fingerprint), takes_over=terms.count_lines is not None
         )
         if terms.takes_over(completed.fingerprint, self._fingerprint):
-            self._has_changed_input = True
-            return
-        if completed.leaves_rows(terms.limit, terms.started_s):
-            self._to_reopen = completed
-            return
-        completed.check_unedited()
-        self._counts.see_completed(completed.counts)
-        self.is_finished = True
-        self.hold.settle()
+            self._state = "carry over"
+        elif completed.leaves_rows(terms.limit, terms.started_s):
+            self._state = "reopen"
+        else:
+            completed.check_unedited()
+            self.counts.see_completed(completed.counts)
+            self._state = "finished"
+            self.hold.settle()
 
     def _lose(self) -> None:
         """Stop writing: this process slept, or could not reach the disk, for too long."""

@@ -18,7 +18,6 @@ import orjson
 from fminfer.core.errors import UsageError
 from fminfer.files.claims import look_at
 from fminfer.files.completed import has_changed
-from fminfer.files.disk import beside
 from fminfer.files.edits import find_edit
 from fminfer.files.input_folders import (
     describe_left_out,
@@ -35,6 +34,7 @@ from fminfer.files.ordered_output import errors_path
 from fminfer.files.output_paths import answers_path, plan_each
 from fminfer.files.split_folders import PART_NAME
 from fminfer.files.status_file import STATUS, read_status, seals_of, status_path
+from fminfer.job.report.told_outputs import output_of
 
 State = Literal["done", "running", "stopped", "waiting"]
 CHANGED = "its input has changed since; the same command answers what is new"
@@ -150,7 +150,7 @@ def _files_of(folder: Path) -> Iterator[tuple[Path | None, Path, str | None]]:
     With an input comes why it cannot be answered.
     """
     statuses = [folder / name for name in os.listdir(folder) if name.endswith(STATUS)]
-    others = {output for output in map(_output_of, statuses) if output is not None}
+    others = {output for output in map(output_of, statuses) if _is_of_run(output)}
     inputs = [path for path in list_requests(folder) if path not in others]
     plan = plan_each(inputs, None)
     waiting = [*zip(plan.inputs, plan.outputs, strict=True)]
@@ -171,14 +171,9 @@ def _is_to_answer(source: Path | None, output: Path) -> bool:
     return bool(PART_NAME.fullmatch(source.name)) or holds_requests(source)
 
 
-def _output_of(status: Path) -> Path | None:
-    """Return the output that a status file is of; None: it is another program's file."""
-    output = beside(status, ".jsonl", without=STATUS)
-    fields = read_status(output) or {}
-    if fields.get("object") != "batch" and not _is_begun(output):
-        return None
-    noted = (fields.get("fminfer") or {}).get("output")  # a long name is cut in another place
-    return status.with_name(noted) if noted and Path(str(noted)).name == noted else output
+def _is_of_run(output: Path) -> bool:
+    """Tell whether the status file beside an output is not another program's."""
+    return (read_status(output) or {}).get("object") == "batch" or _is_begun(output)
 
 
 def _is_begun(output: Path) -> bool:

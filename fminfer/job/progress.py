@@ -7,9 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from fminfer.core.quantities import counted
-from fminfer.core.quantities import show_dtypes as show_dtypes
-from fminfer.core.quantities import show_seconds as show_seconds
+from fminfer.core.quantities import counted, show_seconds
 from fminfer.engine.stats import EngineStats, Observed
 from fminfer.job.time_left import TimeLeft
 from fminfer.runtime.bars import make_bar, num_columns
@@ -28,7 +26,6 @@ class ProgressBar:
 
     Args:
         total_rows: None if it is not known before the input's end. It may change.
-        time_left: of the engine; None: one that knows nothing yet.
         is_slowed: tells whether other work slows the run.
     """
 
@@ -71,11 +68,7 @@ class ProgressBar:
         return None if self.total_rows is None else self._time_left.all_s(engine, self.total_rows)
 
     def update(self, num_rows: int, num_errors: int, engine: Observed) -> None:
-        """Show the newest counts, if it is time to.
-
-        Args:
-            num_rows: finished, `num_errors` of them in error.
-        """
+        """Show the newest counts, if it is time to; `num_errors` of the rows are in error."""
         self._num_rows = num_rows
         now_s = time.perf_counter()
         if self._is_quiet or now_s - self._last_line_s <= self._every_s:
@@ -125,34 +118,4 @@ class ProgressBar:
 
     def close(self) -> None:
         self._bar.update(self._num_rows - self._bar.n)
-        self._bar.close()
-
-
-class TimeBar:
-    """Shows how much of an expected time is over; the expectation may change."""
-
-    def __init__(self, name: str) -> None:
-        self._is_terminal = sys.stderr.isatty()
-        self._last_line_s = -math.inf
-        form = "{desc}: {percentage:3.0f}%|{bar}|{postfix}"
-        self._bar = make_bar(desc=name, bar_format=form, disable=not self._is_terminal, leave=False)
-        self._name = name
-
-    def update(self, what: str, elapsed_s: float, in_all_s: float) -> None:
-        """Show what is done now, and the time left.
-
-        Args:
-            in_all_s: 0: not known yet.
-        """
-        left = f"left {show_seconds(max(0.0, in_all_s - elapsed_s))}" if in_all_s else "left ?"
-        if self._is_terminal:
-            self._bar.total = max(in_all_s, elapsed_s, 1.0)
-            self._bar.set_postfix_str(f"{left}, {what}", refresh=False)
-            self._bar.update(elapsed_s - self._bar.n)
-            self._bar.refresh()
-        elif elapsed_s - self._last_line_s > FIRST_LINE_S:
-            self._last_line_s = elapsed_s
-            print(f"{self._name}: {left}, {what}", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
         self._bar.close()

@@ -1,143 +1,236 @@
-"""The interface of a run's inputs: named files, a shared folder, stdin."""
+"""The inputs of a run, and where their answers go: to files, or to stdout."""
 
 from __future__ import annotations
 
+import sys
+from abc import ABC, abstractmethod
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO
 
 from fminfer.answers.carrying_over import CarriedOver
+from fminfer.answers.run_terms import RunTerms
 from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
-from fminfer.core.errors import UsageError
+from fminfer.core.errors import InUseError, OutputError, UsageError
+from fminfer.files.line_reader import count_rows, read_lines
+from fminfer.files.output_paths import STDOUT
 from fminfer.files.row_counts import RowCounts
+from fminfer.job.journaled_input import JournaledInput
 from fminfer.job.run_summary import JobSummary
+from fminfer.runtime.bars import write_beside_bar
 
 
-class RunInput(Protocol):
-    """One input and where its answers go."""
+class OrderedStream:
+    """Takes records in any order; holds those that are ready before their turn."""
 
-    @property
-    def path(self) -> Path: ...
+    def __init__(self, answers: BinaryIO, write_error: Callable[[bytes], None]) -> None:
+        self._answers = answers
+        self._write_error = write_error
+        self._order: deque[tuple[int, int]] = deque()  # (source, number) of what is not out yet
+        self._ready: dict[tuple[int, int], tuple[bytes, bool]] = {}
 
-    @property
-    def output(self) -> Path: ...
+    def expect(self, source: int, number: int) -> None:
+        """Announce a record; they come out in the order in which they are announced."""
+        self._order.append((source, number))
 
-    @property
-    def num_left(self) -> int | None:
-        """Lines that this run has to answer, or has answered; None: not known before the end."""
+    def append(self, source: int, number: int, line: bytes, *, is_error: bool) -> None:
+        """Take the record of line `number` of an input, and write what is next in order.
 
-    @property
-    def kept(self) -> RowCounts:
-        """Rows of other runs that stand in the output."""
+        Raises:
+            BrokenPipeError: the reader is gone.
+            OutputError: it cannot be written for another reason.
+        """
+        self._ready[source, number] = line, is_error
+        while self._order and self._order[0] in self._ready:
+            line, is_error = self._ready.pop(self._order.popleft())
+            if is_error:
+                self._write_error(line)
+            else:
+                self._write(line + b"\n")
 
-    @property
-    def num_damaged_rows(self) -> int:
-        """Rows of earlier runs that the disk did not keep whole."""
+    def _write(self, line: bytes) -> None:
+        try:
+            self._answers.write(line)
+            self._answers.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputError(
+                f"stdout cannot be written: {error.strerror or error}. What was written is not "
+                "gone on with; give --output FILE, which is"
+            ) from error
 
-    @property
-    def num_tried_rows(self) -> int:
-        """Rows that failed in earlier runs, and are tried again."""
 
-    @property
-    def carried(self) -> CarriedOver:
-        """What became of answers to an earlier form of the input."""
+class StreamedInput:
+    """An input whose answers go to stdout: in order, as soon as those before them are out.
 
-    @property
-    def num_saved_rows(self) -> int | None:
-        """Lines whose record the next run keeps; None: it keeps none."""
+    No run goes on where another ended, and no other run can take it over.
+    """
+
+    output = STDOUT
+    kept = RowCounts()
+    num_damaged_rows = num_tried_rows = 0
+    num_saved_rows = None
+    carried = CarriedOver()
+    is_lost = False
+
+    def __init__(
+        self, path: Path, source: int, stream: OrderedStream, limit: int | None = None
+    ) -> None:
+        self.path, self.source = path, source
+        self._limit = limit
+        self.num_left = count_rows(path, limit)
+        self._num_read = self._num_done = 0
+        self._is_read = False
+        self._stream = stream
 
     @property
     def is_finished(self) -> bool:
-        """Return whether every line has its record, by this run or another."""
-
-    @property
-    def is_lost(self) -> bool:
-        """Return whether it was given up, or another run has taken it over."""
+        return self._is_read and self._num_done == self._num_read
 
     @property
     def is_settled(self) -> bool:
-        """Return whether nothing of it is left for this run."""
+        return self.is_finished
+
+    def begin(self) -> None:
+        """Keep no rows: there are no earlier runs."""
 
     def lines(self, pass_over: Callable[[Line], None]) -> Iterator[Line]:
-        """Read the lines to answer; `pass_over` is told of those that were answered before."""
+        """Read it; no line is passed over."""
+        for line in read_lines(self.path, self.source, limit=self._limit):
+            self._stream.expect(self.source, line.number)
+            self._num_read += 1
+            yield line
+        self._is_read = True
 
     def add(self, record: Record) -> bool:
-        """Write a record; return False if the input is lost, and it was not written."""
+        """Write a record when it is its turn."""
+        is_error = record.error is not None
+        self._stream.append(self.source, record.line.number, record.to_json(), is_error=is_error)
+        self._num_done += 1
+        return True
 
     def see_completed(self) -> None:
-        """Count a lost input as finished if another run has completed it."""
+        """No other run completes it."""
 
     def abandon(self, error: BaseException) -> None:
-        """Stop without finishing; the status file says why. Records that still come are lost."""
+        """Stop without finishing."""
 
 
-class RunInputs(Protocol):
-    """The inputs of a run. `files` grows where they are found one by one."""
+RunInput = JournaledInput | StreamedInput
 
-    @property
-    def files(self) -> Sequence[RunInput]:
-        """Return the inputs so far; a line's `source` is the place of its own."""
 
-    @property
-    def num_rows(self) -> int | None:
-        """Lines that this run has to answer, as far as it can be known; None: it cannot."""
+class RunInputs(ABC):
+    """The inputs of a run: named files, a shared folder, stdin."""
+
+    files: Sequence[RunInput]  # so far; a line's `source` is the place of its own
+    num_rows: int | None  # lines to answer; None: not known before the inputs' end
 
     @property
+    @abstractmethod
     def is_finished(self) -> bool:
         """Return whether nothing is left for this run."""
 
     @property
-    def num_saved_rows(self) -> int | None:
-        """Rows that the next run keeps; None: it keeps none."""
+    @abstractmethod
+    def kept(self) -> RowCounts:
+        """Rows of other runs that stand in the outputs."""
 
+    @property
+    def num_saved_rows(self) -> int | None:
+        """Rows that the next run keeps, once a file; None: it keeps none."""
+        saved = {file.path: file.num_saved_rows for file in self.files}
+        known = [number for number in saved.values() if number is not None]
+        return sum(known) if known else None
+
+    @abstractmethod
     def turns(self) -> Iterator[RunInput | None]:
         """Yield each input when it is its turn; None where none is free at the moment."""
 
+    @abstractmethod
     def give_up(self, file: RunInput, error: UsageError) -> None:
-        """Leave an input that cannot be answered.
+        """Leave an input that cannot be answered, or raise its error: the run cannot go on."""
 
-        Raises:
-            UsageError: the same, where the run cannot go on without it.
-        """
-
+    @abstractmethod
     def check_kept(self) -> None:
-        """Check that no other run answers an input of this run.
-
-        Raises:
-            InUseError: one is.
-        """
+        """Raise an InUseError if another run answers an input of this run."""
 
     def abandon(self, error: BaseException) -> None:
         """Stop without finishing; each status file says why."""
+        for file in self.files:
+            file.abandon(error)
 
     def add_to(self, summary: JobSummary) -> None:
-        """Add what became of the inputs to a run's summary."""
+        """Add what became of the inputs to a run's summary.
+
+        What a run finds in a file counts once, also if it lost that file and took it again.
+        """
+        summary.num_kept_rows, summary.num_kept_errors = self.kept.num_rows, self.kept.num_errors
+        damaged, tried, carried = Counter[Path](), Counter[Path](), dict[Path, CarriedOver]()
+        for file in self.files:
+            if file.is_lost and file.is_finished:
+                summary.completed_elsewhere.append(str(file.output))
+            damaged |= Counter({file.path: file.num_damaged_rows})  # the larger one
+            tried |= Counter({file.path: file.num_tried_rows})
+            if file.carried.has_answers:
+                carried[file.path] = file.carried
+        summary.num_damaged_rows, summary.num_tried_rows = damaged.total(), tried.total()
+        summary.num_changed_inputs = len(carried)
+        summary.num_taken_rows = sum(each.num_taken for each in carried.values())
+        summary.num_left_out_rows = sum(each.num_left_out for each in carried.values())
 
 
-def sum_saved(files: Sequence[RunInput]) -> int | None:
-    """Sum the rows that the next run keeps; None: it keeps none."""
-    saved = [file.num_saved_rows for file in files if file.num_saved_rows is not None]
-    return sum(saved) if saved else None
+class NamedFiles(RunInputs):
+    """The inputs of a run that answers all of them itself, one after another."""
+
+    def __init__(self, files: Sequence[RunInput]) -> None:
+        self.files = files
+        left = [file.num_left for file in files]
+        self.num_rows = None if None in left else sum(number or 0 for number in left)
+
+    @property
+    def is_finished(self) -> bool:
+        return all(file.is_settled for file in self.files)
+
+    @property
+    def kept(self) -> RowCounts:
+        return sum((file.kept for file in self.files), RowCounts())
+
+    def turns(self) -> Iterator[RunInput]:
+        return iter(self.files)
+
+    def give_up(self, file: RunInput, error: UsageError) -> None:
+        """End the run: whoever named a file wants it answered."""
+        raise error
+
+    def check_kept(self) -> None:
+        for file in self.files:
+            if file.is_lost and not file.is_finished:
+                file.see_completed()
+        lost = [str(file.path) for file in self.files if file.is_lost and not file.is_finished]
+        if lost:
+            raise InUseError(
+                f"another run has taken over {', '.join(lost)}, since this one slept or did not "
+                "reach the disk for a minute; what it had finished is kept. Run the same command "
+                "again when the other has ended"
+            )
 
 
-def add_files(files: Sequence[RunInput], kept: RowCounts, summary: JobSummary) -> None:
-    """Add to a summary what it counts file by file, and the rows of other runs.
+def open_files(inputs: list[Path], outputs: list[Path], terms: RunTerms) -> NamedFiles:
+    """Open each input with the rows of earlier runs; write nothing if anything is wrong.
 
-    What a run finds in a file counts once, also if it lost that file and took it again.
+    Raises:
+        UsageError: an output is another run's.
     """
-    summary.num_kept_rows, summary.num_kept_errors = kept.num_rows, kept.num_errors
-    damaged: dict[Path, int] = {}
-    tried: dict[Path, int] = {}
-    carried: dict[Path, CarriedOver] = {}
+    stream = OrderedStream(sys.stdout.buffer, write_beside_bar)
+    files: list[RunInput] = [
+        StreamedInput(path, source, stream, terms.limit)
+        if output == STDOUT
+        else JournaledInput(path, source, output, terms)
+        for source, (path, output) in enumerate(zip(inputs, outputs, strict=True))
+    ]
     for file in files:
-        if file.is_lost and file.is_finished:
-            summary.completed_elsewhere.append(str(file.output))
-        damaged[file.path] = max(damaged.get(file.path, 0), file.num_damaged_rows)
-        tried[file.path] = max(tried.get(file.path, 0), file.num_tried_rows)
-        if file.carried.has_answers:
-            carried[file.path] = file.carried
-    summary.num_damaged_rows, summary.num_tried_rows = sum(damaged.values()), sum(tried.values())
-    summary.num_changed_inputs = len(carried)
-    summary.num_taken_rows = sum(each.num_taken for each in carried.values())
-    summary.num_left_out_rows = sum(each.num_left_out for each in carried.values())
+        file.begin()
+    return NamedFiles(files)

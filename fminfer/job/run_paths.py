@@ -20,7 +20,7 @@ from fminfer.files.input_folders import describe_left_out, find_inputs, find_los
 from fminfer.files.line_reader import read_lines
 from fminfer.files.output_paths import STDOUT, Plan, plan_each, require_parent, whose_file
 from fminfer.files.storage import Location, RemoteFolders
-from fminfer.job.report.report_place import check_place
+from fminfer.job.report.told_outputs import check_place
 from fminfer.job.synthetic import Synthetic
 from fminfer.models.known_sizes import DEMO_NAMES
 from fminfer.runtime.launch.processes import ProcessContext
@@ -105,11 +105,7 @@ class JobPaths(JobOptions):
         return [path for path in self.paths if isinstance(path, Path) and path.is_dir()]
 
     def find_inputs(self) -> list[Path]:
-        """List the input files.
-
-        Raises:
-            UsageError: there are none.
-        """
+        """List the input files, of which there must be one."""
         local = [file for path in self.paths for file in self.remote.fetch(path)]
         inputs = find_inputs(local, may_be_empty=self.is_watching)
         if not inputs and not self.is_watching:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fminfer.contract.record import Record
 from fminfer.core.errors import RETRYABLE
 from fminfer.core.quantities import counted, show_bytes, show_dtypes, show_short
 from fminfer.core.rank_memory import RankMemory, show_memory
@@ -91,34 +93,148 @@ class JobSummary:
     def _per_s(self, count: int) -> float:
         return count / self.wall_s if self.wall_s > 0 else 0.0
 
+    def count(self, record: Record) -> None:
+        """Count a record of this run."""
+        self.prompt_tokens += record.num_prompt_tokens
+        self.completion_tokens += record.num_completion_tokens
+        if record.error is None:
+            self.num_rows += 1
+            return
+        self.num_errors += 1
+        code = record.error.code
+        self.errors_by_code[code] = self.errors_by_code.get(code, 0) + 1
+
     def to_dict(self) -> dict[str, Any]:
         names = ("tokens_per_s", "generated_per_s", "answered_per_s")
         rates = {name: getattr(self, name) for name in names}
         paths = {"inputs": [*map(str, self.inputs)], "outputs": [*map(str, self.outputs)]}
         return asdict(self) | paths | rates
 
-    def _prefix_line(self) -> str:
+    def to_text(self) -> str:
+        """Return the summary for people."""
+        return "\n".join(f"{name:<9} {text}" for name, text in self._lines())
+
+    def _lines(self) -> Iterator[tuple[str, str]]:
+        """Yield each line's name and text."""
+        codes = ", ".join(f"{count} {code}" for code, count in self.errors_by_code.items())
+        rows = f"{self.num_rows:,} answered, {self.num_errors:,} in error"
+        rows += f" ({codes})" * bool(codes)
+        rows += f"; {self.num_tried_rows:,} had failed before" * bool(self.num_tried_rows)
+        rows += f"; {self.num_kept_rows:,} kept from earlier runs" * bool(self.num_kept_rows)
+        rows += f", {self.num_kept_errors:,} of them in error" * bool(self.num_kept_errors)
+        yield "model", f"{self.model} ({self.types}{self._place()})"
+        yield "rows", rows
+        if self.num_changed_inputs:
+            yield "changed", self._changed_text()
+        if self.made_up:
+            yield "made up", self.made_up
+        if self.device:  # otherwise nothing was left to do
+            yield from self._work_lines()
+        yield from self._warning_lines()
+        if self.num_files_elsewhere:
+            num_files = counted(self.num_files_elsewhere, "file")
+            yield "elsewhere", f"other runs are answering {num_files}"
+        for output in self.completed_elsewhere:
+            yield "elsewhere", f"{output} was completed by another run, which took it over"
+        if self.limit is not None:
+            first = f"only the first {counted(self.limit, 'request')} of each input (--limit)"
+            yield (
+                "limit",
+                f"{first}; the same command without it answers the others and keeps these",
+            )
+        for path, reason in self.refused.items():
+            yield "refused", f"{path}: {reason}"
+        yield from self._file_lines()
+
+    def _file_lines(self) -> Iterator[tuple[str, str]]:
+        files = list(dict.fromkeys(self.outputs))
+        for path in files:
+            yield "output", "stdout" if path == STDOUT else str(path)
+        others = [("vectors", vectors_path)] if self.has_npy else []
+        others += [("errors", errors_path)] if self.has_errors else []
+        for name, place in others:
+            for path in map(place, files):
+                if path.exists():
+                    yield name, str(path)
+        if self.report:
+            yield "report", self.report
+        num_retryable = sum(self.errors_by_code.get(code, 0) for code in RETRYABLE)
+        if num_retryable and STDOUT not in files:
+            yield "again", f"the same command tries {counted(num_retryable, 'failed row')} again"
+
+    def _place(self) -> str:
+        if not self.device:
+            return ""
+        threads = f", {counted(self.num_threads, 'thread')}" if self.num_threads else ""
+        if threads and self.num_ranks > 1:
+            threads = f", {self.num_ranks} ranks of {threads[2:]}"
+        limit = f", FMINFER_CPU={self.cpu_limit}" if self.cpu_limit else ""
+        return f" on {self.device}{threads}{limit}"
+
+    def _changed_text(self) -> str:
+        """Say what became of answers to an earlier form of the inputs."""
+        inputs = counted(self.num_changed_inputs, "input")
+        has = "has" if self.num_changed_inputs == 1 else "have"
+        text = f"{inputs} {has} changed: {counted(self.num_taken_rows, 'earlier answer')} taken"
+        if self.num_left_out_rows:
+            gone = "its line is" if self.num_left_out_rows == 1 else "their lines are"
+            text += f", {self.num_left_out_rows:,} left out because {gone} gone"
+        return text
+
+    def _work_lines(self) -> Iterator[tuple[str, str]]:
+        """Say what was computed, what was not computed again, and how fast."""
+        stats, drawn = self.engine, f" + {self.completion_tokens:,} generated"
+        yield "tokens", f"{self.prompt_tokens:,} prompt" + drawn * (not self.gives_vectors)
+        if stats["num_cached_tokens"]:
+            yield "prefix", self._prefix_text()
+        if stats["num_put_back"] or stats["num_apart"]:
+            yield "put back", self._again_text()
+        if stats["num_cut_off"]:
+            why = "by max_tokens, before what was asked for was complete: raise it"
+            yield "cut off", f"{counted(stats['num_cut_off'], 'answer')} {why}"
+        if self.result_cache:
+            num_kept = counted(stats["num_kept_requests"], "request")
+            yield "cache", f"{num_kept} had an answer in {self.result_cache}"
+        if stats["num_copied_requests"]:
+            num_copied = counted(stats["num_copied_requests"], "request")
+            yield "copied", f"{num_copied} had the answer of an equal one, which was computed once"
+        speed = f"{self.tokens_per_s:,.0f} tokens/s computed"
+        if self.gives_vectors:
+            speed = f"{self._per_s(self.num_rows):,.1f} rows/s, {speed}"
+        else:
+            speed += f", of them {self.generated_per_s:,.0f} generated"
+        taken = ("num_cached_tokens", "num_copied_requests", "num_kept_requests")
+        if any(stats[name] for name in taken):
+            speed += f" ({self.answered_per_s:,.0f} with those that were shared)"
+        yield "speed", f"{speed}; {self._busy_text()}"
+        yield "time", f"ready after {self.start_to_ready_s:.1f} s, then {show_short(self.wall_s)}"
+        if self.ranks:
+            yield "memory", show_memory(self.ranks)
+        for number, stage in enumerate(stats["stages"]):
+            if stage["num_passes"]:
+                yield "offload", self._stream_text(number, stage)
+
+    def _prefix_text(self) -> str:
         """Say what the prefix cache saved, and what the best possible one would have saved."""
         stats = self.engine
         total = stats["num_prompt_tokens"] - stats["num_again_tokens"] + stats["num_cached_tokens"]
-        line = f"prefix    {stats['num_cached_tokens']:,} of {total:,} prompt tokens were shared "
-        line += "and not computed again"
+        text = f"{stats['num_cached_tokens']:,} of {total:,} prompt tokens were shared "
+        text += "and not computed again"
         if stats["num_counted_shareable"]:
             share = stats["num_counted_cached"] / stats["num_counted_shareable"]
             is_whole = stats["num_counted_tokens"] == total
-            line += f"; {share:.1%} of what a trie over the file allows"
-            line += "" if is_whole else ", counted over the first rows"
-        return line
+            text += f"; {share:.1%} of what a trie over the file allows"
+            text += "" if is_whole else ", counted over the first rows"
+        return text
 
-    def _again_line(self) -> str:
+    def _again_text(self) -> str:
         """Say which rows were fed again, and why."""
         reasons = [
             (self.engine["num_put_back"], "lost their KV cache to others"),
             (self.engine["num_apart"], "gave nan after a shared prefix"),
         ]
         rows = " and ".join(f"{counted(num, 'row')} {reason}" for num, reason in reasons if num)
-        again = counted(self.engine["num_again_tokens"], "token")
-        return f"put back  {rows}; fed again: {again}"
+        return f"{rows}; fed again: {counted(self.engine['num_again_tokens'], 'token')}"
 
     def _busy_text(self) -> str:
         """Say for which share of the run each stage computed."""
@@ -130,169 +246,57 @@ class JobSummary:
         each = ", ".join(f"{share:.0%}" for share in shares)
         return f"stages busy {each} (bubble {bubble:.0%}); {sent / 1e6:,.1f} MB sent"
 
-    def _shared_text(self) -> str:
-        """Say how many tokens of rows that is, if some were shared or copied."""
-        taken = ("num_cached_tokens", "num_copied_requests", "num_kept_requests")
-        is_any = any(self.engine[name] for name in taken)
-        return f" ({self.answered_per_s:,.0f} with those that were shared)" * is_any
+    def _stream_text(self, number: int, stage: dict[str, Any]) -> str:
+        """Tell what a stage's streamed layers took."""
+        share = stage["waited_s"] / max(stage["busy_s"], 1e-9)
+        of = f" of stage {number}" * (len(self.engine["stages"]) > 1)
+        read = f"{show_bytes(stage['read_bytes'])} read"
+        if stage["read_s"]:
+            read += f" at {show_bytes(int(stage['read_bytes'] / stage['read_s']))}/s"
+        read += " by each rank" * (self.num_ranks > len(self.engine["stages"]))
+        bound = "bringing layers" if share > 0.5 else "computing"
+        verdict = f": {bound} set the pace" if share > 0.5 or share < 0.25 else ""
+        passes = counted(stage["num_passes"], "pass", "passes")
+        return f"{passes}{of}, {read}; it waited for layers {share:.0%} of the time{verdict}"
 
-    def _place(self) -> str:
-        if not self.device:
-            return ""
-        threads = f", {counted(self.num_threads, 'thread')}" if self.num_threads else ""
-        if threads and self.num_ranks > 1:
-            threads = f", {self.num_ranks} ranks of {threads[2:]}"
-        limit = f", FMINFER_CPU={self.cpu_limit}" if self.cpu_limit else ""
-        return f" on {self.device}{threads}{limit}"
-
-    def _changed_line(self) -> str:
-        """Say what became of answers to an earlier form of the inputs."""
-        inputs = counted(self.num_changed_inputs, "input")
-        has = "has" if self.num_changed_inputs == 1 else "have"
-        text = (
-            f"changed   {inputs} {has} changed: "
-            f"{counted(self.num_taken_rows, 'earlier answer')} taken"
-        )
-        if self.num_left_out_rows:
-            gone = "its line is" if self.num_left_out_rows == 1 else "their lines are"
-            text += f", {self.num_left_out_rows:,} left out because {gone} gone"
-        return text
-
-    def _work_lines(self) -> list[str]:
-        """Say what was computed, and how fast."""
-        drawn = f" + {self.completion_tokens:,} generated" * (not self.gives_vectors)
-        speed = f"{self.tokens_per_s:,.0f} tokens/s computed"
-        if self.gives_vectors:
-            speed = f"{self._per_s(self.num_rows):,.1f} rows/s, {speed}"
-        else:
-            speed += f", of them {self.generated_per_s:,.0f} generated"
-        lines = [
-            f"tokens    {self.prompt_tokens:,} prompt{drawn}",
-            f"speed     {speed}{self._shared_text()}; {self._busy_text()}",
-            f"time      ready after {self.start_to_ready_s:.1f} s, then {show_short(self.wall_s)}",
-        ]
-        if self.ranks:
-            lines.append(f"memory    {show_memory(self.ranks)}")
-        lines += self._stream_lines()
-        if self.engine["num_copied_requests"]:
-            copied = counted(self.engine["num_copied_requests"], "request")
-            text = f"copied    {copied} had the answer of an equal one, which was computed once"
-            lines.insert(1, text)
-        if self.result_cache:
-            kept = counted(self.engine["num_kept_requests"], "request")
-            lines.insert(1, f"cache     {kept} had an answer in {self.result_cache}")
-        if self.engine["num_cut_off"]:
-            answers = counted(self.engine["num_cut_off"], "answer")
-            text = "by max_tokens, before what was asked for was complete: raise it"
-            lines.insert(1, f"cut off   {answers} {text}")
-        if self.engine["num_put_back"] or self.engine["num_apart"]:
-            lines.insert(1, self._again_line())
-        if self.engine["num_cached_tokens"]:
-            lines.insert(1, self._prefix_line())
-        return lines
-
-    def _stream_lines(self) -> list[str]:
-        """Tell what each stage's streamed layers took."""
-        lines = []
+    def _warning_lines(self) -> Iterator[tuple[str, str]]:
         for number, stage in enumerate(self.engine["stages"]):
-            if not stage["num_passes"]:
-                continue
-            share = stage["waited_s"] / max(stage["busy_s"], 1e-9)
-            of = f" of stage {number}" * (len(self.engine["stages"]) > 1)
-            read = f"{show_bytes(stage['read_bytes'])} read"
-            if stage["read_s"]:
-                read += f" at {show_bytes(int(stage['read_bytes'] / stage['read_s']))}/s"
-            read += " by each rank" * (self.num_ranks > len(self.engine["stages"]))
-            bound = "bringing layers" if share > 0.5 else "computing"
-            verdict = f": {bound} set the pace" if share > 0.5 or share < 0.25 else ""
-            passes = counted(stage["num_passes"], "pass", "passes")
-            waited = f"it waited for layers {share:.0%} of the time{verdict}"
-            lines.append(f"offload   {passes}{of}, {read}; {waited}")
-        return lines
-
-    def _slowed_lines(self) -> list[str]:
-        """Warn of disks that were at times much slower than on average."""
-        return [
-            f"warning   the disk of stage {number} was slow at times: one pass read at "
-            f"{show_bytes(int(stage['slowest_read']))}/s, all together at "
-            f"{show_bytes(int(stage['read_bytes'] / stage['read_s']))}/s"
-            for number, stage in enumerate(self.engine["stages"])
-            if stage["read_s"] and stage["slowest_read"] < stage["read_bytes"] / stage["read_s"] / 2
-            if stage["slowest_read"]
-        ]
-
-    def _warning_lines(self) -> list[str]:
-        lines = self._slowed_lines() + [
-            f"warning   memory ran out on rank {rank}: it computes {stage['max_tokens']} tokens at "
-            "once now; a smaller --chunk-size or --budget would avoid that"
-            for rank, stage in enumerate(self.engine["stages"])
-            if stage["max_tokens"]
-        ]
+            mean = stage["read_bytes"] / stage["read_s"] if stage["read_s"] else 0.0
+            if 0 < stage["slowest_read"] < mean / 2:
+                yield (
+                    "warning",
+                    f"the disk of stage {number} was slow at times: one pass read at "
+                    f"{show_bytes(int(stage['slowest_read']))}/s, all together at "
+                    f"{show_bytes(int(mean))}/s",
+                )
+        for rank, stage in enumerate(self.engine["stages"]):
+            if stage["max_tokens"]:
+                yield (
+                    "warning",
+                    f"memory ran out on rank {rank}: it computes {stage['max_tokens']} tokens at "
+                    "once now; a smaller --chunk-size or --budget would avoid that",
+                )
         if self.is_beside_other_work:
-            lines.append(
-                f"warning   other work slowed this run: threads stood in line for it "
-                f"{self.other_work_s:,.1f} s, {self.other_work_share:.0%} of the time of their "
-                "cores; run it alone, or keep other work off these cores"
+            yield (
+                "warning",
+                f"other work slowed this run: threads stood in line for it {self.other_work_s:,.1f}"
+                f" s, {self.other_work_share:.0%} of the time of their cores; run it alone, or "
+                "keep other work off these cores",
             )
         if self.cache_trouble:
-            lines.append(f"warning   --result-cache was given up: {self.cache_trouble}")
+            yield "warning", f"--result-cache was given up: {self.cache_trouble}"
         if self.num_damaged_rows:
-            lines.append(
-                "warning   damaged on the disk, and answered again: "
-                f"{counted(self.num_damaged_rows, 'row')} of earlier runs"
-            )
+            rows = counted(self.num_damaged_rows, "row")
+            yield "warning", f"damaged on the disk, and answered again: {rows} of earlier runs"
         flags = {"--dtype": self.dtype, "--kv-dtype": self.kv_dtype}
         rounding = {flag: name for flag, name in flags.items() if name not in ("", "float32")}
         if self.engine.get("read", {}).get("num_seeded") and rounding:
             where = ("" if "--dtype" in rounding else "with a KV cache ") + "in "
             where += next(iter(rounding.values()))
-            lines.append(
-                f"note      {where} a seed repeats its draws only beside the same rows and with "
-                f"the same options; in float32 ({' and '.join(rounding)}) it does so nearly always"
+            yield (
+                "note",
+                f"{where} a seed repeats its draws only beside the same rows and with the same "
+                f"options; in float32 ({' and '.join(rounding)}) it does so nearly always",
             )
-        return lines + [
-            f"warning   {text} ({counted(n, 'row')})" for text, n in self.warnings.items()
-        ]
-
-    def to_text(self) -> str:
-        """Return the summary for people."""
-        codes = ", ".join(f"{count} {code}" for code, count in self.errors_by_code.items())
-        rows = f"{self.num_rows:,} answered, {self.num_errors:,} in error"
-        rows += f" ({codes})" * bool(codes)
-        rows += f"; {self.num_tried_rows:,} had failed before" * bool(self.num_tried_rows)
-        rows += f"; {self.num_kept_rows:,} kept from earlier runs" * bool(self.num_kept_rows)
-        rows += f", {self.num_kept_errors:,} of them in error" * bool(self.num_kept_errors)
-        lines = [f"model     {self.model} ({self.types}{self._place()})", f"rows      {rows}"]
-        if self.num_changed_inputs:
-            lines.append(self._changed_line())
-        if self.made_up:
-            lines.append(f"made up   {self.made_up}")
-        if self.device:  # otherwise nothing was left to do
-            lines += self._work_lines()
-        lines += self._warning_lines()
-        if self.num_files_elsewhere:
-            files_elsewhere = counted(self.num_files_elsewhere, "file")
-            lines.append(f"elsewhere other runs are answering {files_elsewhere}")
-        for path in self.completed_elsewhere:
-            lines.append(f"elsewhere {path} was completed by another run, which took it over")
-        if self.limit is not None:
-            lines.append(
-                f"limit     only the first {counted(self.limit, 'request')} of each input "
-                "(--limit); the same command without it answers the others and keeps these"
-            )
-        lines += [f"refused   {path}: {text}" for path, text in self.refused.items()]
-        files = list(dict.fromkeys(self.outputs))
-        lines += [f"output    {'stdout' if path == STDOUT else path}" for path in files]
-        if self.has_npy:
-            lines += [f"vectors   {path}" for path in map(vectors_path, files) if path.exists()]
-        if self.has_errors:
-            errors = [errors_path(path) for path in files]
-            lines += [f"errors    {path}" for path in errors if path.exists()]
-        if self.report:
-            lines.append(f"report    {self.report}")
-        num_retryable = sum(self.errors_by_code.get(code, 0) for code in RETRYABLE)
-        if num_retryable and STDOUT not in files:
-            lines.append(
-                f"again     the same command tries {counted(num_retryable, 'failed row')} again"
-            )
-        return "\n".join(lines)
+        for text, num_rows in self.warnings.items():
+            yield "warning", f"{text} ({counted(num_rows, 'row')})"

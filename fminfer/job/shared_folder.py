@@ -8,32 +8,43 @@ from pathlib import Path
 
 from fminfer.answers.run_terms import RunTerms
 from fminfer.core.errors import InUseError, UsageError
+from fminfer.files.claims import Hold, claimed, look_at
+from fminfer.files.completed import CompletedOutput, find_completed
 from fminfer.files.disk import told
+from fminfer.files.journal import journal_path
+from fminfer.files.line_reader import count_rows
 from fminfer.files.output_paths import Plan
 from fminfer.files.row_counts import RowCounts
-from fminfer.job.free_files import FreeFiles
+from fminfer.files.streams import changed_ns
 from fminfer.job.journaled_input import JournaledInput
-from fminfer.job.run_inputs import RunInput, add_files, sum_saved
+from fminfer.job.run_inputs import RunInput, RunInputs
 from fminfer.job.run_summary import JobSummary
 
 SCAN_EVERY_S = 2.0  # while no file is free
+YOUNG_S = 5.0  # a file that was written so lately may not be whole
+MOST_COUNTED_BYTES = 4 << 30  # size of the files whose rows are counted before the first answer
+WATCHED = "what came while watching"  # in place of a path, when a whole look fails
 
 
-class SharedFiles:
+class SharedFiles(RunInputs):
     """The inputs of a run that shares them with others, opened one by one, when it is their turn.
 
     Args:
         find: lists the inputs and the output of each, as they are now.
-        is_watching: wait for more files when all are answered.
+        is_watching: wait for more files when all are answered; some may be only half there.
     """
 
     def __init__(self, find: Callable[[], Plan], terms: RunTerms, *, is_watching: bool) -> None:
         self.files: list[JournaledInput] = []  # claimed by this run, by their number
         self.num_rows: int | None = None  # if no other run takes a file; None: not known
-        self._terms, self._is_watching = terms, is_watching
-        self._free = FreeFiles(find, terms, is_watching=is_watching)
+        self.num_elsewhere = 0  # files that other runs were answering at the last look
+        self._find, self._terms, self._is_watching = find, terms, is_watching
+        self._plan = Plan([], [])
+        self._complete: dict[Path, RowCounts] = {}  # rows of files that other runs have completed
+        self._free_rows: dict[Path, int | None] = {}  # of each file that is free
+        self._refused: dict[Path | str, str] = {}  # since they were looked at
+        self._settled: set[Path] = set()  # answered, refused, or this run's own
         self._given_back: set[int] = set()  # numbers of `files` that were lost, and may come free
-        self._num_beaten = 0  # files that another run claimed first, since the last look
         self._next_scan_s = 0.0
         self._was_idle = False  # at the last look: nothing was left of this run's own
         self._has_ended = False
@@ -41,29 +52,21 @@ class SharedFiles:
     @property
     def refused(self) -> dict[str, str]:
         """Inputs that cannot be answered, and why; as the folder is now."""
-        return self._free.refused
-
-    @property
-    def num_elsewhere(self) -> int:
-        """Files that other runs were answering at the last look."""
-        return self._free.num_elsewhere + self._num_beaten
+        both = (*self._plan.refused.items(), *self._refused.items())
+        return {str(path): reason for path, reason in both}
 
     @property
     def kept(self) -> RowCounts:
         """Rows of other runs: each once, also of a file that changed hands."""
-        kept, own = dict(self._free.complete), dict.fromkeys(self._free.complete, RowCounts())
+        kept, own = dict(self._complete), dict.fromkeys(self._complete, RowCounts())
         for file in self.files:
             before = own.get(file.path, RowCounts())
             own[file.path] = before + file.own
-            if file.path not in self._free.complete:
+            if file.path not in self._complete:
                 kept[file.path] = file.kept.without(before)
-        for path in self._free.complete:
+        for path in self._complete:
             kept[path] = kept[path].without(own[path])
         return sum(kept.values(), RowCounts())
-
-    @property
-    def num_saved_rows(self) -> int | None:
-        return sum_saved([*{file.path: file for file in self.files}.values()])
 
     @property
     def is_finished(self) -> bool:
@@ -76,8 +79,16 @@ class SharedFiles:
         Raises:
             UsageError: an output is another model's, or was made with other settings.
         """
-        is_left = self._free.look()
+        self._plan = self._find()
+        free = [path for path, _ in self._find_free()]
+        for reason in self._refused.values():
+            raise UsageError(reason)
+        self._free_rows = dict.fromkeys(free)
+        if not self._is_watching and sum(path.stat().st_size for path in free) < MOST_COUNTED_BYTES:
+            for path in free:
+                self._count_free(path)
         self._count_rows()
+        is_left = any(path not in self._settled for path in free)
         self._has_ended = not (is_left or self._is_watching)
         return not self._has_ended
 
@@ -91,9 +102,8 @@ class SharedFiles:
                 continue
             self._was_idle = is_idle
             opened, began_s = len(self.files), time.monotonic()
-            self._give_back_lost()
-            self._num_beaten = 0
-            for path, output in self._free.find():
+            self._look_again()
+            for path, output in self._find_free():
                 file = self._claim(path, output)
                 if file is not None:
                     yield file
@@ -106,15 +116,11 @@ class SharedFiles:
     def give_up(self, file: RunInput, error: UsageError) -> None:
         """Leave a file that has changed since it was opened."""
         if not isinstance(error, InUseError):  # otherwise it may come free
-            self._free.refuse(file.path, error)
+            self._refuse(file.path, error)
         file.abandon(error)
 
     def check_kept(self) -> None:
         """Do nothing: other runs finish what they took over, and `num_elsewhere` counts it."""
-
-    def abandon(self, error: BaseException) -> None:
-        for file in self.files:
-            file.abandon(error)
 
     def add_to(self, summary: JobSummary) -> None:
         mine = [file for file in self.files if not file.is_lost]
@@ -122,43 +128,115 @@ class SharedFiles:
         summary.outputs = [file.output for file in mine]
         summary.num_files_elsewhere = self.num_elsewhere
         summary.refused = self.refused
-        add_files(self.files, self.kept, summary)
+        super().add_to(summary)
 
-    def _give_back_lost(self) -> None:
-        """Look again at files that another run took over: that run may die, too."""
+    def _look_again(self) -> None:
+        """List the files again, and those that other runs took over: these runs may die, too.
+
+        Files that came since and cannot be answered end nothing.
+        """
         for number, file in enumerate(self.files):
             is_open = file.is_lost and not file.is_finished
-            if is_open and not self._free.is_refused(file.path) and number not in self._given_back:
-                self._free.give_back(file.path)
+            if is_open and file.path not in self._refused and number not in self._given_back:
+                self._settled.discard(file.path)
                 self._given_back.add(number)
+        try:
+            self._plan = self._find()
+            self._refused.pop(WATCHED, None)
+        except UsageError as error:
+            self._refused[WATCHED] = str(error)
+
+    def _find_free(self) -> Iterator[tuple[Path, Path]]:
+        """Yield each input that is free, and its output."""
+        self.num_elsewhere = 0
+        has_claim = claimed(self._plan.outputs)
+        for path, output in zip(self._plan.inputs, self._plan.outputs, strict=True):
+            # What was refused is looked at again: another run may have completed it since.
+            is_known = path in self._settled and path not in self._refused
+            if is_known or not path.exists() or not self._is_left(path, output, has_claim):
+                continue
+            if output in has_claim and any(not claim.is_dead for claim in look_at(output)):
+                self.num_elsewhere += 1
+                self._free_rows.pop(path, None)
+            else:
+                yield path, output
+
+    def _is_left(self, path: Path, output: Path, has_claim: set[Path]) -> bool:
+        """Return whether a file is still to be answered, and was not refused."""
+        try:
+            if self._is_watching and time.time() - path.stat().st_mtime < YOUNG_S:
+                return False
+            completed = self._find_completed(path, output)
+        except (UsageError, OSError) as error:
+            self._refuse(path, error)
+            return False
+        if completed is None:
+            return path not in self._refused
+        self._complete[path] = completed.counts.done
+        self._settled.add(path)
+        self._refused.pop(path, None)
+        if output in has_claim:
+            Hold(output, self._terms.claims).settle()
+        return False
+
+    def _find_completed(self, path: Path, output: Path) -> CompletedOutput | None:
+        """Return an output that is complete, of an input that was not changed since.
+
+        None: the file is to be opened, and looked at. A UsageError says that it is not this run's.
+        """
+        if not output.exists() or journal_path(output).exists():
+            return None
+        completed = find_completed(output)
+        if completed is None:
+            return None
+        if self._terms.restart and completed.ended_before(self._terms.started_s):
+            return None
+        completed.check_settings(self._terms.fingerprint)
+        if not completed.is_of_input_changed_at(changed_ns(path)):
+            return None
+        if completed.leaves_rows(self._terms.limit, self._terms.started_s):
+            return None
+        completed.check_unedited()
+        return completed
 
     def _claim(self, path: Path, output: Path) -> JournaledInput | None:
+        """Open a file that no other run has claimed meanwhile, and that can be answered."""
         with told(output):
             output.parent.mkdir(parents=True, exist_ok=True)
         claim = self._terms.claims.take(output)
-        self._free.num_rows.pop(path, None)
+        self._free_rows.pop(path, None)
         if claim is None:
-            self._num_beaten += 1
+            self.num_elsewhere += 1
             return None
         try:
             file = JournaledInput(path, len(self.files), output, self._terms, claim)
             file.begin()
-        except InUseError:  # by a run that knows no claims, or is slow to give it back
+        except BaseException as error:
             claim.release()
-            self._num_beaten += 1
+            if isinstance(error, InUseError):  # by a run that knows no claims, or is slow
+                self.num_elsewhere += 1
+            elif isinstance(error, UsageError | OSError):  # of the input: the output's are others
+                self._refuse(path, error)
+            else:
+                raise
             return None
-        except (UsageError, OSError) as error:  # of the input: the output's are OutputErrors
-            claim.release()
-            self._free.refuse(path, error)
-            return None
-        except BaseException:
-            claim.release()
-            raise
-        self._free.take(path)
+        self._settled.add(path)
         self.files.append(file)
         self._count_rows()
         return file
 
+    def _refuse(self, path: Path, error: Exception) -> None:
+        """Leave a file that cannot be answered."""
+        self._settled.add(path)
+        self._refused[path] = str(error)
+
+    def _count_free(self, path: Path) -> None:
+        try:
+            self._free_rows[path] = count_rows(path, self._terms.limit)
+        except UsageError as error:  # it cannot be read
+            del self._free_rows[path]
+            self._refuse(path, error)
+
     def _count_rows(self) -> None:
-        rows = [*(file.num_left for file in self.files), *self._free.num_rows.values()]
+        rows = [*(file.num_left for file in self.files), *self._free_rows.values()]
         self.num_rows = None if None in rows else sum(row or 0 for row in rows)

@@ -26,8 +26,16 @@ from fminfer.compute.weights import Dense
 from fminfer.core.config import EngineConfig
 from fminfer.estimate import calibration
 from fminfer.estimate import line_checks as check_lines
-from fminfer.estimate.cost_model import COSTS, SPREAD_COSTS, CostModel, StepWork, fit
-from fminfer.estimate.cost_store import find_costs_path, keep_costs, load_costs
+from fminfer.estimate.cost_model import (
+    COSTS,
+    SPREAD_COSTS,
+    CostModel,
+    StepWork,
+    find_costs_path,
+    fit,
+    keep_costs,
+    load_costs,
+)
 from fminfer.files.line_reader import read_lines
 from fminfer.models.checkpoint import open_model
 from fminfer.models.known_sizes import DEMO_MODEL
@@ -313,7 +321,6 @@ def test_calibrated_costs_are_used_for_that_work_only(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibration, "ENOUGH_S", 0.0)
-    monkeypatch.setattr("fminfer.job.progress.FIRST_LINE_S", 0.0)
     monkeypatch.setattr(calibration, "WHOLE_RUNS", calibration.WHOLE_RUNS[-1:])
     monkeypatch.setattr(calibration, "TRIALS", calibration.TRIALS[:3] + calibration.TRIALS[-2:])
     found = CliRunner().invoke(main, ["bench", "--calibrate", *FLAGS])
@@ -390,13 +397,12 @@ def test_costs_are_those_of_the_types_of_weights_and_cache() -> None:
     assert None not in paths and len(paths) == 4
 
 
-def test_how_long_calibration_takes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_long_calibration_takes_is_known_after_its_first_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It went on for 40 s without a word of how long."""
     monkeypatch.setattr(calibration, "ENOUGH_S", 20.0)
-    assert calibration.expected_s(0.0, 0.0, 100.0, 10.0) == 0.0, "not known yet"
-    assert calibration.expected_s(1.0, 50.0, 100.0, 10.0) == pytest.approx(20.2)
-    assert calibration.expected_s(15.0, 100.0, 100.0, 10.0) == pytest.approx(31.5), "two rounds"
-    assert calibration.expected_s(0.01, 100.0, 100.0, 0.0) == pytest.approx(0.5), "fifty rounds"
+    assert [calibration.rounds_of(seconds) for seconds in (15.0, 2.0, 0.01)] == [2, 10, 50]
 
 
 def test_a_model_of_the_hub_is_fetched_without_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:

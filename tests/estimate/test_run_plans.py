@@ -15,8 +15,7 @@ from safetensors import safe_open
 
 from fminfer.cli.app import main
 from fminfer.core.config import EngineConfig, GroupSizes
-from fminfer.estimate.cost_model import COSTS, CostModel
-from fminfer.estimate.cost_store import find_costs_path, keep_costs
+from fminfer.estimate.cost_model import COSTS, CostModel, find_costs_path, keep_costs
 from fminfer.estimate.measured_roofs import measure_roofs
 from fminfer.estimate.run_plans import find_spreads
 from fminfer.models.checkpoint import open_model

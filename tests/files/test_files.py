@@ -33,8 +33,8 @@ from fminfer.files.line_reader import count_rows, read_lines
 from fminfer.files.output_paths import STDOUT, answers_path, plan_outputs
 from fminfer.files.spread import explain_spread
 from fminfer.files.streams import CHUNK_BYTES, STDIN, find_zstd
-from fminfer.job.named_files import OrderedStream
 from fminfer.job.overview import look_over
+from fminfer.job.run_inputs import OrderedStream
 from fminfer.split.merging import merge_parts
 from fminfer.split.splitting import SplitOptions, split_file
 from tests.conftest import run_files

@@ -306,7 +306,7 @@ def test_restart_answers_all(engine: fminfer.Engine, counting: CountLines, tmp_p
 def test_other_settings_are_refused_by_name(
     engine: fminfer.Engine, counting: CountLines, tmp_path: Path
 ) -> None:
-    from fminfer.job.named_files import open_files
+    from fminfer.job.run_inputs import open_files
 
     source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
     write(source, [ANCHOR])

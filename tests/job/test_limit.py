@@ -13,7 +13,7 @@ from fminfer.files.journal import journal_path
 from fminfer.files.output_paths import Plan
 from fminfer.files.status_file import read_status
 from fminfer.job.journaled_input import JournaledInput
-from fminfer.job.named_files import open_files
+from fminfer.job.run_inputs import open_files
 from fminfer.job.shared_folder import SharedFiles
 from tests.job.test_try_again import ALL, LASTING, answer, read, record_of, write_input
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import html
 import json
 import re
 import statistics
 from collections import Counter
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,14 +13,11 @@ from typing import Any
 import pytest
 
 from fminfer.files.output_paths import answers_path
-from fminfer.job.report.charts import find_ticks, make_histogram, show_number, show_share
-from fminfer.job.report.histogram import Histogram, make_bins
+from fminfer.job.report.answer_fields import cut_choice
+from fminfer.job.report.charts import count_lengths, find_ticks, make_histogram
 from fminfer.job.report.plain_text import show
-from fminfer.job.report.row_choice import NUM_SHOWN, RowChoice
-from fminfer.job.report.scanning import Scan
-from fminfer.job.report.summary_sections import tell_times
-from fminfer.job.report.token_pieces import cut_choice
-from fminfer.job.report.told_outputs import ToldRun, find_outputs, open_output
+from fminfer.job.report.scanning import NUM_SHOWN, Place, RowChoice, Scan
+from fminfer.job.report.told_outputs import find_outputs, open_output
 from tests.job.report_outputs import (
     ASK,
     FLAGS,
@@ -52,7 +47,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def scan(output: Path) -> Scan:
     scan = Scan()
-    scan.add(open_output(output))
+    scan.add(0, open_output(output))
     return scan
 
 
@@ -76,72 +71,46 @@ def logprobs_by_hand(record: dict[str, Any]) -> list[float]:
     return found
 
 
-def test_rows_tokens_ends_and_errors(output: Path, scan: Scan) -> None:
-    records, whole = read_records(output), scan.whole
+def test_rows_ends_and_errors(output: Path, scan: Scan) -> None:
+    records, tally = read_records(output), scan.tally
     errors = read_records(output.with_name("output_mixed.errors.jsonl"))
-    assert whole.num_answers == len(records) == 6 * len(PLACES) + 3
-    assert whole.num_errors == len(errors) == 6 and whole.num_unread == 0
-    usages = [result_of(record)["usage"] for record in records]
-    assert whole.prompt_tokens == sum(usage["prompt_tokens"] for usage in usages)
-    assert whole.completion_tokens == sum(usage["completion_tokens"] for usage in usages)
-    details = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
-    assert whole.cached_tokens == sum(details)
+    assert tally.num_answers == len(records) == 6 * len(PLACES) + 3
+    assert tally.num_errors == len(errors) == 6 and tally.num_unread == 0
     choices = [choice for record in records for choice in result_of(record)["choices"]]
-    assert whole.num_choices == len(choices) > len(records)
-    assert whole.finish_reasons == Counter(choice["finish_reason"] for choice in choices)
-    assert whole.kinds["chat"] == 2 * len(PLACES)
-    assert whole.shapes == Counter(bare=3 * len(PLACES) + 8, wrapped=len(PLACES), batch=17)
+    assert tally.finish_reasons == Counter(choice["finish_reason"] for choice in choices)
     codes = Counter(dict(invalid_type=2, out_of_range=2, duplicate_custom_id=1, invalid_utf8=1))
-    assert whole.error_codes == codes
+    assert tally.error_codes == codes
 
 
-def test_lengths_and_probabilities(output: Path, scan: Scan) -> None:
-    records, whole = read_records(output), scan.whole
-    drawn = [result_of(record)["usage"]["completion_tokens"] for record in records]
-    lengths = whole.completion_lengths
-    assert lengths.mean == pytest.approx(statistics.fmean(drawn))
-    assert (lengths.least, lengths.most) == (min(drawn), max(drawn))
-    assert lengths.quantile(0.5) in (statistics.median_low(drawn), statistics.median_high(drawn))
-    assert Counter(dict(lengths.values())) == Counter(drawn)
+def test_lengths_and_extremes(output: Path, scan: Scan) -> None:
+    records, tally = read_records(output), scan.tally
+    usages = [result_of(record)["usage"] for record in records]
+    assert tally.prompt_lengths == Counter(usage["prompt_tokens"] for usage in usages)
+    assert tally.completion_lengths == Counter(usage["completion_tokens"] for usage in usages)
     means = [statistics.fmean(each) for record in records if (each := logprobs_by_hand(record))]
-    assert whole.num_with_logprobs == len(means) == 4 * len(PLACES) + 2
-    assert whole.mean_logprobs.mean == pytest.approx(statistics.fmean(means))
-    assert whole.mean_logprobs.least == pytest.approx(min(means))
+    assert len(means) == 4 * len(PLACES) + 2
+    assert -scan.choice.extremes["unlikely"].in_order()[0][0] == pytest.approx(min(means))
     times = [r["result"]["request_time"]["batch_time"] for r in records if "result" in r]
-    assert whole.seconds.mean == pytest.approx(statistics.fmean(times))
-    assert whole.num_without_times == 2 * len(PLACES)
-    slowest = max(times)
-    assert scan.choice.slow.in_order()[0][0] == slowest
+    assert scan.choice.extremes["slow"].in_order()[0][0] == max(times)
 
 
-def test_parameters_are_those_of_all_requests(output: Path) -> None:
-    """Those of Batch lines stand in the input alone, and are counted there."""
-    page, _ = make_report(output)
-    requests = [line.get("body") or line.get("request") or line for line in mixed_lines()]
-    found = Counter(request.get("seed") for request in requests)
-    assert found[3] == 6
-    rows = {cells[0]: cells for cells in _table(page, "params")}
-    assert rows["seed"][1].startswith("8 different ones, 0 … 7") and rows["seed"][2] == "48"
-    assert rows["top_logprobs"][1:] == ["2 (8)", "8"]
-    assert rows["echo"][1:] == ["true (10)", "10"]
-    assert rows["temperature"][1] == "9 (1), 11 (1)"
-
-
-def _table(page: str, css: str) -> list[list[str]]:
-    (table,) = re.findall(rf'<div class="scroll {css}".*?</table>', page, re.S)
-    rows = re.findall(r"<tr>(.*?)</tr>", table.split("<tbody>")[1], re.S)
-    return [[html.unescape(each) for each in re.findall(r"<td>(.*?)</td>", row)] for row in rows]
-
-
-def test_the_page_has_these_numbers(output: Path, scan: Scan) -> None:
+def test_the_page_has_these_numbers(output: Path) -> None:
     page, data = make_report(output)
-    assert tile(page, "Rows answered") == f"{scan.whole.num_answers:,}"
+    records = read_records(output)
+    usages = [result_of(record)["usage"] for record in records]
+    assert tile(page, "Rows answered") == f"{len(records):,}"
     assert tile(page, "Rows in error") == "6"
-    assert tile(page, "Answer tokens") == f"{scan.whole.completion_tokens:,}"
+    assert tile(page, "Prompt tokens") == f"{sum(each['prompt_tokens'] for each in usages):,}"
+    drawn = [usage["completion_tokens"] for usage in usages]
+    assert tile(page, "Answer tokens") == f"{sum(drawn):,}"
     text = text_of(page)
+    mean, longest = f"mean {statistics.fmean(drawn):.3g}", f"longest {max(drawn)}"
+    assert f"{mean}, median {statistics.median_low(drawn)}, 99 % up to" in text and longest in text
     assert "temperature is 9; it must be from 0 to 2 show" in text
     assert "float32" in text and "Device cpu" in text and "--kernels off" in text
-    assert "16 Batch lines beside these: they hold no times." in text
+    choices = [choice for record in records for choice in result_of(record)["choices"]]
+    num_whole = sum(choice["finish_reason"] == "length" for choice in choices)
+    assert f"{num_whole} length" in text
     assert f"Rows {len(data['rows'])} of {len(data['rows'])}" in text, "all of a small output"
 
 
@@ -166,7 +135,8 @@ def test_every_row_shows_what_was_asked_and_answered(output: Path) -> None:
             assert asked == request["messages"][0]["content"] and row["asked"][0]["who"] == "user"
         elif isinstance(request["prompt"], str) and request["prompt"].startswith("Question"):
             assert asked == request["prompt"]
-        if row["shape"] == "wrapped":
+        assert ("others" in row) == ("no" in record)
+        if "others" in row:
             assert json.loads(row["others"]["text"]) == {"no": record["no"]}
     ids = [row for row in shown.values() if row["asked"][0].get("is_ids")]
     assert [row["asked"][0]["text"] for row in ids] == ["5 6 7"] and "ids" in ids[0]["choices"][0]
@@ -190,17 +160,12 @@ def test_a_scored_prompt_is_shown_once_with_its_score(tmp_path: Path) -> None:
     """It stood there as a prompt and again as an answer, and no chart or row told its score."""
     output = tmp_path / "out.jsonl"
     output.write_bytes(scored_answer("a b c") + scored_answer("a b c", prompt=[4, 5, 6]))
-    page, data = make_report(output)
+    _, data = make_report(output)
     by_text, by_ids = data["rows"]
     assert by_text["asked"] == [] and said(by_text["choices"][0]) == "a b c"
     assert by_ids["asked"][0]["text"] == "4 5 6", "which the answer does not tell"
     assert [row["choices"][0]["logprobs"] for row in data["rows"]] == [[-3.5, 2]] * 2
-    assert "2 rows; mean -1.750, a probability of 17.4 % a token" in text_of(page)
     assert [row["why"] for row in data["rows"]] == [["sample"], ["sample"]]
-    unscored = json.loads(scored_answer("a b c"))
-    del unscored["result"]["choices"][0]["logprobs"]
-    output.write_text(json.dumps(unscored) + "\n")
-    assert "No token was drawn" in text_of(make_report(output)[0])
 
 
 def test_an_input_that_has_changed_is_told_and_not_believed(tmp_path: Path) -> None:
@@ -212,21 +177,21 @@ def test_an_input_that_has_changed_is_told_and_not_believed(tmp_path: Path) -> N
     source = write_lines(tmp_path / "in.jsonl", lines)
     assert call("run", "-q", *FLAGS, source).exit_code == 0
     output = answers_path(source)
-    page, data = make_report(output)
+    _, data = make_report(output)
     assert [row["asked"][0]["text"] for row in data["rows"]] == ["x", "x"]
-    assert data["rows"][1]["input_line"] == 2 and "77 (2)" in text_of(page)
+    assert data["rows"][1]["input_line"] == 2 and ["seed", "77"] in data["rows"][1]["params"]
     lines[0]["body"] = body | {"prompt": "something else"}
     write_lines(source, lines)
     page, data = make_report(output)
     assert [bool(row["asked"]) for row in data["rows"]] == [False, True]
-    assert "was changed since it was answered" in text_of(page) and "77 (" not in text_of(page)
+    assert "was changed since it was answered" in text_of(page)
     source.unlink()
     page, data = make_report(output)
     assert not any(row["asked"] for row in data["rows"])
     assert "its input is not known or not there any more" in text_of(page)
 
 
-def test_several_outputs_are_counted_together_and_each_by_itself(tmp_path: Path) -> None:
+def test_several_outputs_are_counted_together(tmp_path: Path) -> None:
     for name, number in (("a", 3), ("b", 5)):
         rows = [plain_answer(i, name) for i in range(number)]
         (tmp_path / f"{name}.jsonl").write_bytes(b"".join(rows))
@@ -235,9 +200,7 @@ def test_several_outputs_are_counted_together_and_each_by_itself(tmp_path: Path)
     (tmp_path / "b.errors.jsonl").write_text(json.dumps(error) + "\n")
     page, data = make_report(tmp_path)
     assert tile(page, "Rows answered") == "8" and len(data["rows"]) == 9
-    rows = _table(page, "files")
-    assert [row[0] for row in rows] == ["a.jsonl", "b.jsonl"]
-    assert [row[2:4] for row in rows] == [["3", "0"], ["5", "1"]]
+    assert data["files"] == ["a.jsonl", "b.jsonl", "b.errors.jsonl"]
     assert [each.path.name for each in find_outputs([tmp_path])] == ["a.jsonl", "b.jsonl"]
 
 
@@ -245,8 +208,10 @@ def test_the_sample_is_fixed_and_has_the_extremes() -> None:
     def choose() -> RowChoice:
         choice = RowChoice()
         for number in range(1, 20_001):
-            choice.add_answer((0, number, 0, 1), number % 977, number * 7919 % 20_011, -number / 9)
-        choice.add_error(("code", "kind"), (1, 1, 0, 1))
+            choice.add_answer(
+                Place(0, number, 0, 1), number % 977, number * 7919 % 20_011, -number / 9
+            )
+        choice.add_error(("code", "kind"), Place(1, 1, 0, 1))
         return choice
 
     chosen = choose().chosen()
@@ -265,7 +230,7 @@ def test_the_sample_is_fixed_and_has_the_extremes() -> None:
 def test_rows_that_are_all_alike_do_not_stand_out() -> None:
     choice = RowChoice()
     for number in range(1, 41):
-        choice.add_answer((0, number, 0, 1), 2 + (number == 30), 0.5, -1.0)
+        choice.add_answer(Place(0, number, 0, 1), 2 + (number == 30), 0.5, -1.0)
     chosen = choice.chosen()
     assert len(chosen) == 40
     assert [place.number for place, why in chosen.items() if why != {"sample"}] == [30]
@@ -276,76 +241,40 @@ def test_scores_have_no_drawn_tokens(tmp_path: Path) -> None:
     lines = [{"prompt": ASK.format(each), "max_tokens": 0, "logprobs": 0} for each in PLACES]
     source = write_lines(tmp_path / "in.jsonl", [line | {"echo": True} for line in lines])
     assert call("run", "-q", *FLAGS, source).exit_code == 0
-    page, data = make_report(answers_path(source))
-    assert "counts with its echoed prompt" in text_of(page) and "ask for" not in text_of(page)
+    _, data = make_report(answers_path(source))
     assert all(row["choices"][0]["logprobs"][0] < 0 and not row["asked"] for row in data["rows"])
     assert not any("long" in row["why"] for row in data["rows"])
 
 
 @pytest.mark.parametrize(
-    "values, is_log",
+    "values, is_wider",
     [
         ([3], False),
         ([0, 1], False),
         ([1, 7, 9], False),
+        ([-5, 120], False),
         ([1, 5, 900], True),
         ([0, 2, 70_000], True),
+        ([8, 9, 500], True),
+        ([1, 10**18], True),
     ],
 )
-def test_bins_hold_every_number_once(values: list[int], is_log: bool) -> None:
-    histogram = Histogram()
-    for value in values:
-        histogram.add(value)
-    bins, found = make_bins(histogram)
-    assert found == is_log and len(bins) <= 30
-    assert all(a.end == b.first and a.first < a.end for a, b in pairwise(bins))
-    for each in bins:
-        assert each.count == sum(each.first <= value < each.end for value in values)
-    assert sum(each.count for each in bins) == len(values)
-
-
-def test_bins_of_logprobs_and_times_hold_every_number_once() -> None:
-    for scale, values in ((100, [-9.25, -3.5, -0.01, 0.0]), (1000, [0.0, 0.004, 0.5, 42.125])):
-        histogram = Histogram(scale)
-        for value in values:
-            histogram.add(value)
-        bins, _ = make_bins(histogram)
-        assert sum(each.count for each in bins) == len(values)
-        for each in bins:
-            inside = [v for v in values if each.first - 1e-9 <= v < each.end - 1e-9]
-            assert each.count == len(inside)
+def test_bars_hold_every_number_once(values: list[int], is_wider: bool) -> None:
+    bars = count_lengths(Counter(values))
+    assert (len({bar.end - bar.first for bar in bars}) > 1) == is_wider and len(bars) <= 64
+    assert all(a.end == b.first and a.first < a.end for a, b in pairwise(bars))
+    for bar in bars:
+        assert bar.heights == [sum(bar.first <= value < bar.end for value in values)]
+    assert sum(bar.heights[0] for bar in bars) == len(values)
 
 
 def test_a_bar_of_one_number_is_named_by_it() -> None:
     def labels(*values: int) -> list[str]:
-        histogram = Histogram()
-        for value in values:
-            histogram.add(value)
-        figure = make_histogram("t", "n", make_bins(histogram)[0], show_number, is_int=True)
-        return re.findall(r'y="177" text-anchor="\w+">(.*?)<', figure)
+        return re.findall(r'y="177" text-anchor="\w+">(.*?)<', make_histogram("t", Counter(values)))
 
     assert labels(2, 2) == ["2"]
     assert labels(1, 3) == ["1", "2", "3"]
     assert labels(0, 40)[:2] == ["0", "10"], "bars of two numbers are named by where they begin"
-
-
-def test_shares_and_times_are_not_mistaken() -> None:
-    shares = [0, 1 / 2455, 0.5, 2454 / 2455, 1]
-    assert [*map(show_share, shares)] == ["0.0 %", "< 0.1 %", "50.0 %", "> 99.9 %", "100.0 %"]
-    run = ToldRun(0, 191, "cpu", 2, 6.934)
-    assert tell_times(run) == "answered for 3:11; ready after 0:07"
-    assert (
-        tell_times(replace(run, seconds=1.5))
-        == "answered for 1.500\u00a0s; ready after 6.934\u00a0s"
-    )
-
-
-def test_a_histogram_stays_small() -> None:
-    histogram = Histogram()
-    for value in range(0, 3_000_000, 7):
-        histogram.add(value)
-    assert len(histogram.counts) < 30_000
-    assert histogram.quantile(0.5) == pytest.approx(1_500_000, rel=1e-3)
 
 
 @pytest.mark.parametrize("most", [1, 3, 9, 25, 70])

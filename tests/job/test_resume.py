@@ -25,7 +25,7 @@ from fminfer.files.journal import Journal, journal_path
 from fminfer.files.journal_rows import Row
 from fminfer.files.streams import STDIN
 from fminfer.job.file_job import run_job
-from fminfer.job.named_files import open_files
+from fminfer.job.run_inputs import open_files
 from fminfer.job.run_summary import JobSummary
 from fminfer.machine.stopper import (
     REPEAT_CTRL_C_S,

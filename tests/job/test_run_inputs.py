@@ -16,8 +16,7 @@ from fminfer.files.input_file import InputFile
 from fminfer.files.output_paths import STDOUT, plan_outputs
 from fminfer.files.row_counts import Counts, RowCounts
 from fminfer.files.status_file import StatusFile, read_status
-from fminfer.job.named_files import NamedFiles, open_files
-from fminfer.job.run_inputs import RunInputs
+from fminfer.job.run_inputs import NamedFiles, RunInputs, open_files
 from fminfer.job.run_summary import JobSummary
 from fminfer.job.shared_folder import SharedFiles
 from tests.shards.answer_shards import share

@@ -29,7 +29,7 @@ from fminfer.files.status_file import read_status
 from fminfer.job import shared_folder
 from fminfer.job.file_job import run_job
 from fminfer.job.journaled_input import JournaledInput
-from fminfer.job.named_files import open_files
+from fminfer.job.run_inputs import open_files
 from fminfer.job.run_summary import JobSummary
 from fminfer.job.shared_folder import SharedFiles
 from tests.shards import answer_shards

@@ -28,8 +28,8 @@ from fminfer.files.row_counts import RowCounts
 from fminfer.files.status_file import read_status, status_path
 from fminfer.job import journaled_input
 from fminfer.job.journaled_input import JournaledInput
-from fminfer.job.named_files import NamedFiles, open_files
 from fminfer.job.overview import look_over
+from fminfer.job.run_inputs import NamedFiles, open_files
 from fminfer.job.shared_folder import SharedFiles
 from tests.conftest import run_files
 from tests.files.test_journal import kill_at

@@ -1,13 +1,17 @@
-"""Reads an output's record, of any of the three shapes, into the fields that a report needs."""
+"""Reads an output's record, of any shape: its fields, its logprobs, and the pieces of its text.
+
+A token that is a part of a character is joined with its neighbours until the character is whole.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from fminfer.contract.record import load_record
+from fminfer.job.report.plain_text import show
 
-Shape = Literal["bare", "wrapped", "batch"]
 # What a record raises that has the names of a record, and other values.
 ODD_RECORD = (TypeError, ValueError, LookupError, AttributeError, OverflowError)
 RESERVED = frozenset({"request", "result", "line", "custom_id", "error", "retryable"})
@@ -17,8 +21,7 @@ RESERVED = frozenset({"request", "result", "line", "custom_id", "error", "retrya
 class AnswerFields:
     """One record. What its shape does not hold is None or empty."""
 
-    shape: Shape
-    request: Any  # as it stands there; None: the shape has none
+    request: Any  # as it stands there; None: a Batch record has none
     choices: list[dict[str, Any]]
     usage: dict[str, Any]
     times: dict[str, float]
@@ -26,8 +29,8 @@ class AnswerFields:
     fields: dict[str, Any]  # the whole record
 
     @property
-    def is_chat(self) -> bool:
-        return bool(self.choices) and "message" in self.choices[0]
+    def is_batch(self) -> bool:
+        return "response" in self.fields
 
     @property
     def custom_id(self) -> Any:
@@ -36,7 +39,7 @@ class AnswerFields:
     @property
     def others(self) -> dict[str, Any]:
         """The further keys of a wrapped line."""
-        if self.shape == "batch":
+        if self.is_batch:
             return {}
         return {name: value for name, value in self.fields.items() if name not in RESERVED}
 
@@ -47,52 +50,30 @@ def read_answer(raw: bytes) -> AnswerFields | None:
         fields = load_record(raw)
     except (ValueError, RecursionError):
         return None
-    found = _from_batch(fields) if "response" in fields else _from_result(fields)
-    if found is None or (found.error is None and not _are_choices(found.choices)):
+    if "response" in fields:
+        result = _dict(fields["response"]).get("body")
+        error = _dict(result).get("error")
+        result = None if isinstance(error, dict) else result
+    elif "request" in fields:
+        result, error = fields.get("result"), fields.get("error")
+    else:
         return None
-    return found
-
-
-def _from_result(fields: dict[str, Any]) -> AnswerFields | None:
-    if "request" not in fields:
-        return None
-    result, request = fields.get("result"), fields["request"]
-    shape: Shape = "bare" if len(fields) == 2 else "wrapped"
-    if isinstance(result, dict):
-        times = result.get("request_time")
-        times = {k: v for k, v in _dict(times).items() if type(v) in (float, int)}
-        choices, usage = _choices(result), result.get("usage")
-        return AnswerFields(shape, request, choices, _dict(usage), times, None, fields)
-    error = fields.get("error")
-    if not isinstance(error, dict):
-        return None
-    shape = "wrapped" if fields.keys() - RESERVED else "bare"
-    return AnswerFields(shape, request, [], {}, {}, error, fields)
-
-
-def _from_batch(fields: dict[str, Any]) -> AnswerFields | None:
-    response = fields["response"]
-    body = response.get("body") if isinstance(response, dict) else None
-    if not isinstance(body, dict):
-        return None
-    if isinstance(error := body.get("error"), dict):
-        return AnswerFields("batch", None, [], {}, {}, error, fields)
-    choices, usage = _choices(body), body.get("usage")
-    return AnswerFields("batch", None, choices, _dict(usage), {}, None, fields)
-
-
-def _choices(result: dict[str, Any]) -> Any:
-    """Return the choices of an answer; one that is made of vectors has none."""
+    request = fields.get("request")
+    if not isinstance(result, dict):
+        is_error = isinstance(error, dict)
+        return AnswerFields(request, [], {}, {}, error, fields) if is_error else None
+    # One that is made of vectors has no choices.
     is_of_vectors = isinstance(result.get("data", result.get("results")), list)
-    return result.get("choices", [] if is_of_vectors else None)
+    choices = result.get("choices", [] if is_of_vectors else None)
+    if not isinstance(choices, list) or not all(isinstance(each, dict) for each in choices):
+        return None
+    times = _dict(result.get("request_time"))
+    times = {name: value for name, value in times.items() if type(value) in (float, int)}
+    return AnswerFields(request, choices, _dict(result.get("usage")), times, None, fields)
 
 
 def _dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _are_choices(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(choice, dict) for choice in value)
 
 
 def choice_logprobs(choice: dict[str, Any], prompt: Any, *, is_echo: bool) -> list[float]:
@@ -136,3 +117,108 @@ def prompt_of(request: Any, index: int) -> Any:
     n = request.get("n") or 1
     place = index // int(n) if isinstance(n, int | float) else 0
     return prompt[place] if place < len(prompt) else None
+
+
+Alternative = tuple[str, float]
+# How vocabularies spell a space, a newline and a tab.
+SPELLED = str.maketrans({"Ġ": " ", "▁": " ", "Ċ": "\n", "ĉ": "\t"})
+
+
+@dataclass(slots=True, frozen=True)
+class Token:
+    """One token as a record tells of it."""
+
+    name: str
+    logprob: float | None
+    others: list[Alternative]  # the likeliest ones, the best first
+
+    def to_list(self, num_others: int) -> list[list[Any]]:
+        """Return spelling, logprob and whether it is the chosen one, for each alternative."""
+        shown = self.others[:num_others]
+        if self.logprob is not None and all(name != self.name for name, _ in shown):
+            shown = [*shown, (self.name, self.logprob)]
+        return [[show(n), round(p, 3), int(n == self.name)] for n, p in shown]
+
+
+@dataclass(slots=True, frozen=True)
+class TextPiece:
+    """Tokens that together have whole characters."""
+
+    text: str
+    tokens: list[Token]
+    is_given: bool = False  # of an echoed prompt
+
+    def to_list(self, num_others: int) -> list[Any]:
+        """Return text, logprob, alternatives token by token, and whether it was given."""
+        known = [token.logprob for token in self.tokens if token.logprob is not None]
+        total = round(sum(known), 3) if known else None
+        listed = [token.to_list(num_others) for token in self.tokens if token.logprob is not None]
+        return [show(self.text), total, listed, *([1] if self.is_given else [])]
+
+
+def cut_choice(choice: dict[str, Any], prompt: Any, *, is_echo: bool) -> list[TextPiece]:
+    """Return the pieces of a choice's text; an empty list if it has no logprobs."""
+    logprobs = choice.get("logprobs")
+    if not isinstance(logprobs, dict):
+        return []
+    if isinstance(entries := logprobs.get("content"), list):
+        return list(_cut_by_bytes(entries))
+    tokens = _tokens_of(logprobs)
+    text, offsets = str(choice.get("text") or ""), logprobs.get("text_offset") or []
+    if not tokens or len(offsets) != len(tokens):
+        return []
+    given = num_echoed(logprobs, prompt) if is_echo else 0
+    if not text:  # of a run without a tokenizer: the names are all that there is
+        return [TextPiece(f"{token.name} ", [token], i < given) for i, token in enumerate(tokens)]
+    return list(_cut_by_offsets(text, tokens, offsets, given))
+
+
+def _tokens_of(logprobs: dict[str, Any]) -> list[Token]:
+    names, values = logprobs.get("tokens") or [], logprobs.get("token_logprobs") or []
+    tops = logprobs.get("top_logprobs") or [None] * len(names)
+    return [
+        Token(
+            str(name).translate(SPELLED),
+            value,
+            [(str(other).translate(SPELLED), p) for other, p in (top or {}).items()],
+        )
+        for name, value, top in zip(names, values, tops, strict=False)
+    ]
+
+
+def _cut_by_offsets(
+    text: str, tokens: list[Token], offsets: list[int], num_given: int
+) -> Iterator[TextPiece]:
+    """Cut by the offset of each token, in characters from the prompt's start."""
+    base = 0 if num_given else offsets[0]
+    ends = [*offsets[1:], base + len(text)]
+    joined: list[Token] = []
+    for place, (token, first, end) in enumerate(zip(tokens, offsets, ends, strict=True)):
+        joined.append(token)
+        piece = text[first - base : end - base]
+        is_last_given = place == num_given - 1
+        if piece or is_last_given:
+            yield TextPiece(piece, joined, place < num_given)
+            joined = []
+    if joined:  # tokens without text, such as the one that ends
+        yield TextPiece("", joined)
+
+
+def _cut_by_bytes(entries: list[dict[str, Any]]) -> Iterator[TextPiece]:
+    """Cut by the bytes of each entry of a chat's logprobs."""
+    raw, joined = b"", []
+    for entry in entries:
+        others = [(str(each["token"]), each["logprob"]) for each in entry.get("top_logprobs") or []]
+        text = str(entry["token"])
+        joined.append(Token(text, entry["logprob"], others))
+        found = entry.get("bytes")
+        raw += bytes(found) if isinstance(found, list) else text.encode(errors="surrogatepass")
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError as error:
+            is_begun = error.reason == "unexpected end of data"
+            if is_begun and entry is not entries[-1]:
+                continue
+            text = raw.decode(errors="replace")
+        yield TextPiece(text, joined)
+        raw, joined = b"", []

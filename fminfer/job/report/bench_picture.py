@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fminfer.core.rank_memory import RankMemory
 from fminfer.job.report.charts import find_ticks, show_number
-from fminfer.job.report.histogram import log_edges
 from fminfer.job.report.plain_text import escape
 
 COLOURS = ("#4f86b8", "#e8983e", "#5b9a5b", "#a05fa0")
@@ -44,10 +43,16 @@ def draw_bench(title: str, y_name: str, curves: Curves, ranks: Sequence[RankMemo
 
 def find_log_ticks(least: float, most: float) -> list[float]:
     """Return 1, 2 and 5 times powers of ten around both numbers, or the powers alone."""
-    ticks = log_edges(least, most)
-    if len(ticks) > MOST_TICKS:
-        ticks = log_edges(least, most, digits=(1,))
-    return ticks[:-1] if len(ticks) > 2 and ticks[-2] >= most else ticks
+    powers = range(math.floor(math.log10(least)), math.floor(math.log10(most)) + 2)
+    ticks: list[float] = []
+    for digits in ((1, 2, 5), (1,)):
+        found = [round(digit * 10.0**power, 12) for power in powers for digit in digits]
+        first = max(place for place, tick in enumerate(found) if tick <= least)
+        last = next(n for n, tick in enumerate(found) if tick >= most and n > first)
+        ticks = found[first : last + 1]
+        if len(ticks) <= MOST_TICKS:
+            break
+    return ticks
 
 
 def _draw_curves(y_name: str, curves: Curves) -> Iterator[str]:

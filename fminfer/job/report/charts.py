@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from fminfer.core.quantities import show_seconds
-from fminfer.job.report.histogram import Bin
 from fminfer.job.report.plain_text import escape
 
-UNIT = "\u00a0s"  # a line does not break before it
 TIME_STEPS = (
     *(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800),
     *(3600, 7200, 14400, 21600, 43200, 86400),
 )
+TOP, HEIGHT, BOTTOM = 10, 150, 22  # pixels above the plot, of it, and for the labels below it
+MAX_LABELS = 5  # on the x axis
+MAX_BARS = 24
+MAX_BAR = 20  # per cent of the plot that the bar of one number is wide
 
 
 def find_ticks(most: float, number: int = 4) -> list[float]:
@@ -51,199 +56,137 @@ def show_number(value: float) -> str:
 
 def show_time(seconds: float) -> str:
     """Write a time: `0.25 s`, `42 s`, `3:05`, `1:02:05`."""
-    if seconds < 60:
-        return f"{seconds:.3g}{UNIT}"
-    return show_seconds(seconds)
-
-
-def show_share(share: float) -> str:
-    """Write a share; one that is not all or nothing does not look like it."""
-    if 0 < share < 0.001:
-        return "< 0.1 %"
-    return "> 99.9 %" if 0.9995 <= share < 1 else f"{100 * share:.1f} %"
-
-
-def show_exactly(seconds: float) -> str:
-    """Write a time with its digits: `0.254 s`, `41.3 s`, `3:05`."""
-    if seconds >= 60:
-        return show_seconds(seconds)
-    return f"{seconds:.1f}{UNIT}" if seconds >= 10 else f"{seconds:.3f}{UNIT}"
-
-
-TOP, HEIGHT, BOTTOM = 10, 150, 22  # pixels above the plot, of it, and for the labels below it
-MAX_LABELS = 5  # on the x axis
-MAX_TOLD = 24  # rows of a chart's table of numbers
-MAX_BAR = 20  # per cent of the plot that the bar of one number is wide
+    return f"{seconds:.3g}\u00a0s" if seconds < 60 else show_seconds(seconds)
 
 
 @dataclass(slots=True, frozen=True)
-class Series:
-    """A curve over time: heights of steps. Their widths are given apart."""
+class Bar:
+    """What came to from `first` up to below `end`: tokens, or seconds of a run."""
 
-    name: str
-    css: str
-    heights: Sequence[float]
-
-
-def make_table(head: Sequence[str], rows: Sequence[Sequence[object]], *, css: str = "") -> str:
-    """Return an HTML table; all columns but the first are numbers. `Markup` stays as it is."""
-    heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row) + "</tr>" for row in rows
-    )
-    table = f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
-    return f'<div class="scroll {css}" tabindex="0" role="group" aria-label="Table">{table}</div>'
+    first: float
+    end: float
+    heights: Sequence[float]  # one upon the other
 
 
-def make_figure(title: str, note: str, plot: str, numbers: str = "", *, css: str = "") -> str:
-    """Return a chart with its title, a line of figures, and a table of numbers if it has any."""
-    details = f"<details><summary>Numbers</summary>{numbers}</details>" * bool(numbers)
-    return (
-        f'<figure class="chart {css}"><figcaption><h3>{escape(title)}</h3>'
-        f"{f'<p>{escape(note)}</p>' * bool(note)}</figcaption>{plot}{details}</figure>"
-    )
+def count_lengths(counts: Counter[int]) -> list[Bar]:
+    """Return about `MAX_BARS` bars at most; their widths double where numbers spread far."""
+    low, high = min(counts), max(counts)
+    start = min((value for value in counts if value > 0), default=1)
+    if low >= 0 and high > 50 * start:
+        edges = [1 << power for power in range(start.bit_length() - 1, high.bit_length() + 1)]
+        if 2 * len(edges) < MAX_BARS and edges[0] >= 2:
+            edges += [edge + edge // 2 for edge in edges[:-1]]
+        edges = sorted(edges if low else [0, *edges])
+    else:
+        least = (high - low) / (MAX_BARS - 1)
+        widths = (digit * 10**power for power in itertools.count() for digit in (1, 2, 5))
+        width = next(width for width in widths if width >= least)
+        edges = [*range(low // width * width, high // width * width + width + 1, width)]
+    numbers = [0] * (len(edges) - 1)
+    for value, count in counts.items():
+        numbers[bisect_right(edges, value) - 1] += count
+    return [Bar(*span, [number]) for span, number in zip(pairwise(edges), numbers, strict=True)]
 
 
-def make_histogram(
-    title: str, note: str, bins: list[Bin], show: Callable[[float], str], *, is_int: bool
-) -> str:
-    """Return a chart with a bar for each bin; all bars are equally wide, also on a log scale."""
-    ticks = find_ticks(max(each.count for each in bins))
-    top, slot = ticks[-1], 100 / len(bins)
-    is_each = is_int and all(each.end - each.first == 1 for each in bins)  # a bar for each number
+def make_histogram(title: str, counts: Counter[int]) -> str:
+    """Return a chart of how often each number came; all bars look equally wide."""
+    bars = count_lengths(counts)
+    slot = 100 / len(bars)
+    is_each = all(bar.end - bar.first == 1 for bar in bars)  # a bar for each number
     width = min(0.84 * slot, MAX_BAR) if is_each else 0.84 * slot
-    bars = []
-    for place, each in enumerate(bins):
-        height = HEIGHT * each.count / top
-        if each.count:
-            height = max(height, 1.5)  # a single row among a million is seen, too
-        told = f"{_show_range(each, show, is_int)}: {each.count:,}"
-        bars.append(
-            f'<rect class="bar" x="{(place + 0.5) * slot - width / 2:.3f}%" width="{width:.3f}%" '
-            f'y="{TOP + HEIGHT - height:.1f}" height="{height:.1f}">'
-            f"<title>{escape(told)}</title></rect>"
-        )
-    edges = [each.first for each in bins] + ([] if is_each else [bins[-1].end])
+    ticks = find_ticks(max(bar.heights[0] for bar in bars))
+    drawn = ""
+    for place, bar in enumerate(bars):
+        span = f"{bar.first:,}" if is_each else f"{bar.first:,} – {bar.end - 1:,}"
+        x = (place + 0.5) * slot - width / 2
+        drawn += _draw_bar(x, width, bar, ticks[-1], ("bar",), f"{span}: {bar.heights[0]:,}")
+    edges = [bar.first for bar in bars] + ([] if is_each else [bars[-1].end])
     shift = 0.5 if is_each else 0.0  # under the bar, or between two
-    labels = _place_labels([((i + shift) * slot, show(edge)) for i, edge in enumerate(edges)])
-    plot = _make_plot(ticks, "".join(bars) + labels, f"{title}. {note}")
-    rows = [(_show_range(each, show, is_int), f"{each.count:,}") for each in bins if each.count]
-    return make_figure(title, note, plot, make_table(("from – to", "number"), rows))
+    labels = [((i + shift) * slot, show_number(edge)) for i, edge in enumerate(edges)]
+    note = _describe(counts)
+    if len({bar.end - bar.first for bar in bars}) > 1:
+        note += "; bars widen to the right"
+    return _make_figure(title, note, ticks, drawn + _place_labels(labels))
 
 
-def _show_range(each: Bin, show: Callable[[float], str], is_int: bool) -> str:
-    if not is_int:
-        return f"{show(each.first)} – {show(each.end)}"
-    last = each.end - 1
-    return f"{each.first:,.0f}" if last <= each.first else f"{each.first:,.0f} – {last:,.0f}"
+def _describe(counts: Counter[int]) -> str:
+    total = counts.total()
+    mean = sum(value * count for value, count in counts.items()) / total
+    ordered = sorted(counts)
+    ranks = [*accumulate(counts[value] for value in ordered)]
+    median, tail = (ordered[bisect_right(ranks, share * (total - 1))] for share in (0.5, 0.99))
+    shown = [show_number(value) for value in (mean, median, tail, ordered[-1])]
+    return "mean {}, median {}, 99 % up to {}, longest {}".format(*shown)
 
 
-def make_shares(title: str, note: str, counts: Sequence[tuple[str, int]]) -> str:
-    """Return bars from left to right, one for each name, with its number and share."""
-    total = max(1, sum(count for _, count in counts))
-    most = max((count for _, count in counts), default=1)
-    rows = "".join(
-        f'<tr><th scope="row">{escape(name)}</th><td class="wide"><svg class="share" '
-        f'aria-hidden="true"><rect class="bar" width="{100 * count / most:.2f}%" height="100%" '
-        f'rx="2"/></svg></td><td>{count:,}</td><td>{show_share(count / total)}</td></tr>'
-        for name, count in counts
-    )
-    return make_figure(title, note, f'<table class="shares"><tbody>{rows}</tbody></table>')
-
-
-def make_curves(
-    title: str,
-    note: str,
-    widths: Sequence[float],
-    series: Sequence[Series],
-    breaks: Sequence[float],
+def make_time_line(
+    title: str, note: str, bars: Sequence[Bar], names: dict[str, str], breaks: Sequence[float]
 ) -> str:
-    """Return curves over time, one upon the other.
+    """Return bars over time, without a space between them.
 
     Args:
-        widths: seconds of each step.
+        names: of each part of a bar, by its class.
         breaks: seconds at which another run begins.
     """
-    total_s = sum(widths)
-    sums = [sum(heights) for heights in zip(*(each.heights for each in series), strict=True)]
-    ticks = find_ticks(max(sums))
-    areas, below = [], [0.0] * len(widths)
-    for each in series:
-        above = [low + height for low, height in zip(below, each.heights, strict=True)]
-        areas.append(
-            f'<path class="{each.css}" d="{_path(widths, below, above, ticks[-1], total_s)}"/>'
-        )
-        below = above
-    inner = (
-        f'<svg x="0" y="{TOP}" width="100%" height="{HEIGHT}" viewBox="0 0 1000 {HEIGHT}" '
-        f'preserveAspectRatio="none">{"".join(areas)}</svg>'
+    scale = 100 / bars[-1].end
+    ticks = find_ticks(max(sum(bar.heights) for bar in bars))
+    inner = ""
+    for bar in bars:
+        span = f"{show_time(bar.first)} – {show_time(bar.end)}"
+        told = zip(bar.heights, names.values(), strict=True)
+        numbers = ", ".join(f"{show_number(height)} {name}" for height, name in told)
+        x, width = bar.first * scale, (bar.end - bar.first) * scale
+        inner += _draw_bar(x, width, bar, ticks[-1], [*names], f"{span}: {numbers}")
+    for at in breaks:
+        x_text = f"{at * scale:.2f}%"
+        inner += f'<line class="break" x1="{x_text}" x2="{x_text}" y1="{TOP}" y2="{TOP + HEIGHT}">'
+        inner += "<title>another run begins</title></line>"
+    labels = [(at * scale, show_time(at)) for at in find_time_ticks(bars[-1].end)]
+    keys = "".join(
+        f'<li><svg aria-hidden="true"><rect class="{css}" width="100%" height="100%"/></svg>'
+        f"{escape(name)}</li>"
+        for css, name in names.items()
     )
-    lines = "".join(
-        f'<line class="break" x1="{100 * at / total_s:.2f}%" x2="{100 * at / total_s:.2f}%" '
-        f'y1="{TOP}" y2="{TOP + HEIGHT}"><title>another run begins</title></line>'
-        for at in breaks
-    )
-    labels = _place_labels([(100 * at / total_s, show_time(at)) for at in find_time_ticks(total_s)])
-    plot = _make_plot(ticks, inner + lines + labels, f"{title}. {note}")
-    if len(series) > 1:
-        keys = "".join(
-            f'<li><svg aria-hidden="true"><rect class="{each.css}" width="100%" height="100%"/>'
-            f"</svg>{escape(each.name)}</li>"
-            for each in series
-        )
-        plot = f'<ul class="keys">{keys}</ul>{plot}'
-    return make_figure(title, note, plot, _tell_curves(widths, series))
+    return _make_figure(title, note, ticks, inner + _place_labels(labels), keys)
 
 
-def _path(
-    widths: Sequence[float],
-    below: Sequence[float],
-    above: Sequence[float],
-    top: float,
-    total_s: float,
+def _draw_bar(
+    x: float, width: float, bar: Bar, top: float, classes: Sequence[str], told: str
 ) -> str:
-    """Return the outline of an area: steps there above, and back below."""
+    """Return a bar's parts, one upon the other.
 
-    def place(at_s: float, value: float) -> str:
-        return f"{1000 * at_s / total_s:.1f} {HEIGHT * (1 - value / top):.1f}"
-
-    ends = [*pairwise(accumulate(widths, initial=0.0))]
-    there = [place(at, height) for span, height in zip(ends, above, strict=True) for at in span]
-    back = [place(at, height) for span, height in zip(ends, below, strict=True) for at in span]
-    return f"M{' '.join(there)} {' '.join(reversed(back))}Z"
-
-
-def _tell_curves(widths: Sequence[float], series: Sequence[Series]) -> str:
-    """Return the table of a curve's numbers, with few rows: means of neighbours."""
-    step = -(-len(widths) // MAX_TOLD)
-    rows, at_s = [], 0.0
-    for first in range(0, len(widths), step):
-        part = slice(first, first + step)
-        span_s = sum(widths[part])
-        means = [
-            sum(w * h for w, h in zip(widths[part], each.heights[part], strict=True)) / span_s
-            for each in series
-        ]
-        rows.append((f"{show_time(at_s)} – {show_time(at_s + span_s)}", *map(show_number, means)))
-        at_s += span_s
-    return make_table(("time", *(each.name for each in series)), rows)
+    Args:
+        x, width: in per cent of the plot.
+        top: the number at the plot's upper edge.
+    """
+    drawn, y = "", float(TOP + HEIGHT)
+    for css, number in zip(classes, bar.heights, strict=True):
+        if not number:
+            continue
+        height = max(HEIGHT * number / top, 1.5)  # a single row among a million is seen, too
+        y -= height
+        drawn += (
+            f'<rect class="{css}" x="{x:.3f}%" width="{width:.3f}%" y="{y:.1f}" '
+            f'height="{height:.1f}"><title>{escape(told)}</title></rect>'
+        )
+    return drawn
 
 
-def _make_plot(ticks: Sequence[float], inner: str, told: str) -> str:
-    """Return a plot beside its y axis."""
+def _make_figure(title: str, note: str, ticks: Sequence[float], inner: str, keys: str = "") -> str:
+    """Return a chart: its title, a line of figures, keys of colours, and a plot beside its axis."""
     total = TOP + HEIGHT + BOTTOM
-    heights = [TOP + HEIGHT * (1 - tick / ticks[-1]) for tick in ticks]
-    numbers = "".join(
-        f'<text x="100%" y="{y + 4:.1f}" text-anchor="end">{show_number(tick)}</text>'
-        for tick, y in zip(ticks, heights, strict=True)
-    )
-    grid = "".join(
-        f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>' for y in heights
-    )
+    numbers = grid = ""
+    for tick in ticks:
+        y = TOP + HEIGHT * (1 - tick / ticks[-1])
+        numbers += f'<text x="100%" y="{y + 4:.1f}" text-anchor="end">{show_number(tick)}</text>'
+        grid += f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>'
+    listed = f'<ul class="keys">{keys}</ul>' if keys else ""
     return (
-        f'<div class="plot"><svg class="axis" height="{total}" aria-hidden="true">{numbers}</svg>'
-        f'<svg class="area" height="{total}" role="img" aria-label="{escape(told)}">'
-        f"{grid}{inner}</svg></div>"
+        f'<figure class="chart"><figcaption><h3>{escape(title)}</h3><p>{escape(note)}</p>'
+        f'</figcaption>{listed}<div class="plot">'
+        f'<svg class="axis" height="{total}" aria-hidden="true">{numbers}</svg>'
+        f'<svg class="area" height="{total}" role="img" aria-label="{escape(f"{title}. {note}")}">'
+        f"{grid}{inner}</svg></div></figure>"
     )
 
 

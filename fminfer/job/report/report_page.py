@@ -5,73 +5,25 @@ from __future__ import annotations
 import base64
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
 
 import orjson
 
 from fminfer.core.errors import RETRYABLE
-from fminfer.core.quantities import counted
-from fminfer.job.report.chart_sections import (
-    make_distributions,
-    make_run_section,
-    make_slowest,
-)
+from fminfer.core.quantities import counted, name_few
+from fminfer.files.run_facts import runs_in
+from fminfer.job.report.charts import Bar, make_histogram, make_time_line, show_number, show_time
 from fminfer.job.report.plain_text import escape, shorten, show
-from fminfer.job.report.scanning import Scan
+from fminfer.job.report.scanning import AnswerTally, Scan
 from fminfer.job.report.shown_rows import ShownRow, dump_rows
-from fminfer.job.report.summary_sections import (
-    find_notes,
-    make_asked,
-    make_files,
-    make_notes,
-    make_tiles,
-)
 from fminfer.job.report.told_outputs import ToldOutput, ToldRun, name_files
 
 MAX_EXAMPLES = 6  # of each code
 MAX_CHARS = 300  # of a message
-
-
-def make_errors(scan: Scan, shown: Sequence[ShownRow]) -> str:
-    """Return a table of errors by code, with an example of each kind of message."""
-    whole = scan.whole
-    if not whole.error_codes:
-        return ""
-    numbers = {row.place: number for number, row in enumerate(shown)}
-    rows = []
-    for code, count in whole.error_codes.most_common():
-        kinds = [(n, kind) for kind, n in whole.error_kinds.most_common() if kind[0] == code]
-        texts: list[str] = []
-        for number, kind in kinds:
-            examples = [numbers[p] for p in scan.choice.errors.get(kind, ()) if p in numbers]
-            if examples and len(texts) < MAX_EXAMPLES:
-                texts.append(_make_example(shown[examples[0]], examples[0], number, count))
-        if len(kinds) > len(texts):
-            texts.append(
-                f"<li>… and {counted(len(kinds) - len(texts), 'more kind')} of message</li>"
-            )
-        if code in RETRYABLE:
-            texts.append("<li>The same command of fminfer run tries these rows again.</li>")
-        rows.append(
-            f'<tr><th scope="row"><code>{escape(code).replace("_", "_<wbr>")}</code></th>'
-            f"<td>{count:,}</td>"
-            f'<td class="wide"><ul>{"".join(texts)}</ul></td></tr>'
-        )
-    heads = "".join(f'<th scope="col">{name}</th>' for name in ("code", "rows", "examples"))
-    return (
-        '<section aria-labelledby="errors"><h2 id="errors">Rows in error</h2>'
-        f'<div class="scroll errors"><table><thead><tr>{heads}</tr></thead><tbody>'
-        f"{''.join(rows)}</tbody></table></div></section>"
-    )
-
-
-def _make_example(row: ShownRow, place: int, number: int, of_all: int) -> str:
-    message = escape(shorten(str((row.answer.error or {}).get("message")), MAX_CHARS))
-    times = "" if number == of_all else f" ({number:,})"
-    return f'<li>{message}{times} <a href="#row-{place}">show</a></li>'
-
-
+MAX_NAMED = 5
+# Terms of a fingerprint that people look for; the others are there for machines.
+TERMS = {"the dtype": "Number type", "--kv-dtype": "KV cache", "fminfer's version": "Version"}
 # Nothing is loaded, and only the page's own script and styles count, by their digests. The script
 # makes no markup of any text, and with this the browser would not let it.
 POLICY = (
@@ -93,27 +45,23 @@ def make_page(
     """Return the report's HTML."""
     own = files("fminfer.job.report") / "page"
     style, script = ((own / name).read_text("utf-8") for name in ("report.css", "report.js"))
-    rows, cut = dump_rows(list(shown))
+    rows, cut = dump_rows(shown)
     names = orjson.dumps([show(name) for name in name_files([s.path for s in scan.sources])])
-    num_rows = scan.whole.num_answers + scan.whole.num_errors
     cut_note = (
         f"Texts longer than {cut.num_chars:,} characters are cut in the middle, and at most "
         f"{cut.num_tokens:,} tokens of an answer have their colours. The output has all."
     )
     parts = {
         "policy": escape(POLICY.format(script=_digest(script), style=_digest(style))),
-        "title": escape(_title(outputs)),
+        "title": escape(name_few([output.path.name for output in outputs], 1)),
         "made": escape(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())),
         "style": style,
-        "tiles": make_tiles(scan.whole, runs),
-        "notes": make_notes([*find_notes(outputs, scan, runs), *notes]),
-        "asked": make_asked(outputs, scan, runs),
-        "files": make_files(outputs, scan),
-        "errors": make_errors(scan, shown),
-        "distributions": make_distributions(scan.whole),
-        "run": make_run_section(runs, scan.whole),
-        "slowest": make_slowest(scan, shown),
-        "shown": f"{len(shown):,} of {num_rows:,}",
+        "tiles": _make_tiles(scan.tally, runs),
+        "notes": _make_notes([*_find_notes(outputs, scan.tally, runs), *notes]),
+        "facts": _make_facts(outputs, scan.tally, runs),
+        "errors": _make_errors(scan, shown),
+        "charts": _make_charts(scan.tally, runs),
+        "shown": f"{len(shown):,} of {scan.tally.num_rows:,}",
         "cut": escape(cut_note),
         "rows": make_safe(b'{"files":' + names + b',"rows":' + rows + b"}").decode(),
         "script": script,
@@ -138,6 +86,180 @@ def _digest(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _title(outputs: Sequence[ToldOutput]) -> str:
-    first = outputs[0].path.name
-    return first if len(outputs) == 1 else f"{first} and {len(outputs) - 1:,} more"
+def _make_tiles(tally: AnswerTally, runs: Sequence[ToldRun]) -> str:
+    """Return the large numbers on top."""
+    seconds, num_tokens = sum(run.seconds for run in runs), sum(run.num_tokens for run in runs)
+    num_prompt, num_drawn = (
+        sum(length * count for length, count in lengths.items())
+        for lengths in (tally.prompt_lengths, tally.completion_lengths)
+    )
+    tiles = [
+        ("Rows answered", f"{tally.num_answers:,}", ""),
+        ("Rows in error", f"{tally.num_errors:,}", "bad" if tally.num_errors else ""),
+        ("Prompt tokens", f"{num_prompt:,}", ""),
+        ("Answer tokens", f"{num_drawn:,}", ""),
+        ("Time of answering", show_time(seconds) if runs else "not known", ""),
+        ("Tokens/s computed", show_number(num_tokens / seconds) if seconds else "not known", ""),
+    ]
+    cells = "".join(
+        f'<div class="{css}"><dt>{name}</dt><dd>{escape(value)}</dd></div>'
+        for name, value, css in tiles
+    )
+    return f'<dl class="tiles">{cells}</dl>'
+
+
+def _make_notes(notes: Iterable[str]) -> str:
+    """Return what a reader should know before he trusts the numbers."""
+    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    return f'<ul class="notes" aria-label="Notes">{items}</ul>' if items else ""
+
+
+def _find_notes(
+    outputs: Sequence[ToldOutput], tally: AnswerTally, runs: Sequence[ToldRun]
+) -> list[str]:
+    """Say what is missing, or not as it should be."""
+    notes = []
+    for output in outputs:
+        name, status = output.path.name, output.status or {}
+        if output.is_unfinished:
+            state = status.get("status", "not known")
+            notes.append(
+                f"{name} is not complete (status: {state}). Shown is what its journal has so far; "
+                "the same command of fminfer run goes on from there."
+            )
+        elif not output.path.exists():
+            notes.append(f"{name} is not there; only its errors file is.")
+        if (edit := output.edit) is not None:
+            edited = edit.path.name
+            notes.append(
+                f"{edited} was edited since the run wrote it; its numbers are those of now."
+            )
+    without = [each.path.name for each in outputs if each.status is None]
+    if without:
+        notes.append(
+            f"{name_few(without, MAX_NAMED)}: there is no status file, as after a download. So the "
+            "model, the input, the settings and the speed are not known."
+        )
+    untimed = [each.path.name for each in outputs if each.status and not runs_in(each.status)]
+    if untimed:
+        notes.append(
+            f"{name_few(untimed, MAX_NAMED)}: no run has left its times in a status file: an older "
+            "version wrote it, the output was merged, or its rows were taken from elsewhere. So "
+            "speed, time line and device are not known."
+        )
+    if num_before := sum(run.num_before for run in runs):
+        notes.append(f"{counted(num_before, 'earlier run')} took part, whose times are not kept.")
+    if tally.num_unread:
+        notes.append(
+            f"{counted(tally.num_unread, 'line')} could not be read as records, and are left out "
+            "of all numbers."
+        )
+    if tally.num_truncated:
+        notes.append(
+            f"{counted(tally.num_truncated, 'prompt')} were cut to fit the context (--on-too-long)."
+        )
+    return notes
+
+
+def _make_facts(outputs: Sequence[ToldOutput], tally: AnswerTally, runs: Sequence[ToldRun]) -> str:
+    """Return what answered what: model, device, runs, inputs, settings, and how answers ended."""
+    statuses = [each.status for each in outputs if each.status is not None]
+    terms = [dict(status.get("metadata") or {}) for status in statuses]
+    models = [str(s["model"]) for s in statuses if s.get("model")] or list(tally.models)
+    facts = [("Model", _join(models) or "not known")]
+    facts += [(title, _join(t[name] for t in terms if name in t)) for name, title in TERMS.items()]
+    facts.append(("Device", _join(_describe_device(run) for run in runs if run.device)))
+    for run in runs[-MAX_NAMED:]:
+        began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(run.started_at))
+        ready = f"; ready after {show_time(run.ready_s)}" if run.ready_s else ""
+        facts.append(("Run", f"{began}, answered for {show_time(run.seconds)}{ready}"))
+    sources = [str(each.source) for each in outputs if each.source is not None]
+    facts.append(("Input", name_few(sources, MAX_NAMED)))
+    facts.append(("Settings", _join(f"{k} {v}" for run in runs for k, v in run.settings.items())))
+    ends = [f"{count:,} {name}" for name, count in tally.finish_reasons.most_common(MAX_NAMED)]
+    facts.append(("Ends of answers", ", ".join(ends)))
+    rows = "".join(
+        f"<dt>{name}</dt><dd>{escape(shorten(told, 1000))}</dd>" for name, told in facts if told
+    )
+    return f'<dl class="facts">{rows}</dl>'
+
+
+def _join(values: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(values))
+
+
+def _describe_device(run: ToldRun) -> str:
+    return run.device + (f", {counted(run.num_threads, 'thread')}" if run.num_threads else "")
+
+
+def _make_errors(scan: Scan, shown: Sequence[ShownRow]) -> str:
+    """Return a table of errors by code, with an example of each kind of message."""
+    tally = scan.tally
+    if not tally.error_codes:
+        return ""
+    numbers = {row.place: number for number, row in enumerate(shown)}
+    rows = []
+    for code, count in tally.error_codes.most_common():
+        kinds = [(n, kind) for kind, n in tally.error_kinds.most_common() if kind[0] == code]
+        texts: list[str] = []
+        for number, kind in kinds:
+            examples = [numbers[p] for p in scan.choice.errors.get(kind, ()) if p in numbers]
+            if examples and len(texts) < MAX_EXAMPLES:
+                texts.append(_make_example(shown[examples[0]], examples[0], number, count))
+        if len(kinds) > len(texts):
+            texts.append(
+                f"<li>… and {counted(len(kinds) - len(texts), 'more kind')} of message</li>"
+            )
+        if code in RETRYABLE:
+            texts.append("<li>The same command of fminfer run tries these rows again.</li>")
+        rows.append(
+            f'<tr><th scope="row"><code>{escape(code).replace("_", "_<wbr>")}</code></th>'
+            f"<td>{count:,}</td>"
+            f'<td class="wide"><ul>{"".join(texts)}</ul></td></tr>'
+        )
+    heads = "".join(f'<th scope="col">{name}</th>' for name in ("code", "rows", "examples"))
+    return (
+        '<section aria-labelledby="errors"><h2 id="errors">Rows in error</h2>'
+        '<div class="scroll errors" tabindex="0" role="group" aria-label="Table">'
+        f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+        "</div></section>"
+    )
+
+
+def _make_example(row: ShownRow, place: int, number: int, of_all: int) -> str:
+    message = escape(shorten(str((row.answer.error or {}).get("message")), MAX_CHARS))
+    times = "" if number == of_all else f" ({number:,})"
+    return f'<li>{message}{times} <a href="#row-{place}">show</a></li>'
+
+
+def _make_charts(tally: AnswerTally, runs: Sequence[ToldRun]) -> str:
+    """Return how long prompts and answers are, and the runs' tokens/s over their time."""
+    if not tally.num_answers:
+        return "<p>No row is answered.</p>"
+    charts = [
+        make_histogram(title, lengths)
+        for title, lengths in (
+            ("Prompt tokens of a row", tally.prompt_lengths),
+            ("Answer tokens of a row, all choices", tally.completion_lengths),
+        )
+        if lengths
+    ]
+    drawn = [run for run in runs if run.time_line.points]
+    if drawn:
+        charts.append(_draw_time_line(drawn))
+    return f'<div class="charts">{"".join(charts)}</div>'
+
+
+def _draw_time_line(runs: Sequence[ToldRun]) -> str:
+    bars: list[Bar] = []
+    breaks: list[float] = []
+    at_s = 0.0
+    for run in runs:
+        breaks.append(at_s)
+        for point, width_s in zip(run.time_line.points, run.widths(), strict=True):
+            rates = [point.num_drawn / width_s, point.num_fed / width_s]
+            bars.append(Bar(at_s, at_s + width_s, rates))
+            at_s += width_s
+    names = {"drawn": "answer tokens/s drawn", "fed": "prompt tokens/s computed"}
+    note = f"{counted(len(runs), 'run')}, {show_time(at_s)} of answering"
+    return make_time_line("Tokens/s", note, bars, names, breaks[1:])

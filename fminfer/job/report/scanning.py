@@ -2,28 +2,195 @@
 
 from __future__ import annotations
 
+import heapq
 import math
+import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from fminfer.core.errors import FminferError, UsageError
 from fminfer.files.journal import journal_path
 from fminfer.files.journal_rows import read_row
 from fminfer.files.ordered_output import errors_path
-from fminfer.job.report.answer_fields import ODD_RECORD, AnswerFields, read_answer
-from fminfer.job.report.row_choice import Place, RowChoice
-from fminfer.job.report.tally import AnswerTally
+from fminfer.job.report.answer_fields import (
+    ODD_RECORD,
+    AnswerFields,
+    choice_logprobs,
+    prompt_of,
+    read_answer,
+)
 from fminfer.job.report.told_outputs import ToldOutput
 
+Reason = Literal["sample", "slow", "long", "unlikely", "error"]
+ErrorKind = tuple[str, str]  # an error's code, and its message without numbers and quoted texts
+NUM_SHOWN = 200
+EXTREMES: tuple[Reason, ...] = ("slow", "long", "unlikely")
+NUM_EXTREME = 15  # of each kind
+NUM_OF_KIND = 3  # errors that say the same
+MAX_ERRORS = 40
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
+MASK = (1 << 64) - 1
 LOOK_EVERY = 512  # rows, at the clock
-FoundRow = tuple[int, int, int, bytes, bool]  # number, first byte, size, record, is an error
+FoundRow = tuple[int, int, bytes, bool]  # number, first byte, record, is an error
+MAX_MESSAGE = 200  # characters by which messages are told apart
+MAX_NAMES = 100  # of codes, of models, of reasons to end
+MAX_KINDS = 300  # of errors
+MAX_LENGTH = 1 << 50  # tokens of a row; a record with more was not made by a model
+_GIVEN = re.compile(r"\d+|\"[^\"]*\"")
 
 
 class OutOfTimeError(FminferError):
     """There is no time for a report."""
+
+
+@dataclass(slots=True)
+class AnswerTally:
+    """Counts over all rows, in memory that does not grow with them."""
+
+    num_answers: int = 0
+    num_errors: int = 0
+    num_unread: int = 0  # lines that are no records
+    num_truncated: int = 0  # rows whose prompt was cut to fit
+    models: Counter[str] = field(default_factory=Counter)  # of Batch answers
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    error_codes: Counter[str] = field(default_factory=Counter)
+    error_kinds: Counter[ErrorKind] = field(default_factory=Counter)
+    prompt_lengths: Counter[int] = field(default_factory=Counter)  # in tokens
+    completion_lengths: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_answers + self.num_errors
+
+    def add_error(self, error: dict[str, Any]) -> ErrorKind:
+        """Count a row without an answer; return its error's code, and what its message says."""
+        self.num_errors += 1
+        code = _count(self.error_codes, error.get("code"))
+        kind = code, _GIVEN.sub("…", str(error.get("message"))[:MAX_MESSAGE])
+        if kind not in self.error_kinds and len(self.error_kinds) >= MAX_KINDS:
+            kind = code, ""
+        self.error_kinds[kind] += 1
+        return kind
+
+    def add_answer(self, answer: AnswerFields) -> None:
+        """Count an answered row."""
+        usage = answer.usage
+        num_prompt, num_drawn = usage.get("prompt_tokens"), usage.get("completion_tokens", 0)
+        if isinstance(num_prompt, int) and isinstance(num_drawn, int):
+            if max(abs(num_prompt), abs(num_drawn)) > MAX_LENGTH:
+                raise ValueError("these are no counts of tokens")
+            self.prompt_lengths[num_prompt] += 1
+            self.completion_lengths[num_drawn] += 1
+        self.num_answers += 1
+        self.num_truncated += "truncated_tokens" in (usage.get("prompt_tokens_details") or {})
+        for choice in answer.choices:
+            _count(self.finish_reasons, choice.get("finish_reason") or "none")
+        if answer.is_batch:
+            _count(self.models, answer.fields["response"]["body"].get("model"))
+
+
+def _count(counts: Counter[str], value: object) -> str:
+    """Count a name, as one of `others` if there are too many; return it as it is counted."""
+    name = str(value)[:MAX_MESSAGE]
+    if name not in counts and len(counts) >= MAX_NAMES:
+        name = "others"
+    counts[name] += 1
+    return name
+
+
+def _mean_logprob(answer: AnswerFields) -> float | None:
+    """Return the mean logprob of all tokens that a row has drawn or scored, if it is known."""
+    values: list[float] = []
+    for choice in answer.choices:
+        if choice.get("logprobs") is not None:
+            request = answer.request if type(answer.request) is dict else {}
+            is_echo = bool(request.get("echo"))
+            prompt = prompt_of(request, choice.get("index", 0)) if is_echo else None
+            values += choice_logprobs(choice, prompt, is_echo=is_echo)
+    return sum(values) / len(values) if values else None
+
+
+class Place(NamedTuple):
+    """Where a row stands: its record can be read again."""
+
+    file: int  # number of the file
+    number: int  # of the line in that file, from 1; in a journal: of the input's line
+    start: int  # byte
+    size: int
+
+
+@dataclass(slots=True)
+class _Best:
+    """The rows with the largest keys; of equal ones, the first."""
+
+    most: int
+    rows: list[tuple[float, int, Place]] = field(default_factory=list)
+    least: float = math.inf  # key of all rows
+    _number: int = 0
+
+    def add(self, key: float, place: Place) -> None:
+        self.least = min(key, self.least)
+        self._number -= 1
+        if len(self.rows) < self.most:
+            heapq.heappush(self.rows, (key, self._number, place))
+        elif key > self.rows[0][0]:
+            heapq.heapreplace(self.rows, (key, self._number, place))
+
+    def in_order(self) -> list[tuple[float, Place]]:
+        return [(key, place) for key, _, place in sorted(self.rows, reverse=True)]
+
+    def standing_out(self) -> list[Place]:
+        """Return the places of those with more than the least key: no row is long if all are."""
+        return [place for key, place in self.in_order() if key > self.least]
+
+
+@dataclass(slots=True)
+class RowChoice:
+    """The rows to show. The same outputs give the same choice."""
+
+    sampled: _Best = field(default_factory=lambda: _Best(NUM_SHOWN))
+    extremes: dict[Reason, _Best] = field(
+        default_factory=lambda: {reason: _Best(NUM_EXTREME) for reason in EXTREMES}
+    )
+    errors: dict[ErrorKind, list[Place]] = field(default_factory=dict)
+
+    def add_answer(
+        self, place: Place, num_drawn: int, seconds: float | None, mean_logprob: float | None
+    ) -> None:
+        """Consider an answered row."""
+        self.extremes["long"].add(num_drawn, place)
+        if seconds is not None:
+            self.extremes["slow"].add(seconds, place)
+        if mean_logprob is not None:
+            self.extremes["unlikely"].add(-mean_logprob, place)
+        # Multiples of the golden ratio are spread evenly, and so are rows with the largest ones.
+        self.sampled.add(((place.number + place.file * 7919) * GOLDEN) & MASK, place)
+
+    def add_error(self, kind: ErrorKind, place: Place) -> None:
+        """Consider a row without an answer."""
+        found = self.errors.setdefault(kind, [])
+        if len(found) < NUM_OF_KIND:
+            found.append(place)
+
+    def chosen(self) -> dict[Place, set[Reason]]:
+        """Return the rows to show, in their order in the outputs, each with why it is shown."""
+        found: dict[Place, set[Reason]] = {}
+        # The first of each kind, then the second of each.
+        errors = [each for places in zip_longest(*self.errors.values()) for each in places if each]
+        for error in errors[:MAX_ERRORS]:
+            found.setdefault(error, set()).add("error")
+        for reason, best in self.extremes.items():
+            for place in best.standing_out():
+                found.setdefault(place, set()).add(reason)
+        for _, place in self.sampled.in_order():
+            if place not in found and len(found) < NUM_SHOWN:
+                found[place] = {"sample"}
+        return dict(sorted(found.items(), key=lambda each: each[0]))
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,27 +201,35 @@ class RowsFile:
     output: int  # number of the output
     kind: Literal["answers", "errors", "journal"]
 
+    def rows(self) -> Iterator[FoundRow]:
+        """Yield its rows; of a journal's line that was tried again, the later row."""
+        if self.kind == "journal":
+            yield from _rows_of_journal(self.path)
+            return
+        start = 0
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if len(line) > 1:
+                    yield number, start, line, self.kind == "errors"
+                start += len(line)
+
 
 @dataclass(slots=True)
 class Scan:
     """What was found in outputs."""
 
     sources: list[RowsFile] = field(default_factory=list)
-    tallies: list[AnswerTally] = field(default_factory=list)  # one an output
-    whole: AnswerTally = field(default_factory=AnswerTally)
+    tally: AnswerTally = field(default_factory=AnswerTally)
     choice: RowChoice = field(default_factory=RowChoice)
     end_s: float = math.inf  # in time.monotonic(); later it gives up
 
-    def add(self, output: ToldOutput) -> None:
-        """Read all rows of an output.
+    def add(self, number: int, output: ToldOutput) -> None:
+        """Read all rows of the output with this number.
 
         Raises:
             UsageError: a file cannot be read.
             OutOfTimeError: it takes too long.
         """
-        number = len(self.tallies)
-        own = AnswerTally()
-        self.tallies.append(own)
         if output.is_unfinished:
             sources = [RowsFile(journal_path(output.path), number, "journal")]
         else:
@@ -66,43 +241,29 @@ class Scan:
             if source.path.exists():
                 self.sources.append(source)
                 try:
-                    self._add_source(source, own)
+                    self._add_source(source)
                 except OSError as error:
                     text = f"{source.path} cannot be read: {error.strerror or error}"
                     raise UsageError(text) from error
 
-    def _add_source(self, source: RowsFile, own: AnswerTally) -> None:
+    def _add_source(self, source: RowsFile) -> None:
         file = len(self.sources) - 1
-        rows = _rows_of_journal(source.path) if source.kind == "journal" else _rows(source)
-        whole, choice = self.whole, self.choice
-        for count, (number, start, size, record, is_error) in enumerate(rows):
+        for count, (number, start, record, is_error) in enumerate(source.rows()):
             if count % LOOK_EVERY == 0 and time.monotonic() > self.end_s:
                 raise OutOfTimeError("to read the answers takes too long; fminfer report does it")
-            answer = read_answer(record)
-            place = (file, number, start, size)
+            answer, place = read_answer(record), Place(file, number, start, len(record))
             try:
                 if answer is None:
-                    own.num_unread += 1
-                    whole.num_unread += 1
+                    self.tally.num_unread += 1
                 elif is_error or answer.error is not None:
-                    own.add_error(answer)
-                    choice.add_error(whole.add_error(answer), place)
+                    self.choice.add_error(self.tally.add_error(answer.error or {}), place)
                 else:
-                    self._add_answer(answer, place, own)
+                    num_drawn = answer.usage.get("completion_tokens", 0)
+                    mean = _mean_logprob(answer)
+                    self.choice.add_answer(place, num_drawn, answer.times.get("batch_time"), mean)
+                    self.tally.add_answer(answer)
             except ODD_RECORD:  # edited by hand, or another program's
-                own.num_unread += 1
-                whole.num_unread += 1
-
-    def _add_answer(
-        self, answer: AnswerFields, place: tuple[int, int, int, int], own: AnswerTally
-    ) -> None:
-        num_drawn = answer.usage.get("completion_tokens", 0)
-        own.num_answers += 1
-        own.prompt_tokens += answer.usage.get("prompt_tokens", 0)
-        own.completion_tokens += num_drawn
-        own.num_without_requests += answer.shape == "batch"
-        mean = self.whole.add_answer(answer)
-        self.choice.add_answer(place, num_drawn, answer.times.get("batch_time"), mean)
+                self.tally.num_unread += 1
 
     def read(self, place: Place) -> AnswerFields | None:
         """Read a row again; None: it has changed."""
@@ -114,40 +275,26 @@ class Scan:
             return None
 
 
-def _rows(source: RowsFile) -> Iterator[FoundRow]:
-    """Yield the rows of a complete file."""
-    start = 0
-    is_error = source.kind == "errors"
-    with source.path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            size = len(line)
-            if size > 1:
-                yield number, start, size, line, is_error
-            start += size
-
-
 def _rows_of_journal(path: Path) -> Iterator[FoundRow]:
-    """Yield the rows of a journal; of a line that was tried again, the later row."""
     seen = bytearray()  # a byte a line
     tried: dict[int, tuple[int, int, bool]] = {}
-    start = 0
     with path.open("rb") as file:
         start = len(file.readline())
         for line in file:
             row = read_row(line)
-            size = len(line)
-            if row is not None:
-                if row.number >= len(seen):
-                    seen.extend(bytes(row.number + 1024 - len(seen)))
-                first = start + size - 2 - len(row.record)
-                if row.is_ours:
-                    tried[row.number] = (first, len(row.record), row.is_error)
-                elif not seen[row.number]:
-                    seen[row.number] = 1
-                    tried.pop(row.number, None)
-                    yield row.number, first, len(row.record), row.record, row.is_error
-            start += size
+            start += len(line)
+            if row is None:
+                continue
+            if row.number >= len(seen):
+                seen.extend(bytes(row.number + 1024 - len(seen)))
+            first = start - 2 - len(row.record)
+            if row.is_ours:
+                tried[row.number] = (first, len(row.record), row.is_error)
+            elif not seen[row.number]:
+                seen[row.number] = 1
+                tried.pop(row.number, None)
+                yield row.number, first, row.record, row.is_error
         for number, (first, length, is_error) in sorted(tried.items()):
             if not seen[number]:
                 file.seek(first)
-                yield number, first, length, file.read(length), is_error
+                yield number, first, file.read(length), is_error

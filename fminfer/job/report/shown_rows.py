@@ -13,11 +13,19 @@ from typing import Any
 import orjson
 
 from fminfer.core.quantities import counted
-from fminfer.job.report.answer_fields import ODD_RECORD, AnswerFields, choice_logprobs, prompt_of
+from fminfer.job.report.answer_fields import (
+    ODD_RECORD,
+    AnswerFields,
+    TextPiece,
+    choice_logprobs,
+    cut_choice,
+    prompt_of,
+)
 from fminfer.job.report.plain_text import dump, show
-from fminfer.job.report.row_choice import Place, Reason
-from fminfer.job.report.tally import UNTOLD
-from fminfer.job.report.token_pieces import TextPiece, cut_choice
+from fminfer.job.report.scanning import Place, Reason
+
+# Fields of a request that are not told as its parameters.
+UNTOLD = frozenset({"prompt", "messages", "suffix", "user", "metadata", "prompt_cache_key"})
 
 MAX_SHOWN = 80  # characters
 # Of them, those before the first that is not as in the most similar text.
@@ -79,7 +87,7 @@ CUTS = (
 WHOLE = Cut(sys.maxsize, sys.maxsize, 0)
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class ShownRow:
     """A row to show, with the request that its shape may not repeat."""
 
@@ -98,7 +106,6 @@ class ShownRow:
             "line": self.place.number,
             "input_line": self.input_line or answer.fields.get("line"),
             "why": sorted(self.reasons),
-            "shape": answer.shape,
             "id": None if answer.custom_id is None else show(str(answer.custom_id))[:200],
             "asked": [] if _is_echo_alone(answer, fields) else _list_asked(request, cut),
             "params": [
@@ -300,11 +307,11 @@ def _dump_row(row: ShownRow, cut: Cut, start: tuple[str, str]) -> bytes:
         return orjson.dumps(row.to_dict(cut) | {"start": start})
     except ODD_RECORD:  # edited by hand, or another program's: shown as it stands
         raw = dump(row.answer.fields)
-        odd = replace(row, answer=AnswerFields("bare", raw, [], {}, {}, None, {}), request=raw)
+        odd = replace(row, answer=AnswerFields(raw, [], {}, {}, None, {}), request=raw)
         return orjson.dumps(odd.to_dict(cut) | {"start": start})
 
 
-def dump_rows(rows: list[ShownRow]) -> tuple[bytes, Cut]:
+def dump_rows(rows: Sequence[ShownRow]) -> tuple[bytes, Cut]:
     """Return all rows as JSON, and how they were cut so that it is short enough."""
     starts = _make_starts(rows)
     for cut in CUTS:

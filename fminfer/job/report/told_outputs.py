@@ -1,15 +1,16 @@
-"""The outputs that a report is about: where their rows are, and what their status files tell."""
+"""The files of a report: the outputs that it is about, what they tell, and where it is written."""
 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fminfer.core.errors import UsageError
+from fminfer.files.disk import beside
 from fminfer.files.edits import Edit, find_edit
 from fminfer.files.input_folders import holds_answers, holds_requests
 from fminfer.files.journal import journal_path
@@ -19,6 +20,8 @@ from fminfer.files.output_paths import answers_path
 from fminfer.files.run_facts import runs_in
 from fminfer.files.status_file import STATUS, read_status, seals_of, status_path
 from fminfer.files.time_line import TimeLine, read_time_line
+
+START = b"<!doctype html"
 
 
 @dataclass(slots=True, frozen=True)
@@ -97,7 +100,7 @@ def _in_folder(folder: Path) -> list[Path]:
 
 def _list_outputs(folder: Path) -> list[Path]:
     """List a folder's own outputs: those with a status file, and other files of answers."""
-    by_status = {_output_of(each) for each in folder.glob(f"*{STATUS}")}
+    by_status = {output_of(each) for each in folder.glob(f"*{STATUS}")}
     by_name = {
         path
         for path in folder.glob("*.jsonl")
@@ -106,13 +109,12 @@ def _list_outputs(folder: Path) -> list[Path]:
     return sorted(path for path in by_status | by_name if is_there(path))
 
 
-def _output_of(status: Path) -> Path:
+def output_of(status: Path) -> Path:
     """Return the output beside which a status file stands."""
-    stem = status.with_name(status.name.removesuffix(STATUS))
-    own = (read_status(stem) or {}).get("fminfer") or {}
-    name = own.get("output")
-    is_name = isinstance(name, str) and "/" not in name
-    return status.with_name(str(name) if is_name else f"{stem.name}.jsonl")
+    output = beside(status, ".jsonl", without=STATUS)
+    # A long name is cut in another place.
+    noted = ((read_status(output) or {}).get("fminfer") or {}).get("output")
+    return status.with_name(noted) if noted and Path(str(noted)).name == noted else output
 
 
 def _named(path: Path) -> Path:
@@ -133,6 +135,29 @@ def _named(path: Path) -> Path:
     return path
 
 
+def check_place(path: Path, flag: str = "The report") -> None:
+    """See that a report takes the place of nothing but an HTML page or an empty file.
+
+    Args:
+        flag: by which the place was named, for people.
+
+    Raises:
+        UsageError: another file is there.
+    """
+    if path.is_dir() or not path.exists():  # a folder is never replaced
+        return
+    start = b"?"  # of a pipe, a device, or a file that cannot be read
+    with suppress(OSError):
+        if path.is_file():
+            with path.open("rb") as file:
+                start = file.read(len(START))
+    if start and start.lower() != START:
+        raise UsageError(
+            f"{flag} {path} exists and is no HTML page, and a report replaces nothing else; give "
+            "another name"
+        )
+
+
 @dataclass(slots=True)
 class ToldRun:
     """One run. What is not told is 0 or empty."""
@@ -143,14 +168,12 @@ class ToldRun:
     num_threads: int
     ready_s: float
     settings: dict[str, str] = field(default_factory=dict)
-    stats: Counter[str] = field(default_factory=Counter)
-    time_line: TimeLine | None = None
+    num_tokens: int = 0  # computed: of prompts, and drawn
+    time_line: TimeLine = field(default_factory=TimeLine)
     num_before: int = 0  # older runs, of which only the number is known
 
     def widths(self) -> list[float]:
         """Return the seconds of each point of the time line; the last one may be cut."""
-        if self.time_line is None:
-            return []
         width_s, number = self.time_line.width_s, len(self.time_line.points)
         last_s = min(width_s, max(self.seconds - width_s * (number - 1), width_s / 100))
         return [width_s] * (number - 1) + [last_s] * (number > 0)
@@ -167,33 +190,24 @@ def find_runs(outputs: Iterable[ToldOutput]) -> list[ToldRun]:
     return sorted(map(_read_run, found.values()), key=lambda run: run.started_at)
 
 
-def sum_stats(runs: Iterable[ToldRun]) -> Counter[str]:
-    """Return the engine's counts of all runs together."""
-    total: Counter[str] = Counter()
-    for run in runs:
-        total.update(run.stats)
-    return total
-
-
 def _read_run(told: dict[str, Any]) -> ToldRun:
     settings, stats = told.get("settings"), told.get("stats")
+    counted = [_number(stats, f"num_{kind}_tokens") for kind in ("prompt", "generated")]
     return ToldRun(
         started_at=_number(told, "started_at"),
         seconds=_number(told, "seconds"),
         device=str(told.get("device") or ""),
         num_threads=int(_number(told, "num_threads")),
         ready_s=_number(told, "ready_s"),
-        settings={str(k): str(v) for k, v in settings.items()}
+        settings={str(name): str(value) for name, value in settings.items()}
         if isinstance(settings, dict)
         else {},
-        stats=Counter({str(k): v for k, v in stats.items() if isinstance(v, int)})
-        if isinstance(stats, dict)
-        else Counter(),
-        time_line=read_time_line(told.get("time_line")),
+        num_tokens=int(sum(counted)),
+        time_line=read_time_line(told.get("time_line")) or TimeLine(),
         num_before=int(_number(told, "runs_before")),
     )
 
 
-def _number(fields: dict[str, Any], name: str) -> float:
-    value = fields.get(name)
+def _number(fields: object, name: str) -> float:
+    value = fields.get(name) if isinstance(fields, dict) else None
     return float(value) if isinstance(value, int | float) else 0.0

@@ -157,9 +157,9 @@ def _phi_like(c: Any, *, inner: Sources, **more: Any) -> Architecture:
 def stablelm(c: Any) -> Architecture:
     of_head = norm_of(c, has_bias=False) if c.qk_layernorm else None
     qk = {"has_qkv_bias": c.use_qkv_bias, "qk_norm": of_head, "qk_norm_over": "heads"}
-    names = {f"{n}_norm": f"self_attn.{n}_layernorm.norms.*" for n in "qk"}
+    q_norm, k_norm = (f"self_attn.{n}_layernorm.norms.*" for n in "qk")
     norms = "once" if c.use_parallel_residual else "before"
-    return llama_like(c, inner=sources(**names), attention=qk, norms=norms)
+    return llama_like(c, inner=sources(q_norm=q_norm, k_norm=k_norm), attention=qk, norms=norms)
 
 
 def smollm3(c: Any) -> Architecture:
