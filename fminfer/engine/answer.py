@@ -135,12 +135,7 @@ def list_logprobs(
         chain(prompt.ids, drawn), skip_special_tokens=params.skip_special_tokens
     )
     if prompt.owner.prepared.kind == "chat":
-        first -= len(prompt.ids) + start
-        content = [
-            _chat_entry(token, k, spelling, is_first=place == first)
-            for place, token in enumerate(tokens)
-        ]
-        return {"content": content, "refusal": None}
+        return _chat_logprobs(tokens, k, spelling, first - len(prompt.ids) - start)
     ids = [token.token_id for token in tokens]
     reports: list[TokenReport | None] = list(tokens)
     base = len(prompt.encoded.text)
@@ -165,6 +160,16 @@ def list_logprobs(
         "top_logprobs": None if k == 0 else top,
         "text_offset": offsets,
     }
+
+
+def _chat_logprobs(
+    tokens: list[TokenReport], num_top: int, spelling: Spelling, first: int
+) -> dict[str, Any]:
+    content = [
+        _chat_entry(token, num_top, spelling, is_first=place == first)
+        for place, token in enumerate(tokens)
+    ]
+    return {"content": content, "refusal": None}
 
 
 def _chat_entry(

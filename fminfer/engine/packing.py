@@ -245,8 +245,9 @@ def _add_draws(step: Step, sequences: list[Sequence]) -> None:
             draw["num_banned"] = len(banned)
         if mask is not None:  # equal ones once, by their bits: bytes keep their hash
             draw["mask"], _ = masks.setdefault(mask.bits, (len(masks), mask))
-    for name in edits[0].columns if edits else ():
-        setattr(step, name, np.concatenate([each.columns[name] for each in edits]))
+    if edits:
+        for name in edits[0].columns:
+            setattr(step, name, np.concatenate([np.array(each.columns[name]) for each in edits]))
     if banned_ids:
         step.banned_ids = np.array(banned_ids, np.int64)
     if masks:
