@@ -79,7 +79,7 @@ class Meeting:
         self._is_holder = self._store.holder is not None
         self.rank = self._take_rank(facts)
         self.watch = Watch(
-            self._store.connect_again(),
+            self._store.connect_again(spread.join_timeout_s),
             self.rank,
             self.world_size,
             timeout_s=spread.rank_timeout_s,

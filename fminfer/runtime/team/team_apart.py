@@ -128,7 +128,7 @@ class Apart(Meeting):
         facts = self._facts if self._num_ranks > 1 else None
         if self._rank_in_pipeline > 0:
             return facts, None
-        peer = self._store.connect_again().become_line(self._number)
+        peer = self._store.connect_again(self.spread.join_timeout_s).become_line(self._number)
         end_when_silent(peer, self.spread.rank_timeout_s, is_always_read=False)
         return facts, peer.detach()
 
