@@ -52,32 +52,18 @@ def run_process(run: RunContext) -> JobSummary | None:
     Raises:
         FminferError: the run cannot go on; finished rows are kept.
     """
-    prepare = _Preparing(run)
+    plan = run.plan
+
+    def find_files() -> None:
+        nonlocal plan
+        plan = plan or run.job.plan()
+        refuse_other_models(run.config, plan.inputs)
 
     def lead(checkpoint: Checkpoint, compute: Compute) -> JobSummary:
-        return _answer(_Job(run, prepare.plan, checkpoint, compute))
+        assert plan is not None, "rank 0 has a plan before it meets others"
+        return _answer(_Job(run, plan, checkpoint, compute))
 
-    return lead_or_join(run, prepare, lead)
-
-
-class _Preparing(Opening):
-    """Finds mistakes before a rank waits for others: in the model, and on rank 0 in the job."""
-
-    def __init__(self, run: RunContext) -> None:
-        super().__init__(run.config)
-        self._job, self._plan = run.job, run.plan
-
-    def __call__(self, rank: int) -> None:
-        if rank == 0:
-            self._plan = self._plan or self._job.plan()
-            refuse_other_models(self.config, self._plan.inputs)
-        super().__call__(rank)
-
-    @property
-    def plan(self) -> Plan:
-        """Rank 0's inputs and outputs."""
-        assert self._plan is not None, "rank 0 has a plan before it meets others"
-        return self._plan
+    return lead_or_join(run, Opening(run.config, prepare=find_files), lead)
 
 
 CHAT_TOKENS = 1024  # of the answer to --prompt, if it does not say

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import orjson
-
 from fminfer.core.errors import UsageError
 from fminfer.files.claims import look_at
 from fminfer.files.completed import has_changed
@@ -28,12 +26,13 @@ from fminfer.files.input_folders import (
     list_requests,
 )
 from fminfer.files.journal import journal_path
-from fminfer.files.journal_rows import read_row
 from fminfer.files.line_reader import NAMED_ENDINGS, count_rows
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.output_paths import answers_path, plan_each
 from fminfer.files.split_folders import PART_NAME
 from fminfer.files.status_file import STATUS, read_status, seals_of, status_path
+from fminfer.job.report.answer_fields import read_answer
+from fminfer.job.report.scanning import RowsFile
 from fminfer.job.report.told_outputs import output_of
 
 State = Literal["done", "running", "stopped", "waiting"]
@@ -249,26 +248,15 @@ def _why(status: dict[str, Any]) -> str:
 
 def _count_codes(output: Path) -> dict[str, int]:
     """Count an output's errors by code; of one that is not finished, in its journal."""
-    journal, errors = journal_path(output), errors_path(output)
-    if journal.exists():
-        found: dict[int, str] = {}  # a row may have failed before it was answered
-        with journal.open("rb") as lines:
-            for row in filter(None, map(read_row, lines)):
-                found.pop(row.number, None)
-                if row.is_error:
-                    found[row.number] = _code_of(row.record)
-        return dict(Counter(found.values()).most_common())
-    if not errors.exists():
+    rows = RowsFile(journal_path(output), 0, "journal")
+    if not rows.path.exists():
+        rows = RowsFile(errors_path(output), 0, "errors")
+    if not rows.path.exists():
         return {}
-    with errors.open("rb") as lines:
-        return dict(Counter(map(_code_of, lines)).most_common())
-
-
-def _code_of(record: bytes) -> str:
-    """Return the code in an error record, in the shape of its line."""
-    try:
-        fields = orjson.loads(record)
-        error = fields.get("error") or fields["response"]["body"]["error"]
-        return str(error["code"])
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return "?"
+    codes: Counter[str] = Counter()
+    for _, _, record, is_error in rows.rows():
+        if is_error:
+            answer = read_answer(record)
+            error = None if answer is None else answer.error
+            codes[str((error or {}).get("code", "?"))] += 1
+    return dict(codes.most_common())

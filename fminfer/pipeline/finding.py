@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import ipaddress
 import json
 import os
 import secrets
@@ -242,7 +241,7 @@ def listen(host: str, port: int) -> socket.socket:
     """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    is_own = is_loopback(host) or (_is_number(host) and is_here(host))
+    is_own = is_loopback(host) or (address_of(host) == host and is_here(host))
     try:
         listener.bind((host if is_own else "", port))
         listener.listen(BACKLOG)
@@ -322,11 +321,3 @@ def interfaces() -> dict[str, str]:
                 answer = fcntl.ioctl(probe, SIOCGIFADDR, request)
                 found[name] = socket.inet_ntoa(answer[20:24])
     return found
-
-
-def _is_number(host: str) -> bool:
-    try:
-        ipaddress.IPv4Address(host)
-    except ValueError:
-        return False
-    return True

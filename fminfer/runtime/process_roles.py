@@ -149,13 +149,24 @@ def _be_of_pipeline(role: Role, opening: Opening, end: End) -> None:
 
 
 class Opening:
-    """Opens the model before a rank waits for others: mistakes in it are told at once."""
+    """Opens the model before a rank waits for others: mistakes in it are told at once.
 
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint | None = None) -> None:
-        self.config, self._checkpoint = config, checkpoint
+    Args:
+        prepare: what rank 0 does before.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint | None = None,
+        prepare: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.config, self._checkpoint, self._prepare = config, checkpoint, prepare
 
     def __call__(self, rank: int) -> None:
         """Find the model; the weights of one at the hub may be fetched later."""
+        if rank == 0:
+            self._prepare()
         self._checkpoint = self._checkpoint or open_model(self.config, has_weights=False)
 
     def fetch(self) -> Checkpoint:

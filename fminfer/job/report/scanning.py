@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 import re
 import time
@@ -10,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -129,20 +129,17 @@ class _Best:
     """The rows with the largest keys; of equal ones, the first."""
 
     most: int
-    rows: list[tuple[float, int, Place]] = field(default_factory=list)
+    rows: list[tuple[float, Place]] = field(default_factory=list)  # some more of them at times
     least: float = math.inf  # key of all rows
-    _number: int = 0
 
     def add(self, key: float, place: Place) -> None:
         self.least = min(key, self.least)
-        self._number -= 1
-        if len(self.rows) < self.most:
-            heapq.heappush(self.rows, (key, self._number, place))
-        elif key > self.rows[0][0]:
-            heapq.heapreplace(self.rows, (key, self._number, place))
+        self.rows.append((key, place))
+        if len(self.rows) > 4 * self.most:
+            self.rows = self.in_order()
 
     def in_order(self) -> list[tuple[float, Place]]:
-        return [(key, place) for key, _, place in sorted(self.rows, reverse=True)]
+        return sorted(self.rows, key=itemgetter(0), reverse=True)[: self.most]
 
     def standing_out(self) -> list[Place]:
         """Return the places of those with more than the least key: no row is long if all are."""

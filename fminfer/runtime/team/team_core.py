@@ -9,6 +9,7 @@ import os
 import re
 import threading
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -294,11 +295,7 @@ class Team:
         """Queue what was added, the higher priorities first, and forget what was cancelled."""
         num_cancelled = len(self._cancelled)  # counted first: all of these were added by now
         while self._added:
-            asking = self._added.popleft()
-            place = len(self._waiting)
-            while place and self._waiting[place - 1].ask.priority < asking.ask.priority:
-                place -= 1
-            self._waiting.insert(place, asking)
+            insort(self._waiting, self._added.popleft(), key=lambda each: -each.ask.priority)
         for _ in range(num_cancelled):
             request_id = self._cancelled.popleft()
             kept = [each for each in self._waiting if each.ask.request_id != request_id]
