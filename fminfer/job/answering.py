@@ -47,11 +47,7 @@ from fminfer.runtime.process_roles import Opening, lead_or_join, start_engine
 
 
 def run_process(run: RunContext) -> JobSummary | None:
-    """Answer the job, or do another rank's part of it; that one has no summary.
-
-    Raises:
-        FminferError: the run cannot go on; finished rows are kept.
-    """
+    """Answer the job, or do another rank's part of it; that one has no summary."""
     plan = run.plan
 
     def find_files() -> None:

@@ -43,16 +43,11 @@ def run_job(
     trace: Path | None = None,
     run_facts: RunFacts | None = None,
 ) -> JobSummary:
-    """Answer every line that is left of the inputs.
+    """Answer every line that is left of the inputs; finished rows are kept whatever happens.
 
     Args:
         engine: None: every line was answered before.
-        summary: filled in, and returned.
         run_facts: filled in as the run goes on; they stand in each output's status file.
-
-    Raises:
-        StoppedError: it was told to stop; finished rows are kept.
-        FminferError: it cannot go on; finished rows are kept.
     """
     if engine is not None:
         facts = run_facts or RunFacts()

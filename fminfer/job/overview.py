@@ -103,12 +103,6 @@ def look_over(path: Path, now_s: float | None = None) -> list[Overview]:
 
     All files of the folder count that a run over it would answer. Those of a folder below count if
     one of them looks like a request file: notes and data sets may lie in others.
-
-    Args:
-        now_s: time.time(), for tests.
-
-    Raises:
-        UsageError: there is nothing of a run.
     """
     now_s = time.time() if now_s is None else now_s
     if not path.is_dir():
@@ -144,10 +138,7 @@ def _look_at_one(path: Path, now_s: float) -> FileState:
 
 
 def _files_of(folder: Path) -> Iterator[tuple[Path | None, Path, str | None]]:
-    """Yield the inputs of a folder, each with the output beside it, and outputs of other inputs.
-
-    With an input comes why it cannot be answered.
-    """
+    """Yield each input, the output beside it and why it cannot be answered; then other outputs."""
     statuses = [folder / name for name in os.listdir(folder) if name.endswith(STATUS)]
     others = {output for output in map(output_of, statuses) if _is_of_run(output)}
     inputs = [path for path in list_requests(folder) if path not in others]

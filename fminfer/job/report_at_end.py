@@ -34,10 +34,7 @@ def name_settings(config: EngineConfig) -> dict[str, str]:
 
 
 def write_at_end(job: JobPaths, plan: Plan, summary: JobSummary) -> None:
-    """Write the report that the job asks for; its outputs are as complete as they will be.
-
-    Where it cannot be written, the summary says why: it is to be told before the run ends in error.
-    """
+    """Write the report that the job asks for; where it cannot be, the summary says why."""
     if job.report is None:
         return
     try:

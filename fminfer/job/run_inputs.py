@@ -36,12 +36,7 @@ class OrderedStream:
         self._order.append((source, number))
 
     def append(self, source: int, number: int, line: bytes, *, is_error: bool) -> None:
-        """Take the record of line `number` of an input, and write what is next in order.
-
-        Raises:
-            BrokenPipeError: the reader is gone.
-            OutputError: it cannot be written for another reason.
-        """
+        """Take the record of line `number` of an input, and write what is next in order."""
         self._ready[source, number] = line, is_error
         while self._order and self._order[0] in self._ready:
             line, is_error = self._ready.pop(self._order.popleft())
@@ -64,10 +59,7 @@ class OrderedStream:
 
 
 class StreamedInput:
-    """An input whose answers go to stdout: in order, as soon as those before them are out.
-
-    No run goes on where another ended, and no other run can take it over.
-    """
+    """An input whose answers go to stdout: in order, as soon as those before them are out."""
 
     output = STDOUT
     kept = RowCounts()
@@ -219,11 +211,7 @@ class NamedFiles(RunInputs):
 
 
 def open_files(inputs: list[Path], outputs: list[Path], terms: RunTerms) -> NamedFiles:
-    """Open each input with the rows of earlier runs; write nothing if anything is wrong.
-
-    Raises:
-        UsageError: an output is another run's.
-    """
+    """Open each input with the rows of earlier runs; write nothing if anything is wrong."""
     stream = OrderedStream(sys.stdout.buffer, write_beside_bar)
     files: list[RunInput] = [
         StreamedInput(path, source, stream, terms.limit)

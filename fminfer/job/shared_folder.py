@@ -74,11 +74,7 @@ class SharedFiles(RunInputs):
         return self._has_ended and all(file.is_settled for file in self.files)
 
     def look(self) -> bool:
-        """Return whether there is anything to answer, before a model is loaded for it.
-
-        Raises:
-            UsageError: an output is another model's, or was made with other settings.
-        """
+        """Return whether there is anything to answer, before a model is loaded for it."""
         self._plan = self._find()
         free = [path for path, _ in self._find_free()]
         for reason in self._refused.values():

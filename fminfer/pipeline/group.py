@@ -146,11 +146,7 @@ class Meeting:
         return [rank for rank, host in enumerate(self.hosts) if host == self._where["host"]]
 
     def gather(self, name: str, value: object = None) -> list[Any]:
-        """Publish this rank's value and wait for every rank's, in rank order.
-
-        Args:
-            value: JSON; None: it is published already.
-        """
+        """Wait for every rank's value, in rank order; publish this rank's first if it is given."""
         if value is not None:
             self._set(name, value)
         keys = [f"{name}/{rank}" for rank in range(self.world_size)]
@@ -310,11 +306,7 @@ def _end_torch() -> None:
 
 
 def agree(meeting: Meeting, name: str, mine: dict[str, Any]) -> None:
-    """Check that this rank was started for the same run as rank 0.
-
-    Raises:
-        PipelineError: it was not.
-    """
+    """Check that this rank was started for the same run as rank 0."""
     theirs = meeting.gather(name, mine)[0]
     for each in {**mine, **theirs}:
         if mine.get(each) != theirs.get(each):
@@ -325,11 +317,7 @@ def agree(meeting: Meeting, name: str, mine: dict[str, Any]) -> None:
 
 
 def require_no_group() -> None:
-    """Refuse several ranks in a process that has torch's group of another engine or program.
-
-    Raises:
-        UsageError: it has.
-    """
+    """Refuse several ranks in a process that has torch's group of another engine or program."""
     if dist.is_initialized():
         raise UsageError(
             "this process has a torch.distributed group, and an engine of several ranks needs one "

@@ -263,11 +263,7 @@ def first_node(nodes: str) -> str:
 
 
 def parse_address(text: str, flag: str) -> tuple[str, int]:
-    """Split host:port.
-
-    Raises:
-        UsageError: it is not that.
-    """
+    """Split host:port, or refuse what is not that."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise UsageError(f"{flag}: {text!r} is not host:port, with a port from 1 to 65535")

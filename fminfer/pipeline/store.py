@@ -258,11 +258,7 @@ class Store(dist.Store):
 
 
 def connect(host: str, port: int, secret: str, timeout_s: float, prefix: str = "") -> Store:
-    """Connect to a store, which may not be there yet.
-
-    Raises:
-        PipelineError: it did not come in time, or something else is there.
-    """
+    """Connect to a store, which may not be there yet."""
     until_s, tell_at_s = time.monotonic() + timeout_s, time.monotonic() + TELL_AFTER_S
     has_ended = False  # whoever answered last
     while (left_s := until_s - time.monotonic()) > 0:

@@ -58,8 +58,7 @@ def start_computing(
 ) -> Computing:
     """Give the other processes on this machine their tasks, and load the model.
 
-    Args:
-        run: the command, which has started them; None: they are started here, for a program.
+    Without a command's run, this is a program, and starts them here.
     """
     sizes = (config.num_stages, config.data_group_size, config.tensor_parallel_size)
     spread = Spread(*sizes) if run is None else run.role.spread

@@ -77,11 +77,7 @@ def _dict(value: Any) -> dict[str, Any]:
 
 
 def choice_logprobs(choice: dict[str, Any], prompt: Any, *, is_echo: bool) -> list[float]:
-    """Return the logprobs of drawn tokens, or of an echoed prompt that drew none.
-
-    Args:
-        prompt: of the choice; under echo its tokens stand before the drawn ones.
-    """
+    """Return the logprobs of drawn tokens, or of an echoed prompt that drew none."""
     logprobs = choice.get("logprobs")
     if not isinstance(logprobs, dict):
         return []

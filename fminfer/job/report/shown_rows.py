@@ -244,11 +244,7 @@ def _show_choice(choice: dict[str, Any], request: dict[str, Any], cut: Cut) -> d
 
 
 def _fit(text: str, pieces: list[TextPiece], *, is_all: bool) -> tuple[list[TextPiece], str]:
-    """Return the pieces to show, and what of the text stands behind them.
-
-    Args:
-        is_all: all pieces are shown: tool calls were taken out of the text.
-    """
+    """Return the pieces to show (`is_all`: all of them), and what of the text is behind them."""
     covered = "".join(piece.text for piece in pieces)
     if not pieces or is_all or not text:
         return pieces, "" if pieces else text

@@ -53,11 +53,7 @@ class ToldOutput:
 
 
 def find_outputs(paths: Sequence[Path]) -> list[ToldOutput]:
-    """Return the outputs that paths name: outputs, inputs that have one, or folders of them.
-
-    Raises:
-        UsageError: nothing of a run is there.
-    """
+    """Return the outputs that paths name: outputs, inputs that have one, or folders of them."""
     found: dict[Path, ToldOutput] = {}
     for path in paths:
         outputs = _in_folder(path) if path.is_dir() else [_named(path)]
@@ -136,14 +132,7 @@ def _named(path: Path) -> Path:
 
 
 def check_place(path: Path, flag: str = "The report") -> None:
-    """See that a report takes the place of nothing but an HTML page or an empty file.
-
-    Args:
-        flag: by which the place was named, for people.
-
-    Raises:
-        UsageError: another file is there.
-    """
+    """Refuse to put a report in the place of anything but an HTML page or an empty file."""
     if path.is_dir() or not path.exists():  # a folder is never replaced
         return
     start = b"?"  # of a pipe, a device, or a file that cannot be read

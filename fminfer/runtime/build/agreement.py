@@ -41,11 +41,7 @@ def plan_run(
     group: Group | None = None,
     spread: Spread = ALONE,
 ) -> RunPlan:
-    """Plan this rank's run on this machine, and refuse one that does not fit its memory.
-
-    Raises:
-        UsageError: an option that cannot be, or weights or a --budget for which there is no room.
-    """
+    """Plan this rank's run on this machine, and refuse one that does not fit its memory."""
     place = Machine(num_engines=spread.num_engines, engine_number=spread.engine_number)
     if group is not None:
         place = replace(
@@ -78,11 +74,7 @@ def plan_run(
 
 
 def require_room_for_all(config: EngineConfig, checkpoint: Checkpoint, spread: Spread) -> None:
-    """Refuse pipelines for which this machine has no memory; of GPUs each process looks at its own.
-
-    Raises:
-        UsageError: there is no room.
-    """
+    """Refuse pipelines for which this machine has no memory; of GPUs each process looks itself."""
     plan = plan_ahead(config, checkpoint, spread.num_stages, spread.num_pipelines)
     if plan.shortage:
         raise UsageError(plan.shortage)
@@ -152,8 +144,7 @@ def agree_step_size(plan: RunPlan, group: Group | None = None) -> int:
 def count_blocks(plan: RunPlan, group: Group | None = None) -> int:
     """Return the size of the KV cache in blocks, the same on every rank, once weights are loaded.
 
-    Of an automatic budget each rank allows what its memory, which it may share with other ranks,
-    has room for beside the weights; the least counts.
+    Of an automatic budget each rank allows what its memory has room for; the least counts.
     """
     budget, size = plan.config.budget, plan.config.block_size
     if budget is None:

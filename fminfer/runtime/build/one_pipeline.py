@@ -162,10 +162,7 @@ def _most_read(loaded: LoadedPart) -> int:
 
 
 def serve_rank(group: Group, config: EngineConfig, fetch: Callable[[], Checkpoint]) -> None:
-    """Be a rank other than 0: load its layers, and compute until rank 0 says stop.
-
-    What goes wrong ends this process and the run.
-    """
+    """Be a rank other than 0 until rank 0 says stop; what goes wrong ends the run."""
     try:
         loaded, stage, _ = build(config, fetch(), group, group.spread)
         release = _release_of(loaded)

@@ -95,9 +95,7 @@ class Process:
 class Processes:
     """The other ranks of a pipeline whose rank 0 is this process, or the members of a team.
 
-    Args:
-        names: of each.
-        num_ranks: that each starts itself.
+    Each may start so many ranks itself.
     """
 
     def __init__(self, names: Sequence[str], *, num_ranks: int = 0, has_line: bool = False) -> None:
@@ -185,10 +183,7 @@ def end_after(parent: int) -> None:
 
 
 def end_parent(parent: int, wait_s: float) -> None:
-    """Wait until the process that started this one has ended, and then end it.
-
-    It may be stopped, or stuck, and then nothing else would end the run.
-    """
+    """Wait until the process that started this one has ended; then end it: it may be stuck."""
     if not wait_until(lambda: os.getppid() != parent, wait_s):
         with suppress(OSError):
             os.kill(parent, signal.SIGKILL)

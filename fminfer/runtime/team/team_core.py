@@ -39,9 +39,6 @@ class Team:
     Args:
         start: starts the pipelines.
         say: tells the user of a pipeline that died.
-
-    Raises:
-        FminferError: no pipeline can be started.
     """
 
     def __init__(
@@ -145,12 +142,7 @@ class Team:
         return not living or bool(wait(living, 0))
 
     def step(self) -> list[Event]:
-        """Send waiting requests to pipelines, and return the next events.
-
-        Raises:
-            PipelineError: no pipeline is left. All requests are dropped.
-            UsageError: the engine was closed.
-        """
+        """Hand out waiting requests, and return the next events; an error drops all requests."""
         self._take_in()
         self._hand_out()
         try:

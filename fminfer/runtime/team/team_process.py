@@ -83,12 +83,7 @@ class SentRequest:
 
 
 class TeamPipeline:
-    """What the run knows of one of its pipelines.
-
-    Args:
-        connection: to its first rank.
-        process: which that is, if this one has started it.
-    """
+    """What the run knows of one of its pipelines; it may have started its first process."""
 
     def __init__(self, number: int, connection: Connection, process: Process | None = None) -> None:
         self.number, self.connection, self._process = number, connection, process
@@ -159,12 +154,7 @@ def start_pipeline(
     child_options: ChildOptions,
     facts: RankFacts | None = None,
 ) -> TeamPipeline:
-    """Give a process its pipeline.
-
-    Args:
-        place: its pipeline's, among those on this machine.
-        facts: its place among the pipeline's ranks, if these were started apart.
-    """
+    """Give a process its pipeline; it has a place on this machine, or among ranks apart."""
     process.give(Task(Role("member", place, facts, process.descriptor), config, child_options))
     assert process.line is not None, "a member has a line"
     return TeamPipeline(place.engine_number, Connection(process.line.detach()), process)
