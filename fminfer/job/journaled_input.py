@@ -97,7 +97,7 @@ class JournaledInput:
     def num_left(self) -> int | None:
         """Lines that this run has to answer, or has answered; None: not known before the end."""
         if self.is_lost:
-            return self.own.num_rows
+            return self.counts.own.num_rows
         num_rows = self.counts.num_rows if self.is_finished else self._input.num_rows
         return None if num_rows is None else num_rows - self.kept.num_rows
 
@@ -105,11 +105,6 @@ class JournaledInput:
     def kept(self) -> RowCounts:
         """Rows of other runs."""
         return self.counts.kept
-
-    @property
-    def own(self) -> RowCounts:
-        """Rows that this run answered, or could not answer."""
-        return self.counts.own
 
     @property
     def num_saved_rows(self) -> int:

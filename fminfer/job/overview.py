@@ -33,7 +33,7 @@ from fminfer.files.split_folders import PART_NAME
 from fminfer.files.status_file import STATUS, read_status, seals_of, status_path
 from fminfer.job.report.answer_fields import read_answer
 from fminfer.job.report.scanning import RowsFile
-from fminfer.job.report.told_outputs import output_of
+from fminfer.job.report.told_outputs import is_there, output_of
 
 State = Literal["done", "running", "stopped", "waiting"]
 CHANGED = "its input has changed since; the same command answers what is new"
@@ -163,11 +163,7 @@ def _is_to_answer(source: Path | None, output: Path) -> bool:
 
 def _is_of_run(output: Path) -> bool:
     """Tell whether the status file beside an output is not another program's."""
-    return (read_status(output) or {}).get("object") == "batch" or _is_begun(output)
-
-
-def _is_begun(output: Path) -> bool:
-    return output.exists() or journal_path(output).exists()
+    return (read_status(output) or {}).get("object") == "batch" or is_there(output)
 
 
 def _state_of(
@@ -211,7 +207,7 @@ def _name_state(output: Path, status: dict[str, Any]) -> State:
         return "running"
     if output.exists() and not journal_path(output).exists():
         return "done"
-    return "stopped" if status or _is_begun(output) else "waiting"
+    return "stopped" if status or is_there(output) else "waiting"
 
 
 def _add_run(state: FileState, output: Path, status: dict[str, Any], now_s: float) -> None:

@@ -61,7 +61,7 @@ class SharedFiles(RunInputs):
         kept, own = dict(self._complete), dict.fromkeys(self._complete, RowCounts())
         for file in self.files:
             before = own.get(file.path, RowCounts())
-            own[file.path] = before + file.own
+            own[file.path] = before + file.counts.own
             if file.path not in self._complete:
                 kept[file.path] = file.kept.without(before)
         for path in self._complete:
