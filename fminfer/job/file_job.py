@@ -14,10 +14,9 @@ from fminfer.contract.envelope import Line
 from fminfer.core.errors import StoppedError, UsageError
 from fminfer.engine.stats import EngineStats
 from fminfer.files.run_facts import RunFacts
-from fminfer.job.progress import ProgressBar
+from fminfer.job.progress import ProgressBar, TimeLeft
 from fminfer.job.run_inputs import RunInputs
 from fminfer.job.run_summary import JobSummary
-from fminfer.job.time_left import TimeLeft
 from fminfer.machine.other_work import OtherWork
 from fminfer.machine.stopper import Stopper
 from fminfer.machine.threads import affine_cores

@@ -21,7 +21,6 @@ from fminfer.job.report.answer_fields import (
     ODD_RECORD,
     AnswerFields,
     choice_logprobs,
-    prompt_of,
     read_answer,
 )
 from fminfer.job.report.told_outputs import ToldOutput
@@ -105,13 +104,7 @@ def _count(counts: Counter[str], value: object) -> str:
 
 def _mean_logprob(answer: AnswerFields) -> float | None:
     """Return the mean logprob of all tokens that a row has drawn or scored, if it is known."""
-    values: list[float] = []
-    for choice in answer.choices:
-        if choice.get("logprobs") is not None:
-            request = answer.request if type(answer.request) is dict else {}
-            is_echo = bool(request.get("echo"))
-            prompt = prompt_of(request, choice.get("index", 0)) if is_echo else None
-            values += choice_logprobs(choice, prompt, is_echo=is_echo)
+    values = [v for choice in answer.choices for v in choice_logprobs(choice, answer.request)]
     return sum(values) / len(values) if values else None
 
 

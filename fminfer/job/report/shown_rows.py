@@ -221,16 +221,14 @@ def _show_choice(choice: dict[str, Any], request: dict[str, Any], cut: Cut) -> d
     message = choice.get("message")
     content = message.get("content") if isinstance(message, dict) else choice.get("text")
     text = "" if content is None else str(content)
-    is_echo = bool(request.get("echo"))
-    prompt = prompt_of(request, choice.get("index", 0)) if is_echo else None
-    logprobs = choice_logprobs(choice, prompt, is_echo=is_echo)
+    logprobs = choice_logprobs(choice, request)
     shown: dict[str, Any] = {"reason": show(str(choice.get("finish_reason")))[:40]}
     if logprobs:
         shown["logprobs"] = [round(sum(logprobs), 4), len(logprobs)]
     if choice.get("stop_reason") is not None:
         shown["stop"] = show(dump(choice["stop_reason"]))[:100]
     calls = _list_calls(message.get("tool_calls"), cut) if isinstance(message, dict) else []
-    pieces = cut_choice(choice, prompt, is_echo=is_echo)
+    pieces = cut_choice(choice, request)
     kept, rest = _fit(text, pieces[: cut.num_tokens], is_all=bool(calls))
     if kept:
         shown["pieces"] = [piece.to_list(cut.num_others) for piece in kept]
@@ -293,7 +291,7 @@ def _drawn_text(choice: dict[str, Any], request: Any) -> str:
         return text
     prompt = prompt_of(request, choice.get("index", 0))
     if not isinstance(prompt, str):  # ids, whose text the tokens tell
-        pieces = cut_choice(choice, prompt, is_echo=True)
+        pieces = cut_choice(choice, request)
         prompt = "".join(piece.text for piece in pieces if piece.is_given)
     return text.removeprefix(prompt)
 
