@@ -147,11 +147,11 @@ class JobPaths(JobOptions):
                 raise UsageError(f"{flag} {path} {whose}; give another name")
         if self.report is not None:
             check_place(self.report, "--report")
-        if self.report is not None and STDOUT in plan.outputs:
-            raise UsageError(
-                f"--report {self.report} is made from the answers, and those on stdout are not "
-                "kept; give --output FILE"
-            )
+            if STDOUT in plan.outputs:
+                raise UsageError(
+                    f"--report {self.report} is made from the answers, and those on stdout are not "
+                    "kept; give --output FILE"
+                )
         if self.is_watching and not self.is_shared:
             raise UsageError("--watch needs a folder to watch, and an --output that is none of -")
         if self.is_watching and any(isinstance(path, str) for path in (*self.paths, self.output)):

@@ -41,13 +41,11 @@ Hear = Callable[[RankMessage | BaseException], None]
 
 
 class StageClock(Protocol):
-    """Times a stage's steps, one after another."""
+    """Times a stage's steps, one after another; somebody may have read what a step gave."""
 
-    def start(self) -> None:
-        """Begin a step."""
+    def start(self) -> None: ...
 
-    def stop(self, *, is_awaited: bool, sent_bytes: int = 0, max_tokens: int = 0) -> StageSpan:
-        """End it; `is_awaited`: somebody has read what it gave."""
+    def stop(self, *, is_awaited: bool, sent_bytes: int = 0, max_tokens: int = 0) -> StageSpan: ...
 
 
 class StageWork(Protocol):

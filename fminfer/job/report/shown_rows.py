@@ -200,15 +200,13 @@ def _list_calls(calls: Any, cut: Cut) -> list[list[str]]:
     if not isinstance(calls, list):
         return []
     functions = [each.get("function") for each in calls if isinstance(each, dict)]
-    return [
-        [show(str(each.get("name")))[:200], show(_as_text(each.get("arguments")))[: cut.num_chars]]
-        for each in functions[:MAX_PARTS]
-        if isinstance(each, dict)
-    ]
-
-
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else dump(value)
+    shown = []
+    for each in functions[:MAX_PARTS]:
+        if isinstance(each, dict):
+            given = each.get("arguments")
+            text = given if isinstance(given, str) else dump(given)
+            shown.append([show(str(each.get("name")))[:200], show(text)[: cut.num_chars]])
+    return shown
 
 
 def _tool_name(tool: Any) -> str:

@@ -64,8 +64,7 @@ def find_outputs(paths: Sequence[Path]) -> list[ToldOutput]:
 
 def open_output(path: Path) -> ToldOutput:
     """Return an output with what its status file tells."""
-    is_unfinished = journal_path(path).exists()
-    return ToldOutput(path, read_status(path), is_unfinished)
+    return ToldOutput(path, read_status(path), is_unfinished=journal_path(path).exists())
 
 
 def is_there(output: Path) -> bool:
