@@ -15,13 +15,7 @@ import click
 from fminfer.answers.answer_index import open_answers
 from fminfer.answers.run_terms import RunTerms
 from fminfer.contract.record import Choice
-from fminfer.core.errors import (
-    FminferError,
-    OutputError,
-    PipelineError,
-    StoppedError,
-    UsageError,
-)
+from fminfer.core.errors import FminferError, OutputError, PipelineError, StoppedError, UsageError
 from fminfer.core.quantities import counted
 from fminfer.files.input_folders import MOST_NAMED, describe_empty
 from fminfer.files.output_paths import STDOUT, Plan

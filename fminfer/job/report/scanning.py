@@ -17,12 +17,7 @@ from fminfer.core.errors import FminferError, UsageError
 from fminfer.files.journal import journal_path
 from fminfer.files.journal_rows import read_row
 from fminfer.files.ordered_output import errors_path
-from fminfer.job.report.answer_fields import (
-    ODD_RECORD,
-    AnswerFields,
-    choice_logprobs,
-    read_answer,
-)
+from fminfer.job.report.answer_fields import ODD_RECORD, AnswerFields, choice_logprobs, read_answer
 from fminfer.job.report.told_outputs import ToldOutput
 
 Reason = Literal["sample", "slow", "long", "unlikely", "error"]

@@ -24,13 +24,7 @@ from fminfer.pipeline.ranks import ALONE, Spread
 from fminfer.plan.machine_facts import Machine, count_sharers, find_machine
 from fminfer.plan.planning import make_plan, plan_ahead
 from fminfer.plan.run_plan import RunPlan
-from fminfer.plan.shortage import (
-    RankRoom,
-    find_rank_shortage,
-    find_room,
-    fit_kv_tokens,
-    no_cache,
-)
+from fminfer.plan.shortage import RankRoom, find_rank_shortage, find_room, fit_kv_tokens, no_cache
 
 END_S = 3.0  # time for rank 0 to say what is wrong, and to end, once ranks know it
 

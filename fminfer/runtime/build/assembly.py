@@ -16,13 +16,7 @@ from fminfer.answers.line_counter import LineCounter
 from fminfer.contract.field_table import COLUMNS, FIELDS
 from fminfer.contract.fields import INT64, integer
 from fminfer.contract.request import DEFAULTS, SamplingParams, VectorFacts
-from fminfer.core.config import (
-    EngineConfig,
-    MemoryOptions,
-    ModelOptions,
-    RequestOptions,
-    StepSizes,
-)
+from fminfer.core.config import EngineConfig, MemoryOptions, ModelOptions, RequestOptions, StepSizes
 from fminfer.core.errors import CheckpointError, RequestError, UsageError
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
@@ -87,13 +81,7 @@ def build_loop(
         most_read=most_read,
         has_long_steps=sizes.micro_batches > 0,
     )
-    return EngineLoop(
-        starter,
-        scheduler,
-        pipeline,
-        form,
-        max_steps=config.max_steps,
-    )
+    return EngineLoop(starter, scheduler, pipeline, form, max_steps=config.max_steps)
 
 
 def load_tokenizer(config: ModelOptions, checkpoint: Checkpoint) -> Tokenizer:

@@ -16,12 +16,7 @@ from fminfer.core.rank_memory import RankMemory
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.engine_core import Facts
 from fminfer.engine.start import Starter
-from fminfer.machine.device import (
-    end_openmp_threads,
-    free_bytes,
-    measure_peak,
-    use_device,
-)
+from fminfer.machine.device import end_openmp_threads, free_bytes, measure_peak, use_device
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.layer_source import OnProgress
 from fminfer.models.stage import Stage

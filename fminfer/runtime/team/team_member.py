@@ -21,16 +21,7 @@ from fminfer.pipeline.watch import Fault
 from fminfer.runtime.build.assembly import load_tokenizer
 from fminfer.runtime.build.one_pipeline import OnePipeline
 from fminfer.runtime.launch.role import Role
-from fminfer.runtime.team.team_messages import (
-    END,
-    GO_ON,
-    Ask,
-    Cancel,
-    Order,
-    Report,
-    receive,
-    send,
-)
+from fminfer.runtime.team.team_messages import END, GO_ON, Ask, Cancel, Order, Report, receive, send
 
 STATS_EVERY_S = 0.5
 
