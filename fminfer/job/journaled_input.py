@@ -41,10 +41,6 @@ class JournaledInput:
     Args:
         source: its number in the run.
         claim: of the output, if it is this run's already.
-
-    Raises:
-        InUseError: another run is at work.
-        UsageError: rows of another run are there.
     """
 
     def __init__(

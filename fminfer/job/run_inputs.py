@@ -104,9 +104,6 @@ class StreamedInput:
         self._num_done += 1
         return True
 
-    def see_completed(self) -> None:
-        """No other run completes it."""
-
     def abandon(self, error: BaseException) -> None:
         """Stop without finishing."""
 
@@ -199,7 +196,7 @@ class NamedFiles(RunInputs):
 
     def check_kept(self) -> None:
         for file in self.files:
-            if file.is_lost and not file.is_finished:
+            if isinstance(file, JournaledInput) and file.is_lost and not file.is_finished:
                 file.see_completed()
         lost = [str(file.path) for file in self.files if file.is_lost and not file.is_finished]
         if lost:

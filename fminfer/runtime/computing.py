@@ -73,13 +73,10 @@ def start_computing(
     group = None
 
     def start_pipelines() -> list[TeamPipeline]:
-        places = [
-            replace(spread, num_engines=len(children.all), engine_number=number)
-            for number in range(len(children.all))
-        ]
+        place = replace(spread, num_engines=len(children.all))
         return [
-            start_pipeline(place, process, config, options)
-            for place, process in zip(places, children.all, strict=True)
+            start_pipeline(replace(place, engine_number=number), process, config, options)
+            for number, process in enumerate(children.all)
         ]
 
     try:

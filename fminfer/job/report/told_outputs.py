@@ -180,6 +180,7 @@ def find_runs(outputs: Iterable[ToldOutput]) -> list[ToldRun]:
 
 def _read_run(told: dict[str, Any]) -> ToldRun:
     settings, stats = told.get("settings"), told.get("stats")
+    settings = settings if isinstance(settings, dict) else {}
     counted = [_number(stats, f"num_{kind}_tokens") for kind in ("prompt", "generated")]
     return ToldRun(
         started_at=_number(told, "started_at"),
@@ -187,9 +188,7 @@ def _read_run(told: dict[str, Any]) -> ToldRun:
         device=str(told.get("device") or ""),
         num_threads=int(_number(told, "num_threads")),
         ready_s=_number(told, "ready_s"),
-        settings={str(name): str(value) for name, value in settings.items()}
-        if isinstance(settings, dict)
-        else {},
+        settings={str(name): str(value) for name, value in settings.items()},
         num_tokens=int(sum(counted)),
         time_line=read_time_line(told.get("time_line")) or TimeLine(),
         num_before=int(_number(told, "runs_before")),
