@@ -276,21 +276,14 @@ class Group(Meeting):
         finally:
             self._store.hide()
 
-    def leave(self) -> None:
-        """End in good order: every rank has heard that the run is over."""
-        self._hang_up(END_S, has_failed=False)
-
-    def abandon(self) -> None:
-        """End the ranks that this process has started, whatever they do; it goes on by itself."""
-        self._hang_up(0.0, has_failed=True)
-
-    def _hang_up(self, wait_s: float, *, has_failed: bool) -> None:
+    def leave(self, *, has_failed: bool = False) -> None:
+        """End in good order, or end the ranks that this process has started, whatever they do."""
         self.watch.stop()
         self._store.hide()
         if not has_failed:
             _end_torch()
         if self._children is not None:
-            self._children.end(wait_s)
+            self._children.end(0.0 if has_failed else END_S)
         if self._store.holder is not None:
             self._store.holder.close()
         self.watch.leave()

@@ -92,5 +92,8 @@ def start_computing(
         return OnePipeline(config, checkpoint, tokenizer, on_progress, group=group)
     except BaseException:
         if run is None:
-            (children.end if group is None else group.abandon)()
+            if group is None:
+                children.end()
+            else:
+                group.leave(has_failed=True)
         raise

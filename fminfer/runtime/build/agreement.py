@@ -55,9 +55,7 @@ def plan_run(
     shortage = plan.shortage
     if group is not None:  # none reads its weights before all have looked
         free = (plan.machine.free or 0) + plan.machine.swap
-        mine = find_room(plan, plan.own, memory_name(plan.device, socket.gethostname()), free)
-        rooms = [RankRoom(**room) for room in group.gather("room", asdict(mine))]
-        shortage = find_rank_shortage(plan, rooms)
+        shortage = find_rank_shortage(plan, _gather_rooms(plan, group, "room", free))
     if not shortage and plan.device.type == "cpu" and config.budget is not None:
         shortage = _refuse_cache(plan, -(-config.budget // config.block_size) * config.block_size)
     if shortage:
@@ -144,7 +142,11 @@ def count_blocks(plan: RunPlan, group: Group | None = None) -> int:
     if budget is None:
         gather(group, "loaded", True)  # every rank's weights are in memory
         free = free_bytes(plan.device) // count_sharers(plan.config, plan.machine)
-        mine = find_room(plan, plan.own, memory_name(plan.device, socket.gethostname()), free)
-        told = gather(group, "memory", asdict(mine))
-        budget = fit_kv_tokens(plan, [RankRoom(**each) for each in told])
+        budget = fit_kv_tokens(plan, _gather_rooms(plan, group, "memory", free))
     return -(-budget // size)
+
+
+def _gather_rooms(plan: RunPlan, group: Group | None, name: str, free: int) -> list[RankRoom]:
+    """Return what each rank needs and has, of which this one has so many bytes free."""
+    mine = find_room(plan, plan.own, memory_name(plan.device, socket.gethostname()), free)
+    return [RankRoom(**each) for each in gather(group, name, asdict(mine))]

@@ -141,11 +141,9 @@ class OnePipeline:
         if group is None:
             return
         group.watch.stop()
-        if self.stages.is_broken:
-            group.abandon()
-        else:
+        if not self.stages.is_broken:
             group.watch.hear_last()
-            group.leave()
+        group.leave(has_failed=self.stages.is_broken)
 
 
 def _most_read(loaded: LoadedPart) -> int:
