@@ -34,16 +34,13 @@ FOREVER = timedelta(days=365)  # a rank may wait for work without limit; the wat
 
 
 class Children(Protocol):
-    """The other ranks, as the processes that rank 0 has started."""
+    """The other ranks, as the processes that rank 0 has started; "": none has ended."""
 
-    def why_ended(self) -> str:
-        """Say which process has ended without being told to, and how; "": none."""
+    def why_ended(self) -> str: ...
 
-    def why_killed(self, wait_s: float) -> str:
-        """Say which process a signal has ended within this time; "": none."""
+    def why_killed(self, wait_s: float) -> str: ...
 
-    def end(self, wait_s: float) -> None:
-        """End all processes; each has this time to end by itself."""
+    def end(self, wait_s: float) -> None: ...
 
 
 class Meeting:

@@ -33,10 +33,6 @@ class AnswerFields:
         return "response" in self.fields
 
     @property
-    def custom_id(self) -> Any:
-        return self.fields.get("custom_id")
-
-    @property
     def others(self) -> dict[str, Any]:
         """The further keys of a wrapped line."""
         if self.is_batch:

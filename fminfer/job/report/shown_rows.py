@@ -101,12 +101,13 @@ class ShownRow:
         """Return the row for JSON."""
         answer, request = self.answer, self.request
         fields = request if isinstance(request, dict) else {}
+        custom_id = answer.fields.get("custom_id")
         own: dict[str, Any] = {
             "file": self.place.file,
             "line": self.place.number,
             "input_line": self.input_line or answer.fields.get("line"),
             "why": sorted(self.reasons),
-            "id": None if answer.custom_id is None else show(str(answer.custom_id))[:200],
+            "id": None if custom_id is None else show(str(custom_id))[:200],
             "asked": [] if _is_echo_alone(answer, fields) else _list_asked(request, cut),
             "params": [
                 [show(str(name))[:80], show(dump(value))[:200]]

@@ -37,11 +37,11 @@ class StreamPosition:
 
     def take(self, delta: Delta) -> Delta | None:
         """Return the new part of a delta; None: nothing is new."""
-        listed = range(_num_listed(delta.logprobs))
+        logprobs, skip = delta.logprobs, self.num_again[-1]
+        listed = logprobs["content" if "content" in logprobs else "tokens"] if logprobs else []
         parts: tuple[Any, ...] = delta.text, delta.token_ids, delta.tool_calls, listed
         new = [part[again:] for part, again in zip(parts, self.num_again, strict=True)]
         counts = [*zip(parts, new, self.num_sent, self.num_again, strict=True)]
-        logprobs, skip = delta.logprobs, self.num_again[-1]
         if logprobs is not None:
             logprobs = {k: v if v is None else v[skip:] for k, v in logprobs.items()}
         self.num_again = tuple(max(0, again - len(part)) for part, _, _, again in counts)
@@ -52,13 +52,6 @@ class StreamPosition:
         self.is_over = is_end
         text, ids, calls, _ = new
         return replace(delta, text=text, token_ids=ids, logprobs=logprobs, tool_calls=calls)
-
-
-def _num_listed(logprobs: dict[str, Any] | None) -> int:
-    """Count tokens in completions' logprobs, or in chat's."""
-    if logprobs is None:
-        return 0
-    return len(logprobs["content" if "content" in logprobs else "tokens"])
 
 
 @dataclass(slots=True, eq=False)
