@@ -82,9 +82,7 @@ class StreamedInput:
     def is_finished(self) -> bool:
         return self._is_read and self._num_done == self._num_read
 
-    @property
-    def is_settled(self) -> bool:
-        return self.is_finished
+    is_settled = is_finished
 
     def begin(self) -> None:
         """Keep no rows: there are no earlier runs."""
