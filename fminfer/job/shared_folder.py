@@ -127,10 +127,7 @@ class SharedFiles(RunInputs):
         super().add_to(summary)
 
     def _look_again(self) -> None:
-        """List the files again, and those that other runs took over: these runs may die, too.
-
-        Files that came since and cannot be answered end nothing.
-        """
+        """List the files again, and those that other runs took over: these runs may die, too."""
         for number, file in enumerate(self.files):
             is_open = file.is_lost and not file.is_finished
             if is_open and file.path not in self._refused and number not in self._given_back:
@@ -176,10 +173,7 @@ class SharedFiles(RunInputs):
         return False
 
     def _find_completed(self, path: Path, output: Path) -> CompletedOutput | None:
-        """Return an output that is complete, of an input that was not changed since.
-
-        None: the file is to be opened, and looked at. A UsageError says that it is not this run's.
-        """
+        """Return an output that is complete, of an input not changed since; None: look into it."""
         if not output.exists() or journal_path(output).exists():
             return None
         completed = find_completed(output)

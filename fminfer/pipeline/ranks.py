@@ -35,11 +35,7 @@ _option = partial(option, group="Ranks", commands=("run", "serve", "bench"))
 
 @dataclass(frozen=True)
 class RankConfig(GroupSizes):
-    """How a run is spread over ranks, as the command line says it.
-
-    Raises:
-        UsageError: numbers that do not fit together.
-    """
+    """How a run is spread over ranks, as the command line says it."""
 
     rank: int | None = _option("This process's rank. You start the others yourself.")
     rendezvous: str | None = _option(
@@ -115,11 +111,7 @@ ALONE = Spread()  # one process
 
 
 def find_facts(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | None:
-    """Return this process's place among ranks, or None: there are none, or they are to be started.
-
-    Raises:
-        UsageError: half of what a rank needs, or flags that a launcher's variables contradict.
-    """
+    """Return this process's place among ranks; None: there are none, or they are to start."""
     facts = _find_place(config, environ)
     return None if facts is None else replace(facts, secret=environ.get(SECRET) or None)
 

@@ -126,9 +126,7 @@ class StoreHolder:
 
 
 class Store(dist.Store):
-    """One connection to the store; calls on it wait for each other.
-
-    It has what torch asks of a store, so that gloo and NCCL meet through it.
+    """One connection to the store, whose calls wait for each other; gloo and NCCL meet through it.
 
     Args:
         prefix: of all its keys; several groups of ranks may share one store.

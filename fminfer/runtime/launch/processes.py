@@ -169,10 +169,7 @@ class Processes:
 
 
 def end_after(parent: int) -> None:
-    """End this process soon after the one that started it, in any state.
-
-    While rows run it notices by itself and says so; imports and a stuck file system do not.
-    """
+    """End this process soon after its parent, also while it imports or waits for a stuck disk."""
 
     def look() -> None:
         if os.getppid() != parent:
