@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -15,20 +17,17 @@ import click
 from fminfer.answers.answer_index import open_answers
 from fminfer.answers.run_terms import RunTerms
 from fminfer.contract.record import Choice
-from fminfer.core.errors import (
-    FminferError,
-    OutputError,
-    PipelineError,
-    StoppedError,
-    UsageError,
-)
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import FminferError, OutputError, PipelineError, StoppedError, UsageError
+from fminfer.core.option import options_of
 from fminfer.core.quantities import counted
 from fminfer.files.input_folders import MOST_NAMED, describe_empty
 from fminfer.files.output_paths import STDOUT, Plan
 from fminfer.files.run_facts import RunFacts
 from fminfer.files.status_file import refuse_other_vectors
 from fminfer.job.file_job import run_job
-from fminfer.job.report_at_end import name_settings, reporting, write_at_end
+from fminfer.job.report.report_file import write_report
+from fminfer.job.report.told_outputs import is_there, open_output
 from fminfer.job.run_inputs import RunInputs, open_files
 from fminfer.job.run_paths import JobPaths, RunContext, refuse_other_models
 from fminfer.job.run_summary import JobSummary
@@ -47,37 +46,19 @@ from fminfer.runtime.process_roles import Opening, lead_or_join, start_engine
 
 
 def run_process(run: RunContext) -> JobSummary | None:
-    """Answer the job, or do another rank's part of it; that one has no summary.
+    """Answer the job, or do another rank's part of it; that one has no summary."""
+    plan = run.plan
 
-    Raises:
-        FminferError: the run cannot go on; finished rows are kept.
-    """
-    prepare = _Preparing(run)
+    def find_files() -> None:
+        nonlocal plan
+        plan = plan or run.job.plan()
+        refuse_other_models(run.config, plan.inputs)
 
     def lead(checkpoint: Checkpoint, compute: Compute) -> JobSummary:
-        return _answer(_Job(run, prepare.plan, checkpoint, compute))
+        assert plan is not None, "rank 0 has a plan before it meets others"
+        return _answer(_Job(run, plan, checkpoint, compute))
 
-    return lead_or_join(run, prepare, lead)
-
-
-class _Preparing(Opening):
-    """Finds mistakes before a rank waits for others: in the model, and on rank 0 in the job."""
-
-    def __init__(self, run: RunContext) -> None:
-        super().__init__(run.config)
-        self._job, self._plan = run.job, run.plan
-
-    def __call__(self, rank: int) -> None:
-        if rank == 0:
-            self._plan = self._plan or self._job.plan()
-            refuse_other_models(self.config, self._plan.inputs)
-        super().__call__(rank)
-
-    @property
-    def plan(self) -> Plan:
-        """Rank 0's inputs and outputs."""
-        assert self._plan is not None, "rank 0 has a plan before it meets others"
-        return self._plan
+    return lead_or_join(run, Opening(run.config, prepare=find_files), lead)
 
 
 CHAT_TOKENS = 1024  # of the answer to --prompt, if it does not say
@@ -328,3 +309,60 @@ def _telling_how_to_go_on(job: JobPaths, files: RunInputs, stopper: Stopper) -> 
         if error is caught:
             raise
         raise error from None
+
+
+AFTER_STOP_S = 2.0  # that a report may take when the run was told to stop; it is killed after 5 s
+UNTOLD = ("model", "request_args")
+MAX_CHARS = 200  # of a setting
+
+
+def name_settings(config: EngineConfig) -> dict[str, str]:
+    """Return the engine's options that are not the defaults, for the status file."""
+    return {
+        each.told: str(getattr(config, name))[:MAX_CHARS]
+        for name, each in options_of(EngineConfig).items()
+        if name not in UNTOLD and getattr(config, name) != each.default
+    }
+
+
+def write_at_end(job: JobPaths, plan: Plan, summary: JobSummary) -> None:
+    """Write the report that the job asks for; where it cannot be, the summary says why."""
+    if job.report is None:
+        return
+    try:
+        if _write(job.report, [*plan.outputs, *summary.outputs], job.is_quiet, math.inf):
+            summary.report = str(job.report)
+    except OutputError as error:
+        summary.report_trouble = str(error)
+    except Exception as error:  # a fault of the report's is not one of the run
+        summary.report_trouble = (
+            f"the report {job.report} was not written ({error}). The answers are as they were; "
+            "fminfer report OUTPUT tries again"
+        )
+
+
+@contextmanager
+def reporting(job: JobPaths, plan: Plan) -> Iterator[None]:
+    """Write the report of what there is, if the run is ended before its outputs are complete."""
+    try:
+        yield
+    except FminferError:  # a second Ctrl-C is none: it ends the run at once
+        if job.report is not None:
+            try:
+                end_s = time.monotonic() + AFTER_STOP_S
+                if _write(job.report, plan.outputs, job.is_quiet, end_s) and not job.is_quiet:
+                    click.echo(f"report    {job.report}", err=True)
+            except Exception as error:  # the run ends for another reason, which is told
+                click.echo(f"The report {job.report} was not written: {error}.", err=True)
+        raise
+
+
+def _write(path: Path, outputs: list[Path], is_quiet: bool, end_s: float) -> bool:
+    """Write the report; return whether there was something to write of."""
+    found = [open_output(output) for output in dict.fromkeys(outputs) if is_there(output)]
+    if not found:
+        if not is_quiet:
+            click.echo(f"The report {path} was not written: there are no answers yet.", err=True)
+        return False
+    write_report(found, path, end_s=end_s)
+    return True

@@ -14,10 +14,9 @@ from fminfer.contract.envelope import Line
 from fminfer.core.errors import StoppedError, UsageError
 from fminfer.engine.stats import EngineStats
 from fminfer.files.run_facts import RunFacts
-from fminfer.job.progress import ProgressBar
+from fminfer.job.progress import ProgressBar, TimeLeft
 from fminfer.job.run_inputs import RunInputs
 from fminfer.job.run_summary import JobSummary
-from fminfer.job.time_left import TimeLeft
 from fminfer.machine.other_work import OtherWork
 from fminfer.machine.stopper import Stopper
 from fminfer.machine.threads import affine_cores
@@ -43,16 +42,11 @@ def run_job(
     trace: Path | None = None,
     run_facts: RunFacts | None = None,
 ) -> JobSummary:
-    """Answer every line that is left of the inputs.
+    """Answer every line that is left of the inputs; finished rows are kept whatever happens.
 
     Args:
         engine: None: every line was answered before.
-        summary: filled in, and returned.
         run_facts: filled in as the run goes on; they stand in each output's status file.
-
-    Raises:
-        StoppedError: it was told to stop; finished rows are kept.
-        FminferError: it cannot go on; finished rows are kept.
     """
     if engine is not None:
         facts = run_facts or RunFacts()
@@ -80,9 +74,8 @@ class _FileJob:
         self._stopper, self._run_facts = stopper, run_facts
         run_facts.read_stats = lambda: {name: getattr(engine.stats, name) for name in TOLD_STATS}
         facts = engine.facts
-        self._other_work: OtherWork | None = None
-        if facts.is_alone:
-            self._other_work = OtherWork(facts.num_threads, affine_cores)
+        is_alone = facts.is_alone
+        self._other_work = OtherWork(facts.num_threads, affine_cores) if is_alone else None
         kind = "streamed" if facts.streaming else engine.device.type
         self._bar = ProgressBar(
             inputs.num_rows,
@@ -206,20 +199,19 @@ class TraceFile:
             self._start_s = step.spans[0].start_s
         for stage, span in enumerate(step.spans):
             rank = stage * self._num_shards
+            name = f"rank {rank}"
             args = {
                 "step": step.step_id,
                 "prompt_tokens": step.num_prompt_tokens,
                 "decode_rows": step.num_decode_rows,
                 "sent_bytes": span.sent_bytes,
             }
-            self._name_line(rank, f"rank {rank}")
-            self._add_span(rank, step.phase, (span.start_s, span.end_s), args)
-            if span.brought:
-                self._name_line(rank + LAYERS, f"rank {rank}: streamed layers")
+            self._add_span(rank, name, step.phase, (span.start_s, span.end_s), args)
+            line, name = rank + LAYERS, f"{name}: streamed layers"
             for number, (asked_s, came_s, done_s) in enumerate(span.brought):
                 of = {"step": step.step_id, "number": number}  # of the streamed ones
-                self._add_span(rank + LAYERS, "wait", (asked_s, came_s), of)
-                self._add_span(rank + LAYERS, "compute", (came_s, done_s), of)
+                self._add_span(line, name, "wait", (asked_s, came_s), of)
+                self._add_span(line, name, "compute", (came_s, done_s), of)
 
     def close(self) -> None:
         """End the file."""
@@ -227,17 +219,15 @@ class TraceFile:
         self._file.close()
 
     def _add_span(
-        self, line: int, name: str, times: tuple[float, float], args: Mapping[str, int]
+        self, line: int, title: str, name: str, times: tuple[float, float], args: Mapping[str, int]
     ) -> None:
+        if line not in self._lines:
+            self._lines.add(line)
+            named = {"name": "thread_name", "ph": "M", "pid": 0, "tid": line}
+            self._file.write(orjson.dumps(named | {"args": {"name": title}}) + b",\n")
         assert self._start_s is not None, "a step"
         start_us, end_us = ((time_s - self._start_s) * 1e6 for time_s in times)
         # Perfetto colours by name.
         event = {"name": name, "cat": name, "ph": "X", "pid": 0, "tid": line}
         event |= {"ts": round(start_us, 1), "dur": round(end_us - start_us, 1), "args": args}
         self._file.write(orjson.dumps(event) + b",\n")
-
-    def _name_line(self, line: int, name: str) -> None:
-        if line not in self._lines:
-            event = {"name": "thread_name", "ph": "M", "pid": 0, "tid": line}
-            self._file.write(orjson.dumps(event | {"args": {"name": name}}) + b",\n")
-            self._lines.add(line)

@@ -41,10 +41,6 @@ class JournaledInput:
     Args:
         source: its number in the run.
         claim: of the output, if it is this run's already.
-
-    Raises:
-        InUseError: another run is at work.
-        UsageError: rows of another run are there.
     """
 
     def __init__(
@@ -97,7 +93,7 @@ class JournaledInput:
     def num_left(self) -> int | None:
         """Lines that this run has to answer, or has answered; None: not known before the end."""
         if self.is_lost:
-            return self.own.num_rows
+            return self.counts.own.num_rows
         num_rows = self.counts.num_rows if self.is_finished else self._input.num_rows
         return None if num_rows is None else num_rows - self.kept.num_rows
 
@@ -105,11 +101,6 @@ class JournaledInput:
     def kept(self) -> RowCounts:
         """Rows of other runs."""
         return self.counts.kept
-
-    @property
-    def own(self) -> RowCounts:
-        """Rows that this run answered, or could not answer."""
-        return self.counts.own
 
     @property
     def num_saved_rows(self) -> int:
@@ -150,12 +141,7 @@ class JournaledInput:
             self.journal = None
 
     def lines(self, pass_over: Callable[[Line], None]) -> Iterator[Line]:
-        """Read the lines that are left; tell `pass_over` of each that was answered earlier.
-
-        Raises:
-            UsageError: the input was edited, or a line is not the one that was answered.
-            OutputError: the journal cannot be written.
-        """
+        """Read the lines that are left; tell `pass_over` of each that was answered earlier."""
         if self.is_finished:
             return
         journal = self._open_journal()
@@ -199,19 +185,12 @@ class JournaledInput:
         return True
 
     def see_completed(self) -> None:
-        """Count a lost output as finished if another run has completed it.
-
-        Raises:
-            UsageError: it was completed with another model, or with other settings.
-        """
+        """Count a lost output as finished if another run of the same settings has completed it."""
         if self.output.exists() and not journal_path(self.output).exists():
             self._look_at_output()
 
     def abandon(self, error: BaseException) -> None:
-        """Stop without finishing; what was answered stays in the journal.
-
-        Records that still come are not written.
-        """
+        """Stop without finishing; records that still come are not written."""
         if self.is_settled:
             return
         with contextlib.suppress(OutputError):  # there are other files, and a reason to be told
@@ -300,11 +279,7 @@ class JournaledInput:
         self.hold.settle()
 
     def _look_at_output(self) -> None:
-        """Take the output that is there as this input's, or note what is to be done with it.
-
-        Raises:
-            UsageError: it is not this input's, or was edited, or nobody knows.
-        """
+        """Take the output that is there as this input's, or note what is to be done with it."""
         terms = self._terms
         completed = require_completed(
             *(self.output, self.path, self._fingerprint), takes_over=terms.count_lines is not None

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import orjson
-
 from fminfer.core.errors import UsageError
 from fminfer.files.claims import look_at
 from fminfer.files.completed import has_changed
@@ -28,13 +26,14 @@ from fminfer.files.input_folders import (
     list_requests,
 )
 from fminfer.files.journal import journal_path
-from fminfer.files.journal_rows import read_row
 from fminfer.files.line_reader import NAMED_ENDINGS, count_rows
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.output_paths import answers_path, plan_each
 from fminfer.files.split_folders import PART_NAME
 from fminfer.files.status_file import STATUS, read_status, seals_of, status_path
-from fminfer.job.report.told_outputs import output_of
+from fminfer.job.report.answer_fields import read_answer
+from fminfer.job.report.scanning import RowsFile
+from fminfer.job.report.told_outputs import is_there, output_of
 
 State = Literal["done", "running", "stopped", "waiting"]
 CHANGED = "its input has changed since; the same command answers what is new"
@@ -104,12 +103,6 @@ def look_over(path: Path, now_s: float | None = None) -> list[Overview]:
 
     All files of the folder count that a run over it would answer. Those of a folder below count if
     one of them looks like a request file: notes and data sets may lie in others.
-
-    Args:
-        now_s: time.time(), for tests.
-
-    Raises:
-        UsageError: there is nothing of a run.
     """
     now_s = time.time() if now_s is None else now_s
     if not path.is_dir():
@@ -145,10 +138,7 @@ def _look_at_one(path: Path, now_s: float) -> FileState:
 
 
 def _files_of(folder: Path) -> Iterator[tuple[Path | None, Path, str | None]]:
-    """Yield the inputs of a folder, each with the output beside it, and outputs of other inputs.
-
-    With an input comes why it cannot be answered.
-    """
+    """Yield each input, the output beside it and why it cannot be answered; then other outputs."""
     statuses = [folder / name for name in os.listdir(folder) if name.endswith(STATUS)]
     others = {output for output in map(output_of, statuses) if _is_of_run(output)}
     inputs = [path for path in list_requests(folder) if path not in others]
@@ -173,11 +163,7 @@ def _is_to_answer(source: Path | None, output: Path) -> bool:
 
 def _is_of_run(output: Path) -> bool:
     """Tell whether the status file beside an output is not another program's."""
-    return (read_status(output) or {}).get("object") == "batch" or _is_begun(output)
-
-
-def _is_begun(output: Path) -> bool:
-    return output.exists() or journal_path(output).exists()
+    return (read_status(output) or {}).get("object") == "batch" or is_there(output)
 
 
 def _state_of(
@@ -221,7 +207,7 @@ def _name_state(output: Path, status: dict[str, Any]) -> State:
         return "running"
     if output.exists() and not journal_path(output).exists():
         return "done"
-    return "stopped" if status or _is_begun(output) else "waiting"
+    return "stopped" if status or is_there(output) else "waiting"
 
 
 def _add_run(state: FileState, output: Path, status: dict[str, Any], now_s: float) -> None:
@@ -249,26 +235,15 @@ def _why(status: dict[str, Any]) -> str:
 
 def _count_codes(output: Path) -> dict[str, int]:
     """Count an output's errors by code; of one that is not finished, in its journal."""
-    journal, errors = journal_path(output), errors_path(output)
-    if journal.exists():
-        found: dict[int, str] = {}  # a row may have failed before it was answered
-        with journal.open("rb") as lines:
-            for row in filter(None, map(read_row, lines)):
-                found.pop(row.number, None)
-                if row.is_error:
-                    found[row.number] = _code_of(row.record)
-        return dict(Counter(found.values()).most_common())
-    if not errors.exists():
+    rows = RowsFile(journal_path(output), 0, "journal")
+    if not rows.path.exists():
+        rows = RowsFile(errors_path(output), 0, "errors")
+    if not rows.path.exists():
         return {}
-    with errors.open("rb") as lines:
-        return dict(Counter(map(_code_of, lines)).most_common())
-
-
-def _code_of(record: bytes) -> str:
-    """Return the code in an error record, in the shape of its line."""
-    try:
-        fields = orjson.loads(record)
-        error = fields.get("error") or fields["response"]["body"]["error"]
-        return str(error["code"])
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return "?"
+    codes: Counter[str] = Counter()
+    for _, _, record, is_error in rows.rows():
+        if is_error:
+            answer = read_answer(record)
+            error = None if answer is None else answer.error
+            codes[str((error or {}).get("code", "?"))] += 1
+    return dict(codes.most_common())

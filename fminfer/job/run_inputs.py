@@ -36,12 +36,7 @@ class OrderedStream:
         self._order.append((source, number))
 
     def append(self, source: int, number: int, line: bytes, *, is_error: bool) -> None:
-        """Take the record of line `number` of an input, and write what is next in order.
-
-        Raises:
-            BrokenPipeError: the reader is gone.
-            OutputError: it cannot be written for another reason.
-        """
+        """Take the record of line `number` of an input, and write what is next in order."""
         self._ready[source, number] = line, is_error
         while self._order and self._order[0] in self._ready:
             line, is_error = self._ready.pop(self._order.popleft())
@@ -64,10 +59,7 @@ class OrderedStream:
 
 
 class StreamedInput:
-    """An input whose answers go to stdout: in order, as soon as those before them are out.
-
-    No run goes on where another ended, and no other run can take it over.
-    """
+    """An input whose answers go to stdout: in order, as soon as those before them are out."""
 
     output = STDOUT
     kept = RowCounts()
@@ -90,9 +82,7 @@ class StreamedInput:
     def is_finished(self) -> bool:
         return self._is_read and self._num_done == self._num_read
 
-    @property
-    def is_settled(self) -> bool:
-        return self.is_finished
+    is_settled = is_finished
 
     def begin(self) -> None:
         """Keep no rows: there are no earlier runs."""
@@ -111,9 +101,6 @@ class StreamedInput:
         self._stream.append(self.source, record.line.number, record.to_json(), is_error=is_error)
         self._num_done += 1
         return True
-
-    def see_completed(self) -> None:
-        """No other run completes it."""
 
     def abandon(self, error: BaseException) -> None:
         """Stop without finishing."""
@@ -207,7 +194,7 @@ class NamedFiles(RunInputs):
 
     def check_kept(self) -> None:
         for file in self.files:
-            if file.is_lost and not file.is_finished:
+            if isinstance(file, JournaledInput) and file.is_lost and not file.is_finished:
                 file.see_completed()
         lost = [str(file.path) for file in self.files if file.is_lost and not file.is_finished]
         if lost:
@@ -219,11 +206,7 @@ class NamedFiles(RunInputs):
 
 
 def open_files(inputs: list[Path], outputs: list[Path], terms: RunTerms) -> NamedFiles:
-    """Open each input with the rows of earlier runs; write nothing if anything is wrong.
-
-    Raises:
-        UsageError: an output is another run's.
-    """
+    """Open each input with the rows of earlier runs; write nothing if anything is wrong."""
     stream = OrderedStream(sys.stdout.buffer, write_beside_bar)
     files: list[RunInput] = [
         StreamedInput(path, source, stream, terms.limit)

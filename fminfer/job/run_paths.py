@@ -119,10 +119,6 @@ class JobPaths(JobOptions):
         """Return the inputs and the output of each, once it is sure that they can be written.
 
         Where other runs share the work, an input that cannot be answered costs only itself.
-
-        Raises:
-            UsageError: no input, an output that is an input, a folder that is not there, or a file
-                in the place of the report.
         """
         if self.prompt is not None:
             return self._no_files()
@@ -151,11 +147,11 @@ class JobPaths(JobOptions):
                 raise UsageError(f"{flag} {path} {whose}; give another name")
         if self.report is not None:
             check_place(self.report, "--report")
-        if self.report is not None and STDOUT in plan.outputs:
-            raise UsageError(
-                f"--report {self.report} is made from the answers, and those on stdout are not "
-                "kept; give --output FILE"
-            )
+            if STDOUT in plan.outputs:
+                raise UsageError(
+                    f"--report {self.report} is made from the answers, and those on stdout are not "
+                    "kept; give --output FILE"
+                )
         if self.is_watching and not self.is_shared:
             raise UsageError("--watch needs a folder to watch, and an --output that is none of -")
         if self.is_watching and any(isinstance(path, str) for path in (*self.paths, self.output)):
@@ -193,9 +189,6 @@ def refuse_other_models(config: ModelOptions, inputs: Iterable[Path]) -> None:
     """Refuse a run without --model-name if the first model that its lines name is not the demo's.
 
     The flag was forgotten, so nothing is begun. A later line of another model costs only itself.
-
-    Raises:
-        UsageError: there is such a line.
     """
     for path in islice(inputs, MOST_LOOKED_AT if config.is_unnamed_demo else 0):
         try:

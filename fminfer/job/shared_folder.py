@@ -61,7 +61,7 @@ class SharedFiles(RunInputs):
         kept, own = dict(self._complete), dict.fromkeys(self._complete, RowCounts())
         for file in self.files:
             before = own.get(file.path, RowCounts())
-            own[file.path] = before + file.own
+            own[file.path] = before + file.counts.own
             if file.path not in self._complete:
                 kept[file.path] = file.kept.without(before)
         for path in self._complete:
@@ -74,11 +74,7 @@ class SharedFiles(RunInputs):
         return self._has_ended and all(file.is_settled for file in self.files)
 
     def look(self) -> bool:
-        """Return whether there is anything to answer, before a model is loaded for it.
-
-        Raises:
-            UsageError: an output is another model's, or was made with other settings.
-        """
+        """Return whether there is anything to answer, before a model is loaded for it."""
         self._plan = self._find()
         free = [path for path, _ in self._find_free()]
         for reason in self._refused.values():
@@ -131,10 +127,7 @@ class SharedFiles(RunInputs):
         super().add_to(summary)
 
     def _look_again(self) -> None:
-        """List the files again, and those that other runs took over: these runs may die, too.
-
-        Files that came since and cannot be answered end nothing.
-        """
+        """List the files again, and those that other runs took over: these runs may die, too."""
         for number, file in enumerate(self.files):
             is_open = file.is_lost and not file.is_finished
             if is_open and file.path not in self._refused and number not in self._given_back:
@@ -180,10 +173,7 @@ class SharedFiles(RunInputs):
         return False
 
     def _find_completed(self, path: Path, output: Path) -> CompletedOutput | None:
-        """Return an output that is complete, of an input that was not changed since.
-
-        None: the file is to be opened, and looked at. A UsageError says that it is not this run's.
-        """
+        """Return an output that is complete, of an input not changed since; None: look into it."""
         if not output.exists() or journal_path(output).exists():
             return None
         completed = find_completed(output)

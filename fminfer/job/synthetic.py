@@ -95,11 +95,7 @@ MOST_PROMPT_TOKENS = 20_000_000  # of all requests together: some 130 MB
 
 @dataclass(slots=True, frozen=True)
 class Synthetic:
-    """Which requests are made up.
-
-    Raises:
-        UsageError: too many.
-    """
+    """Which requests are made up; a UsageError says that they are too many."""
 
     flags: Hyperparameters
     num_batches: int = NUM_BATCHES
@@ -145,11 +141,7 @@ class Synthetic:
     def write(
         self, path: Path, *, vocab_size: int, context_length: int, max_logprobs: int, seed: int
     ) -> None:
-        """Write the requests as lines; the same ones for the same seed.
-
-        Raises:
-            UsageError: hyperparameters that no request may have, or more tokens than fit.
-        """
+        """Write the requests as lines, the same for the same seed; refuse those that cannot be."""
         self._check(context_length, max_logprobs)
         ids = random.Random(seed)
         with path.open("w") as file:

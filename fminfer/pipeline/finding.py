@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import ipaddress
 import json
 import os
 import secrets
@@ -45,10 +44,6 @@ def open_store(facts: RankFacts, timeout_s: float) -> Store:
     """Open the store, or connect to the one that another process has opened.
 
     It is in rank 0: of ranks that are told no number, whoever opens the store is rank 0.
-
-    Raises:
-        PipelineError: nobody opened it in time, its port is taken, or its secret is another.
-        UsageError: there is no place for a secret, or for the rendezvous.
     """
     if facts.folder is not None:
         return _meet_in_folder(facts.folder, facts.rank, facts.secret, timeout_s)
@@ -122,8 +117,7 @@ def _meet_in_folder(folder: Path, rank: int | None, secret: str | None, timeout_
 def _read(file: Path, secret: str | None) -> dict[str, Any]:
     """Return what a rendezvous file says, or nothing if it is torn or gone.
 
-    Args:
-        secret: of the environment; None: it stands in the file, which must be this user's alone.
+    Without a secret of the environment it stands in the file, which must be this user's alone.
     """
     try:
         fields = json.loads(read_own(file) if secret is None else file.read_text())
@@ -157,10 +151,7 @@ def _is_near(fields: dict[str, Any]) -> bool:
 
 
 def _may_lead_yet(file: Path, fields: dict[str, Any], age_s: float) -> bool:
-    """Return whether a file, first seen so long ago, may lead to a store soon.
-
-    An empty one may be filled. A holder on another machine is asked to listen there.
-    """
+    """Return whether a file may lead to a store soon; its holder, if away, is asked to listen."""
     if not fields:
         return age_s < TORN_S
     if _is_near(fields) or fields["hosts"] != [LOOPBACK]:
@@ -182,9 +173,7 @@ def _found(
 ) -> Store | None:
     """Open a store and write its address; None: another rank was faster.
 
-    Args:
-        old_files: in order; none of them leads anywhere.
-        secret: of the environment; None: one is made, and stands in the file.
+    None of the old files leads anywhere. Without a secret of the environment one is made.
     """
     number = int(old_files[-1].stem.rpartition("-")[2]) + 1 if old_files else 0
     file = folder / FILES.replace("[0-9]" * 6, f"{number:06}")
@@ -234,15 +223,11 @@ def listen(host: str, port: int) -> socket.socket:
     """Listen for the ranks that are told `host`.
 
     On its own address if that is of this machine, so that no other network reaches the port. A
-    name gets every interface: a machine's own name often leads to its loopback, where no other
-    machine could reach it.
-
-    Raises:
-        OSError: the port is taken.
+    name gets every interface: a machine's own name often leads to its loopback.
     """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    is_own = is_loopback(host) or (_is_number(host) and is_here(host))
+    is_own = is_loopback(host) or (address_of(host) == host and is_here(host))
     try:
         listener.bind((host if is_own else "", port))
         listener.listen(BACKLOG)
@@ -322,11 +307,3 @@ def interfaces() -> dict[str, str]:
                 answer = fcntl.ioctl(probe, SIOCGIFADDR, request)
                 found[name] = socket.inet_ntoa(answer[20:24])
     return found
-
-
-def _is_number(host: str) -> bool:
-    try:
-        ipaddress.IPv4Address(host)
-    except ValueError:
-        return False
-    return True

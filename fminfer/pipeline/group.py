@@ -34,16 +34,13 @@ FOREVER = timedelta(days=365)  # a rank may wait for work without limit; the wat
 
 
 class Children(Protocol):
-    """The other ranks, as the processes that rank 0 has started."""
+    """The other ranks, as the processes that rank 0 has started; "": none has ended."""
 
-    def why_ended(self) -> str:
-        """Say which process has ended without being told to, and how; "": none."""
+    def why_ended(self) -> str: ...
 
-    def why_killed(self, wait_s: float) -> str:
-        """Say which process a signal has ended within this time; "": none."""
+    def why_killed(self, wait_s: float) -> str: ...
 
-    def end(self, wait_s: float) -> None:
-        """End all processes; each has this time to end by itself."""
+    def end(self, wait_s: float) -> None: ...
 
 
 class Meeting:
@@ -79,7 +76,7 @@ class Meeting:
         self._is_holder = self._store.holder is not None
         self.rank = self._take_rank(facts)
         self.watch = Watch(
-            self._store.connect_again(),
+            self._store.connect_again(spread.join_timeout_s),
             self.rank,
             self.world_size,
             timeout_s=spread.rank_timeout_s,
@@ -146,11 +143,7 @@ class Meeting:
         return [rank for rank, host in enumerate(self.hosts) if host == self._where["host"]]
 
     def gather(self, name: str, value: object = None) -> list[Any]:
-        """Publish this rank's value and wait for every rank's, in rank order.
-
-        Args:
-            value: JSON; None: it is published already.
-        """
+        """Wait for every rank's value, in rank order; publish this rank's first if it is given."""
         if value is not None:
             self._set(name, value)
         keys = [f"{name}/{rank}" for rank in range(self.world_size)]
@@ -280,21 +273,14 @@ class Group(Meeting):
         finally:
             self._store.hide()
 
-    def leave(self) -> None:
-        """End in good order: every rank has heard that the run is over."""
-        self._hang_up(END_S, has_failed=False)
-
-    def abandon(self) -> None:
-        """End the ranks that this process has started, whatever they do; it goes on by itself."""
-        self._hang_up(0.0, has_failed=True)
-
-    def _hang_up(self, wait_s: float, *, has_failed: bool) -> None:
+    def leave(self, *, has_failed: bool = False) -> None:
+        """End in good order, or end the ranks that this process has started, whatever they do."""
         self.watch.stop()
         self._store.hide()
         if not has_failed:
             _end_torch()
         if self._children is not None:
-            self._children.end(wait_s)
+            self._children.end(0.0 if has_failed else END_S)
         if self._store.holder is not None:
             self._store.holder.close()
         self.watch.leave()
@@ -310,11 +296,7 @@ def _end_torch() -> None:
 
 
 def agree(meeting: Meeting, name: str, mine: dict[str, Any]) -> None:
-    """Check that this rank was started for the same run as rank 0.
-
-    Raises:
-        PipelineError: it was not.
-    """
+    """Check that this rank was started for the same run as rank 0."""
     theirs = meeting.gather(name, mine)[0]
     for each in {**mine, **theirs}:
         if mine.get(each) != theirs.get(each):
@@ -325,11 +307,7 @@ def agree(meeting: Meeting, name: str, mine: dict[str, Any]) -> None:
 
 
 def require_no_group() -> None:
-    """Refuse several ranks in a process that has torch's group of another engine or program.
-
-    Raises:
-        UsageError: it has.
-    """
+    """Refuse several ranks in a process that has torch's group of another engine or program."""
     if dist.is_initialized():
         raise UsageError(
             "this process has a torch.distributed group, and an engine of several ranks needs one "

@@ -37,11 +37,7 @@ class NoStoreError(PipelineError):
 
 
 def greet(peer: socket.socket, secret: str, timeout_s: float) -> bool:
-    """Let a peer prove that it has the secret, and prove it as well; return whether it has.
-
-    Raises:
-        OSError, EOFError: it hung up, or took longer.
-    """
+    """Let a peer prove in time that it has the secret, and prove it too; return whether it has."""
     until_s = time.monotonic() + timeout_s
     nonce = secrets.token_bytes(NONCE_BYTES)
     peer.settimeout(timeout_s)
@@ -59,8 +55,7 @@ def introduce(holder: socket.socket, secret: str) -> None:
     """Prove to the store's holder that this rank has the secret, and have it prove the same.
 
     Raises:
-        OSError, EOFError: the connection broke before a greeting.
-        HolderEndedError: it broke after the greeting; an OSError, too.
+        OSError, EOFError: the connection broke; a HolderEndedError if after the greeting.
         NoStoreError: another greeting came, or none.
         WrongSecretError: the two secrets differ.
     """
@@ -81,14 +76,10 @@ def introduce(holder: socket.socket, secret: str) -> None:
 
 
 def receive_exactly(peer: socket.socket, count: int, until_s: float | None = None) -> bytes:
-    """Receive so many bytes.
-
-    Args:
-        until_s: when all must be here, by the monotonic clock; a peer may send byte by byte.
+    """Receive so many bytes, until this time of the monotonic clock: a peer may send byte by byte.
 
     Raises:
-        EOFError: the peer hung up.
-        TimeoutError: it took longer.
+        EOFError, TimeoutError: the peer hung up, or took longer.
     """
     parts = bytearray()
     while len(parts) < count:
@@ -106,11 +97,7 @@ def _proof(secret: str, role: bytes, nonces: bytes) -> bytes:
 
 
 def secret_of_home() -> str:
-    """Return this user's own secret, kept in the cache folder; the first rank to ask makes it.
-
-    Raises:
-        UsageError: there is no folder for it, it cannot be written, or others can read it.
-    """
+    """Return this user's own secret, kept in the cache folder; the first rank to ask makes it."""
     if why := why_no_cache():
         raise UsageError(
             f"the ranks' common secret has no place: {why}; or set {SECRET} to the same text for "
@@ -127,12 +114,7 @@ def secret_of_home() -> str:
 
 
 def read_own(path: Path) -> str:
-    """Read a file that only this user can read and write.
-
-    Raises:
-        OSError: it cannot be read.
-        UsageError: it is another user's, or open to others.
-    """
+    """Read a file; a UsageError says that others than this user can read or write it."""
     with path.open() as file:
         found = os.fstat(file.fileno())
         is_ours = found.st_uid == os.getuid() or os.getuid() == 0

@@ -35,11 +35,7 @@ class QueuedPipeline(ABC):
         self.num_in_flight = 0
 
     def submit(self, step: Step) -> None:
-        """Send a step in; steps are done in the order of their submission.
-
-        Raises:
-            UsageError: the pipeline was closed.
-        """
+        """Send a step in; steps are done in the order of their submission."""
         if self._is_closed:
             raise UsageError("the engine is closed; make a new one")
         self.num_in_flight += 1

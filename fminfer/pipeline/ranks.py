@@ -21,31 +21,21 @@ HOW_TO_SHARE = (
     "for example of: openssl rand -hex 32"
 )
 FIRST_JOB_PORT, NUM_JOB_PORTS = 20000, 20000  # a port from a job's number, the same on every node
-# What each launcher calls (rank, world size). srun is last: mpirun starts its own helpers
-# with it, so that both have set their variables.
+# What each launcher calls rank, world size, and the number of ranks on this machine. srun is last:
+# mpirun starts its own helpers with it, so that both have set their variables.
 LAUNCHERS = {
-    "torchrun": ("RANK", "WORLD_SIZE"),
-    "jsrun": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
-    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    "jsrun": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_SIZE"),
+    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ""),  # it has a number of machines
 }
-LOCAL_SIZES = {
-    "torchrun": "LOCAL_WORLD_SIZE",
-    "jsrun": "JSM_NAMESPACE_LOCAL_SIZE",
-    "mpirun": "OMPI_COMM_WORLD_LOCAL_SIZE",
-}
-
 
 _option = partial(option, group="Ranks", commands=("run", "serve", "bench"))
 
 
 @dataclass(frozen=True)
 class RankConfig(GroupSizes):
-    """How a run is spread over ranks, as the command line says it.
-
-    Raises:
-        UsageError: numbers that do not fit together.
-    """
+    """How a run is spread over ranks, as the command line says it."""
 
     rank: int | None = _option("This process's rank. You start the others yourself.")
     rendezvous: str | None = _option(
@@ -121,11 +111,7 @@ ALONE = Spread()  # one process
 
 
 def find_facts(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | None:
-    """Return this process's place among ranks, or None: there are none, or they are to be started.
-
-    Raises:
-        UsageError: half of what a rank needs, or flags that a launcher's variables contradict.
-    """
+    """Return this process's place among ranks; None: there are none, or they are to start."""
     facts = _find_place(config, environ)
     return None if facts is None else replace(facts, secret=environ.get(SECRET) or None)
 
@@ -133,7 +119,7 @@ def find_facts(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | No
 def _find_place(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | None:
     if config.rank is not None or config.dist_url is not None:
         return _by_hand(config)
-    for launcher, (rank_name, size_name) in LAUNCHERS.items():
+    for launcher, (rank_name, size_name, _) in LAUNCHERS.items():
         if rank_name not in environ or _number(environ, size_name, 1) < 2:
             continue
         rank, size = _number(environ, rank_name), _number(environ, size_name)
@@ -234,13 +220,12 @@ def _address_of_job(launcher: str, environ: Mapping[str, str]) -> tuple[str, int
         nodes = environ.get("SLURM_STEP_NODELIST", "") if launcher == "srun" else job_nodes
         host, job = first_node(nodes), environ.get("SLURM_JOB_ID", "0")
     else:
-        hosts = environ.get("LSB_MCPU_HOSTS", "").split()[::2] or environ.get("LSB_HOSTS", "")
-        names = hosts if isinstance(hosts, list) else hosts.split()
+        names = environ.get("LSB_MCPU_HOSTS", "").split()[::2]
+        names = names or environ.get("LSB_HOSTS", "").split()
         if environ.get("LSB_DJOB_HOSTFILE"):
             names = Path(environ["LSB_DJOB_HOSTFILE"]).read_text().split()
         # jsrun's lists begin with the node that launches, which computes nothing.
-        nodes_of_job = [name for name in names if not re.match("batch|login", name)]
-        host = nodes_of_job[0] if nodes_of_job else ""
+        host = next((name for name in names if not re.match("batch|login", name)), "")
         job = environ.get("LSB_JOBID", "0")
     host = environ.get("MASTER_ADDR") or host
     if not host:
@@ -258,7 +243,7 @@ def is_one_machine(launcher: str, environ: Mapping[str, str]) -> bool:
     """Return whether a launcher says that it started all ranks on this machine."""
     if launcher == "srun":
         return environ.get("SLURM_STEP_NUM_NODES") == "1"
-    size, local_size = LAUNCHERS[launcher][1], LOCAL_SIZES[launcher]
+    _, size, local_size = LAUNCHERS[launcher]
     return local_size in environ and environ[local_size] == environ.get(size)
 
 
@@ -270,11 +255,7 @@ def first_node(nodes: str) -> str:
 
 
 def parse_address(text: str, flag: str) -> tuple[str, int]:
-    """Split host:port.
-
-    Raises:
-        UsageError: it is not that.
-    """
+    """Split host:port, or refuse what is not that."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise UsageError(f"{flag}: {text!r} is not host:port, with a port from 1 to 65535")

@@ -41,13 +41,11 @@ Hear = Callable[[RankMessage | BaseException], None]
 
 
 class StageClock(Protocol):
-    """Times a stage's steps, one after another."""
+    """Times a stage's steps, one after another; somebody may have read what a step gave."""
 
-    def start(self) -> None:
-        """Begin a step."""
+    def start(self) -> None: ...
 
-    def stop(self, *, is_awaited: bool, sent_bytes: int = 0, max_tokens: int = 0) -> StageSpan:
-        """End it; `is_awaited`: somebody has read what it gave."""
+    def stop(self, *, is_awaited: bool, sent_bytes: int = 0, max_tokens: int = 0) -> StageSpan: ...
 
 
 class StageWork(Protocol):
@@ -185,9 +183,6 @@ def serve(
     Args:
         on_stop: called when it does, before a later stage hears it.
         release: called when a connection breaks; it ends this process's waits in sums.
-
-    Raises:
-        PipelineError: a neighbour is gone, or sends what does not fit.
     """
     inbox: queue.SimpleQueue[RankMessage | BaseException] = queue.SimpleQueue()
     failures: list[BaseException] = []
@@ -267,12 +262,7 @@ class RingPipeline(QueuedPipeline):
         self._results.put(error)
 
     def submit(self, step: Step) -> None:
-        """Send a step in.
-
-        Raises:
-            PipelineError, or what else made this rank fail: no result would come.
-            UsageError: the pipeline was closed.
-        """
+        """Send a step in, or raise what made the pipeline fail: no result would come."""
         if self.is_broken:
             assert self._failure is not None, "it is broken by a failure"
             raise self._failure

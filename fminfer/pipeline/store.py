@@ -30,7 +30,7 @@ from fminfer.pipeline.ranks import HOW_TO_SHARE
 
 POLL_S = 0.05
 CONNECT_S = 2.0
-REACH_S = 10.0  # for who holds the store, or has reached it before
+REACH_S = 10.0  # for who holds the store
 GREET_S = 1.0  # least time for a greeting, even just before the timeout
 TELL_AFTER_S = 5.0  # then say that this rank waits for others
 PROOF_S = 20.0  # time for a peer to prove that it has the secret
@@ -48,15 +48,6 @@ class StoreHolder:
         self._values: dict[bytes, bytes] = {}
         self._lock = threading.Lock()
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
-        self._operations: dict[bytes, Callable[..., list[bytes]]] = {
-            b"set": self._set,
-            b"get": self._get,
-            b"add": self._add,
-            b"swap": self._compare_set,
-            b"append": self._append,
-            b"drop": self._drop,
-            b"count": self._count,
-        }
         self._listeners: list[socket.socket] = []
         self._is_closed = False
         self.listen_at(listener)
@@ -108,43 +99,34 @@ class StoreHolder:
                 self.lines[int(parts[0])] = socket.socket(fileno=peer.detach())
                 return
             with self._lock:
-                answer = self._operations[name](*parts) if name in self._operations else []
+                answer = self._answer(name, parts)
             _send(peer, answer)
 
-    def _set(self, *pairs: bytes) -> list[bytes]:
-        self._values.update(zip(pairs[::2], pairs[1::2], strict=True))
+    def _answer(self, name: bytes, parts: list[bytes]) -> list[bytes]:
+        values = self._values
+        match name, *parts:
+            case b"set", *pairs:
+                values.update(zip(pairs[::2], pairs[1::2], strict=True))
+            case b"get", *keys if all(key in values for key in keys):
+                return [values[key] for key in keys]
+            case b"add", key, amount:
+                values[key] = b"%d" % (int(values.get(key, b"0")) + int(amount))
+                return [values[key]]
+            case b"swap", key, expected, value:
+                if values.get(key, b"") == expected:
+                    values[key] = value
+                return [values.get(key, expected)]
+            case b"append", key, value:
+                values[key] = values.get(key, b"") + value
+            case b"drop", key:
+                return [b"%d" % (values.pop(key, None) is not None)]
+            case (b"count",):
+                return [b"%d" % len(values)]
         return []
-
-    def _get(self, *keys: bytes) -> list[bytes]:
-        """Return all values, or nothing if one is not there yet."""
-        if not all(key in self._values for key in keys):
-            return []
-        return [self._values[key] for key in keys]
-
-    def _add(self, key: bytes, amount: bytes) -> list[bytes]:
-        self._values[key] = b"%d" % (int(self._values.get(key, b"0")) + int(amount))
-        return [self._values[key]]
-
-    def _compare_set(self, key: bytes, expected: bytes, value: bytes) -> list[bytes]:
-        if self._values.get(key, b"") == expected:
-            self._values[key] = value
-        return [self._values.get(key, expected)]
-
-    def _append(self, key: bytes, value: bytes) -> list[bytes]:
-        self._values[key] = self._values.get(key, b"") + value
-        return []
-
-    def _drop(self, key: bytes) -> list[bytes]:
-        return [b"%d" % (self._values.pop(key, None) is not None)]
-
-    def _count(self) -> list[bytes]:
-        return [b"%d" % len(self._values)]
 
 
 class Store(dist.Store):
-    """One connection to the store; calls on it wait for each other.
-
-    It has what torch asks of a store, so that gloo and NCCL meet through it.
+    """One connection to the store, whose calls wait for each other; gloo and NCCL meet through it.
 
     Args:
         prefix: of all its keys; several groups of ranks may share one store.
@@ -176,9 +158,9 @@ class Store(dist.Store):
             self._socket.close()
             raise
 
-    def connect_again(self) -> Store:
+    def connect_again(self, timeout_s: float) -> Store:
         """Open another connection, whose calls do not wait for those on this one."""
-        return connect(self.host, self.port, self.secret, REACH_S, self._prefix)
+        return connect(self.host, self.port, self.secret, timeout_s, self._prefix)
 
     def hide(self) -> None:
         """Take its address away, so that no other run finds it."""
@@ -274,11 +256,7 @@ class Store(dist.Store):
 
 
 def connect(host: str, port: int, secret: str, timeout_s: float, prefix: str = "") -> Store:
-    """Connect to a store, which may not be there yet.
-
-    Raises:
-        PipelineError: it did not come in time, or something else is there.
-    """
+    """Connect to a store, which may not be there yet."""
     until_s, tell_at_s = time.monotonic() + timeout_s, time.monotonic() + TELL_AFTER_S
     has_ended = False  # whoever answered last
     while (left_s := until_s - time.monotonic()) > 0:

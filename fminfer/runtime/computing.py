@@ -58,8 +58,7 @@ def start_computing(
 ) -> Computing:
     """Give the other processes on this machine their tasks, and load the model.
 
-    Args:
-        run: the command, which has started them; None: they are started here, for a program.
+    Without a command's run, this is a program, and starts them here.
     """
     sizes = (config.num_stages, config.data_group_size, config.tensor_parallel_size)
     spread = Spread(*sizes) if run is None else run.role.spread
@@ -74,13 +73,10 @@ def start_computing(
     group = None
 
     def start_pipelines() -> list[TeamPipeline]:
-        places = [
-            replace(spread, num_engines=len(children.all), engine_number=number)
-            for number in range(len(children.all))
-        ]
+        place = replace(spread, num_engines=len(children.all))
         return [
-            start_pipeline(place, process, config, options)
-            for place, process in zip(places, children.all, strict=True)
+            start_pipeline(replace(place, engine_number=number), process, config, options)
+            for number, process in enumerate(children.all)
         ]
 
     try:
@@ -96,5 +92,8 @@ def start_computing(
         return OnePipeline(config, checkpoint, tokenizer, on_progress, group=group)
     except BaseException:
         if run is None:
-            (children.end if group is None else group.abandon)()
+            if group is None:
+                children.end()
+            else:
+                group.leave(has_failed=True)
         raise

@@ -49,13 +49,11 @@ class Engine:
 
     Args:
         model: a folder, a hub id, or a whole `EngineConfig`; None is the demo model, which answers
-            no line that names another, and "demo" is the same model for any line.
-        model_name: the same, by the name that it has on the command line.
+            no line that names another, and "demo" is the same model for any line. `model_name` is
+            its name on the command line.
         on_progress: called with (bytes read, bytes in all) while weights load.
-        checkpoint: the model, if it is opened already.
-        compute: starts what computes.
-        options: fields of `EngineConfig`, which `__init__` lists. Given with a config, they take
-            the place of its own.
+        checkpoint: the model, if it is opened already; `compute` starts what computes.
+        options: fields of `EngineConfig`, which `__init__` lists, in the place of a config's own.
 
     With `world_size` the model's layers are spread over so many processes on this machine; with
     `data_group_size` these are so many pipelines, which answer together. They are started here, and
@@ -107,13 +105,10 @@ class Engine:
         """Return the request that a text by itself stands for.
 
         It is the user's message of a chat, if the model has a chat template. It is the prompt of a
-        plain completion if the model has none, or if `echo` or `best_of` are given, which chats do
-        not have. A completion draws up to RAW_TOKENS tokens, a chat what the context leaves: the
-        likeliest ones, unless fields ask for draws. Of a model of vectors it asks the text's.
-
-        Args:
-            is_raw: complete it in any case.
-            fields: of the request, by their names in completions.
+        plain completion if the model has none, if `echo` or `best_of` are given, which chats do
+        not have, or if `is_raw`. A completion draws up to RAW_TOKENS tokens, a chat what the
+        context leaves: the likeliest ones, unless fields (by their names in completions) ask for
+        draws. Of a model of vectors it asks the text's.
         """
         if self.intake.limits.vectors is not None:
             return {"input": text, **fields}
@@ -135,10 +130,10 @@ class Engine:
         also in another process.
 
         Args:
-            request: the fields of a request, or what `prepare` made of them.
+            request: its fields, or what `prepare` made of them.
             priority: higher ones are admitted first, and may preempt rows of lower ones.
             is_streamed: return its tokens as they come.
-            endpoint: to which it is sent, such as "chat"; None: its fields tell.
+            endpoint: such as "chat"; None: its fields tell.
 
         Raises:
             RequestError: what is wrong with it.
@@ -155,12 +150,8 @@ class Engine:
     ) -> Prepared:
         """Check and tokenize a request, to be added later. Any thread may call it.
 
-        `add` does this too. A long prompt takes a while, which an event loop must not wait for.
-
-        Args:
-            request: the fields of a request.
-            endpoint: to which it is sent, such as "chat"; None: its fields tell.
-            compiles: whether to wait until a new constraint is compiled.
+        `add` does this too. A long prompt takes a while, which an event loop must not wait for; a
+        new constraint may take longer, and is waited for if `compiles`.
 
         Raises:
             RequestError: what is wrong with it.
@@ -236,14 +227,14 @@ class Engine:
     def run(
         self, requests: Iterable[str | AnyRequest], read_ahead: int = LOOKAHEAD
     ) -> Generator[Record, None, None]:
-        """Answer requests, and read them when there is room for them.
+        """Answer requests, and read on while they are computed.
+
+        Use `add` if the next request depends on an answer.
 
         Args:
             requests: texts, each as `make_request` takes it; dicts with the fields of a completions
                 or chat request; or input lines.
             read_ahead: prompts to read before there is room for them. More allow a better order.
-                The iterable is asked for the next request while others are computed. Use `add` if
-                the next one depends on an answer.
 
         Yields:
             one Record for each request, in the order in which they finish: its `text`, or all

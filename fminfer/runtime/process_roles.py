@@ -41,9 +41,6 @@ def lead_or_join(process: ProcessContext, prepare: Opening, lead: Lead[Led]) -> 
     Args:
         prepare: is called by ranks that are started apart, before they meet.
         lead: makes the engine, given what computes for it, and does the command's work with it.
-
-    Raises:
-        FminferError: the command cannot go on.
     """
     if not process.is_verbose:
         transformers.logging.set_verbosity_error()
@@ -110,15 +107,7 @@ def _naming_rank_0() -> Iterator[None]:
 
 
 def do_task(task: Task, ranks: Processes, end: End) -> None:
-    """Do the task that the starting process has sent.
-
-    Args:
-        ranks: that this process has started for its own pipeline.
-        end: ends this process at once.
-
-    Raises:
-        FminferError: it cannot go on.
-    """
+    """Do the task that the starting process has sent, with the ranks that this one has started."""
     role, opening = task.role, Opening(task.config)
     if role.facts is not None:
         _be_of_pipeline(role, opening, end)
@@ -149,13 +138,20 @@ def _be_of_pipeline(role: Role, opening: Opening, end: End) -> None:
 
 
 class Opening:
-    """Opens the model before a rank waits for others: mistakes in it are told at once."""
+    """Opens the model, and prepares rank 0, before ranks meet: mistakes are told at once."""
 
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint | None = None) -> None:
-        self.config, self._checkpoint = config, checkpoint
+    def __init__(
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint | None = None,
+        prepare: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.config, self._checkpoint, self._prepare = config, checkpoint, prepare
 
     def __call__(self, rank: int) -> None:
         """Find the model; the weights of one at the hub may be fetched later."""
+        if rank == 0:
+            self._prepare()
         self._checkpoint = self._checkpoint or open_model(self.config, has_weights=False)
 
     def fetch(self) -> Checkpoint:

@@ -293,5 +293,5 @@ def test_parts_of_a_character_are_one_piece() -> None:
     choice = {
         "logprobs": {"content": [entry(raw[:1]), entry(raw[1:4]), entry(raw[4:]), entry(b"\xf0")]}
     }
-    pieces = cut_choice(choice, None, is_echo=False)
+    pieces = cut_choice(choice, None)
     assert [(piece.text, len(piece.tokens)) for piece in pieces] == [("é🎉", 3), ("\ufffd", 1)]

@@ -222,7 +222,7 @@ def test_a_report_that_fails_costs_no_answers(
     def fail(*arguments: object, **options: object) -> None:
         raise ZeroDivisionError("a fault")
 
-    monkeypatch.setattr("fminfer.job.report_at_end.write_report", fail)
+    monkeypatch.setattr("fminfer.job.answering.write_report", fail)
     stats = tmp_path / "stats.json"
     found = call("run", *FLAGS, source, "--report", tmp_path / "r.html", "--stats", stats)
     assert found.exit_code == 1 and "was not written (a fault)" in found.output

@@ -21,8 +21,7 @@ from fminfer.engine.start import Starter
 from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.estimate.cost_model import CostModel, StepWork
 from fminfer.estimate.simulation import PretendPipeline
-from fminfer.job.progress import ProgressBar
-from fminfer.job.time_left import TimeLeft
+from fminfer.job.progress import ProgressBar, TimeLeft
 from fminfer.runtime.build.assembly import build_loop
 from fminfer.runtime.lines.runner import WINDOW
 from fminfer.text.tokenizer import Tokenizer

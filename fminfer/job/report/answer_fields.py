@@ -33,10 +33,6 @@ class AnswerFields:
         return "response" in self.fields
 
     @property
-    def custom_id(self) -> Any:
-        return self.fields.get("custom_id")
-
-    @property
     def others(self) -> dict[str, Any]:
         """The further keys of a wrapped line."""
         if self.is_batch:
@@ -76,12 +72,8 @@ def _dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def choice_logprobs(choice: dict[str, Any], prompt: Any, *, is_echo: bool) -> list[float]:
-    """Return the logprobs of drawn tokens, or of an echoed prompt that drew none.
-
-    Args:
-        prompt: of the choice; under echo its tokens stand before the drawn ones.
-    """
+def choice_logprobs(choice: dict[str, Any], request: Any) -> list[float]:
+    """Return the logprobs of drawn tokens, or of an echoed prompt that drew none."""
     logprobs = choice.get("logprobs")
     if not isinstance(logprobs, dict):
         return []
@@ -90,21 +82,22 @@ def choice_logprobs(choice: dict[str, Any], prompt: Any, *, is_echo: bool) -> li
     values = logprobs.get("token_logprobs")
     if not isinstance(values, list):
         return []
-    if is_echo:
-        values = values[num_echoed(logprobs, prompt) :] or values
+    values = values[_num_echoed(choice, request) :] or values
     return [value for value in values if value is not None]
 
 
-def num_echoed(logprobs: dict[str, Any], prompt: Any) -> int:
+def _num_echoed(choice: dict[str, Any], request: Any) -> int:
     """Return how many tokens of an echoed prompt stand before the drawn ones."""
+    if not isinstance(request, dict) or not request.get("echo"):
+        return 0
+    prompt = prompt_of(request, choice.get("index", 0))
     if isinstance(prompt, list):
         return len(prompt)
-    offsets = logprobs.get("text_offset") or []
     if not isinstance(prompt, str):
         return 0
     if not prompt:  # one token stands for an empty prompt
         return 1
-    return sum(1 for offset in offsets if offset < len(prompt))
+    return sum(offset < len(prompt) for offset in choice["logprobs"].get("text_offset") or [])
 
 
 def prompt_of(request: Any, index: int) -> Any:
@@ -156,7 +149,7 @@ class TextPiece:
         return [show(self.text), total, listed, *([1] if self.is_given else [])]
 
 
-def cut_choice(choice: dict[str, Any], prompt: Any, *, is_echo: bool) -> list[TextPiece]:
+def cut_choice(choice: dict[str, Any], request: Any) -> list[TextPiece]:
     """Return the pieces of a choice's text; an empty list if it has no logprobs."""
     logprobs = choice.get("logprobs")
     if not isinstance(logprobs, dict):
@@ -167,7 +160,7 @@ def cut_choice(choice: dict[str, Any], prompt: Any, *, is_echo: bool) -> list[Te
     text, offsets = str(choice.get("text") or ""), logprobs.get("text_offset") or []
     if not tokens or len(offsets) != len(tokens):
         return []
-    given = num_echoed(logprobs, prompt) if is_echo else 0
+    given = _num_echoed(choice, request)
     if not text:  # of a run without a tokenizer: the names are all that there is
         return [TextPiece(f"{token.name} ", [token], i < given) for i, token in enumerate(tokens)]
     return list(_cut_by_offsets(text, tokens, offsets, given))

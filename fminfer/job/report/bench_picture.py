@@ -22,11 +22,7 @@ Curves = Mapping[str, Sequence[tuple[int, float | None]]]
 
 
 def draw_bench(title: str, y_name: str, curves: Curves, ranks: Sequence[RankMemory]) -> str:
-    """Return the picture, with a logarithmic axis and batch sizes at equal distances.
-
-    Args:
-        y_name: what the figures are.
-    """
+    """Return the picture, with a logarithmic axis and batch sizes at equal distances."""
     top = TOP + HEIGHT + 90
     bottom = top + ROW * len(ranks) + 40
     parts = [

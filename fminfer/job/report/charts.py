@@ -153,12 +153,7 @@ def make_time_line(
 def _draw_bar(
     x: float, width: float, bar: Bar, top: float, classes: Sequence[str], told: str
 ) -> str:
-    """Return a bar's parts, one upon the other.
-
-    Args:
-        x, width: in per cent of the plot.
-        top: the number at the plot's upper edge.
-    """
+    """Return a bar's parts, one upon the other; `x` and `width` are in per cent of the plot."""
     drawn, y = "", float(TOP + HEIGHT)
     for css, number in zip(classes, bar.heights, strict=True):
         if not number:

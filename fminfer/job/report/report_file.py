@@ -38,16 +38,12 @@ class ReportSummary:
 def write_report(
     outputs: Sequence[ToldOutput], path: Path, *, end_s: float = math.inf
 ) -> ReportSummary:
-    """Write the report of outputs.
-
-    Args:
-        path: of the HTML file; an older one is replaced at once, and no other file.
-        end_s: in time.monotonic(); a report that takes longer is not written.
+    """Write the report of outputs; an older one is replaced at once, and no other file.
 
     Raises:
         UsageError: an output cannot be read, or another file is in the report's place.
         OutputError: the report cannot be written.
-        OutOfTimeError: it takes too long.
+        OutOfTimeError: it takes longer than until `end_s`, in time.monotonic().
     """
     scan = Scan(end_s=end_s)
     for number, output in enumerate(outputs):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 
 import orjson
@@ -116,49 +116,45 @@ def _make_notes(notes: Iterable[str]) -> str:
 
 def _find_notes(
     outputs: Sequence[ToldOutput], tally: AnswerTally, runs: Sequence[ToldRun]
-) -> list[str]:
+) -> Iterator[str]:
     """Say what is missing, or not as it should be."""
-    notes = []
     for output in outputs:
         name, status = output.path.name, output.status or {}
         if output.is_unfinished:
             state = status.get("status", "not known")
-            notes.append(
+            yield (
                 f"{name} is not complete (status: {state}). Shown is what its journal has so far; "
                 "the same command of fminfer run goes on from there."
             )
         elif not output.path.exists():
-            notes.append(f"{name} is not there; only its errors file is.")
+            yield f"{name} is not there; only its errors file is."
         if (edit := output.edit) is not None:
             edited = edit.path.name
-            notes.append(
-                f"{edited} was edited since the run wrote it; its numbers are those of now."
-            )
+            yield f"{edited} was edited since the run wrote it; its numbers are those of now."
     without = [each.path.name for each in outputs if each.status is None]
     if without:
-        notes.append(
+        yield (
             f"{name_few(without, MAX_NAMED)}: there is no status file, as after a download. So the "
             "model, the input, the settings and the speed are not known."
         )
     untimed = [each.path.name for each in outputs if each.status and not runs_in(each.status)]
     if untimed:
-        notes.append(
+        yield (
             f"{name_few(untimed, MAX_NAMED)}: no run has left its times in a status file: an older "
             "version wrote it, the output was merged, or its rows were taken from elsewhere. So "
             "speed, time line and device are not known."
         )
     if num_before := sum(run.num_before for run in runs):
-        notes.append(f"{counted(num_before, 'earlier run')} took part, whose times are not kept.")
+        yield f"{counted(num_before, 'earlier run')} took part, whose times are not kept."
     if tally.num_unread:
-        notes.append(
+        yield (
             f"{counted(tally.num_unread, 'line')} could not be read as records, and are left out "
             "of all numbers."
         )
     if tally.num_truncated:
-        notes.append(
+        yield (
             f"{counted(tally.num_truncated, 'prompt')} were cut to fit the context (--on-too-long)."
         )
-    return notes
 
 
 def _make_facts(outputs: Sequence[ToldOutput], tally: AnswerTally, runs: Sequence[ToldRun]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 import re
 import time
@@ -10,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -17,13 +17,7 @@ from fminfer.core.errors import FminferError, UsageError
 from fminfer.files.journal import journal_path
 from fminfer.files.journal_rows import read_row
 from fminfer.files.ordered_output import errors_path
-from fminfer.job.report.answer_fields import (
-    ODD_RECORD,
-    AnswerFields,
-    choice_logprobs,
-    prompt_of,
-    read_answer,
-)
+from fminfer.job.report.answer_fields import ODD_RECORD, AnswerFields, choice_logprobs, read_answer
 from fminfer.job.report.told_outputs import ToldOutput
 
 Reason = Literal["sample", "slow", "long", "unlikely", "error"]
@@ -105,13 +99,7 @@ def _count(counts: Counter[str], value: object) -> str:
 
 def _mean_logprob(answer: AnswerFields) -> float | None:
     """Return the mean logprob of all tokens that a row has drawn or scored, if it is known."""
-    values: list[float] = []
-    for choice in answer.choices:
-        if choice.get("logprobs") is not None:
-            request = answer.request if type(answer.request) is dict else {}
-            is_echo = bool(request.get("echo"))
-            prompt = prompt_of(request, choice.get("index", 0)) if is_echo else None
-            values += choice_logprobs(choice, prompt, is_echo=is_echo)
+    values = [v for choice in answer.choices for v in choice_logprobs(choice, answer.request)]
     return sum(values) / len(values) if values else None
 
 
@@ -129,20 +117,17 @@ class _Best:
     """The rows with the largest keys; of equal ones, the first."""
 
     most: int
-    rows: list[tuple[float, int, Place]] = field(default_factory=list)
+    rows: list[tuple[float, Place]] = field(default_factory=list)  # some more of them at times
     least: float = math.inf  # key of all rows
-    _number: int = 0
 
     def add(self, key: float, place: Place) -> None:
         self.least = min(key, self.least)
-        self._number -= 1
-        if len(self.rows) < self.most:
-            heapq.heappush(self.rows, (key, self._number, place))
-        elif key > self.rows[0][0]:
-            heapq.heapreplace(self.rows, (key, self._number, place))
+        self.rows.append((key, place))
+        if len(self.rows) > 4 * self.most:
+            self.rows = self.in_order()
 
     def in_order(self) -> list[tuple[float, Place]]:
-        return [(key, place) for key, _, place in sorted(self.rows, reverse=True)]
+        return sorted(self.rows, key=itemgetter(0), reverse=True)[: self.most]
 
     def standing_out(self) -> list[Place]:
         """Return the places of those with more than the least key: no row is long if all are."""

@@ -101,12 +101,13 @@ class ShownRow:
         """Return the row for JSON."""
         answer, request = self.answer, self.request
         fields = request if isinstance(request, dict) else {}
+        custom_id = answer.fields.get("custom_id")
         own: dict[str, Any] = {
             "file": self.place.file,
             "line": self.place.number,
             "input_line": self.input_line or answer.fields.get("line"),
             "why": sorted(self.reasons),
-            "id": None if answer.custom_id is None else show(str(answer.custom_id))[:200],
+            "id": None if custom_id is None else show(str(custom_id))[:200],
             "asked": [] if _is_echo_alone(answer, fields) else _list_asked(request, cut),
             "params": [
                 [show(str(name))[:80], show(dump(value))[:200]]
@@ -200,15 +201,13 @@ def _list_calls(calls: Any, cut: Cut) -> list[list[str]]:
     if not isinstance(calls, list):
         return []
     functions = [each.get("function") for each in calls if isinstance(each, dict)]
-    return [
-        [show(str(each.get("name")))[:200], show(_as_text(each.get("arguments")))[: cut.num_chars]]
-        for each in functions[:MAX_PARTS]
-        if isinstance(each, dict)
-    ]
-
-
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else dump(value)
+    shown = []
+    for each in functions[:MAX_PARTS]:
+        if isinstance(each, dict):
+            given = each.get("arguments")
+            text = given if isinstance(given, str) else dump(given)
+            shown.append([show(str(each.get("name")))[:200], show(text)[: cut.num_chars]])
+    return shown
 
 
 def _tool_name(tool: Any) -> str:
@@ -221,16 +220,14 @@ def _show_choice(choice: dict[str, Any], request: dict[str, Any], cut: Cut) -> d
     message = choice.get("message")
     content = message.get("content") if isinstance(message, dict) else choice.get("text")
     text = "" if content is None else str(content)
-    is_echo = bool(request.get("echo"))
-    prompt = prompt_of(request, choice.get("index", 0)) if is_echo else None
-    logprobs = choice_logprobs(choice, prompt, is_echo=is_echo)
+    logprobs = choice_logprobs(choice, request)
     shown: dict[str, Any] = {"reason": show(str(choice.get("finish_reason")))[:40]}
     if logprobs:
         shown["logprobs"] = [round(sum(logprobs), 4), len(logprobs)]
     if choice.get("stop_reason") is not None:
         shown["stop"] = show(dump(choice["stop_reason"]))[:100]
     calls = _list_calls(message.get("tool_calls"), cut) if isinstance(message, dict) else []
-    pieces = cut_choice(choice, prompt, is_echo=is_echo)
+    pieces = cut_choice(choice, request)
     kept, rest = _fit(text, pieces[: cut.num_tokens], is_all=bool(calls))
     if kept:
         shown["pieces"] = [piece.to_list(cut.num_others) for piece in kept]
@@ -244,11 +241,7 @@ def _show_choice(choice: dict[str, Any], request: dict[str, Any], cut: Cut) -> d
 
 
 def _fit(text: str, pieces: list[TextPiece], *, is_all: bool) -> tuple[list[TextPiece], str]:
-    """Return the pieces to show, and what of the text stands behind them.
-
-    Args:
-        is_all: all pieces are shown: tool calls were taken out of the text.
-    """
+    """Return the pieces to show (`is_all`: all of them), and what of the text is behind them."""
     covered = "".join(piece.text for piece in pieces)
     if not pieces or is_all or not text:
         return pieces, "" if pieces else text
@@ -297,7 +290,7 @@ def _drawn_text(choice: dict[str, Any], request: Any) -> str:
         return text
     prompt = prompt_of(request, choice.get("index", 0))
     if not isinstance(prompt, str):  # ids, whose text the tokens tell
-        pieces = cut_choice(choice, prompt, is_echo=True)
+        pieces = cut_choice(choice, request)
         prompt = "".join(piece.text for piece in pieces if piece.is_given)
     return text.removeprefix(prompt)
 

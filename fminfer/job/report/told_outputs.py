@@ -53,11 +53,7 @@ class ToldOutput:
 
 
 def find_outputs(paths: Sequence[Path]) -> list[ToldOutput]:
-    """Return the outputs that paths name: outputs, inputs that have one, or folders of them.
-
-    Raises:
-        UsageError: nothing of a run is there.
-    """
+    """Return the outputs that paths name: outputs, inputs that have one, or folders of them."""
     found: dict[Path, ToldOutput] = {}
     for path in paths:
         outputs = _in_folder(path) if path.is_dir() else [_named(path)]
@@ -68,8 +64,7 @@ def find_outputs(paths: Sequence[Path]) -> list[ToldOutput]:
 
 def open_output(path: Path) -> ToldOutput:
     """Return an output with what its status file tells."""
-    is_unfinished = journal_path(path).exists()
-    return ToldOutput(path, read_status(path), is_unfinished)
+    return ToldOutput(path, read_status(path), is_unfinished=journal_path(path).exists())
 
 
 def is_there(output: Path) -> bool:
@@ -136,14 +131,7 @@ def _named(path: Path) -> Path:
 
 
 def check_place(path: Path, flag: str = "The report") -> None:
-    """See that a report takes the place of nothing but an HTML page or an empty file.
-
-    Args:
-        flag: by which the place was named, for people.
-
-    Raises:
-        UsageError: another file is there.
-    """
+    """Refuse to put a report in the place of anything but an HTML page or an empty file."""
     if path.is_dir() or not path.exists():  # a folder is never replaced
         return
     start = b"?"  # of a pipe, a device, or a file that cannot be read
@@ -192,6 +180,7 @@ def find_runs(outputs: Iterable[ToldOutput]) -> list[ToldRun]:
 
 def _read_run(told: dict[str, Any]) -> ToldRun:
     settings, stats = told.get("settings"), told.get("stats")
+    settings = settings if isinstance(settings, dict) else {}
     counted = [_number(stats, f"num_{kind}_tokens") for kind in ("prompt", "generated")]
     return ToldRun(
         started_at=_number(told, "started_at"),
@@ -199,9 +188,7 @@ def _read_run(told: dict[str, Any]) -> ToldRun:
         device=str(told.get("device") or ""),
         num_threads=int(_number(told, "num_threads")),
         ready_s=_number(told, "ready_s"),
-        settings={str(name): str(value) for name, value in settings.items()}
-        if isinstance(settings, dict)
-        else {},
+        settings={str(name): str(value) for name, value in settings.items()},
         num_tokens=int(sum(counted)),
         time_line=read_time_line(told.get("time_line")) or TimeLine(),
         num_before=int(_number(told, "runs_before")),

@@ -24,13 +24,7 @@ from fminfer.pipeline.ranks import ALONE, Spread
 from fminfer.plan.machine_facts import Machine, count_sharers, find_machine
 from fminfer.plan.planning import make_plan, plan_ahead
 from fminfer.plan.run_plan import RunPlan
-from fminfer.plan.shortage import (
-    RankRoom,
-    find_rank_shortage,
-    find_room,
-    fit_kv_tokens,
-    no_cache,
-)
+from fminfer.plan.shortage import RankRoom, find_rank_shortage, find_room, fit_kv_tokens, no_cache
 
 END_S = 3.0  # time for rank 0 to say what is wrong, and to end, once ranks know it
 
@@ -41,11 +35,7 @@ def plan_run(
     group: Group | None = None,
     spread: Spread = ALONE,
 ) -> RunPlan:
-    """Plan this rank's run on this machine, and refuse one that does not fit its memory.
-
-    Raises:
-        UsageError: an option that cannot be, or weights or a --budget for which there is no room.
-    """
+    """Plan this rank's run on this machine, and refuse one that does not fit its memory."""
     place = Machine(num_engines=spread.num_engines, engine_number=spread.engine_number)
     if group is not None:
         place = replace(
@@ -65,9 +55,7 @@ def plan_run(
     shortage = plan.shortage
     if group is not None:  # none reads its weights before all have looked
         free = (plan.machine.free or 0) + plan.machine.swap
-        mine = find_room(plan, plan.own, memory_name(plan.device, socket.gethostname()), free)
-        rooms = [RankRoom(**room) for room in group.gather("room", asdict(mine))]
-        shortage = find_rank_shortage(plan, rooms)
+        shortage = find_rank_shortage(plan, _gather_rooms(plan, group, "room", free))
     if not shortage and plan.device.type == "cpu" and config.budget is not None:
         shortage = _refuse_cache(plan, -(-config.budget // config.block_size) * config.block_size)
     if shortage:
@@ -78,11 +66,7 @@ def plan_run(
 
 
 def require_room_for_all(config: EngineConfig, checkpoint: Checkpoint, spread: Spread) -> None:
-    """Refuse pipelines for which this machine has no memory; of GPUs each process looks at its own.
-
-    Raises:
-        UsageError: there is no room.
-    """
+    """Refuse pipelines for which this machine has no memory; of GPUs each process looks itself."""
     plan = plan_ahead(config, checkpoint, spread.num_stages, spread.num_pipelines)
     if plan.shortage:
         raise UsageError(plan.shortage)
@@ -152,14 +136,17 @@ def agree_step_size(plan: RunPlan, group: Group | None = None) -> int:
 def count_blocks(plan: RunPlan, group: Group | None = None) -> int:
     """Return the size of the KV cache in blocks, the same on every rank, once weights are loaded.
 
-    Of an automatic budget each rank allows what its memory, which it may share with other ranks,
-    has room for beside the weights; the least counts.
+    Of an automatic budget each rank allows what its memory has room for; the least counts.
     """
     budget, size = plan.config.budget, plan.config.block_size
     if budget is None:
         gather(group, "loaded", True)  # every rank's weights are in memory
         free = free_bytes(plan.device) // count_sharers(plan.config, plan.machine)
-        mine = find_room(plan, plan.own, memory_name(plan.device, socket.gethostname()), free)
-        told = gather(group, "memory", asdict(mine))
-        budget = fit_kv_tokens(plan, [RankRoom(**each) for each in told])
+        budget = fit_kv_tokens(plan, _gather_rooms(plan, group, "memory", free))
     return -(-budget // size)
+
+
+def _gather_rooms(plan: RunPlan, group: Group | None, name: str, free: int) -> list[RankRoom]:
+    """Return what each rank needs and has, of which this one has so many bytes free."""
+    mine = find_room(plan, plan.own, memory_name(plan.device, socket.gethostname()), free)
+    return [RankRoom(**each) for each in gather(group, name, asdict(mine))]

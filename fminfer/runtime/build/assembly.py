@@ -16,13 +16,7 @@ from fminfer.answers.line_counter import LineCounter
 from fminfer.contract.field_table import COLUMNS, FIELDS
 from fminfer.contract.fields import INT64, integer
 from fminfer.contract.request import DEFAULTS, SamplingParams, VectorFacts
-from fminfer.core.config import (
-    EngineConfig,
-    MemoryOptions,
-    ModelOptions,
-    RequestOptions,
-    StepSizes,
-)
+from fminfer.core.config import EngineConfig, MemoryOptions, ModelOptions, RequestOptions, StepSizes
 from fminfer.core.errors import CheckpointError, RequestError, UsageError
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
@@ -46,11 +40,7 @@ def make_intake(
     tokenizer: Tokenizer,
     num_blocks: int | None = None,
 ) -> Intake:
-    """Return the intake, which prepares requests within the limits of a model and of options.
-
-    Args:
-        num_blocks: of each pipeline's KV cache, once it is known.
-    """
+    """Return the intake; `num_blocks` are those of each pipeline's KV cache, once it is known."""
     vectors = find_vectors(checkpoint)
     limits = RequestLimits(
         checkpoint.context_length,
@@ -78,12 +68,7 @@ def build_loop(
     num_stages: int,
     most_read: int = sys.maxsize,
 ) -> EngineLoop:
-    """Put a loop together.
-
-    Args:
-        num_blocks: the size of the KV cache.
-        most_read: tokens that an encoder reads at once, at most.
-    """
+    """Put a loop together; an encoder reads `most_read` tokens at once, at most."""
     micro_batches = config.micro_batches or sizes.micro_batches or num_stages + 1
     pool = BlockPool(num_blocks, config.block_size)
     scheduler = Scheduler(
@@ -96,21 +81,11 @@ def build_loop(
         most_read=most_read,
         has_long_steps=sizes.micro_batches > 0,
     )
-    return EngineLoop(
-        starter,
-        scheduler,
-        pipeline,
-        form,
-        max_steps=config.max_steps,
-    )
+    return EngineLoop(starter, scheduler, pipeline, form, max_steps=config.max_steps)
 
 
 def load_tokenizer(config: ModelOptions, checkpoint: Checkpoint) -> Tokenizer:
-    """Load the tokenizer of a run; random weights have one of bytes, and a run may have none.
-
-    Raises:
-        CheckpointError: there is none, or it is another model's.
-    """
+    """Load the tokenizer of a run; random weights have one of bytes, and a run may have none."""
     if config.skip_tokenizer_init:
         return NoTokenizer()
     num_rows = checkpoint.config.vocab_size
@@ -132,10 +107,7 @@ def load_tokenizer(config: ModelOptions, checkpoint: Checkpoint) -> Tokenizer:
 
 
 def _model_names(config: EngineConfig, name: str) -> frozenset[str] | None:
-    """Return what a line may call the model: as the run was told, or the last part of that.
-
-    None: it may say anything.
-    """
+    """Return what a line may call the model, and the last part of that; None: anything."""
     if name == DEMO_NAMES[0] and (config.check_model or config.is_unnamed_demo):
         return frozenset(DEMO_NAMES)
     if not config.check_model:
@@ -156,11 +128,7 @@ def find_ends(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def find_start(checkpoint: Checkpoint) -> tuple[int, ...] | None:
-    """Return the ids that a decoder behind an encoder begins with; None: there is no encoder.
-
-    Raises:
-        CheckpointError: no config says it.
-    """
+    """Return the ids that a decoder behind an encoder begins with; None: there is no encoder."""
     if checkpoint.model.encoder is None or checkpoint.model.is_pooled:
         return None
     fields = checkpoint.generation_fields

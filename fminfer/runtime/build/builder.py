@@ -81,13 +81,7 @@ def load_part(
     group: Group | None = None,
     on_progress: OnProgress = lambda done, total: None,
 ) -> LoadedPart:
-    """Load this rank's layers; without a group this process alone runs the model.
-
-    Raises:
-        CheckpointError: the model cannot be loaded.
-        PipelineError: the ranks were started with different options, or have different weights.
-        UsageError: an option that cannot be.
-    """
+    """Load this rank's layers; without a group this process alone runs the model."""
     config, checkpoint, device = plan.config, plan.checkpoint, plan.device
     part, share = plan.own.part, plan.own.share
     use_device(device)
@@ -161,11 +155,7 @@ def _find_slowness(loaded: LoadedPart, stage: Stage, group: Group | None) -> Slo
 
 
 def build_stage(loaded: LoadedPart) -> Stage:
-    """Give a loaded part the KV cache of its plan.
-
-    Raises:
-        UsageError: there is no memory for it.
-    """
+    """Give a loaded part the KV cache of its plan."""
     try:
         stage = make_stage(loaded)
         if loaded.device.type == "cuda":
@@ -216,8 +206,8 @@ def build(
     """Plan this rank's run, load its layers, and make the stage that computes.
 
     Args:
-        on_loaded: called when the weights are in memory, before the KV cache is, with a digest of
-            each of their files if others must have the same.
+        on_loaded: told digests of the weights' files, if others must have the same, before there
+            is a KV cache.
     """
     plan = plan_run(config, checkpoint, group, spread)
     if group is not None:

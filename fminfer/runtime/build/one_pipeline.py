@@ -16,12 +16,7 @@ from fminfer.core.rank_memory import RankMemory
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.engine_core import Facts
 from fminfer.engine.start import Starter
-from fminfer.machine.device import (
-    end_openmp_threads,
-    free_bytes,
-    measure_peak,
-    use_device,
-)
+from fminfer.machine.device import end_openmp_threads, free_bytes, measure_peak, use_device
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.layer_source import OnProgress
 from fminfer.models.stage import Stage
@@ -146,11 +141,9 @@ class OnePipeline:
         if group is None:
             return
         group.watch.stop()
-        if self.stages.is_broken:
-            group.abandon()
-        else:
+        if not self.stages.is_broken:
             group.watch.hear_last()
-            group.leave()
+        group.leave(has_failed=self.stages.is_broken)
 
 
 def _most_read(loaded: LoadedPart) -> int:
@@ -162,10 +155,7 @@ def _most_read(loaded: LoadedPart) -> int:
 
 
 def serve_rank(group: Group, config: EngineConfig, fetch: Callable[[], Checkpoint]) -> None:
-    """Be a rank other than 0: load its layers, and compute until rank 0 says stop.
-
-    What goes wrong ends this process and the run.
-    """
+    """Be a rank other than 0 until rank 0 says stop; what goes wrong ends the run."""
     try:
         loaded, stage, _ = build(config, fetch(), group, group.spread)
         release = _release_of(loaded)

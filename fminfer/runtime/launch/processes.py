@@ -95,9 +95,7 @@ class Process:
 class Processes:
     """The other ranks of a pipeline whose rank 0 is this process, or the members of a team.
 
-    Args:
-        names: of each.
-        num_ranks: that each starts itself.
+    Each may start so many ranks itself.
     """
 
     def __init__(self, names: Sequence[str], *, num_ranks: int = 0, has_line: bool = False) -> None:
@@ -171,10 +169,7 @@ class Processes:
 
 
 def end_after(parent: int) -> None:
-    """End this process soon after the one that started it, in any state.
-
-    While rows run it notices by itself and says so; imports and a stuck file system do not.
-    """
+    """End this process soon after its parent, also while it imports or waits for a stuck disk."""
 
     def look() -> None:
         if os.getppid() != parent:
@@ -185,10 +180,7 @@ def end_after(parent: int) -> None:
 
 
 def end_parent(parent: int, wait_s: float) -> None:
-    """Wait until the process that started this one has ended, and then end it.
-
-    It may be stopped, or stuck, and then nothing else would end the run.
-    """
+    """Wait until the process that started this one has ended; then end it: it may be stuck."""
     if not wait_until(lambda: os.getppid() != parent, wait_s):
         with suppress(OSError):
             os.kill(parent, signal.SIGKILL)

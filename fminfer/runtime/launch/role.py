@@ -47,11 +47,7 @@ class Role:
 
 
 def find_role(ranks: RankConfig, environ: Mapping[str, str]) -> Role:
-    """Decide what a process of the command is.
-
-    Raises:
-        UsageError: half of what a rank needs, or flags that a launcher's variables contradict.
-    """
+    """Decide what a process of the command is."""
     facts, groups = find_facts(ranks, environ), ranks.data_group_size
     shards = ranks.tensor_parallel_size
     num_stages = ranks.num_stages if facts is None else facts.world_size // (groups * shards)

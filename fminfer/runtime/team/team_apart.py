@@ -54,12 +54,7 @@ class Apart(Meeting):
         return f"pipeline {self._number}"
 
     def find_place(self, fingerprint: dict[str, str]) -> None:
-        """Find this pipeline's place on its machine, once all ranks have the same run.
-
-        Raises:
-            PipelineError: they have not.
-            UsageError: this machine has more ranks of one pipeline than of another.
-        """
+        """Find this pipeline's place on its machine, once all ranks have the same run."""
         agree(self, "fingerprint", fingerprint)
         counts = Counter(rank // self._num_ranks for rank in self.local_ranks)
         if len(set(counts.values())) > 1:
@@ -107,11 +102,7 @@ class Apart(Meeting):
     def start_pipelines(
         self, config: EngineConfig, child_options: ChildOptions
     ) -> list[TeamPipeline]:
-        """Start rank 0's own stage, and wait for the lines of the other pipelines.
-
-        Raises:
-            PipelineError: one did not come.
-        """
+        """Start rank 0's own stage, and wait for the lines of the other pipelines."""
         self._end_meeting(is_needed=True)
         member = Processes([self.pipeline_name], has_line=True).all[0]
         facts = replace(self._facts, parent=os.getpid()) if self._num_ranks > 1 else None
@@ -128,7 +119,7 @@ class Apart(Meeting):
         facts = self._facts if self._num_ranks > 1 else None
         if self._rank_in_pipeline > 0:
             return facts, None
-        peer = self._store.connect_again().become_line(self._number)
+        peer = self._store.connect_again(self.spread.join_timeout_s).become_line(self._number)
         end_when_silent(peer, self.spread.rank_timeout_s, is_always_read=False)
         return facts, peer.detach()
 

@@ -9,6 +9,7 @@ import os
 import re
 import threading
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,7 +25,7 @@ from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import digest_files, name_differences
 from fminfer.pipeline.watch import Fault
 from fminfer.runtime.build.one_pipeline import OnStep, OnWork
-from fminfer.runtime.team.team_messages import END, GO_ON, Ask, Cancel, Order, Report, receive
+from fminfer.runtime.team.team_messages import END, GO_ON, Ask, Cancel, Report, receive
 from fminfer.runtime.team.team_process import SentRequest, StreamPosition, TeamPipeline
 
 MOST_WAITING = 80  # requests that wait in one pipeline
@@ -38,9 +39,6 @@ class Team:
     Args:
         start: starts the pipelines.
         say: tells the user of a pipeline that died.
-
-    Raises:
-        FminferError: no pipeline can be started.
     """
 
     def __init__(
@@ -144,12 +142,7 @@ class Team:
         return not living or bool(wait(living, 0))
 
     def step(self) -> list[Event]:
-        """Send waiting requests to pipelines, and return the next events.
-
-        Raises:
-            PipelineError: no pipeline is left. All requests are dropped.
-            UsageError: the engine was closed.
-        """
+        """Hand out waiting requests, and return the next events; an error drops all requests."""
         self._take_in()
         self._hand_out()
         try:
@@ -167,13 +160,13 @@ class Team:
     def start_run(self) -> None:
         """Count the steps of a run anew; no longer drain."""
         self._is_draining, self._until_s, self._expects_more = False, None, True
-        self._order("start_run")
+        self._tell_all("start_run")
 
     def drain(self, until_s: float = math.inf) -> None:
         """Let no more requests begin; those whose rows run go on. `step` returns by then."""
         if not self._is_draining:
             self._is_draining = True
-            self._order("drain")
+            self._tell_all("drain")
         self._until_s = until_s if until_s < math.inf else None
 
     def expect_no_more(self) -> None:
@@ -181,7 +174,7 @@ class Team:
         self._take_in()
         if self._expects_more and not self._waiting:
             self._expects_more = False
-            self._order("expect_no_more")
+            self._tell_all("expect_no_more")
 
     def check_idle(self) -> None:
         """Nothing: the books are the pipelines'."""
@@ -258,32 +251,27 @@ class Team:
                 with contextlib.suppress(BlockingIOError):  # it is full
                     os.write(self._wake_in, b".")
 
-    def _order(self, order: Order) -> None:
+    def _tell_all(self, what: str) -> None:
         for pipeline in self._living:
-            pipeline.tell(order)
+            pipeline.tell(what)
 
     def _start(self) -> None:
-        """Wait until all pipelines can answer; then tell of those that cannot."""
+        """Wait until each pipeline has loaded, then for its KV cache; tell of those that ended."""
         try:
-            self._await_start()
+            self._await_all(lambda each: each.file_digests is not None)
+            for pipeline in self._living:  # the folder may have changed
+                if names := name_differences(pipeline.file_digests or {}, self._file_digests):
+                    raise PipelineError(
+                        f"the weights of pipeline {pipeline.number} are not those with which the "
+                        f"run began: {names} differ; leave the model's folder as it is while a run "
+                        "starts"
+                    )
+            self._tell_all(GO_ON)
+            self._await_all(lambda each: each.facts is not None)
         finally:
             self._has_started = True
             for pipeline in self._dead:
                 self._tell_end(pipeline)
-
-    def _await_start(self) -> None:
-        """Wait until every pipeline has loaded, then until each has its KV cache."""
-        self._await_all(lambda each: each.file_digests is not None)
-        for pipeline in self._living:  # the folder may have changed
-            if differences := name_differences(pipeline.file_digests or {}, self._file_digests):
-                raise PipelineError(
-                    f"the weights of pipeline {pipeline.number} are not those with which the run "
-                    f"began: {differences} differ; leave the model's folder as it is while a run "
-                    "starts"
-                )
-        for pipeline in self._living:
-            pipeline.tell(GO_ON)
-        self._await_all(lambda each: each.facts is not None)
 
     def _await_all(self, has_come: Callable[[TeamPipeline], bool]) -> None:
         while not all(map(has_come, self._living)):
@@ -294,11 +282,7 @@ class Team:
         """Queue what was added, the higher priorities first, and forget what was cancelled."""
         num_cancelled = len(self._cancelled)  # counted first: all of these were added by now
         while self._added:
-            asking = self._added.popleft()
-            place = len(self._waiting)
-            while place and self._waiting[place - 1].ask.priority < asking.ask.priority:
-                place -= 1
-            self._waiting.insert(place, asking)
+            insort(self._waiting, self._added.popleft(), key=lambda each: -each.ask.priority)
         for _ in range(num_cancelled):
             request_id = self._cancelled.popleft()
             kept = [each for each in self._waiting if each.ask.request_id != request_id]

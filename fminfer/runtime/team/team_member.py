@@ -21,16 +21,7 @@ from fminfer.pipeline.watch import Fault
 from fminfer.runtime.build.assembly import load_tokenizer
 from fminfer.runtime.build.one_pipeline import OnePipeline
 from fminfer.runtime.launch.role import Role
-from fminfer.runtime.team.team_messages import (
-    END,
-    GO_ON,
-    Ask,
-    Cancel,
-    Order,
-    Report,
-    receive,
-    send,
-)
+from fminfer.runtime.team.team_messages import END, GO_ON, Ask, Cancel, Order, Report, receive, send
 
 STATS_EVERY_S = 0.5
 
@@ -38,15 +29,7 @@ STATS_EVERY_S = 0.5
 def serve_pipeline(
     config: EngineConfig, group: Group | None, role: Role, fetch: Callable[[], Checkpoint]
 ) -> None:
-    """Answer the run's requests until it says that there are no more.
-
-    Args:
-        group: the ranks of this pipeline, of which this process is the first.
-        fetch: returns the model.
-
-    Raises:
-        FminferError: the pipeline cannot go on; the run has been told.
-    """
+    """Answer the run's requests until there are no more; tell the run why that ends early."""
     assert role.link is not None, "a member has a way to the run"
     connection = Connection(role.link)
     try:

@@ -71,20 +71,12 @@ _CLASSES = {
 
 
 def send(connection: Connection, what: object) -> None:
-    """Say something.
-
-    Raises:
-        OSError: nobody listens any more.
-    """
+    """Say something; an OSError: nobody listens any more."""
     connection.send_bytes(encode(what))
 
 
 def receive(connection: Connection) -> Any:
-    """Wait for the next message of the other end.
-
-    Raises:
-        EOFError, OSError: it says nothing more.
-    """
+    """Wait for the next message; an EOFError or OSError: the other end says nothing more."""
     return decode(connection.recv_bytes())
 
 

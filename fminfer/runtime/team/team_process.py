@@ -37,11 +37,11 @@ class StreamPosition:
 
     def take(self, delta: Delta) -> Delta | None:
         """Return the new part of a delta; None: nothing is new."""
-        listed = range(_num_listed(delta.logprobs))
+        logprobs, skip = delta.logprobs, self.num_again[-1]
+        listed = logprobs["content" if "content" in logprobs else "tokens"] if logprobs else []
         parts: tuple[Any, ...] = delta.text, delta.token_ids, delta.tool_calls, listed
         new = [part[again:] for part, again in zip(parts, self.num_again, strict=True)]
         counts = [*zip(parts, new, self.num_sent, self.num_again, strict=True)]
-        logprobs, skip = delta.logprobs, self.num_again[-1]
         if logprobs is not None:
             logprobs = {k: v if v is None else v[skip:] for k, v in logprobs.items()}
         self.num_again = tuple(max(0, again - len(part)) for part, _, _, again in counts)
@@ -52,13 +52,6 @@ class StreamPosition:
         self.is_over = is_end
         text, ids, calls, _ = new
         return replace(delta, text=text, token_ids=ids, logprobs=logprobs, tool_calls=calls)
-
-
-def _num_listed(logprobs: dict[str, Any] | None) -> int:
-    """Count tokens in completions' logprobs, or in chat's."""
-    if logprobs is None:
-        return 0
-    return len(logprobs["content" if "content" in logprobs else "tokens"])
 
 
 @dataclass(slots=True, eq=False)
@@ -83,12 +76,7 @@ class SentRequest:
 
 
 class TeamPipeline:
-    """What the run knows of one of its pipelines.
-
-    Args:
-        connection: to its first rank.
-        process: which that is, if this one has started it.
-    """
+    """What the run knows of one of its pipelines; it may have started its first process."""
 
     def __init__(self, number: int, connection: Connection, process: Process | None = None) -> None:
         self.number, self.connection, self._process = number, connection, process
@@ -159,12 +147,7 @@ def start_pipeline(
     child_options: ChildOptions,
     facts: RankFacts | None = None,
 ) -> TeamPipeline:
-    """Give a process its pipeline.
-
-    Args:
-        place: its pipeline's, among those on this machine.
-        facts: its place among the pipeline's ranks, if these were started apart.
-    """
+    """Give a process its pipeline; it has a place on this machine, or among ranks apart."""
     process.give(Task(Role("member", place, facts, process.descriptor), config, child_options))
     assert process.line is not None, "a member has a line"
     return TeamPipeline(place.engine_number, Connection(process.line.detach()), process)
