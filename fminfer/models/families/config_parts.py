@@ -27,6 +27,16 @@ LAYERED = {"gemma3_text", "modernbert", "olmo3"}
 Where = Literal["before", "once", "after", "around", "of_sum"]
 
 
+def like(row: Callable[..., Architecture], **fields: Any) -> Callable[..., Architecture]:
+    """Return a row like another with these arguments; one that is a function reads the config."""
+
+    def read(c: Any, **more: Any) -> Architecture:
+        given = fields | more
+        return row(c, **{name: each(c) if callable(each) else each for name, each in given.items()})
+
+    return read
+
+
 def first_of(c: Any, *names: str) -> Any:
     """Return the first of these fields that a config declares."""
     for name in names[:-1]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from fminfer.compute.spec import Attention, Cross, Encoder, Layer, Mlp, Model, Norm, Relative
 from fminfer.core.errors import CheckpointError
-from fminfer.models.families.config_parts import Row, places_of
+from fminfer.models.families.config_parts import Row, like, places_of
 from fminfer.models.families.gpt_like import FAIRSEQ_INNER, FAIRSEQ_NORM, embed_scale
 from fminfer.models.families.tensor_names import (
     AS_ROW,
@@ -161,7 +160,7 @@ def bart(c: Any, *, is_before: bool = False) -> Architecture:
 
 ROWS: dict[str, Row] = {
     **dict.fromkeys(("t5", "mt5"), t5),
-    "umt5": partial(t5, is_shared=False),
+    "umt5": like(t5, is_shared=False),
     "bart": bart,
-    "mbart": partial(bart, is_before=True),
+    "mbart": like(bart, is_before=True),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from fminfer.compute.spec import (
@@ -20,6 +19,7 @@ from fminfer.models.families.config_parts import (
     Changes,
     Row,
     attention_of,
+    like,
     mlp_of,
     norm_of,
     places_of,
@@ -199,7 +199,7 @@ def modernbert(c: Any) -> Architecture:
 
 
 ROWS: dict[str, Row] = {
-    "bert": partial(_bert_like, base="bert."),
+    "bert": like(_bert_like, base="bert."),
     **dict.fromkeys(("roberta", "camembert", "xlm-roberta"), roberta),
     "distilbert": distilbert,
     "mpnet": mpnet,

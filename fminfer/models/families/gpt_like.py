@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from fminfer.compute.spec import Alibi, Mlp, Norm
@@ -13,6 +12,7 @@ from fminfer.models.families.config_parts import (
     first_of,
     head_dim_of,
     interleaved_slopes,
+    like,
     mpt_slopes,
     norm_of,
     plain_rope,
@@ -311,12 +311,12 @@ ROWS: dict[str, Row] = {
     "gpt_bigcode": gpt_bigcode,
     "gpt_neo": gpt_neo,
     "gptj": gptj,
-    "codegen": partial(gptj, inner=sources(BY_CORE, qkv="attn.qkv_proj")),
+    "codegen": like(gptj, inner=sources(BY_CORE, qkv="attn.qkv_proj")),
     "falcon": falcon,
     "mpt": mpt,
     "bloom": bloom,
-    "biogpt": partial(_fairseq, top="biogpt.", outer=sources(head="output_projection")),
-    "xglm": partial(
+    "biogpt": like(_fairseq, top="biogpt.", outer=sources(head="output_projection")),
+    "xglm": like(
         _fairseq,
         top="model.",
         has_sinusoids=True,
