@@ -18,7 +18,7 @@ from tokenizers import processors
 
 from fminfer.core.errors import CheckpointError
 from fminfer.machine.user_cache import cache_folder
-from fminfer.models.gguf.metadata import GgufModel
+from fminfer.models.gguf.gguf_model import GgufModel
 from fminfer.models.gguf.tokenizer_models import (
     Json,
     Metadata,

@@ -329,14 +329,13 @@ def _join(name: str, parts: list[StoredTensor]) -> Iterator[tuple[str, JoinedTen
 
 def _check_shapes(name: str, parts: list[StoredTensor], dim: int | None) -> None:
     """Refuse parts that cannot be joined along a dimension, or are not the same without one."""
-    shapes = [[*part.shape] for part in parts]
-    is_split = dim is None or all(len(shape) > dim for shape in shapes)
-    if dim is not None and is_split:
-        for shape in shapes:
-            is_split = is_split and (FUSED not in name or shape[0] % 3 == 0)
-            del shape[dim]
-    if not is_split or any(shape != shapes[0] for shape in shapes):
-        found = " and ".join(str(part.shape) for part in parts[:2])
+    shapes = [part.shape for part in parts]
+    fits, others = True, set(shapes)
+    if dim is not None:
+        fits = all(len(s) > dim and (FUSED not in name or s[0] % 3 == 0) for s in shapes)
+        others = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
+    if not fits or len(others) > 1:
+        found = " and ".join(map(str, shapes[:2]))
         raise CheckpointError(
             f"{parts[0].file.parent}: tensor {name!r} has shape {found}, which is no part of "
             "a model; fetch the files again"
