@@ -309,17 +309,11 @@ class TokenSpan:
 def sample(
     logits: torch.Tensor,
     how: SamplingTensors,
-    num_top: int,
-    edits: LogitEditTensors | None = None,
-    tokens: TokenSpan | None = None,
+    num_top: int,  # alternatives to report
+    edits: LogitEditTensors | None = None,  # the logprobs are those of the logits without them
+    tokens: TokenSpan | None = None,  # that the logits belong to; None: the whole vocabulary
 ) -> Draws:
-    """Draw one token a row of logits, (rows, vocab), of any floating dtype.
-
-    Args:
-        num_top: how many alternatives to report.
-        edits: changes of single logits; the logprobs are those of the logits without them.
-        tokens: that the logits belong to; None: the whole vocabulary.
-    """
+    """Draw one token a row of logits, (rows, vocab), of any floating dtype."""
     tokens = tokens or TokenSpan(logits.shape[-1])
     ranking = tokens.rank(logits, num_top)
     edited = logits if edits is None else edits.apply(logits)

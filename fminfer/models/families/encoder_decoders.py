@@ -21,8 +21,7 @@ from fminfer.models.families.tensor_names import (
 def t5(c: Any, *, is_shared: bool = True) -> Architecture:
     """Return T5 (Raffel et al. 2020), v1.1, Flan-T5, UL2, T0 or mT5.
 
-    Args:
-        is_shared: all layers have the biases by distance of the first; in UMT5 each has its own.
+    If `is_shared`, all layers have the biases by distance of the first; in UMT5 each has its own.
     """
     is_scaled = getattr(c, "scale_decoder_outputs", c.tie_word_embeddings)
     is_scaled = is_scaled and c.model_type != "mt5"
@@ -108,11 +107,7 @@ BART_INNER = FAIRSEQ_INNER | sources(
 
 
 def bart(c: Any, *, is_before: bool = False) -> Architecture:
-    """Return BART (Lewis et al. 2019), with norms behind the sums.
-
-    Args:
-        is_before: norms stand before attention and MLP, as in mBART (Liu et al. 2020).
-    """
+    """Return BART (Lewis et al. 2019), or mBART (Liu et al. 2020), whose norms stand before."""
     norm = FAIRSEQ_NORM
     heads = c.decoder_attention_heads
     if c.encoder_attention_heads != heads:

@@ -53,24 +53,18 @@ CLASSIFIER = sources(reading_0="classifier.dense", reading_1="classifier.out_pro
 def _bert_like(
     c: Any,
     *,
-    base: str,
+    base: str,  # what names begin with, where a head was saved, too
     norm: Norm | None = None,
     attention: Attention | None = None,
     mlp: Mlp | None = None,
-    head: Sources = POOLER,
-    activation: str = "tanh",
+    head: Sources = POOLER,  # that scores classes
+    activation: str = "tanh",  # of that head
     prefix: str = "encoder.layer.{}.",
     inner: Sources = BERT_INNER,
     outer: Sources = BERT_OUTER,
-    **encoder: Any,
+    **encoder: Any,  # fields of `Encoder` that differ
 ) -> Architecture:
-    """Return a BERT (Devlin et al. 2018) with what differs.
-
-    Args:
-        base: what names begin with, where a head was saved, too.
-        head, activation: of the head that scores classes.
-        encoder: fields of `Encoder` that differ.
-    """
+    """Return a BERT (Devlin et al. 2018) with what differs."""
     norm = norm or norm_of(c)
     mlp = mlp or mlp_of(c, is_gated=False, has_bias=True)
     layer = Layer(attention or _attention(c), mlp, **places_of(norm, "of_sum"))
@@ -261,13 +255,11 @@ def _without_heads(architecture: Architecture) -> Architecture:
 
 
 def pooled(
-    architecture: Architecture, pooling: Pooling, readings: Sources | None = None
+    architecture: Architecture,
+    pooling: Pooling,
+    readings: Sources | None = None,  # where the tensors of the pooling's dense layers are
 ) -> Architecture:
-    """Return an encoder that pools. A decoder's layers become the encoder's, and stay causal.
-
-    Args:
-        readings: where the tensors of the pooling's dense layers are.
-    """
+    """Return an encoder that pools. A decoder's layers become the encoder's, and stay causal."""
     model, outer, encoder = architecture.model, architecture.outer, architecture.model.encoder
     if encoder is None:
         is_latent = any(layer.attention.latent for layer in model.layers)

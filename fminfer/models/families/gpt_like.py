@@ -73,23 +73,15 @@ FAIRSEQ_INNER = sources(
 def gpt_like(
     c: Any,
     *,
-    norm: Norm | None = None,
+    norm: Norm | None = None,  # at all places; None: a LayerNorm with a bias
     activation: str | None = None,
-    size: int | None = None,
-    inner: Sources | None = None,
+    size: int | None = None,  # of the MLP
+    inner: Sources | None = None,  # names that differ from GPT-2's
     outer: Sources | None = None,
-    has_bias: bool = True,
-    **more: Any,
+    has_bias: bool = True,  # of the products
+    **more: Any,  # as for `assemble`
 ) -> Architecture:
-    """Return a GPT-2 with what differs.
-
-    Args:
-        norm: at all places; None: a LayerNorm with a bias.
-        activation, size: of the MLP.
-        inner, outer: names that differ from GPT-2's.
-        has_bias: of the products.
-        more: as for `assemble`.
-    """
+    """Return a GPT-2 with what differs."""
     activation = activation or first_of(c, "activation_function", "hidden_act")
     mlp = Mlp(activation, size or 4 * c.hidden_size, is_gated=False, has_bias=has_bias)
     return assemble(
@@ -104,11 +96,7 @@ def gpt_like(
 
 
 def _fairseq(c: Any, *, top: str, outer: Sources | None = None, **more: Any) -> Architecture:
-    """Return a GPT with the names and positions of fairseq, and its eps, whatever the config says.
-
-    Args:
-        outer: names that differ.
-    """
+    """Return a GPT with the names, positions and eps of fairseq, whatever the config says of it."""
     own = sources(
         embed=f"{top}embed_tokens",
         positions=f"{top}embed_positions",

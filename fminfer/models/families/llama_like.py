@@ -61,23 +61,14 @@ OF_IMAGES = r"(model\.)?(vision_tower|multi_modal_projector)\."
 def llama_like(
     c: Any,
     *,
-    norm: Norm | None = None,
-    mlp: Mlps | None = None,
-    inner: Sources | None = None,
-    qk_norm: str = "",
-    is_interleaved: bool = False,
-    **more: Any,
+    norm: Norm | None = None,  # at all places; None: by the config's eps
+    mlp: Mlps | None = None,  # None: a gated one
+    inner: Sources | None = None,  # names that differ from LLaMA's
+    qk_norm: str = "",  # `qk_norm_over` of queries and keys with the same norm; "": they have none
+    is_interleaved: bool = False,  # neighbours rotate together
+    **more: Any,  # as for `assemble`
 ) -> Architecture:
-    """Return a LLaMA with what differs.
-
-    Args:
-        norm: at all places; None: by the config's eps.
-        mlp: None: a gated one.
-        inner: names that differ from LLaMA's.
-        qk_norm: the `qk_norm_over` of queries and keys with the same norm; "": they have none.
-        is_interleaved: neighbours rotate together.
-        more: as for `assemble`.
-    """
+    """Return a LLaMA with what differs."""
     norm = norm or norm_of(c)
     has_bias = has_bias_by(c, "attention_bias")
     of_out = getattr(c, "attention_out_bias", has_bias)
@@ -98,11 +89,7 @@ def llama_like(
 
 
 def text_part(c: Any, **rows: Row) -> Architecture:
-    """Return the text part of a model that reads images, too; what it has for these is left out.
-
-    Args:
-        rows: by the architectures that the text part may have.
-    """
+    """Return the text part, by one of these rows, of a model that also reads images."""
     text_type = c.text_config.model_type
     if (row := rows.get(text_type)) is not None:
         return replace(row(c.text_config), left_out=OF_IMAGES)

@@ -82,11 +82,7 @@ class Architecture:
 
 
 def by_our_names(architecture: Architecture, names: Iterable[str]) -> Architecture:
-    """Return an architecture whose checkpoint has our tensors by our names.
-
-    Args:
-        names: of all tensors; those of a layer begin with its number.
-    """
+    """Return an architecture whose checkpoint has all tensors by our names, as "0.up.weight"."""
     inner = (name.partition(".")[2] if name[0].isdigit() else name for name in names)
     own = {module: Source((module,)) for module, _, _ in (n.rpartition(".") for n in inner)}
     return Architecture(architecture.model, own, own, prefix="layers.{}.", base="")
