@@ -142,11 +142,10 @@ def opt(c: Any) -> Architecture:
 def gpt2(c: Any) -> Architecture:
     by_layer, scaling = c.scale_attn_by_inverse_layer_idx, _scaling(c)
     numbers = range(1, c.num_hidden_layers + 1)
-    products = {name: INNER[name] for name in ("qkv", "out", "up", "down")}
     return gpt_like(
         c,
         size=c.n_inner,
-        inner=laid_out(TRANSPOSED, products),
+        inner=laid_out(TRANSPOSED, INNER, "qkv", "out", "up", "down"),
         attention=[{"scaling": scaling / (n if by_layer else 1)} for n in numbers],
         num_positions=c.max_position_embeddings,
     )

@@ -114,9 +114,9 @@ def parameter(name: str, layout: Layout = AS_STORED) -> Source:
     return Source((), layout, name)
 
 
-def laid_out(layout: Layout, inner: Sources) -> Sources:
-    """Return the same sources with another layout."""
-    return {name: replace(source, layout=layout) for name, source in inner.items()}
+def laid_out(layout: Layout, where: Sources, *ours: str) -> Sources:
+    """Return sources of which these have another layout."""
+    return where | {name: replace(where[name], layout=layout) for name in ours}
 
 
 def _by_head(t: torch.Tensor, how: Attention) -> torch.Tensor:

@@ -17,7 +17,6 @@ from fminfer.models.families.tensor_names import (
     BY_PAIRS,
     WITH_ONE,
     Architecture,
-    Layout,
     Sources,
     laid_out,
     parameter,
@@ -216,14 +215,10 @@ def gguf_architecture(model: GgufModel, spec: Model) -> Architecture:
     """Return where a GGUF file has the tensors of a spec."""
     outer, inner = OUTER, INNER | _of_file(model)
     if model.arch in PAIRED:
-        inner = _laid_out(BY_PAIRS, inner, "qkv")
+        inner = laid_out(BY_PAIRS, inner, "qkv")
     if model.arch in WITH_ONES:
-        inner, outer = _laid_out(WITH_ONE, inner, *NORMS), _laid_out(WITH_ONE, outer, "final_norm")
+        inner, outer = laid_out(WITH_ONE, inner, *NORMS), laid_out(WITH_ONE, outer, "final_norm")
     return Architecture(spec, outer, inner, "blk.{}.", "blk.", left_out=LEFT_OUT)
-
-
-def _laid_out(layout: Layout, where: Sources, *names: str) -> Sources:
-    return where | laid_out(layout, {name: where[name] for name in names})
 
 
 def _of_file(model: GgufModel) -> Sources:
