@@ -190,14 +190,12 @@ def race(
 
 
 def draw(
-    logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor, racer: Racer = race
+    logits: torch.Tensor,
+    how: SamplingTensors,  # of all rows; temperature and top_p above 0 in those that draw
+    rows: torch.Tensor,
+    racer: Racer = race,  # or a compiled body of it
 ) -> torch.Tensor:  # as many places as rows, int64
-    """Draw by Gumbel-max from what top_k, min_p and top_p leave, as `Drawer`.
-
-    Args:
-        how: of all rows; temperature and top_p above 0 in those that draw.
-        racer: `race`, or a compiled body of it.
-    """
+    """Draw by Gumbel-max from what top_k, min_p and top_p leave, as `Drawer`."""
     host = how.host  # to see which filters are used; a filter leaves other rows as they are
     most_kept = int(host.top_k.max())
     has_min_p, has_top_p = bool((host.min_p > 0).any()), bool((host.top_p < 1).any())

@@ -271,7 +271,6 @@ def _is_aligned(tensor: StoredTensor) -> bool:
 def _one_table(
     folder: Path, found: WeightFiles, files: list[StoredFile], layer_prefix: str
 ) -> dict[str, JoinedTensor]:
-    homes: dict[str, Path] = {}
     tensors: dict[str, JoinedTensor] = {}
     for file in files:
         layer = LAYER.fullmatch(file.path.name) if found.form == "layers" else None
@@ -280,14 +279,14 @@ def _one_table(
             whole = prefix + name
             if name in found.homes and folder / found.homes[name] != file.path:
                 continue
-            if whole in homes:
+            if whole in tensors:
+                first = tensors[whole].parts[0].file.name
                 more = "" if layer else f", and no {found.index} says which one counts"
                 raise CheckpointError(
-                    f"{folder} holds the tensor {whole!r} twice, in {homes[whole].name} and "
+                    f"{folder} holds the tensor {whole!r} twice, in {first} and "
                     f"{file.path.name}{more}; take the file away that does not belong to the "
                     "model, or fetch the index"
                 )
-            homes[whole] = file.path
             tensors[whole] = JoinedTensor((tensor,))
     return tensors
 
