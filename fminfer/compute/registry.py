@@ -14,25 +14,28 @@ import torch
 
 from fminfer.compute.attention.kernel_attention import (
     AttentionAsked,
-    attention_candidate,
+    KernelAttention,
     attention_trial,
 )
 from fminfer.compute.attention.paged_attention import AttentionBody
 from fminfer.compute.kernels.kernel_build import KernelBuild, start_build
-from fminfer.compute.layers.bodies import PartKernels, Parts, parts_candidate, parts_trial
+from fminfer.compute.layers.bodies import LayerKernels, PartKernels, Parts, parts_trial
 from fminfer.compute.layers.experts import Mix, Mixture, expert_candidate
 from fminfer.compute.layers.product_kernel import PackedProduct, head_candidate, product_candidate
 from fminfer.compute.layers.products import Linear, PlainProduct, library_products
 from fminfer.compute.sampling.draw_kernel import (
+    RANK_ERROR,
     TOKEN_ERROR,
-    draw_candidate,
+    DrawKernel,
+    ScoreKernel,
+    draw_pairs,
     race_pairs,
-    rank_candidate,
+    rank_pairs,
 )
 from fminfer.compute.sampling.sampler import Drawer, Ranker, draw, rank
 from fminfer.compute.spec import Attention, Moe
 from fminfer.compute.trial import Asked, Body, Candidate, Pair, Trial, compare, explain_failure
-from fminfer.compute.weights import Function, Weight
+from fminfer.compute.weights import KERNEL_TYPES, Function, Weight
 from fminfer.core.config import Kernels
 from fminfer.core.errors import UsageError
 from fminfer.machine.device import is_fast_in_bfloat16, start_openmp_threads
@@ -89,18 +92,29 @@ class Registry:
         self.of_heads: list[Candidate[Linear, PackedProduct]] = []
         self.of_draws: list[Candidate[None, Drawer]] = []
         self.of_ranks: list[Candidate[None, Ranker]] = []
+        self._attention_trial = partial(attention_trial, dtype=dtype, device=device)
         if library is not None and device.type == "cpu":
-            self.of_attention.append(attention_candidate(library, dtype))
-            self.of_parts.append(parts_candidate(library, dtype))
-            self.of_products.append(product_candidate(library, dtype))
-            self.of_experts.append(expert_candidate(library, dtype))
-            self.of_heads.append(head_candidate(library, dtype))
-            self.of_draws.append(draw_candidate(library))
-            self.of_ranks.append(rank_candidate(library))
+            self._have_library(library)
         if device.type == "cpu":
             self.of_products += library_products(dtype, is_fast=is_fast_in_bfloat16(device))
         elif asked != "off":
             self.have_triton()
+
+    def _have_library(self, library: ctypes.CDLL) -> None:
+        """Add the CPU's kernels."""
+        dtype = self.dtype
+        draws: Trial[Drawer] = Trial("draws", draw_pairs, TOKEN_ERROR)
+        ranks: Trial[Ranker] = Trial("scores", rank_pairs, RANK_ERROR)
+        attention = Candidate(lambda _: KernelAttention(library), self._attention_trial)
+        self.of_attention.append(attention)
+        if dtype in KERNEL_TYPES:
+            parts = parts_trial(dtype, self.device)
+            self.of_parts.append(Candidate(lambda _: LayerKernels(library), lambda _: parts))
+        self.of_products.append(product_candidate(library, dtype))
+        self.of_experts.append(expert_candidate(library, dtype))
+        self.of_heads.append(head_candidate(library, dtype))
+        self.of_draws.append(Candidate(lambda _: DrawKernel(library), lambda _: draws))
+        self.of_ranks.append(Candidate(lambda _: ScoreKernel(library), lambda _: ranks))
 
     def have_triton(self) -> None:
         """Add the GPU's kernels. Triton comes with torch for CUDA only, and is imported late."""
@@ -127,8 +141,7 @@ class Registry:
 
             yield from race_pairs(triton_race, device)
 
-        attention = partial(attention_trial, dtype=dtype, device=device)
-        self.of_attention.append(Candidate(attend, attention))
+        self.of_attention.append(Candidate(attend, self._attention_trial))
         self.of_parts.append(Candidate(make_parts, lambda _: parts_trial(dtype, device)))
         draws: Trial[Drawer] = Trial("draws", pairs_of_races, TOKEN_ERROR)
         self.of_draws.append(Candidate(make_drawer, lambda _: draws))

@@ -21,8 +21,7 @@ from fminfer.models.config_fields import TEXT_PART, architecture_of, is_own_fold
 from fminfer.models.families.table import check_model_type
 from fminfer.models.families.tensor_names import Architecture
 from fminfer.models.gguf.configs import config_of
-from fminfer.models.gguf.metadata import read_model
-from fminfer.models.gguf.sources import gguf_architecture
+from fminfer.models.gguf.gguf_model import gguf_architecture, read_model
 from fminfer.models.gguf.tokenizer_files import small_files
 from fminfer.models.known_sizes import DEMO_MODEL as DEMO_MODEL
 from fminfer.models.known_sizes import DEMO_NAMES, SIZES, folder_of, size_fields

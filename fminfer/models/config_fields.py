@@ -15,7 +15,7 @@ import transformers
 from fminfer.compute.layers.plain import ACTIVATIONS
 from fminfer.compute.spec import ACTIVATION_SHAPES, Moe, Pooling
 from fminfer.core.errors import CheckpointError
-from fminfer.models.families.heads import seen_both_ways, with_head
+from fminfer.models.families.encoders import seen_both_ways, with_head
 from fminfer.models.families.table import ROWS, check_model_type
 from fminfer.models.families.tensor_names import Architecture, by_our_names
 from fminfer.models.tensor_specs import model_specs

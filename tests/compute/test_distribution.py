@@ -329,7 +329,9 @@ def test_noise_is_uniform_and_neighbours_are_unrelated(name: str) -> None:
     count = 24_000
     noise = torch.tensor([STREAMS[name](i) for i in range(count)])
     for token in (0, 41):
-        values = (token_bits(noise, 42)[:, token].numpy().astype(np.int64) % 2**32) / 2**32
+        values = (
+            token_bits(noise, torch.arange(42))[:, token].numpy().astype(np.int64) % 2**32
+        ) / 2**32
         bins = (values * 200).astype(int)
         check_counts(np.bincount(bins, minlength=200), np.full(200, 1 / 200), name)
         pairs = (values[::2] * 20).astype(int) * 20 + (values[1::2] * 20).astype(int)

@@ -34,8 +34,8 @@ def test_bits_and_noise_are_as_defined() -> None:
         *(step_noise(KEY, i) for i in range(9)),
     ]
     vocab = 300
-    bits = token_bits(torch.tensor(noise), vocab)
-    values = gumbel(torch.tensor(noise), vocab)
+    bits = token_bits(torch.tensor(noise), torch.arange(vocab))
+    values = gumbel(torch.tensor(noise), torch.arange(vocab))
     for row, number in enumerate(noise):
         for token in range(vocab):
             right = mix(mix(token ^ number & WORD) ^ number >> 32 & WORD)
@@ -49,9 +49,14 @@ def test_the_mixer_spreads_each_bit() -> None:
     count = 20_000
     noise = torch.tensor([step_noise(KEY, i) for i in range(count)])
     vocab = 1 << 10
-    plain = token_bits(noise, vocab)[:, :1]
-    near = [token_bits(noise, vocab)[:, 1 << bit : (1 << bit) + 1] for bit in range(10)]
-    near += [token_bits(noise ^ (1 << bit if bit < 63 else -(2**63)), 1) for bit in range(64)]
+    plain = token_bits(noise, torch.arange(vocab))[:, :1]
+    near = [
+        token_bits(noise, torch.arange(vocab))[:, 1 << bit : (1 << bit) + 1] for bit in range(10)
+    ]
+    near += [
+        token_bits(noise ^ (1 << bit if bit < 63 else -(2**63)), torch.arange(1))
+        for bit in range(64)
+    ]
     shifts = torch.arange(32)
     for bit, other in enumerate(near):
         shares = ((plain ^ other) >> shifts & 1).double().mean(0)
@@ -64,8 +69,8 @@ def test_noise_of_tokens_and_of_steps_is_unrelated(lag: int) -> None:
     count = 120_000
     steps = torch.tensor([step_noise(KEY, step) for step in range(count)])
     for name, bits in (
-        ("tokens", token_bits(steps[:1], count)[0]),
-        ("steps", token_bits(steps, 8)[:, 7]),
+        ("tokens", token_bits(steps[:1], torch.arange(count))[0]),
+        ("steps", token_bits(steps, torch.arange(8))[:, 7]),
     ):
         values = (bits.numpy().astype(np.int64) & WORD) / 2**32
         bins = (values * 20).astype(int)
@@ -80,7 +85,7 @@ def test_the_smallest_numbers_of_many_tokens_are_unrelated() -> None:
     """Those win. Two tokens of a row have them together as often as chance has it."""
     num_rows, vocab = 3000, 3000
     noise = torch.tensor([step_noise(KEY, i) for i in range(num_rows)])
-    bits = token_bits(noise, vocab)
+    bits = token_bits(noise, torch.arange(vocab))
     is_small = (bits >= 0) & (bits < 2**32 // vocab)  # one a row, on average
     counts = torch.bincount(is_small.sum(-1), minlength=6).numpy()
     probs = np.array([math.exp(-1) / math.factorial(k) for k in range(5)])

@@ -168,7 +168,7 @@ def test_draws_lie_where_the_definition_in_float64_puts_them(vocab: int, drawer:
             "noise": torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator),
         }
         settings = SamplingTensors.of(make_draws(range(count), **columns), torch.device("cpu"))
-        noise = gumbel(settings.noise, vocab)
+        noise = gumbel(settings.noise, torch.arange(vocab))
         rows = torch.arange(count)[random(count) < 0.8]
         with torch.inference_mode():
             ids = drawer(logits, settings, rows).tolist()

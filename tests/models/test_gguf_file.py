@@ -21,8 +21,7 @@ from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.config_fields import architecture_of
 from fminfer.models.fingerprint import digest_files
 from fminfer.models.gguf.configs import config_of
-from fminfer.models.gguf.metadata import read_model
-from fminfer.models.gguf.sources import gguf_architecture
+from fminfer.models.gguf.gguf_model import gguf_architecture, read_model
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.models.origins import check_tensors
 from fminfer.models.stored.gguf_file import TYPES, read_gguf

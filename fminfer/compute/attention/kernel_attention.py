@@ -20,7 +20,7 @@ from fminfer.compute.attention.scoring import NO_LIMIT, AttentionCall, Scoring, 
 from fminfer.compute.kernels.calls import Arguments
 from fminfer.compute.spec import Attention
 from fminfer.compute.step import Column, Rows
-from fminfer.compute.trial import Candidate, Limits, Pair, Trial
+from fminfer.compute.trial import Limits, Pair, Trial
 from fminfer.compute.weights import KERNEL_TYPES
 
 CACHE_TYPES = KERNEL_TYPES | {torch.float16: 2}
@@ -270,11 +270,3 @@ def _attend_some(
         plan, scoring = body.plan(rows, block_size), _trial_scoring(how, num_keys, device)
         outs.append(body(AttentionCall(query, key, value, keys, values, plan, scoring))[0])
     return torch.cat([out.float().cpu() for out in outs])
-
-
-def attention_candidate(
-    library: ctypes.CDLL, dtype: torch.dtype
-) -> Candidate[AttentionAsked, AttentionBody]:
-    """Return the CPU's attention, of queries of a dtype."""
-    trial = partial(attention_trial, dtype=dtype, device=CPU)
-    return Candidate(lambda _: KernelAttention(library), trial)

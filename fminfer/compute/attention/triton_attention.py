@@ -10,7 +10,7 @@ import triton
 
 from fminfer.compute.attention.scoring import AttentionCall, with_rows
 from fminfer.compute.kernels.triton_kernels import attend_kernel, join_kernel, store_kernel
-from fminfer.compute.step import Rows
+from fminfer.compute.step import Rows, ranges
 from fminfer.machine.device import send
 
 NO_WINDOW = 2**31 - 1
@@ -119,33 +119,27 @@ class TritonAttention:
 
     def plan(self, rows: Rows, block_size: int) -> TileRows:
         """Lay out a step's rows, in packed order."""
-        num_blocks = rows.num_blocks(block_size)
-        tables = num_blocks.cumsum() - num_blocks
-        is_one = rows.lengths == 1
+        tiles, is_one = _tiles_of(rows, block_size), rows.lengths == 1
         most = self.prompt.queries // self.group
         # The tiles of each prompt, one after another: the places where they begin in their row.
         num_tiles = np.where(is_one, 0, -(-rows.lengths // most))
-        of = np.repeat(np.arange(len(rows)), num_tiles)
-        starts = (np.arange(len(of)) - np.repeat(num_tiles.cumsum() - num_tiles, num_tiles)) * most
-        counts = np.minimum(most, rows.lengths[of] - starts)
-        keys = rows.positions + rows.lengths
-        positions = rows.positions[of] + starts
-        tiles = (rows.firsts[of] + starts, counts, positions, tables[of], keys[of])
-        prompts = np.stack(tiles, 1)
+        starts = ranges(0 * num_tiles, num_tiles) * most
+        prompts = np.repeat(tiles, num_tiles, 0)
+        prompts[:, 0] += starts
+        prompts[:, 1] = np.minimum(most, prompts[:, 1] - starts)
+        prompts[:, 2] += starts
         prompts = prompts[np.argsort(-prompts[:, 2], kind="stable")]  # short ones fill the end
-        decodes = np.stack([rows.firsts, rows.lengths, rows.positions, tables, keys], 1)[is_one]
-        parts = (prompts.ravel(), decodes.ravel(), rows.blocks(block_size), rows.slots(block_size))
-        columns = [part.astype(np.int32) for part in parts]
-        tiles_of, others, blocks, slots = send(columns, self.device)
-        return TileRows(tiles_of.view(-1, 5), others.view(-1, 5), blocks, slots)
+        blocks, slots = rows.blocks(block_size), rows.slots(block_size)
+        columns = (prompts.ravel(), tiles[is_one].ravel(), blocks, slots)
+        first, second, *others = send([each.astype(np.int32) for each in columns], self.device)
+        return TileRows(first.view(-1, 5), second.view(-1, 5), *others)
 
     def decode_numbers(self, rows: Rows, block_size: int, size: int) -> list[np.ndarray]:
         """Lay out rows of one token each, and none up to `size`, as `decode_plan` reads them."""
-        num, used = len(rows), rows.num_blocks(block_size)
+        num = len(rows)
         tiles = np.zeros((size, 5), np.int32)  # without tokens; none has another's place in `out`
         tiles[:, 0] = np.arange(size)
-        keys = rows.positions + rows.lengths
-        tiles[:num, 1:] = np.stack([rows.lengths, rows.positions, used.cumsum() - used, keys], 1)
+        tiles[:num] = _tiles_of(rows, block_size)
         slots = np.full(size, -1, np.int32)
         slots[:num] = rows.slots(block_size)
         return [tiles.ravel(), slots, rows.blocks(block_size)]
@@ -205,6 +199,13 @@ class TritonAttention:
         if rows.kept is not None:
             out = out[:, rows.kept]
         return out
+
+
+def _tiles_of(rows: Rows, block_size: int) -> np.ndarray:
+    """Return each row as one tile, (rows, 5) int64; see `TileRows`."""
+    num_blocks, keys = rows.num_blocks(block_size), rows.positions + rows.lengths
+    tables = num_blocks.cumsum() - num_blocks
+    return np.stack([rows.firsts, rows.lengths, rows.positions, tables, keys], 1)
 
 
 def _shared_bytes(device: torch.device) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from fminfer.compute.kernels.calls import RowSizes
 from fminfer.compute.layers import plain
 from fminfer.compute.spec import Mlp, Norm, Rope
-from fminfer.compute.trial import Candidate, Limits, Pair, Trial
+from fminfer.compute.trial import Limits, Pair, Trial
 from fminfer.compute.weights import KERNEL_TYPES, Function
 
 PART_ERRORS: Limits = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 0.016}
@@ -228,15 +228,6 @@ class Parts:
 def parts_trial(dtype: torch.dtype, device: torch.device) -> Trial[PartKernels]:
     pairs = partial(part_pairs, dtype=dtype, device=device)
     return Trial("norms and activations", pairs, PART_ERRORS[dtype])
-
-
-def parts_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[None, PartKernels]:
-    """Return the CPU's parts, of hidden states of a dtype."""
-    return Candidate(
-        lambda _: LayerKernels(library),
-        lambda _: parts_trial(dtype, LayerKernels.device),
-        lambda _: dtype in KERNEL_TYPES,
-    )
 
 
 def part_pairs(kernels: PartKernels, dtype: torch.dtype, device: torch.device) -> Iterator[Pair]:

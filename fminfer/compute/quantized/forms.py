@@ -30,9 +30,9 @@ def divided(packed: Tensor, *sizes: int) -> Tensor:
     return packed.reshape(*packed.shape[:-1], *sizes)
 
 
-def _halves(blocks: Tensor, first: int, num: int = 1) -> Tensor:
-    """Return float16 numbers of blocks, (…, num) float32."""
-    return blocks[..., first : first + 2 * num].contiguous().view(torch.float16).float()
+def _half(blocks: Tensor, first: int) -> Tensor:
+    """Return a float16 number of each block, (…, 1) float32."""
+    return blocks[..., first : first + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(packed: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def _fields(packed: Tensor, bits: int) -> Tensor:
 
 
 def unpack_q8_0(blocks: Tensor) -> Tensor:
-    return _halves(blocks, 0) * blocks[..., 2:].view(torch.int8).float()
+    return _half(blocks, 0) * blocks[..., 2:].view(torch.int8).float()
 
 
 def _unpack_small(blocks: Tensor, *, has_fifth: bool, has_least: bool) -> Tensor:
@@ -58,8 +58,8 @@ def _unpack_small(blocks: Tensor, *, has_fifth: bool, has_least: bool) -> Tensor
     if has_fifth:  # 32 bits, each worth 16
         values = values | _fields(blocks[..., first : first + 4], 1).mT.flatten(-2) << 4
     if has_least:
-        return _halves(blocks, 0) * values.float() + _halves(blocks, 2)
-    return _halves(blocks, 0) * (values.float() - (16 if has_fifth else 8))
+        return _half(blocks, 0) * values.float() + _half(blocks, 2)
+    return _half(blocks, 0) * (values.float() - (16 if has_fifth else 8))
 
 
 def _looked_up(values: tuple[int, ...], packed: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def _looked_up(values: tuple[int, ...], packed: Tensor) -> Tensor:
 
 
 def unpack_iq4_nl(blocks: Tensor) -> Tensor:
-    return _halves(blocks, 0) * _looked_up(IQ4_VALUES, blocks[..., 2:])
+    return _half(blocks, 0) * _looked_up(IQ4_VALUES, blocks[..., 2:])
 
 
 def unpack_mxfp4(blocks: Tensor) -> Tensor:
@@ -82,8 +82,8 @@ def _scales_and_mins(blocks: Tensor) -> tuple[Tensor, Tensor]:
     low, high, both = divided(blocks[..., 4:16], 3, 4).unbind(-2)
     scales = torch.cat([low & 63, (both & 15) | (low >> 6 << 4)], -1)
     mins = torch.cat([high & 63, (both >> 4) | (high >> 6 << 4)], -1)
-    scale = _halves(blocks, 0) * scales.float()
-    return scale[..., None], (_halves(blocks, 2) * mins.float())[..., None]
+    scale = _half(blocks, 0) * scales.float()
+    return scale[..., None], (_half(blocks, 2) * mins.float())[..., None]
 
 
 def _groups_of_nibbles(packed: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def unpack_q6_k(blocks: Tensor) -> Tensor:
     low = _fields(divided(blocks[..., :128], 2, 64), 4).flatten(-2)  # (…, 2, 128)
     high = _fields(divided(blocks[..., 128:192], 2, 32), 2).flatten(-2)
     values = divided((low | high << 4).flatten(-2), 16, 16).float() - 32
-    scale = _halves(blocks, 208) * blocks[..., 192:208].view(torch.int8).float()
+    scale = _half(blocks, 208) * blocks[..., 192:208].view(torch.int8).float()
     return (scale[..., None] * values).flatten(-2)
 
 
@@ -114,8 +114,8 @@ def _groups_of_twos(packed: Tensor) -> Tensor:
 
 
 def unpack_q2_k(blocks: Tensor) -> Tensor:
-    scale = _halves(blocks, 80) * (blocks[..., :16] & 15).float()
-    least = _halves(blocks, 82) * (blocks[..., :16] >> 4).float()
+    scale = _half(blocks, 80) * (blocks[..., :16] & 15).float()
+    least = _half(blocks, 82) * (blocks[..., :16] >> 4).float()
     values = _groups_of_twos(blocks[..., 16:80]).float()
     return (scale[..., None] * values - least[..., None]).flatten(-2)
 
@@ -125,7 +125,7 @@ def unpack_q3_k(blocks: Tensor) -> Tensor:
     values = _groups_of_twos(blocks[..., 32:96]).float() - 4 * (1 - third.float())
     low = _nibbles(blocks[..., 96:104])
     high = _fields(blocks[..., 104:108], 2).flatten(-2)
-    scale = _halves(blocks, 108) * ((low | high << 4).float() - 32)
+    scale = _half(blocks, 108) * ((low | high << 4).float() - 32)
     return (scale[..., None] * values).flatten(-2)
 
 
@@ -190,8 +190,7 @@ def pack_symmetric(blocks: Tensor) -> Tensor:
 
 
 def unpack_symmetric(blocks: Tensor) -> Tensor:
-    scale = blocks[..., :2].contiguous().view(torch.float16).float()
-    return scale * (_unpack_units(blocks[..., 2:]) - 8)
+    return _half(blocks, 0) * (_unpack_units(blocks[..., 2:]) - 8)
 
 
 def pack_int4(blocks: Tensor) -> Tensor:
@@ -203,8 +202,7 @@ def pack_int4(blocks: Tensor) -> Tensor:
 
 
 def unpack_int4(blocks: Tensor) -> Tensor:
-    both = blocks[..., :4].contiguous().view(torch.float16).float()
-    return both[..., :1] * _unpack_units(blocks[..., 4:]) + both[..., 1:]
+    return _half(blocks, 0) * _unpack_units(blocks[..., 4:]) + _half(blocks, 2)
 
 
 _int8 = partial(Blocks, unpack=unpack_q8_0, pack=pack_int8, kind=2)

@@ -19,7 +19,7 @@ from fminfer.compute.sampling.sampler import (
     rank,
 )
 from fminfer.compute.step import make_draws
-from fminfer.compute.trial import Candidate, Pair, Trial
+from fminfer.compute.trial import Pair
 
 TOKEN_ERROR = 1e-9  # none: the ids must be the same
 MOST_TOP = 64  # of more, torch's own selection is faster
@@ -78,18 +78,6 @@ class ScoreKernel:
         found = [each.data_ptr() for each in (normalizer, best, best_ids)]
         self._score(logits.data_ptr(), rows, vocab, num_top, *found, torch.get_num_threads())
         return Ranking(normalizer, best, best_ids)
-
-
-def draw_candidate(library: ctypes.CDLL) -> Candidate[None, Drawer]:
-    """Return the kernel's draws."""
-    trial: Trial[Drawer] = Trial("draws", draw_pairs, TOKEN_ERROR)
-    return Candidate(lambda _: DrawKernel(library), lambda _: trial)
-
-
-def rank_candidate(library: ctypes.CDLL) -> Candidate[None, Ranker]:
-    """Return the kernel's ranking."""
-    trial: Trial[Ranker] = Trial("scores", rank_pairs, RANK_ERROR)
-    return Candidate(lambda _: ScoreKernel(library), lambda _: trial)
 
 
 def draw_pairs(drawer: Drawer) -> Iterator[Pair]:

@@ -23,31 +23,27 @@ from fminfer.machine.device import send
 FIRST, SECOND = 0x7FEB352D, 0x846CA68B - 2**32
 
 
-def token_bits(noise: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
+def token_bits(noise: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Return 32 random bits for each row and token id, (rows, tokens) int32; see `gumbel`.
 
     Two rounds of a mixer of 32 bits: one with the lower half of a row's noise, one with the upper.
     One round would give two rows whose halves are near each other the same numbers at other ids.
     """
-    if isinstance(tokens, int):
-        tokens = torch.arange(tokens, device=noise.device)
-    ids = tokens.to(torch.int32)
     lower = (noise << 32 >> 32).to(torch.int32)[:, None]
     upper = (noise >> 32).to(torch.int32)[:, None]
-    return _mix(_mix(ids ^ lower).bitwise_xor_(upper))
+    return _mix(_mix(ids.to(torch.int32) ^ lower).bitwise_xor_(upper))
 
 
-def gumbel(noise: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
+def gumbel(
+    noise: torch.Tensor,  # (rows,) int64, 64 random bits each
+    ids: torch.Tensor,  # (tokens,) or (rows, tokens)
+) -> torch.Tensor:
     """Return noise of the standard Gumbel distribution, (rows, tokens) float64.
 
     The few that win have uniform numbers near 0, and need all 32 bits, which float64 holds.
-
-    Args:
-        noise: (rows,) int64, 64 random bits each.
-        tokens: how many there are, or (rows, tokens) ids.
     """
     # 1 - u, where u is (bits + 0.5) / 2^32. Flipped like this, signed bits are 2^31 - 1 - unsigned.
-    flipped = token_bits(noise, tokens).bitwise_xor_(0x7FFFFFFF)
+    flipped = token_bits(noise, ids).bitwise_xor_(0x7FFFFFFF)
     rest = flipped.double().add_(2.0**31 + 0.5).mul_(2.0**-32)
     return rest.log_().neg_().log_().neg_()
 
@@ -194,14 +190,12 @@ def race(
 
 
 def draw(
-    logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor, racer: Racer = race
+    logits: torch.Tensor,
+    how: SamplingTensors,  # of all rows; temperature and top_p above 0 in those that draw
+    rows: torch.Tensor,
+    racer: Racer = race,  # or a compiled body of it
 ) -> torch.Tensor:  # as many places as rows, int64
-    """Draw by Gumbel-max from what top_k, min_p and top_p leave, as `Drawer`.
-
-    Args:
-        how: of all rows; temperature and top_p above 0 in those that draw.
-        racer: `race`, or a compiled body of it.
-    """
+    """Draw by Gumbel-max from what top_k, min_p and top_p leave, as `Drawer`."""
     host = how.host  # to see which filters are used; a filter leaves other rows as they are
     most_kept = int(host.top_k.max())
     has_min_p, has_top_p = bool((host.min_p > 0).any()), bool((host.top_p < 1).any())
@@ -309,17 +303,11 @@ class TokenSpan:
 def sample(
     logits: torch.Tensor,
     how: SamplingTensors,
-    num_top: int,
-    edits: LogitEditTensors | None = None,
-    tokens: TokenSpan | None = None,
+    num_top: int,  # alternatives to report
+    edits: LogitEditTensors | None = None,  # the logprobs are those of the logits without them
+    tokens: TokenSpan | None = None,  # that the logits belong to; None: the whole vocabulary
 ) -> Draws:
-    """Draw one token a row of logits, (rows, vocab), of any floating dtype.
-
-    Args:
-        num_top: how many alternatives to report.
-        edits: changes of single logits; the logprobs are those of the logits without them.
-        tokens: that the logits belong to; None: the whole vocabulary.
-    """
+    """Draw one token a row of logits, (rows, vocab), of any floating dtype."""
     tokens = tokens or TokenSpan(logits.shape[-1])
     ranking = tokens.rank(logits, num_top)
     edited = logits if edits is None else edits.apply(logits)

@@ -27,6 +27,16 @@ LAYERED = {"gemma3_text", "modernbert", "olmo3"}
 Where = Literal["before", "once", "after", "around", "of_sum"]
 
 
+def like(row: Callable[..., Architecture], **fields: Any) -> Callable[..., Architecture]:
+    """Return a row like another with these arguments; one that is a function reads the config."""
+
+    def read(c: Any, **more: Any) -> Architecture:
+        given = fields | more
+        return row(c, **{name: each(c) if callable(each) else each for name, each in given.items()})
+
+    return read
+
+
 def first_of(c: Any, *names: str) -> Any:
     """Return the first of these fields that a config declares."""
     for name in names[:-1]:
@@ -191,28 +201,19 @@ def mpt_slopes(num: int, most: float) -> tuple[float, ...]:
 def assemble(
     c: Any,
     *,
-    norm: Norm,
+    norm: Norm,  # at all places
     mlp: Mlps,
     outer: Sources,
     inner: Sources,
     prefix: str,
-    norms: Where = "before",
-    usual: Changes | None = None,
-    attention: Changes | Sequence[Changes] | None = None,
-    layer: Changes | None = None,
-    left_out: str = "",
-    **changes: Any,
+    norms: Where = "before",  # where they stand in a layer
+    usual: Changes | None = None,  # fields of `Attention` that differ in all layers
+    attention: Changes | Sequence[Changes] | None = None,  # and from these, in all or in each
+    layer: Changes | None = None,  # fields of every `Layer` that differ
+    left_out: str = "",  # as `Architecture.left_out`
+    **changes: Any,  # fields of the `Model` that differ
 ) -> Architecture:
-    """Make an architecture.
-
-    Args:
-        norm: at all places.
-        norms: where they stand in a layer.
-        usual: fields of `Attention` that differ in all layers.
-        attention: those that differ from these, in all layers or in each.
-        left_out: a pattern of the names of stored tensors that the model does not compute.
-        layer, changes: fields of every `Layer` and of the `Model` that differ.
-    """
+    """Make an architecture."""
     num = c.num_hidden_layers
     mlps = mlp if isinstance(mlp, Sequence) else [mlp] * num
     own = attention if isinstance(attention, Sequence) else [attention or {}] * num

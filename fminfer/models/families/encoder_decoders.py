@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from fminfer.compute.spec import Attention, Cross, Encoder, Layer, Mlp, Model, Norm, Relative
 from fminfer.core.errors import CheckpointError
-from fminfer.models.families.config_parts import Row, places_of
+from fminfer.models.families.config_parts import Row, like, places_of
 from fminfer.models.families.gpt_like import FAIRSEQ_INNER, FAIRSEQ_NORM, embed_scale
 from fminfer.models.families.tensor_names import (
     AS_ROW,
@@ -22,8 +21,7 @@ from fminfer.models.families.tensor_names import (
 def t5(c: Any, *, is_shared: bool = True) -> Architecture:
     """Return T5 (Raffel et al. 2020), v1.1, Flan-T5, UL2, T0 or mT5.
 
-    Args:
-        is_shared: all layers have the biases by distance of the first; in UMT5 each has its own.
+    If `is_shared`, all layers have the biases by distance of the first; in UMT5 each has its own.
     """
     is_scaled = getattr(c, "scale_decoder_outputs", c.tie_word_embeddings)
     is_scaled = is_scaled and c.model_type != "mt5"
@@ -109,11 +107,7 @@ BART_INNER = FAIRSEQ_INNER | sources(
 
 
 def bart(c: Any, *, is_before: bool = False) -> Architecture:
-    """Return BART (Lewis et al. 2019), with norms behind the sums.
-
-    Args:
-        is_before: norms stand before attention and MLP, as in mBART (Liu et al. 2020).
-    """
+    """Return BART (Lewis et al. 2019), or mBART (Liu et al. 2020), whose norms stand before."""
     norm = FAIRSEQ_NORM
     heads = c.decoder_attention_heads
     if c.encoder_attention_heads != heads:
@@ -161,7 +155,7 @@ def bart(c: Any, *, is_before: bool = False) -> Architecture:
 
 ROWS: dict[str, Row] = {
     **dict.fromkeys(("t5", "mt5"), t5),
-    "umt5": partial(t5, is_shared=False),
+    "umt5": like(t5, is_shared=False),
     "bart": bart,
-    "mbart": partial(bart, is_before=True),
+    "mbart": like(bart, is_before=True),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from fminfer.compute.spec import Alibi, Mlp, Norm
@@ -13,6 +12,7 @@ from fminfer.models.families.config_parts import (
     first_of,
     head_dim_of,
     interleaved_slopes,
+    like,
     mpt_slopes,
     norm_of,
     plain_rope,
@@ -73,23 +73,15 @@ FAIRSEQ_INNER = sources(
 def gpt_like(
     c: Any,
     *,
-    norm: Norm | None = None,
+    norm: Norm | None = None,  # at all places; None: a LayerNorm with a bias
     activation: str | None = None,
-    size: int | None = None,
-    inner: Sources | None = None,
+    size: int | None = None,  # of the MLP
+    inner: Sources | None = None,  # names that differ from GPT-2's
     outer: Sources | None = None,
-    has_bias: bool = True,
-    **more: Any,
+    has_bias: bool = True,  # of the products
+    **more: Any,  # as for `assemble`
 ) -> Architecture:
-    """Return a GPT-2 with what differs.
-
-    Args:
-        norm: at all places; None: a LayerNorm with a bias.
-        activation, size: of the MLP.
-        inner, outer: names that differ from GPT-2's.
-        has_bias: of the products.
-        more: as for `assemble`.
-    """
+    """Return a GPT-2 with what differs."""
     activation = activation or first_of(c, "activation_function", "hidden_act")
     mlp = Mlp(activation, size or 4 * c.hidden_size, is_gated=False, has_bias=has_bias)
     return assemble(
@@ -104,11 +96,7 @@ def gpt_like(
 
 
 def _fairseq(c: Any, *, top: str, outer: Sources | None = None, **more: Any) -> Architecture:
-    """Return a GPT with the names and positions of fairseq, and its eps, whatever the config says.
-
-    Args:
-        outer: names that differ.
-    """
+    """Return a GPT with the names, positions and eps of fairseq, whatever the config says of it."""
     own = sources(
         embed=f"{top}embed_tokens",
         positions=f"{top}embed_positions",
@@ -154,11 +142,10 @@ def opt(c: Any) -> Architecture:
 def gpt2(c: Any) -> Architecture:
     by_layer, scaling = c.scale_attn_by_inverse_layer_idx, _scaling(c)
     numbers = range(1, c.num_hidden_layers + 1)
-    products = {name: INNER[name] for name in ("qkv", "out", "up", "down")}
     return gpt_like(
         c,
         size=c.n_inner,
-        inner=laid_out(TRANSPOSED, products),
+        inner=laid_out(TRANSPOSED, INNER, "qkv", "out", "up", "down"),
         attention=[{"scaling": scaling / (n if by_layer else 1)} for n in numbers],
         num_positions=c.max_position_embeddings,
     )
@@ -311,12 +298,12 @@ ROWS: dict[str, Row] = {
     "gpt_bigcode": gpt_bigcode,
     "gpt_neo": gpt_neo,
     "gptj": gptj,
-    "codegen": partial(gptj, inner=sources(BY_CORE, qkv="attn.qkv_proj")),
+    "codegen": like(gptj, inner=sources(BY_CORE, qkv="attn.qkv_proj")),
     "falcon": falcon,
     "mpt": mpt,
     "bloom": bloom,
-    "biogpt": partial(_fairseq, top="biogpt.", outer=sources(head="output_projection")),
-    "xglm": partial(
+    "biogpt": like(_fairseq, top="biogpt.", outer=sources(head="output_projection")),
+    "xglm": like(
         _fairseq,
         top="model.",
         has_sinusoids=True,

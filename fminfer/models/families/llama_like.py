@@ -20,6 +20,7 @@ from fminfer.models.families.config_parts import (
     assemble,
     has_bias_by,
     head_dim_of,
+    like,
     mlp_of,
     norm_of,
     plain_rope,
@@ -53,29 +54,21 @@ SANDWICH = sources(
     before_mlp="pre_feedforward_layernorm",
     after_mlp="post_feedforward_layernorm",
 )
+WITHOUT_OUT_BIAS: Changes = {"has_out_bias": False}
 OF_IMAGES = r"(model\.)?(vision_tower|multi_modal_projector)\."
 
 
 def llama_like(
     c: Any,
     *,
-    norm: Norm | None = None,
-    mlp: Mlps | None = None,
-    inner: Sources | None = None,
-    qk_norm: str = "",
-    is_interleaved: bool = False,
-    **more: Any,
+    norm: Norm | None = None,  # at all places; None: by the config's eps
+    mlp: Mlps | None = None,  # None: a gated one
+    inner: Sources | None = None,  # names that differ from LLaMA's
+    qk_norm: str = "",  # `qk_norm_over` of queries and keys with the same norm; "": they have none
+    is_interleaved: bool = False,  # neighbours rotate together
+    **more: Any,  # as for `assemble`
 ) -> Architecture:
-    """Return a LLaMA with what differs.
-
-    Args:
-        norm: at all places; None: by the config's eps.
-        mlp: None: a gated one.
-        inner: names that differ from LLaMA's.
-        qk_norm: the `qk_norm_over` of queries and keys with the same norm; "": they have none.
-        is_interleaved: neighbours rotate together.
-        more: as for `assemble`.
-    """
+    """Return a LLaMA with what differs."""
     norm = norm or norm_of(c)
     has_bias = has_bias_by(c, "attention_bias")
     of_out = getattr(c, "attention_out_bias", has_bias)
@@ -96,11 +89,7 @@ def llama_like(
 
 
 def text_part(c: Any, **rows: Row) -> Architecture:
-    """Return the text part of a model that reads images, too; what it has for these is left out.
-
-    Args:
-        rows: by the architectures that the text part may have.
-    """
+    """Return the text part, by one of these rows, of a model that also reads images."""
     text_type = c.text_config.model_type
     if (row := rows.get(text_type)) is not None:
         return replace(row(c.text_config), left_out=OF_IMAGES)
@@ -135,7 +124,7 @@ def gemma2(c: Any, inner: Sources = SANDWICH, norms: Where = "around") -> Archit
 
 
 # It reads no attn_logit_softcapping: transformers' Gemma 3 never applies one.
-gemma3_text = partial(gemma_like, inner=SANDWICH, norms="around", qk_norm="head")
+gemma3_text = like(gemma_like, inner=SANDWICH, norms="around", qk_norm="head")
 
 
 def _phi_like(c: Any, *, inner: Sources, **more: Any) -> Architecture:
@@ -191,11 +180,6 @@ def exaone_attention(c: Any) -> list[Changes]:
     return turned_where(rope_of(c), [every or t == "sliding_attention" for t in c.layer_types])
 
 
-def exaone4(c: Any) -> Architecture:
-    attention = exaone_attention(c)
-    return llama_like(c, inner=SANDWICH, attention=attention, qk_norm="head", norms="after")
-
-
 def granite_like(c: Any, logit_scale: float | None = None, **more: Any) -> Architecture:
     """Return a LLaMA with Granite's multipliers, and what differs besides."""
     return llama_like(
@@ -231,26 +215,15 @@ def olmo(c: Any) -> Architecture:
     return llama_like(c, norm=norm, attention={"clip": c.clip_qkv})
 
 
-olmo2 = partial(llama_like, inner=SANDWICH, qk_norm="all", norms="after")
-
-
-def _plain_like(
-    c: Any, *, norm: Norm | None = None, inner: Sources | None = None, **more: Any
-) -> Architecture:
-    """Return a LLaMA whose MLP has two products, in some with a squared ReLU between them."""
-    names = sources(up="mlp.up_proj") | (inner or {})
-    return llama_like(c, norm=norm, inner=names, mlp=mlp_of(c, is_gated=False), **more)
-
-
-def nemotron(c: Any) -> Architecture:
-    return _plain_like(c, norm=norm_of(c, offset=1.0))
-
-
-def apertus(c: Any) -> Architecture:
-    own = sources(before_attention="attention_layernorm", before_mlp="feedforward_layernorm")
-    names = {"positive": "alpha_p", "negative": "alpha_n", "beta": "beta", "eps": "eps"}
-    own |= {f"xielu.{n}": parameter(f"mlp.act_fn.{each}") for n, each in names.items()}
-    return _plain_like(c, inner=own, qk_norm="head")
+_UP = sources(up="mlp.up_proj")
+# LLaMAs whose MLP has two products, in some with a squared ReLU between them.
+_plain_like = like(llama_like, inner=_UP, mlp=partial(mlp_of, is_gated=False))
+_XIELU = {"positive": "alpha_p", "negative": "alpha_n", "beta": "beta", "eps": "eps"}
+_APERTUS = (
+    _UP
+    | sources(before_attention="attention_layernorm", before_mlp="feedforward_layernorm")
+    | {f"xielu.{ours}": parameter(f"mlp.act_fn.{theirs}") for ours, theirs in _XIELU.items()}
+)
 
 
 def nanochat(c: Any) -> Architecture:
@@ -268,60 +241,55 @@ def nanochat(c: Any) -> Architecture:
     )
 
 
-def starcoder2(c: Any) -> Architecture:
-    names = sources(up="mlp.c_fc", down="mlp.c_proj")
-    return llama_like(c, inner=names, mlp=mlp_of(c, is_gated=False))
-
-
 GATE_UP = sources(up="mlp.gate_up_proj")
-_WITHOUT_OUT_BIAS: Changes = {"has_out_bias": False}
-_glm = partial(llama_like, is_interleaved=True, attention=_WITHOUT_OUT_BIAS)
+_behind = like(llama_like, inner=SANDWICH, norms="after")
+_glm = like(llama_like, is_interleaved=True, attention=WITHOUT_OUT_BIAS)
 # Queries of Ministral 3 grow beyond the original length, which is the limit: `context_length`.
 _OF_LLAMA = ("llama", "internlm3", "mistral", "ministral", "ministral3", "cwm", "seed_oss")
 
 ROWS: dict[str, Row] = {
     **dict.fromkeys(_OF_LLAMA, llama_like),
     "mistral3": partial(text_part, mistral=llama_like, ministral3=llama_like),
-    "qwen2": partial(llama_like, attention={"has_qkv_bias": True}),
-    "qwen3": partial(llama_like, qk_norm="head"),
+    "qwen2": like(llama_like, attention={"has_qkv_bias": True}),
+    "qwen3": like(llama_like, qk_norm="head"),
     "gemma": gemma_like,
     "gemma2": gemma2,
     "gemma3": partial(text_part, gemma3_text=gemma3_text),
     "gemma3_text": gemma3_text,
-    "vaultgemma": partial(
+    "vaultgemma": like(
         gemma2, inner=sources(before_mlp="pre_feedforward_layernorm"), norms="before"
     ),
-    "phi": partial(
+    "phi": like(
         _phi_like, inner=sources(up="mlp.fc1", down="mlp.fc2"), norms="once", has_head_bias=True
     ),
-    "persimmon": partial(
+    "persimmon": like(
         _phi_like,
         inner=sources(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h")
         | sources(BY_HEAD, qkv="self_attn.query_key_value"),
     ),
-    "phi3": partial(llama_like, inner=GATE_UP | sources(qkv="self_attn.qkv_proj")),
+    "phi3": like(llama_like, inner=GATE_UP | sources(qkv="self_attn.qkv_proj")),
     "stablelm": stablelm,
-    "starcoder2": starcoder2,
+    "starcoder2": like(_plain_like, inner=sources(up="mlp.c_fc", down="mlp.c_proj")),
     "helium": _glm,
-    "glm": partial(_glm, inner=GATE_UP),
-    "glm4": partial(
+    "glm": like(_glm, inner=GATE_UP),
+    "glm4": like(
         _glm,
         inner=GATE_UP
         | sources(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
         norms="around",
     ),
-    "ernie4_5": partial(llama_like, is_interleaved=True),
+    "ernie4_5": like(llama_like, is_interleaved=True),
     "smollm3": smollm3,
     "granite": granite_like,
     "hyperclovax": hyperclovax,
     "cohere": cohere,
     "cohere2": cohere2,
     "olmo": olmo,
-    **dict.fromkeys(("olmo2", "olmo3"), olmo2),
-    "exaone4": exaone4,
+    **dict.fromkeys(("olmo2", "olmo3"), like(_behind, qk_norm="all")),
+    "exaone4": like(_behind, qk_norm="head", attention=exaone_attention),
     "hunyuan_v1_dense": hunyuan,
     **dict.fromkeys(("arcee", "jais2"), _plain_like),
-    "nemotron": nemotron,
-    "apertus": apertus,
+    "nemotron": like(_plain_like, norm=partial(norm_of, offset=1.0)),
+    "apertus": like(_plain_like, inner=_APERTUS, qk_norm="head"),
     "nanochat": nanochat,
 }

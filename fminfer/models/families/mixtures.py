@@ -12,6 +12,7 @@ from fminfer.models.families.config_parts import (
     Changes,
     Mlps,
     Row,
+    like,
     mlp_of,
     moe_of,
     norm_of,
@@ -21,6 +22,7 @@ from fminfer.models.families.config_parts import (
 )
 from fminfer.models.families.llama_like import (
     SANDWICH,
+    WITHOUT_OUT_BIAS,
     exaone_attention,
     granite_like,
     hunyuan,
@@ -59,10 +61,6 @@ MIXTRAL = sources(router="block_sparse_moe.gate|mlp.gate") | experts(
 )
 
 
-def mixtral(c: Any) -> Architecture:
-    return llama_like(c, inner=MIXTRAL, mlp=moe_of(c))
-
-
 def _some_layers(c: Any, **moe: Any) -> Mlps:
     """Return the MLP of each layer where, as in Qwen's models, only some have experts."""
     without, every = c.mlp_only_layers, c.decoder_sparse_step
@@ -75,14 +73,6 @@ def qwen2_moe(c: Any) -> Architecture:
     own = shared_names("mlp.shared_expert") | sources(shared_gate="mlp.shared_expert_gate")
     mlp = _some_layers(c, shared=shared, has_shared_gate=True)
     return llama_like(c, inner=own, attention={"has_qkv_bias": c.qkv_bias}, mlp=mlp)
-
-
-def qwen3_moe(c: Any) -> Architecture:
-    return llama_like(c, qk_norm="head", mlp=_some_layers(c))
-
-
-def olmoe(c: Any, **more: Any) -> Architecture:
-    return llama_like(c, qk_norm="all", mlp=moe_of(c), **more)
 
 
 def granitemoe(c: Any) -> Architecture:
@@ -157,8 +147,9 @@ def _by_kinds(c: Any) -> Mlps:
     return with_experts(c, sigmoid_moe(c), numbers)
 
 
-def _layers_beyond(c: Any, num: int) -> str:
-    """Return a pattern of the names of so many layers that predict several tokens at once."""
+def _layers_beyond(c: Any) -> str:
+    """Return a pattern of the names of layers that predict several tokens at once."""
+    num = getattr(c, "num_mtp_layers", 1)
     numbers = range(c.num_hidden_layers, c.num_hidden_layers + num)
     return rf"model\.layers\.({'|'.join(map(str, numbers))})\." if num else ""
 
@@ -167,36 +158,10 @@ def glm4_moe(c: Any) -> Architecture:
     return llama_like(
         c,
         inner=SIGMOID,
-        attention={"has_out_bias": False},
+        attention=WITHOUT_OUT_BIAS,
         qk_norm="head" if c.use_qk_norm else "",
         mlp=_behind_plain_ones(c),
-        left_out=_layers_beyond(c, c.num_mtp_layers),
-    )
-
-
-def exaone_moe(c: Any) -> Architecture:
-    return llama_like(
-        c,
-        inner=SIGMOID | _choice("mlp", "mlp.gate"),
-        attention=exaone_attention(c),
-        qk_norm="head",
-        mlp=_by_kinds(c),
-        left_out=r"mtp\.",  # of several tokens at once
-    )
-
-
-def solar_open(c: Any) -> Architecture:
-    return llama_like(c, inner=SIGMOID, attention={"has_out_bias": False}, mlp=sigmoid_moe(c))
-
-
-def dots1(c: Any) -> Architecture:
-    return llama_like(c, inner=SIGMOID, qk_norm="head", mlp=_behind_plain_ones(c))
-
-
-def minimax_m2(c: Any) -> Architecture:
-    own = MIXTRAL | _choice("block_sparse_moe", "mlp")
-    return llama_like(
-        c, inner=own, qk_norm="all", mlp=moe_of(c, scores="sigmoid", has_choice_bias=True)
+        left_out=_layers_beyond(c),
     )
 
 
@@ -279,33 +244,39 @@ def deepseek_v2(c: Any) -> Architecture:
     return _latent_like(c, inner=shared_names("mlp.shared_experts"), mlp=mlp)
 
 
-def deepseek_v3(c: Any) -> Architecture:
-    left_out = _layers_beyond(c, c.num_mtp_layers)
-    return _latent_like(c, inner=SIGMOID, mlp=_behind_plain_ones(c), left_out=left_out)
-
-
-def glm4_moe_lite(c: Any) -> Architecture:
-    return _latent_like(c, inner=SIGMOID, mlp=_by_kinds(c), left_out=_layers_beyond(c, 1))
-
+_olmoe = like(llama_like, qk_norm="all", mlp=moe_of)
+_latent_moe = like(_latent_like, inner=SIGMOID, left_out=_layers_beyond)
 
 ROWS: dict[str, Row] = {
-    "mixtral": mixtral,
+    "mixtral": like(llama_like, inner=MIXTRAL, mlp=moe_of),
     "qwen2_moe": qwen2_moe,
-    "qwen3_moe": qwen3_moe,
-    "olmoe": olmoe,
-    "flex_olmo": partial(olmoe, inner=SANDWICH, norms="after"),
+    "qwen3_moe": like(llama_like, qk_norm="head", mlp=_some_layers),
+    "olmoe": _olmoe,
+    "flex_olmo": like(_olmoe, inner=SANDWICH, norms="after"),
     **dict.fromkeys(("granitemoe", "granitemoeshared"), granitemoe),
     "hunyuan_v1_moe": hunyuan_v1_moe,
     "phimoe": phimoe,
     "ernie4_5_moe": ernie4_5_moe,
     "glm4_moe": glm4_moe,
-    "exaone_moe": exaone_moe,
-    "solar_open": solar_open,
-    "dots1": dots1,
-    "minimax_m2": minimax_m2,
+    "exaone_moe": like(
+        llama_like,
+        inner=SIGMOID | _choice("mlp", "mlp.gate"),
+        attention=exaone_attention,
+        qk_norm="head",
+        mlp=_by_kinds,
+        left_out=r"mtp\.",  # of several tokens at once
+    ),
+    "solar_open": like(llama_like, inner=SIGMOID, attention=WITHOUT_OUT_BIAS, mlp=sigmoid_moe),
+    "dots1": like(llama_like, inner=SIGMOID, qk_norm="head", mlp=_behind_plain_ones),
+    "minimax_m2": like(
+        llama_like,
+        inner=MIXTRAL | _choice("block_sparse_moe", "mlp"),
+        qk_norm="all",
+        mlp=partial(moe_of, scores="sigmoid", has_choice_bias=True),
+    ),
     "gpt_oss": gpt_oss,
     "deepseek_v2": deepseek_v2,
-    "deepseek_v3": deepseek_v3,
-    "glm4_moe_lite": glm4_moe_lite,
+    "deepseek_v3": like(_latent_moe, mlp=_behind_plain_ones),
+    "glm4_moe_lite": like(_latent_moe, mlp=_by_kinds),
     "youtu": _latent_like,
 }

@@ -78,11 +78,7 @@ ROWS: dict[str, Row] = {
 
 
 def check_model_type(model_type: str, fields: dict[str, Any]) -> None:
-    """Refuse an architecture without a row; say what kind that is, or the nearest family that runs.
-
-    Args:
-        fields: of its config.json.
-    """
+    """Refuse an architecture without a row; say its kind, or the nearest family that runs."""
     if model_type in ROWS:
         return
     if kind := other_kind(model_type, fields):

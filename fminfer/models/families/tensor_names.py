@@ -82,11 +82,7 @@ class Architecture:
 
 
 def by_our_names(architecture: Architecture, names: Iterable[str]) -> Architecture:
-    """Return an architecture whose checkpoint has our tensors by our names.
-
-    Args:
-        names: of all tensors; those of a layer begin with its number.
-    """
+    """Return an architecture whose checkpoint has all tensors by our names, as "0.up.weight"."""
     inner = (name.partition(".")[2] if name[0].isdigit() else name for name in names)
     own = {module: Source((module,)) for module, _, _ in (n.rpartition(".") for n in inner)}
     return Architecture(architecture.model, own, own, prefix="layers.{}.", base="")
@@ -118,9 +114,9 @@ def parameter(name: str, layout: Layout = AS_STORED) -> Source:
     return Source((), layout, name)
 
 
-def laid_out(layout: Layout, inner: Sources) -> Sources:
-    """Return the same sources with another layout."""
-    return {name: replace(source, layout=layout) for name, source in inner.items()}
+def laid_out(layout: Layout, where: Sources, *ours: str) -> Sources:
+    """Return sources of which these have another layout."""
+    return where | {name: replace(where[name], layout=layout) for name in ours}
 
 
 def _by_head(t: torch.Tensor, how: Attention) -> torch.Tensor:

@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import broken
-from fminfer.models.gguf.metadata import GgufModel
+from fminfer.models.gguf.gguf_model import GgufModel
 from fminfer.models.stored.gguf_file import MOST_STACKED, read_values
 
 Fields = dict[str, Any]

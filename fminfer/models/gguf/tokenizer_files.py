@@ -18,7 +18,7 @@ from tokenizers import processors
 
 from fminfer.core.errors import CheckpointError
 from fminfer.machine.user_cache import cache_folder
-from fminfer.models.gguf.metadata import GgufModel
+from fminfer.models.gguf.gguf_model import GgufModel
 from fminfer.models.gguf.tokenizer_models import (
     Json,
     Metadata,
@@ -91,15 +91,14 @@ def _key(model: GgufModel) -> str:
 def write_tokenizer_files(metadata: Metadata, folder: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and generation_config.json."""
     vocabulary = StoredVocabulary.read(metadata)
-    kind, cuts = vocabulary.find("model"), None
+    kind = vocabulary.find("model")
     if kind not in KINDS:
         what = "no tokenizer" if kind in (None, "none", "no_vocab") else f"one of the kind {kind!r}"
         raise CheckpointError(
             f"the GGUF file holds {what}, and only {', '.join(KINDS)} are read. Name the folder "
             "or hub id of the original model by --tokenizer"
         )
-    if kind == "gpt2":
-        cuts = find_cuts(vocabulary.find("pre"))
+    cuts = find_cuts(vocabulary.find("pre")) if kind == "gpt2" else None
     vocabulary.refuse_broken()
     if cuts is not None:
         backend, pieces = byte_level(vocabulary, cuts)

@@ -271,7 +271,6 @@ def _is_aligned(tensor: StoredTensor) -> bool:
 def _one_table(
     folder: Path, found: WeightFiles, files: list[StoredFile], layer_prefix: str
 ) -> dict[str, JoinedTensor]:
-    homes: dict[str, Path] = {}
     tensors: dict[str, JoinedTensor] = {}
     for file in files:
         layer = LAYER.fullmatch(file.path.name) if found.form == "layers" else None
@@ -280,14 +279,14 @@ def _one_table(
             whole = prefix + name
             if name in found.homes and folder / found.homes[name] != file.path:
                 continue
-            if whole in homes:
+            if whole in tensors:
+                first = tensors[whole].parts[0].file.name
                 more = "" if layer else f", and no {found.index} says which one counts"
                 raise CheckpointError(
-                    f"{folder} holds the tensor {whole!r} twice, in {homes[whole].name} and "
+                    f"{folder} holds the tensor {whole!r} twice, in {first} and "
                     f"{file.path.name}{more}; take the file away that does not belong to the "
                     "model, or fetch the index"
                 )
-            homes[whole] = file.path
             tensors[whole] = JoinedTensor((tensor,))
     return tensors
 
@@ -329,14 +328,13 @@ def _join(name: str, parts: list[StoredTensor]) -> Iterator[tuple[str, JoinedTen
 
 def _check_shapes(name: str, parts: list[StoredTensor], dim: int | None) -> None:
     """Refuse parts that cannot be joined along a dimension, or are not the same without one."""
-    shapes = [[*part.shape] for part in parts]
-    is_split = dim is None or all(len(shape) > dim for shape in shapes)
-    if dim is not None and is_split:
-        for shape in shapes:
-            is_split = is_split and (FUSED not in name or shape[0] % 3 == 0)
-            del shape[dim]
-    if not is_split or any(shape != shapes[0] for shape in shapes):
-        found = " and ".join(str(part.shape) for part in parts[:2])
+    shapes = [part.shape for part in parts]
+    fits, others = True, set(shapes)
+    if dim is not None:
+        fits = all(len(s) > dim and (FUSED not in name or s[0] % 3 == 0) for s in shapes)
+        others = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
+    if not fits or len(others) > 1:
+        found = " and ".join(map(str, shapes[:2]))
         raise CheckpointError(
             f"{parts[0].file.parent}: tensor {name!r} has shape {found}, which is no part of "
             "a model; fetch the files again"

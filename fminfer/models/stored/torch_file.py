@@ -79,9 +79,9 @@ class PickledTensor:
 
     storage: Storage
     dtype: str
-    offset: object
-    shape: object
-    strides: object
+    offset: Any
+    shape: Any
+    strides: Any
 
 
 @dataclass(slots=True, frozen=True)
@@ -231,16 +231,16 @@ class _Machine:
                 stack.append(tuple(self._pop(int(name[-1]))))
             case "LIST":
                 stack.append(self._pop_to_mark())
-            case "APPEND":
-                self._append(self._pop(1))
-            case "APPENDS":
-                self._append(self._pop_to_mark())
-            case "ADDITEMS":
+            case "APPEND" | "APPENDS":
+                items = self._pop(1) if name == "APPEND" else self._pop_to_mark()
+                if isinstance(stack[-1], list):
+                    stack[-1].extend(items)
+            case "SETITEM" | "SETITEMS":
+                items = self._pop(2) if name == "SETITEM" else self._pop_to_mark()
+                if isinstance(stack[-1], dict):
+                    _add_pairs(stack[-1], items)
+            case "ADDITEMS":  # of a set
                 self._pop_to_mark()
-            case "SETITEM":
-                self._set_items(self._pop(2))
-            case "SETITEMS":
-                self._set_items(self._pop_to_mark())
             case "GLOBAL":
                 stack.append(_named(argument.replace(" ", ".", 1)))
             case "STACK_GLOBAL":
@@ -267,15 +267,6 @@ class _Machine:
         while (item := self._stack.pop()) is not MARK:
             items.append(item)
         return items[::-1]
-
-    def _append(self, items: list[Any]) -> None:
-        if isinstance(self._stack[-1], list):
-            self._stack[-1].extend(items)
-
-    def _set_items(self, items: list[Any]) -> None:
-        target = self._stack[-1]
-        if isinstance(target, dict):
-            _add_pairs(target, items)
 
     def _storage(self, told: Any) -> Storage:
         kind, what, key, _place, num_values, *view = told
@@ -361,10 +352,8 @@ def _tensors_of(value: object) -> dict[str, PickledTensor]:
 def _find_tensor(path: Path, pickled: PickledTensor, bounds: Bounds) -> StoredTensor:
     """Find a tensor in the bytes of its storage, which must hold all of its values."""
     shape, strides, offset = pickled.shape, pickled.strides, pickled.offset
-    if not isinstance(shape, tuple) or not isinstance(strides, tuple) or type(offset) is not int:
-        raise ValueError("it has no shape")
-    numbers = (*shape, *strides, offset)
-    if len(shape) != len(strides) or not all(type(n) is int and n >= 0 for n in numbers):
+    is_told = isinstance(shape, tuple) and isinstance(strides, tuple) and len(shape) == len(strides)
+    if not is_told or not all(type(n) is int and n >= 0 for n in (*shape, *strides, offset)):
         raise ValueError("it has no shape")
     storage, bits = pickled.storage, BITS[pickled.dtype]
     start = bounds[0] + (storage.first * BITS[storage.dtype] + offset * bits) // 8

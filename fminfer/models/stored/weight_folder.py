@@ -39,10 +39,9 @@ class WeightFiles:
 
 
 def find_weights(folder: Path) -> WeightFiles:
-    """Find the files that make up the model; safetensors first, where it is there twice.
+    """Find the files of the model in a folder; safetensors first, where it is there twice.
 
-    Args:
-        folder: or a GGUF file, the first one of a model that was split.
+    A GGUF file stands for its folder: the first one of a model that was split.
     """
     if is_gguf(folder):
         return WeightFiles("gguf", _find_gguf(folder))

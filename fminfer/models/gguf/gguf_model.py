@@ -1,4 +1,4 @@
-"""The metadata of a GGUF model, which notes the keys that are read.
+"""What the headers of a GGUF model tell: metadata, and where its tensors are.
 
 A key of the model's architecture that nobody reads may change answers. It refuses the file.
 """
@@ -10,8 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fminfer.compute.spec import Model
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import broken
+from fminfer.models.families.tensor_names import (
+    BY_PAIRS,
+    WITH_ONE,
+    Architecture,
+    Sources,
+    laid_out,
+    parameter,
+    sources,
+)
 from fminfer.models.stored.gguf_file import Metadata, read_gguf
 from fminfer.models.stored.stored_tensors import StoredTensor
 from fminfer.models.stored.weight_folder import weight_files
@@ -159,3 +169,73 @@ def read_model(path: Path) -> GgufModel:
                 f"{own.get('split.no')!r}, which counts from 0; fetch it again"
             )
     return model
+
+
+# Where tensors are: names are the same for nearly all architectures.
+OUTER = sources(
+    embed="token_embd",
+    positions="position_embd",
+    embed_norm="token_embd_norm",
+    final_norm="output_norm",
+    head="output",
+)
+INNER = sources(
+    before_attention="attn_norm",
+    after_attention="post_attention_norm",
+    before_mlp="ffn_norm",
+    after_mlp="post_ffw_norm",
+    qkv="attn_q attn_k attn_v",
+    q_norm="attn_q_norm",
+    k_norm="attn_k_norm",
+    out="attn_output",
+    up="ffn_gate ffn_up",
+    down="ffn_down",
+    router="ffn_gate_inp",
+    experts__up="ffn_gate_exps.*|ffn_gate.* ffn_up_exps.*|ffn_up.*",
+    experts__down="ffn_down_exps.*|ffn_down.*",
+    shared__up="ffn_gate_shexp ffn_up_shexp",
+    shared__down="ffn_down_shexp",
+    shared_gate="ffn_gate_inp_shexp",
+) | {"choice": parameter("exp_probs_b.bias"), "sinks": parameter("attn_sinks.weight")}
+LATENT = sources(
+    q="attn_q",
+    q_down="attn_q_a",
+    q_norm="attn_q_a_norm",
+    q_up="attn_q_b",
+    kv_down="attn_kv_a_mqa",
+    kv_norm="attn_kv_a_norm",
+)
+PAIRED = ("llama", "granite")  # llama.cpp's converter reorders their rows of queries and keys
+WITH_ONES = ("gemma", "gemma2", "gemma3")
+NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp", "q_norm", "k_norm")
+LEFT_OUT = r"rope_freqs\.weight$|rope_factors_(long|short)\.weight$|blk\.\d+\.attn_rot_embd\."
+
+
+def gguf_architecture(model: GgufModel, spec: Model) -> Architecture:
+    """Return where a GGUF file has the tensors of a spec."""
+    outer, inner = OUTER, INNER | _of_file(model)
+    if model.arch in PAIRED:
+        inner = laid_out(BY_PAIRS, inner, "qkv")
+    if model.arch in WITH_ONES:
+        inner, outer = laid_out(WITH_ONE, inner, *NORMS), laid_out(WITH_ONE, outer, "final_norm")
+    return Architecture(spec, outer, inner, "blk.{}.", "blk.", left_out=LEFT_OUT)
+
+
+def _of_file(model: GgufModel) -> Sources:
+    """Return what differs by architecture, and what a file has joined that others have in parts."""
+    modules = {name.partition(".")[2].partition(".")[2] for name in model.tensors}
+    found: Sources = {}
+    if "attn_qkv.weight" in modules:
+        found |= sources(qkv="attn_qkv")
+    if "ffn_gate.weight" not in modules:
+        found |= sources(up="ffn_up")
+    if "ffn_gate_up_exps.0.weight" in modules:
+        found |= sources(experts__up="ffn_gate_up_exps.*")
+    if model.arch == "falcon" and "attn_norm_2.weight" in modules:
+        found |= sources(before_attention="attn_norm_2", before_mlp="attn_norm")
+    if model.arch == "gpt-oss":
+        found |= sources(before_mlp="post_attention_norm|ffn_norm")
+    if model.arch == "deepseek2":
+        is_old = "attn_kv_b.weight" in modules
+        found |= LATENT | sources(kv_up="attn_kv_b" if is_old else "attn_k_b.* attn_v_b.*")
+    return found
