@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-import json
+import difflib
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from fminfer.cli.compat import FLAGS, refuse_python
 from fminfer.cli.config_keys import (
     ALIASES,
     RIVALS,
@@ -24,77 +24,12 @@ from fminfer.cli.config_keys import (
     key_of,
     known_flags,
     known_keys,
-    nearest,
     setting_of,
     translate,
 )
-from fminfer.cli.options.flags import GroupedCommand
+from fminfer.cli.flags import GroupedCommand
 from fminfer.core.errors import UsageError
 from fminfer.core.option import Command
-
-# Of EnergonAI's files: where its own processes met, and how it made its engine.
-OF_ITS_OWN = ("host", "port", "backend", "engine_server", "model_type")
-UNTOLD = "an expression; write what it gives"
-
-
-def refuse_python(path: Path) -> str:
-    """Return the message that refuses a Python file, with the same in TOML as far as it is told."""
-    try:
-        tree = ast.parse(path.read_bytes())
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror}"
-    except (SyntaxError, ValueError) as error:
-        return f"{path} is no TOML, and no Python either: {error}"
-    toml = path.with_suffix(".toml")
-    text = "\n".join(_lines(tree))
-    return (
-        f"{path} is Python, which is never executed. Write this into {toml}, and give --config "
-        f"{toml}:\n\n{text}\n"
-    )
-
-
-def _lines(tree: ast.Module) -> Iterator[str]:
-    """Write each assignment under our name of its key, or as a comment with the reason."""
-    told: dict[str, object] = {}
-    for node in tree.body:
-        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
-            continue
-        key, source = node.targets[0].id, " ".join(ast.unparse(node.value).split())
-        value = _value(node.value)
-        if key in OF_ITS_OWN:
-            yield f"# {key} = {source}: of EnergonAI's own processes, not needed here"
-        elif key not in known_keys():
-            yield f"# {key} = {source}: not known here"
-        elif value is None:
-            yield f"# {key} = {source}: {UNTOLD}"
-        else:
-            try:
-                translate({key: value}, str)
-            except UsageError as error:
-                yield f"# {error}"
-            else:
-                told[key] = value
-    for entry in translate(told, str):
-        yield f"{entry.key.replace('_', '-')} = {_toml(entry.value)}"
-
-
-def _value(node: ast.expr) -> str | int | float | list[object] | None:
-    """Return a literal's value; a name, such as opt_125M, is told as it stands."""
-    if isinstance(node, ast.Name):
-        return node.id
-    try:
-        value = ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return None
-    each = value if isinstance(value, list) else [value]
-    return value if all(isinstance(one, str | int | float) for one in each) else None
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
-    return json.dumps(value, ensure_ascii=False)  # of text, numbers and booleans TOML is the same
-
 
 PREFIX = "FMINFER_"
 FILE_VARIABLE = "FMINFER_CONFIG"
@@ -175,8 +110,16 @@ def _refuse_unknown(table: Mapping[str, Any], where: str, allowed: Iterable[str]
                 "above all tables"
             )
         commands = " or ".join(TABLES)
-        hint = nearest(key_of(key), lambda flag: flag.replace("_", "-"))
+        hint = _nearest(key_of(key), lambda flag: flag.replace("_", "-"))
         raise UsageError(f"{key}{where} is no flag of fminfer {commands}{hint}")
+
+
+def _nearest(key: str, spell: Callable[[str], str]) -> str:
+    """Return what to do for a flag of another tool, or ask for the likeliest, or nothing."""
+    if text := FLAGS.get(key.replace("_", "-")):
+        return f". {text}"
+    found = difflib.get_close_matches(key, sorted(known_flags()), 1)
+    return f"; did you mean {spell(found[0])}?" if found else ""
 
 
 def _settle(
@@ -206,7 +149,7 @@ def _read_variables(found: Settings, command: Command, environ: Mapping[str, str
         key = variable.removeprefix(PREFIX).lower()
         if variable != variable_of(key) or key not in known:
             found.notices.append(
-                f"{variable} is no flag of fminfer, and is ignored{nearest(key, variable_of)}"
+                f"{variable} is no flag of fminfer, and is ignored{_nearest(key, variable_of)}"
             )
         elif value or key == SECRET:
             plain[key] = value

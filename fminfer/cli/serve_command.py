@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
+from fminfer.cli.compat import OLD_SERVE_OPTIONS, translate_old_flags
 from fminfer.cli.config_file import NOTICES, ConfiguredCommand, tell_notices
-from fminfer.cli.config_keys import OLD_SERVE_OPTIONS, translate_old_flags
 from fminfer.cli.ending import Ending
-from fminfer.cli.options.flags import flags_of
+from fminfer.cli.flags import flags_of
 from fminfer.cli.process_start import importing_engine, starting_process
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
@@ -103,11 +103,3 @@ def _serve(settings: ServerSettings, config: EngineConfig, role: Role, ending: E
         with importing_engine(config, role):
             from fminfer.server.http import serve_process
         serve_process(process, settings)
-
-
-@click.group(hidden=True)
-def service() -> None:
-    """Start a server as EnergonAI does: service init --config_file FILE."""
-
-
-service.add_command(serve, "init")

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
+from fminfer.cli.compat import options_of_old_job
 from fminfer.cli.config_file import ConfiguredCommand
 from fminfer.cli.ending import EXIT_STOPPED
-from fminfer.cli.options.flags import GroupedCommand, flags_of
+from fminfer.cli.flags import GroupedCommand, flags_of
 from fminfer.cluster.resources import SubmitOptions, check_shared_files, job_values, parse_flags
-from fminfer.cluster.slurm_and_lsf import SCHEDULERS, parts_of
+from fminfer.cluster.slurm_and_lsf import SCHEDULERS
 from fminfer.core.config import ModelOptions
 from fminfer.core.errors import UsageError
 from fminfer.core.option import take
@@ -54,7 +54,7 @@ def submit(run_flags: tuple[str, ...], **options: Any) -> None:
 
     asked = take(SubmitOptions, options)
     if asked.job_name is not None:
-        asked = _of_old_name(asked, asked.job_name)
+        asked = options_of_old_job(asked, asked.job_name)
     if asked.scheduler is None or not asked.infer_data:
         missing = (
             "--infer-data FOLDER" if asked.scheduler else "--scheduler slurm or --scheduler lsf"
@@ -98,19 +98,6 @@ def _plan(paths: tuple[Path, ...], output: Any) -> dict[Path, Path]:
     for text in describe_left_out([path for path in paths if path.is_dir()], has_lost=True):
         _say(f"Left out: {text}.")
     return dict(zip(inputs, plan_outputs(inputs, output), strict=True))
-
-
-def _of_old_name(asked: SubmitOptions, job_name: str) -> SubmitOptions:
-    """Return the options with the name and the files that an old job's name holds."""
-    parts = parts_of(job_name)
-    if parts is None:
-        raise UsageError(
-            f"--job-name {job_name}: it must be lsf_NAME#PATH, PATH being the files to answer"
-        )
-    if asked.name is not None or asked.infer_data:
-        raise UsageError("--job-name lsf_NAME#PATH says --name and --infer-data; leave these out")
-    scheduler = asked.scheduler or "lsf"
-    return replace(asked, name=parts[0], infer_data=(parts[1],), scheduler=scheduler)
 
 
 def _name(name: str | None, flags: dict[str, Any]) -> str:

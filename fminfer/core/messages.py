@@ -1,7 +1,4 @@
-"""What stages and grammars report: when a stage worked, and which tokens may be drawn.
-
-Plain Python values, without arrays, so that a command starts without importing numpy.
-"""
+"""What stages and grammars report, without arrays: a command starts without importing numpy."""
 
 from __future__ import annotations
 

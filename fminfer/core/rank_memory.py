@@ -51,11 +51,11 @@ def show_memory(ranks: Sequence[RankMemory]) -> str:
 
 def memory_table(ranks: Sequence[RankMemory]) -> list[str]:
     """Return a table of all ranks' peaks for people."""
-    rows: list[tuple[str, ...]] = [("rank", "CPU peak", "GPU peak", "GPU reserved", "foreseen")]
+    rows = [["rank", "CPU peak", "GPU peak", "GPU reserved", "foreseen"]]
     for each in ranks:
         peak = each.peak
         on_gpu = peak.gpu_bytes, peak.gpu_reserved_bytes
         shown = [show_bytes(size) if each.is_on_gpu else "-" for size in on_gpu]
-        last = show_bytes(each.foreseen_bytes)
-        rows.append((str(each.rank), show_bytes(peak.host_bytes), *shown, last))
+        first, last = show_bytes(peak.host_bytes), show_bytes(each.foreseen_bytes)
+        rows.append([str(each.rank), first, *shown, last])
     return ["".join(f"{cell:>13}" for cell in row).removeprefix(" " * 9) for row in rows]
