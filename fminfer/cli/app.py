@@ -18,10 +18,18 @@ from fminfer.cli.bench_command import bench
 from fminfer.cli.check_command import check
 from fminfer.cli.compat import say_of_command, say_of_option
 from fminfer.cli.config_file import ConfiguredCommand, tell_notices
-from fminfer.cli.ending import EXIT_SOME_ERRORS, EXIT_STOPPED, EXIT_USAGE, Ending, tell
 from fminfer.cli.families_command import families
 from fminfer.cli.flags import PathOrUrl, flags_of
-from fminfer.cli.process_start import elapsed_s, importing_engine, starting_process
+from fminfer.cli.process import (
+    EXIT_SOME_ERRORS,
+    EXIT_STOPPED,
+    EXIT_USAGE,
+    Ending,
+    elapsed_s,
+    importing_engine,
+    starting_process,
+    tell,
+)
 from fminfer.cli.quantize_command import quantize
 from fminfer.cli.report_command import report
 from fminfer.cli.serve_command import serve

@@ -10,9 +10,8 @@ import click
 
 from fminfer.cli.compat import OLD_SERVE_OPTIONS, translate_old_flags
 from fminfer.cli.config_file import NOTICES, ConfiguredCommand, tell_notices
-from fminfer.cli.ending import Ending
 from fminfer.cli.flags import flags_of
-from fminfer.cli.process_start import importing_engine, starting_process
+from fminfer.cli.process import Ending, importing_engine, starting_process
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.core.option import take

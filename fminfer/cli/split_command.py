@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from fminfer.cli.ending import EXIT_SOME_ERRORS
+from fminfer.cli.process import EXIT_SOME_ERRORS
 from fminfer.core.quantities import counted
 
 _path = partial(click.option, type=click.Path(path_type=Path), required=True)

@@ -12,8 +12,8 @@ import click
 
 from fminfer.cli.compat import options_of_old_job
 from fminfer.cli.config_file import ConfiguredCommand
-from fminfer.cli.ending import EXIT_STOPPED
 from fminfer.cli.flags import GroupedCommand, flags_of
+from fminfer.cli.process import EXIT_STOPPED
 from fminfer.cluster.resources import SubmitOptions, check_shared_files, job_values, parse_flags
 from fminfer.cluster.slurm_and_lsf import SCHEDULERS
 from fminfer.core.config import ModelOptions

@@ -151,9 +151,13 @@ def marks_of(hint: Any) -> list[Any]:
     ]
 
 
-@cache
 def options_of(table: type, *, is_own: bool = False) -> dict[str, Option]:
     """Return the options of a dataclass by name; its own, none that it inherits, if `is_own`."""
+    return _options_of(table, is_own)
+
+
+@cache
+def _options_of(table: type, is_own: bool) -> dict[str, Option]:
     hints = get_type_hints(table, include_extras=True)
     return {
         each.name: replace(

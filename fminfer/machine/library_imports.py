@@ -37,10 +37,9 @@ MOST_NEW_OBJECTS = 10_000
 def importing() -> Iterator[None]:
     """Settle how torch works, which is not imported yet, and let it and others be imported.
 
-    It takes pages of 2 MB for what is larger than that: weights and KV cache are read from end to
-    end at each step. docs/performance.md has the figures. Python's collector of garbage is kept
-    away from half a million objects that stay to the end. It would look at all of them again and
-    again: that takes a third of the imports' time.
+    It takes pages of 2 MB for weights and KV cache: docs/performance.md has the figures. The
+    collector of garbage is kept away from half a million objects that stay to the end: to look at
+    them again and again takes a third of the imports' time.
     """
     wait_briefly()
     if os.path.exists("/sys/kernel/mm/transparent_hugepage"):
@@ -106,10 +105,10 @@ def _unchanged(function: Any = None, *_: Any, **__: Any) -> Any:
 
 
 def _keep_list_of_models() -> None:
-    """Have transformers list what the folders of its models hold from what was found last time.
+    """Have transformers list its models from what was found last time.
 
-    It reads 2,000 files for that, twice in a process. The function is in one of its modules, which
-    is imported before the package itself runs.
+    It reads 2,000 files for that, twice in a process. The function that does is in one of its
+    modules, which is imported before the package itself runs.
     """
     from importlib.metadata import version  # not for fminfer --help
 
