@@ -95,18 +95,17 @@ def say_of_option(
     typed = error.option_name
     if not typed.startswith("--"):
         typed = next((w.split("=")[0] for w in words if w.startswith(typed)), typed)
-    name, ctx = typed.lstrip("-").replace("_", "-"), error.ctx
+    name, ctx, order = typed.lstrip("-").replace("_", "-"), error.ctx, ("run", *commands)
     assert ctx is not None, "click tells where it met the flag"
     text = FLAGS.get(name, "") if _has(ctx.command, "--model-name") else ""
     text = f"Give --{name}" if _has(ctx.command, f"--{name}") else text
     if not (text or any(each.startswith(typed) for each in error.possibilities or ())):
-        owner = next((o for o in ("run", *commands) if _has(commands[o], f"--{name}")), None)
+        owner = next((o for o in order if _has(commands[o], f"--{name}")), None)
         behind = "; give flags of run behind --" * (ctx.command.name == "submit")
         text = f"It is a flag of fminfer {owner}{behind}" if owner else ""
     foreign = [f for f in re.findall("--[a-z-]+", text) if not _has(ctx.command, f)]
     if foreign:
-        order = ("run", *commands)
-        owner = next(each for each in order if all(_has(commands[each], f) for f in foreign))
+        owner = next(o for o in order if all(_has(commands[o], f) for f in foreign))
         text += f" ({', '.join(foreign)}: of fminfer {owner})"
     return click.UsageError(f"No such option {typed!r}. {text}.", ctx) if text else error
 
@@ -122,7 +121,6 @@ def say_of_command(name: str) -> str:
 
 # Of EnergonAI's files: where its own processes met, and how it made its engine.
 OF_ITS_OWN = ("host", "port", "backend", "engine_server", "model_type")
-UNTOLD = "an expression; write what it gives"
 
 
 def refuse_python(path: Path) -> str:
@@ -149,19 +147,17 @@ def _lines(tree: ast.Module) -> Iterator[str]:
             continue
         key, source = node.targets[0].id, " ".join(ast.unparse(node.value).split())
         value = _value(node.value)
-        if key in OF_ITS_OWN:
-            yield f"# {key} = {source}: of EnergonAI's own processes, not needed here"
-        elif key not in known_keys():
-            yield f"# {key} = {source}: not known here"
-        elif value is None:
-            yield f"# {key} = {source}: {UNTOLD}"
-        else:
-            try:
-                translate({key: value}, str)
-            except UsageError as error:
-                yield f"# {error}"
-            else:
-                told[key] = value
+        why = "an expression; write what it gives" if value is None else ""
+        why = why if key in known_keys() else "not known here"
+        why = "of EnergonAI's own processes, not needed here" if key in OF_ITS_OWN else why
+        if why:
+            yield f"# {key} = {source}: {why}"
+            continue
+        try:
+            translate({key: value}, str)
+            told[key] = value
+        except UsageError as error:
+            yield f"# {error}"
     for entry in translate(told, str):
         yield f"{entry.key.replace('_', '-')} = {_toml(entry.value)}"
 
@@ -196,11 +192,7 @@ OLD_SERVE_OPTIONS = [
 
 
 def translate_old_flags(ctx: click.Context) -> list[str]:
-    """Set today's parameters to what MODEL and the old flags mean; return notices to the user.
-
-    Raises:
-        click.UsageError: an old and a new flag that contradict each other.
-    """
+    """Set today's parameters to what MODEL and the old flags mean; return notices to the user."""
     names = ("model_argument", "old_name", "old_random_init", "old_random_model_size")
     model, name, is_random, size = (ctx.params.pop(each) for each in names)
     if model is not None:
@@ -218,11 +210,7 @@ def translate_old_flags(ctx: click.Context) -> list[str]:
 
 
 def _set(ctx: click.Context, target: str, value: Any, old: str) -> None:
-    """Set a parameter, whatever a file or a variable says; None: to nothing.
-
-    Args:
-        old: the old flag, as errors show it before the value.
-    """
+    """Set a parameter, whatever a file or a variable says; errors show `old` before its value."""
     typed, source = ctx.params[target], ctx.get_parameter_source(target)
     if source is ParameterSource.COMMANDLINE and typed != value:
         flag = next(param for param in ctx.command.params if param.name == target).opts[0]
@@ -235,8 +223,7 @@ def _set(ctx: click.Context, target: str, value: Any, old: str) -> None:
 
 def options_of_old_job(asked: SubmitOptions, job_name: str) -> SubmitOptions:
     """Return the options with the name and the files that an old job's name holds."""
-    parts = parts_of(job_name)
-    if parts is None:
+    if (parts := parts_of(job_name)) is None:
         raise UsageError(
             f"--job-name {job_name}: it must be lsf_NAME#PATH, PATH being the files to answer"
         )

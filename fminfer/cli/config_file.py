@@ -39,6 +39,11 @@ OF_TESTS = "FMINFER_TEST_"
 SECRET = "api_key"  # an empty one is no key, and would open a server to all: it is refused
 
 
+def variable_of(key: str) -> str:
+    """Return the variable that sets a flag."""
+    return PREFIX + key.upper()
+
+
 @dataclass(slots=True)
 class Settings:
     """What files and variables say of a command's parameters."""
@@ -58,9 +63,6 @@ def find_settings(command: Command, file: str | None, environ: Mapping[str, str]
 
     Args:
         file: of --config; None: FMINFER_CONFIG names it, if there is one.
-
-    Raises:
-        UsageError: a file that cannot be read, a key that is no flag, a value that cannot be.
     """
     found = Settings()
     path = file or environ.get(FILE_VARIABLE)
@@ -130,8 +132,7 @@ def _settle(
     for entry in entries:
         if entry.key not in flags:
             continue
-        name = flags[entry.key].option.name
-        assert name is not None, "every option has a name"
+        name = str(flags[entry.key].option.name)
         setting = setting_of(flags[entry.key], entry.value, entry.name, is_variable=are_variables)
         if name in layer and layer[name].value != setting.value:
             raise UsageError(
@@ -157,11 +158,6 @@ def _read_variables(found: Settings, command: Command, environ: Mapping[str, str
     found.put_over(_settle(command, entries, are_variables=True))
 
 
-def variable_of(key: str) -> str:
-    """Return the variable that sets a flag."""
-    return PREFIX + key.upper()
-
-
 def _read_toml(path: Path, source: str) -> dict[str, Any]:
     if sys.version_info >= (3, 11):
         import tomllib
@@ -185,8 +181,7 @@ class ConfiguredCommand(GroupedCommand):
     """The command line goes before FMINFER_ variables, these before the file, that before defaults.
 
     Args:
-        settings_of: `run` or `serve`, whose settings count. Those of flags that this command does
-            not have are left.
+        settings_of: `run` or `serve`, whose settings count.
     """
 
     def __init__(self, *args: Any, settings_of: Command, **kwargs: Any) -> None:
@@ -194,11 +189,7 @@ class ConfiguredCommand(GroupedCommand):
         self._settings_of = settings_of
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Give click the settings as defaults, and name where a wrong one stands.
-
-        Raises:
-            UsageError: a file that cannot be read, a key that is no flag, a value of no flag.
-        """
+        """Give click the settings as defaults, and name where a wrong one stands."""
         typed, _, _ = self.make_parser(ctx).parse_args(list(args))
         help_option = self.get_help_option(ctx)
         if ctx.resilient_parsing or (help_option is not None and typed.get(help_option.name)):

@@ -32,14 +32,10 @@ class Entry(NamedTuple):
 
 
 def translate(table: Mapping[str, object], name_of: Callable[[str], str]) -> list[Entry]:
-    """Return what each entry means in keys of ours.
+    """Return what each entry means in keys of ours; keys have underscores.
 
     Args:
-        table: keys with underscores.
         name_of: what messages call a key.
-
-    Raises:
-        UsageError: a value that cannot be.
     """
     entries = []
     for key, value in table.items():
@@ -57,11 +53,7 @@ def key_of(name: str) -> str:
 
 
 def as_bool(value: object, name: str) -> bool:
-    """Return a value that must be true or false.
-
-    Raises:
-        UsageError: it is something else.
-    """
+    """Return a value that must be true or false."""
     try:
         return bool(click.BOOL.convert(str(value), None, None))
     except click.BadParameter:
@@ -69,11 +61,7 @@ def as_bool(value: object, name: str) -> bool:
 
 
 def _meaning(value: object, name: str, ours: str, values: Mapping[str, Any]) -> object:
-    """Return what a value of an old key of one of our flags means; None: nothing.
-
-    Args:
-        values: what its values mean; {}: the same.
-    """
+    """Return what a value of an old key means; `values` are as in `Option.old`; None: nothing."""
     if not values:
         return value
     if "true" in values:
@@ -152,14 +140,7 @@ def known_keys() -> set[str]:
 
 
 def setting_of(flag: Flag, value: object, origin: str, *, is_variable: bool = False) -> Setting:
-    """Return what a value says of a flag.
-
-    Args:
-        is_variable: it is a text, which may hold several values.
-
-    Raises:
-        UsageError: a value of a kind that no flag takes.
-    """
+    """Return what a value says of a flag; a variable's text may hold several values."""
     option = flag.option
     if isinstance(value, list):
         if not option.multiple and option.type is not NUMBERS:

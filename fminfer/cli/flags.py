@@ -130,22 +130,18 @@ class GroupedOption(click.Option):
     def handle_parse_result(
         self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]
     ) -> tuple[Any, list[str]]:
-        """Take the value of an old flag if that alone is given.
-
-        Raises:
-            click.UsageError: both are given, and contradict each other.
-        """
+        """Take the value of an old flag; refuse one that contradicts the new flag."""
         for flag, values in self._old.items():
             typed = opts.get(f"old_{flag[2:]}")
             meant = values.get(str(typed).lower()) if values else typed
             if typed is None or meant is None:  # click itself refuses a word that means nothing
                 continue
-            assert self.name is not None, "every option has a name"
-            opts = {self.name: meant, **opts}
-            if self.type(opts[self.name], self, ctx) != self.type(meant, self, ctx):
-                old, new = flag if typed is True else f"{flag} {typed}", self.opts[0]
+            name, new = str(self.name), self.opts[0]
+            opts = {name: meant, **opts}
+            if self.type(opts[name], self, ctx) != self.type(meant, self, ctx):
+                old = flag if typed is True else f"{flag} {typed}"
                 raise click.UsageError(
-                    f"{old} and {new} {opts[self.name]} contradict each other: {old} is the old "
+                    f"{old} and {new} {opts[name]} contradict each other: {old} is the old "
                     f"name of {new} {meant}. Give {new} alone",
                     ctx,
                 )
@@ -196,10 +192,9 @@ def _make(option: Option, command: Command) -> GroupedOption:
     if not is_told and isinstance(value_type, Read):
         help_text += f"  [default: {value_type.write(option.default)}]"
         is_told = True
-    group = option.group if isinstance(option.group, str) else option.group[command]
     return GroupedOption(
         [*flags, option.name],
-        group=group,
+        group=option.group if isinstance(option.group, str) else option.group[command],
         old=option.old if command == "serve" else option.old_flags,
         type=value_type,
         is_flag=kind is bool,

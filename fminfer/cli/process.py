@@ -132,10 +132,7 @@ def starting_process(
     """Start the processes that this one starts, which import beside it; at last end them.
 
     Args:
-        make: makes what is given of this process, a `ProcessContext`.
-
-    Raises:
-        UsageError: more stages than layers, or layers that do not fit the model.
+        make: makes the `ProcessContext` of this process.
     """
     if role.kind == "starter":
         check_split(config, role.spread.num_stages)

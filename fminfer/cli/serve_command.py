@@ -74,11 +74,7 @@ def serve(**options: Any) -> None:
 
 
 def _require_extra() -> None:
-    """Refuse to start without what only the extra installs.
-
-    Raises:
-        UsageError: it is not there.
-    """
+    """Refuse to start without what only the extra installs."""
     if missing := [name for name in EXTRA if importlib.util.find_spec(name) is None]:
         raise UsageError(
             f"fminfer serve needs {', '.join(missing)}, which the extra installs: "

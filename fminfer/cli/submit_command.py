@@ -55,11 +55,10 @@ def submit(run_flags: tuple[str, ...], **options: Any) -> None:
     asked = take(SubmitOptions, options)
     if asked.job_name is not None:
         asked = options_of_old_job(asked, asked.job_name)
-    if asked.scheduler is None or not asked.infer_data:
-        missing = (
-            "--infer-data FOLDER" if asked.scheduler else "--scheduler slurm or --scheduler lsf"
-        )
-        raise UsageError(f"submit needs {missing}")
+    if asked.scheduler is None:
+        raise UsageError("submit needs --scheduler slurm or --scheduler lsf")
+    if not asked.infer_data:
+        raise UsageError("submit needs --infer-data FOLDER")
     chosen = SCHEDULERS[asked.scheduler]
     flags = parse_flags(run_stand_in, run_flags, asked.gpus)
     paths = tuple(Path(os.path.abspath(path)) for path in asked.infer_data)
@@ -77,9 +76,9 @@ def submit(run_flags: tuple[str, ...], **options: Any) -> None:
         (*_program(), "run", *more_flags, *run_flags),
         asked.max_running,
     )
-    if asked.dry_run:
-        cluster, tell = DryRun(chosen, _show), lambda text: None  # its commands are shown alone
-        submission = Submission(cluster, form, outputs, asked.max_queued, tell, 0)
+    if asked.dry_run:  # its commands are shown alone
+        dry = DryRun(chosen, _show)
+        submission = Submission(dry, form, outputs, asked.max_queued, lambda text: None, 0)
     else:
         submission = Submission(Cluster(chosen), form, outputs, asked.max_queued, _say)
     try:
@@ -110,16 +109,13 @@ def _name(name: str | None, flags: dict[str, Any]) -> str:
 
 
 def _job_dir(job_dir: Path | None, output: Path) -> Path:
-    """Return where logs and lists go; schedulers have signs of their own in a log's path.
+    """Return where logs and lists go; by default jobs/ beside the answers.
 
-    By default that is jobs/ beside the answers, or above a folder with such a sign in its name:
-    `fminfer split` writes some characters of engines' names as %20.
+    It is higher up if a folder has a scheduler's sign in its name: `fminfer split` writes %20.
     """
-    if job_dir is not None:
-        found = Path(os.path.abspath(job_dir))
-    else:
-        parents = Path(os.path.abspath(output)).parents
-        found = next((p for p in parents[:-1] if _can_hold_logs(p)), parents[0]) / "jobs"
+    parents = Path(os.path.abspath(output)).parents
+    default = next((p for p in parents[:-1] if _can_hold_logs(p)), parents[0]) / "jobs"
+    found = default if job_dir is None else Path(os.path.abspath(job_dir))
     if not _can_hold_logs(found):
         raise UsageError(
             f"{str(found)!r} cannot hold logs: schedulers read % and \\ in a path as their own "
