@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from fminfer.core.errors import UsageError
 from fminfer.core.quantities import counted
@@ -58,16 +58,16 @@ class Part:
     @property
     def rank_before(self) -> int:
         """The rank that messages come from: the leader of the stage before, or of its own."""
-        if not self.is_leader:
-            return self.ranks[0]
-        return (self.stage - 1) % self.num_stages * self.num_shards
+        return self._leader_of(self.stage - 1)
 
     @property
     def next_rank(self) -> int:
         """The rank that messages go to: the leader of the stage behind, or of its own."""
-        if not self.is_leader:
-            return self.ranks[0]
-        return (self.stage + 1) % self.num_stages * self.num_shards
+        return self._leader_of(self.stage + 1)
+
+    def _leader_of(self, stage: int) -> int:
+        other = stage if self.is_leader else self.stage
+        return other % self.num_stages * self.num_shards
 
     @property
     def shards(self) -> list[Part]:
@@ -145,11 +145,9 @@ def explicit(num_layers: int, num_stages: int, counts: tuple[int, ...]) -> list[
 
 def parts_of(counts: list[int]) -> list[Part]:
     """Return each stage's part."""
-    firsts = [sum(counts[:stage]) for stage in range(len(counts))]
-    return [
-        Part(stage, len(counts), first, first + count)
-        for stage, (first, count) in enumerate(zip(firsts, counts, strict=True))
-    ]
+    ends = [0, *accumulate(counts)]
+    pairs = enumerate(pairwise(ends))
+    return [Part(stage, len(counts), first, last) for stage, (first, last) in pairs]
 
 
 def split_layers(

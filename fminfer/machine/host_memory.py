@@ -1,7 +1,4 @@
-"""The machine's memory: how much is free, and having it at hand before it is needed.
-
-It needs no torch, so that it can be asked while that is imported.
-"""
+"""The machine's memory: how much is free, and having it at hand before it is needed."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ def own_bytes() -> int:
 def peak_host_bytes() -> int:
     """Return this process's peak memory, mapped files included.
 
-    The system's older count, `ru_maxrss`, begins with the memory of the process that started it.
+    The older count, `ru_maxrss`, begins with the memory of the process that started it.
     """
     peak = _read_bytes("proc/self/status", "VmHWM")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if peak is None else peak

@@ -1,7 +1,6 @@
 """What of the processor a run may use: all of it, or as much as FMINFER_CPU names.
 
-FMINFER_CPU=avx2 has a greater processor compute as a lesser one does, so that one machine can try
-what another will do. It holds for the kernels of this package, torch, oneDNN and MKL.
+So one machine can try what a lesser one will do. It holds for our kernels, torch, oneDNN and MKL.
 """
 
 from __future__ import annotations

@@ -127,10 +127,9 @@ class Stopper:
     def telling(
         self, stop: Callable[[float], None], needed_s: Callable[[], float | None] = lambda: None
     ) -> Iterator[None]:
-        """Have a run's `stop` called with the grace, in seconds, when it is to stop.
+        """Have a run's `stop` called with the grace when it is to stop.
 
-        Args:
-            needed_s: estimates how long rows that run would take to end; None: it cannot.
+        `needed_s` estimates how long rows that run would take to end; None: it cannot.
         """
         self._stop, self._needed_s = stop, needed_s
         try:

@@ -1,7 +1,4 @@
-"""The processor's threads: how many a run may use, and how they wait.
-
-It needs no torch: how threads wait is settled before that is imported.
-"""
+"""The processor's threads: how many a run may use, and how they wait; before torch is imported."""
 
 from __future__ import annotations
 
@@ -64,10 +61,8 @@ def choose_num_threads(asked: int | None, current: int, num_processes: int) -> i
         current: what torch would use; OMP_NUM_THREADS or a call of torch's may have said so.
         num_processes: of this run on this machine; they share the cores.
     """
-    if asked is not None:
-        return asked
-    if "OMP_NUM_THREADS" in os.environ:
-        return current
+    if asked is not None or "OMP_NUM_THREADS" in os.environ:
+        return asked or current
     return min(current, max(1, count_cores() // num_processes))
 
 
