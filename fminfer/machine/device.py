@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from fminfer.core.rank_memory import MemoryPeak
+from fminfer.core.messages import MemoryPeak
 from fminfer.machine.host_memory import free_host_bytes, peak_host_bytes
 from fminfer.machine.processor import VARIABLE, chosen_name, has_unit, hides_unit
 from fminfer.machine.threads import BINDS_THREADS
