@@ -52,7 +52,6 @@ OWN_LATE = {
     ("cli", "fminfer.models.quantized_folder"): "the same",
     ("cli", "fminfer.job"): "the same",
     ("cli", "fminfer.runtime"): "the same",
-    ("cli", "fminfer.plan"): "the same",
     ("cli", "fminfer.server"): "the same",
     ("cli", "fminfer.split"): "only its own commands need it",
     ("cli", "fminfer.files"): "only `fminfer merge` needs it",

@@ -16,10 +16,10 @@ import click
 from fminfer.answers.cache_place import KeptAnswers
 from fminfer.cli.bench_command import bench
 from fminfer.cli.check_command import check
-from fminfer.cli.compat import say_of_command, say_of_option
 from fminfer.cli.config_file import ConfiguredCommand, tell_notices
 from fminfer.cli.families_command import families
 from fminfer.cli.flags import PathOrUrl, flags_of
+from fminfer.cli.old_command_lines import say_of_command, say_of_option
 from fminfer.cli.process import (
     EXIT_SOME_ERRORS,
     EXIT_STOPPED,

@@ -13,7 +13,6 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from fminfer.cli.compat import FLAGS, refuse_python
 from fminfer.cli.config_keys import (
     ALIASES,
     RIVALS,
@@ -28,6 +27,7 @@ from fminfer.cli.config_keys import (
     translate,
 )
 from fminfer.cli.flags import GroupedCommand
+from fminfer.cli.old_command_lines import FLAGS, refuse_python
 from fminfer.core.errors import UsageError
 from fminfer.core.option import Command
 

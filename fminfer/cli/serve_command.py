@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from fminfer.cli.compat import OLD_SERVE_OPTIONS, translate_old_flags
 from fminfer.cli.config_file import NOTICES, ConfiguredCommand, tell_notices
 from fminfer.cli.flags import flags_of
+from fminfer.cli.old_command_lines import OLD_SERVE_OPTIONS, translate_old_flags
 from fminfer.cli.process import Ending, importing_engine, starting_process
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError

@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
-from fminfer.cli.compat import options_of_old_job
 from fminfer.cli.config_file import ConfiguredCommand
 from fminfer.cli.flags import GroupedCommand, flags_of
+from fminfer.cli.old_command_lines import options_of_old_job
 from fminfer.cli.process import EXIT_STOPPED
 from fminfer.cluster.resources import SubmitOptions, check_shared_files, job_values, parse_flags
 from fminfer.cluster.slurm_and_lsf import SCHEDULERS

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import importlib
-import marshal
+import json
 import os
 import sys
 import tempfile
@@ -27,7 +27,6 @@ from fminfer.machine.threads import wait_briefly
 from fminfer.machine.user_cache import cache_folder
 
 COMPILER = "torch._dynamo"
-DIGEST = 32  # bytes
 # What comes and goes in a few steps of hundreds of rows. Python's own 700 had the collector look at
 # all rows' tokens so often that it took a third of the time between steps.
 MOST_NEW_OBJECTS = 10_000
@@ -124,10 +123,10 @@ def _keep_list_of_models() -> None:
 
 
 class _KeptList:
-    """What a function finds in the folder of models, kept in the user's cache for the next process.
+    """What a function finds in a folder, kept in the user's cache for the next process.
 
     What is kept is of one installation, by its RECORD, which holds a checksum of every file. What
-    is damaged is found again.
+    is damaged, or is no such list, is found again.
 
     Args:
         read: the function; of other folders it is asked each time.
@@ -139,11 +138,11 @@ class _KeptList:
         self._folder, self._read = folder, read
         installed = distribution("transformers")
         is_this = Path(str(installed.locate_file("transformers/models"))) == folder
-        record = (installed.read_text("RECORD") or "").encode()
-        is_whole = b"transformers/models/__init__.py,sha256=" in record
+        record = installed.read_text("RECORD") or ""
+        is_whole = "transformers/models/__init__.py,sha256=" in record
         cache = cache_folder() if is_this and is_whole else None
-        key = hashlib.sha256(record).hexdigest()[:16]
-        self._path = None if cache is None else cache / f"transformers-{key}.marshal"
+        key = hashlib.sha256(record.encode()).hexdigest()[:16]
+        self._path = None if cache is None else cache / f"transformers-{key}.json"
         self._found: Any = None
 
     def __call__(self, path: Any) -> Any:
@@ -157,22 +156,54 @@ class _KeptList:
         return self._found
 
     def _load(self) -> Any:
-        with suppress(OSError, ValueError, TypeError, EOFError):  # not there, or damaged
-            if self._path is not None:
-                data = self._path.read_bytes()
-                if data[:DIGEST] == hashlib.sha256(data[DIGEST:]).digest():
-                    return marshal.loads(data[DIGEST:])
+        if self._path is None:
+            return None
+        # Not there, or damaged:
+        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+            digest, _, text = self._path.read_text().partition("\n")
+            if digest == _digest(text):
+                return _list_from_json(json.loads(text))
         return None
 
     def _save(self) -> None:
         if self._path is None:
             return
-        with suppress(OSError, ValueError):  # no room, or other than tables, sets and names
-            data = marshal.dumps(self._found, 2)
+        text = json.dumps(_list_to_json(self._found))
+        # No room, or a list of another form: then it is found again next time.
+        with suppress(OSError, ValueError, TypeError):
+            if _list_from_json(json.loads(text)) != self._found:
+                return
             descriptor, part = tempfile.mkstemp(dir=self._path.parent)
             try:
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(hashlib.sha256(data).digest() + data)
+                with os.fdopen(descriptor, "w") as file:
+                    file.write(f"{_digest(text)}\n{text}")
                 os.replace(part, self._path)  # whole or not at all
             finally:
                 Path(part).unlink(missing_ok=True)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _list_to_json(value: Any) -> Any:
+    """Return transformers' list for JSON: sets as lists, dicts as {"items": [[key, value], …]}."""
+    if isinstance(value, dict):
+        items = [[_list_to_json(key), _list_to_json(each)] for key, each in value.items()]
+        return {"items": items}
+    return sorted(value) if isinstance(value, (set, frozenset)) else value
+
+
+def _list_from_json(value: Any, *, is_key: bool = False) -> Any:
+    """Return the list again; raise ValueError, TypeError or KeyError if it is none."""
+    if isinstance(value, list):
+        if not all(isinstance(each, str) for each in value):
+            raise ValueError("a set of something else than names")
+        return frozenset(value) if is_key else set(value)
+    if is_key and isinstance(value, str):
+        return value
+    if is_key or not isinstance(value, dict):
+        raise ValueError("neither a name, nor a set of names, nor a table")
+    return {
+        _list_from_json(key, is_key=True): _list_from_json(each) for key, each in value["items"]
+    }
