@@ -22,8 +22,7 @@ import click
 from fminfer.answers.run_terms import RunTerms
 from fminfer.compute.step import Step, StepResult, TokenLogprobs
 from fminfer.core.config import EngineConfig, StepSizes
-from fminfer.core.messages import StageSpan
-from fminfer.core.rank_memory import RankMemory
+from fminfer.core.messages import RankMemory, StageSpan
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.engine_core import Facts
 from fminfer.engine.start import Starter

@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from fminfer.cli.app import main
-from fminfer.cli.options.flags import GroupedOption
+from fminfer.cli.flags import GroupedOption
 from fminfer.core.option import GROUPS
 
 RUNNING = Path(__file__).parents[1] / "docs" / "running.md"

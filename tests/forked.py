@@ -175,10 +175,10 @@ def _be_fminfer(command: list[str], environ: Mapping[str, str]) -> NoReturn:
         import tqdm
 
         # Not in the process of the tests, which may only use programs().
-        from fminfer.cli import app, process_start
+        from fminfer.cli import app, process
 
         tqdm.tqdm.monitor_interval = 0  # no thread for it, which a fork would leave behind
-        process_start.STARTED_S = time.perf_counter()
+        process.STARTED_S = time.perf_counter()
         for place in filter(None, environ.get("PYTHONPATH", "").split(os.pathsep)):
             with contextlib.suppress(FileNotFoundError):
                 runpy.run_path(f"{place}/sitecustomize.py")

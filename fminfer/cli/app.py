@@ -17,15 +17,22 @@ from fminfer.answers.cache_place import KeptAnswers
 from fminfer.cli.bench_command import bench
 from fminfer.cli.check_command import check
 from fminfer.cli.config_file import ConfiguredCommand, tell_notices
-from fminfer.cli.ending import EXIT_SOME_ERRORS, EXIT_STOPPED, EXIT_USAGE, Ending, tell
 from fminfer.cli.families_command import families
-from fminfer.cli.foreign_names import say_of_command, say_of_option
-from fminfer.cli.options.flags import flags_of
-from fminfer.cli.options.value_types import PathOrUrl
-from fminfer.cli.process_start import elapsed_s, importing_engine, starting_process
+from fminfer.cli.flags import PathOrUrl, flags_of
+from fminfer.cli.old_command_lines import say_of_command, say_of_option
+from fminfer.cli.process import (
+    EXIT_SOME_ERRORS,
+    EXIT_STOPPED,
+    EXIT_USAGE,
+    Ending,
+    elapsed_s,
+    importing_engine,
+    starting_process,
+    tell,
+)
 from fminfer.cli.quantize_command import quantize
 from fminfer.cli.report_command import report
-from fminfer.cli.serve_command import serve, service
+from fminfer.cli.serve_command import serve
 from fminfer.cli.serve_part_command import serve_part
 from fminfer.cli.split_command import merge, split
 from fminfer.cli.status_command import status
@@ -93,11 +100,16 @@ def main() -> None:
     """
 
 
-for command in (
-    *(serve, check, split, merge, submit, status, report, families, quantize, bench, service),
-    serve_part,
-):
+service = click.Group(
+    "service",
+    {"init": serve},
+    hidden=True,
+    help="Start a server as EnergonAI does: service init --config_file FILE.",
+)
+for command in (serve, check, split, merge, submit, status, report, families, quantize, bench):
     main.add_command(command)
+main.add_command(service)
+main.add_command(serve_part)
 
 
 @main.command(cls=ConfiguredCommand, settings_of="run", params=flags_of("run"))

@@ -10,10 +10,15 @@ from typing import Any
 import click
 
 from fminfer.cli.config_file import ConfiguredCommand, tell_notices
-from fminfer.cli.ending import EXIT_FAILED, Ending
-from fminfer.cli.options.flags import flags_of
-from fminfer.cli.options.option_table import BenchOptions
-from fminfer.cli.process_start import importing_engine, start_kernels, starting_process
+from fminfer.cli.flags import flags_of
+from fminfer.cli.option_table import BenchOptions
+from fminfer.cli.process import (
+    EXIT_FAILED,
+    Ending,
+    importing_engine,
+    start_kernels,
+    starting_process,
+)
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import OutputError, UsageError
 from fminfer.core.option import take

@@ -13,10 +13,9 @@ import click
 from click.core import ParameterSource
 
 from fminfer.cli.config_file import ConfiguredCommand, tell_notices
-from fminfer.cli.ending import EXIT_FAILED, EXIT_SOME_ERRORS
-from fminfer.cli.options.flags import flags_of
-from fminfer.cli.options.option_table import MAX_TOLD, CheckOptions
-from fminfer.cli.options.value_types import PathOrUrl
+from fminfer.cli.flags import PathOrUrl, flags_of
+from fminfer.cli.option_table import MAX_TOLD, CheckOptions
+from fminfer.cli.process import EXIT_FAILED, EXIT_SOME_ERRORS
 from fminfer.core.config import EngineConfig, GroupSizes
 from fminfer.core.errors import UsageError
 from fminfer.core.option import take

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-import json
+import difflib
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,77 +23,13 @@ from fminfer.cli.config_keys import (
     key_of,
     known_flags,
     known_keys,
-    nearest,
     setting_of,
     translate,
 )
-from fminfer.cli.options.flags import GroupedCommand
+from fminfer.cli.flags import GroupedCommand
+from fminfer.cli.old_command_lines import FLAGS, refuse_python
 from fminfer.core.errors import UsageError
 from fminfer.core.option import Command
-
-# Of EnergonAI's files: where its own processes met, and how it made its engine.
-OF_ITS_OWN = ("host", "port", "backend", "engine_server", "model_type")
-UNTOLD = "an expression; write what it gives"
-
-
-def refuse_python(path: Path) -> str:
-    """Return the message that refuses a Python file, with the same in TOML as far as it is told."""
-    try:
-        tree = ast.parse(path.read_bytes())
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror}"
-    except (SyntaxError, ValueError) as error:
-        return f"{path} is no TOML, and no Python either: {error}"
-    toml = path.with_suffix(".toml")
-    text = "\n".join(_lines(tree))
-    return (
-        f"{path} is Python, which is never executed. Write this into {toml}, and give --config "
-        f"{toml}:\n\n{text}\n"
-    )
-
-
-def _lines(tree: ast.Module) -> Iterator[str]:
-    """Write each assignment under our name of its key, or as a comment with the reason."""
-    told: dict[str, object] = {}
-    for node in tree.body:
-        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
-            continue
-        key, source = node.targets[0].id, " ".join(ast.unparse(node.value).split())
-        value = _value(node.value)
-        if key in OF_ITS_OWN:
-            yield f"# {key} = {source}: of EnergonAI's own processes, not needed here"
-        elif key not in known_keys():
-            yield f"# {key} = {source}: not known here"
-        elif value is None:
-            yield f"# {key} = {source}: {UNTOLD}"
-        else:
-            try:
-                translate({key: value}, str)
-            except UsageError as error:
-                yield f"# {error}"
-            else:
-                told[key] = value
-    for entry in translate(told, str):
-        yield f"{entry.key.replace('_', '-')} = {_toml(entry.value)}"
-
-
-def _value(node: ast.expr) -> str | int | float | list[object] | None:
-    """Return a literal's value; a name, such as opt_125M, is told as it stands."""
-    if isinstance(node, ast.Name):
-        return node.id
-    try:
-        value = ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return None
-    each = value if isinstance(value, list) else [value]
-    return value if all(isinstance(one, str | int | float) for one in each) else None
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
-    return json.dumps(value, ensure_ascii=False)  # of text, numbers and booleans TOML is the same
-
 
 PREFIX = "FMINFER_"
 FILE_VARIABLE = "FMINFER_CONFIG"
@@ -102,6 +37,11 @@ FILE_VARIABLE = "FMINFER_CONFIG"
 OTHERS = (FILE_VARIABLE, "FMINFER_CPU", "FMINFER_SECRET")
 OF_TESTS = "FMINFER_TEST_"
 SECRET = "api_key"  # an empty one is no key, and would open a server to all: it is refused
+
+
+def variable_of(key: str) -> str:
+    """Return the variable that sets a flag."""
+    return PREFIX + key.upper()
 
 
 @dataclass(slots=True)
@@ -123,9 +63,6 @@ def find_settings(command: Command, file: str | None, environ: Mapping[str, str]
 
     Args:
         file: of --config; None: FMINFER_CONFIG names it, if there is one.
-
-    Raises:
-        UsageError: a file that cannot be read, a key that is no flag, a value that cannot be.
     """
     found = Settings()
     path = file or environ.get(FILE_VARIABLE)
@@ -175,8 +112,16 @@ def _refuse_unknown(table: Mapping[str, Any], where: str, allowed: Iterable[str]
                 "above all tables"
             )
         commands = " or ".join(TABLES)
-        hint = nearest(key_of(key), lambda flag: flag.replace("_", "-"))
+        hint = _nearest(key_of(key), lambda flag: flag.replace("_", "-"))
         raise UsageError(f"{key}{where} is no flag of fminfer {commands}{hint}")
+
+
+def _nearest(key: str, spell: Callable[[str], str]) -> str:
+    """Return what to do for a flag of another tool, or ask for the likeliest, or nothing."""
+    if text := FLAGS.get(key.replace("_", "-")):
+        return f". {text}"
+    found = difflib.get_close_matches(key, sorted(known_flags()), 1)
+    return f"; did you mean {spell(found[0])}?" if found else ""
 
 
 def _settle(
@@ -187,8 +132,7 @@ def _settle(
     for entry in entries:
         if entry.key not in flags:
             continue
-        name = flags[entry.key].option.name
-        assert name is not None, "every option has a name"
+        name = str(flags[entry.key].option.name)
         setting = setting_of(flags[entry.key], entry.value, entry.name, is_variable=are_variables)
         if name in layer and layer[name].value != setting.value:
             raise UsageError(
@@ -206,17 +150,12 @@ def _read_variables(found: Settings, command: Command, environ: Mapping[str, str
         key = variable.removeprefix(PREFIX).lower()
         if variable != variable_of(key) or key not in known:
             found.notices.append(
-                f"{variable} is no flag of fminfer, and is ignored{nearest(key, variable_of)}"
+                f"{variable} is no flag of fminfer, and is ignored{_nearest(key, variable_of)}"
             )
         elif value or key == SECRET:
             plain[key] = value
     entries = translate(plain, variable_of)
     found.put_over(_settle(command, entries, are_variables=True))
-
-
-def variable_of(key: str) -> str:
-    """Return the variable that sets a flag."""
-    return PREFIX + key.upper()
 
 
 def _read_toml(path: Path, source: str) -> dict[str, Any]:
@@ -242,8 +181,7 @@ class ConfiguredCommand(GroupedCommand):
     """The command line goes before FMINFER_ variables, these before the file, that before defaults.
 
     Args:
-        settings_of: `run` or `serve`, whose settings count. Those of flags that this command does
-            not have are left.
+        settings_of: `run` or `serve`, whose settings count.
     """
 
     def __init__(self, *args: Any, settings_of: Command, **kwargs: Any) -> None:
@@ -251,11 +189,7 @@ class ConfiguredCommand(GroupedCommand):
         self._settings_of = settings_of
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Give click the settings as defaults, and name where a wrong one stands.
-
-        Raises:
-            UsageError: a file that cannot be read, a key that is no flag, a value of no flag.
-        """
+        """Give click the settings as defaults, and name where a wrong one stands."""
         typed, _, _ = self.make_parser(ctx).parse_args(list(args))
         help_option = self.get_help_option(ctx)
         if ctx.resilient_parsing or (help_option is not None and typed.get(help_option.name)):

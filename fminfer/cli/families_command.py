@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import click
 
 from fminfer.core.config import Quantized
 
 
-@dataclass(slots=True, frozen=True)
-class Example:
+class Example(NamedTuple):
     """A model of the hub."""
 
     hub_id: str

@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
-from fminfer.cli.ending import EXIT_STOPPED
-from fminfer.cli.options.flags import GroupedCommand, flags_of
-from fminfer.cli.options.option_table import QuantizeOptions
+from fminfer.cli.flags import GroupedCommand, flags_of
+from fminfer.cli.option_table import QuantizeOptions
+from fminfer.cli.process import EXIT_STOPPED
 from fminfer.core.config import ModelOptions
 from fminfer.core.option import take
 from fminfer.core.quantities import show_bytes, show_seconds

@@ -35,8 +35,7 @@ def report(outputs: tuple[Path, ...], out: Path | None) -> None:
     from fminfer.job.report.told_outputs import check_place, find_outputs
 
     found = find_outputs(outputs)
-    if out is None:
-        out = _default_place(outputs, found[0].path)
+    out = out or _default_place(outputs, found[0].path)
     if not out.parent.is_dir():
         raise UsageError(f"--out {out}: there is no folder {out.parent}")
     if out.resolve() in {path.resolve() for each in found for path in each.files}:

@@ -9,10 +9,9 @@ from typing import Any
 import click
 
 from fminfer.cli.config_file import NOTICES, ConfiguredCommand, tell_notices
-from fminfer.cli.config_keys import OLD_SERVE_OPTIONS, translate_old_flags
-from fminfer.cli.ending import Ending
-from fminfer.cli.options.flags import flags_of
-from fminfer.cli.process_start import importing_engine, starting_process
+from fminfer.cli.flags import flags_of
+from fminfer.cli.old_command_lines import OLD_SERVE_OPTIONS, translate_old_flags
+from fminfer.cli.process import Ending, importing_engine, starting_process
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.core.option import take
@@ -75,11 +74,7 @@ def serve(**options: Any) -> None:
 
 
 def _require_extra() -> None:
-    """Refuse to start without what only the extra installs.
-
-    Raises:
-        UsageError: it is not there.
-    """
+    """Refuse to start without what only the extra installs."""
     if missing := [name for name in EXTRA if importlib.util.find_spec(name) is None]:
         raise UsageError(
             f"fminfer serve needs {', '.join(missing)}, which the extra installs: "
@@ -103,11 +98,3 @@ def _serve(settings: ServerSettings, config: EngineConfig, role: Role, ending: E
         with importing_engine(config, role):
             from fminfer.server.http import serve_process
         serve_process(process, settings)
-
-
-@click.group(hidden=True)
-def service() -> None:
-    """Start a server as EnergonAI does: service init --config_file FILE."""
-
-
-service.add_command(serve, "init")

@@ -10,8 +10,7 @@ from typing import TextIO
 
 import click
 
-from fminfer.cli.ending import Ending
-from fminfer.cli.process_start import start_kernels
+from fminfer.cli.process import Ending, start_kernels
 from fminfer.machine.library_imports import importing
 from fminfer.runtime.launch.processes import MEANT_FOR_FIRST, Processes, end_after, end_parent
 from fminfer.runtime.launch.role import Task, rank_names

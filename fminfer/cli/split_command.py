@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from fminfer.cli.ending import EXIT_SOME_ERRORS
+from fminfer.cli.process import EXIT_SOME_ERRORS
 from fminfer.core.quantities import counted
 
 _path = partial(click.option, type=click.Path(path_type=Path), required=True)
@@ -96,15 +96,12 @@ def merge(input_dir: Path, output: Path) -> None:
     from fminfer.split.merging import merge_parts
 
     summary = merge_parts(input_dir, output)
-    click.echo(
-        f"merged    {counted(summary.num_answers, 'answer')} of "
-        f"{counted(summary.num_parts, 'part')}: {output}",
-        err=True,
-    )
+    num_answers, num_parts = summary.num_answers, summary.num_parts
+    told = f"{counted(num_answers, 'answer')} of {counted(num_parts, 'part')}"
+    click.echo(f"merged    {told}: {output}", err=True)
     if summary.source_change:
         click.echo(f"Warning: {summary.source_change}.", err=True)
     if summary.num_errors:
-        click.echo(
-            f"errors    {counted(summary.num_errors, 'line')}: {errors_path(output)}", err=True
-        )
+        lost = counted(summary.num_errors, "line")
+        click.echo(f"errors    {lost}: {errors_path(output)}", err=True)
         sys.exit(EXIT_SOME_ERRORS)

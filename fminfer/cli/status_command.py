@@ -72,14 +72,16 @@ def _to_text(overview: Overview) -> str:
         lines.append(f"  {_left(overview)}")
     open_files = [file for file in overview.files if file.state in ("running", "stopped")]
     open_files += [file for file in overview.files if file.state == "waiting" and file.why]
-    lines += [f"    {_line(file)}" for file in open_files[:MOST_LISTED]]
-    if len(open_files) > MOST_LISTED:
-        lines.append(f"    … and {len(open_files) - MOST_LISTED:,} more (--json lists all)")
-    passed_over = [f"left out: {path}: {why}" for path, why in overview.left_out.items()]
-    lines += [f"  {each}" for each in passed_over[:MOST_LISTED]]
-    if len(passed_over) > MOST_LISTED:
-        lines.append(f"  left out: {len(passed_over) - MOST_LISTED:,} more (--json lists all)")
-    return "\n".join(lines)
+    lines += _first_few([f"    {_line(file)}" for file in open_files], "    … and ")
+    passed_over = [f"  left out: {path}: {why}" for path, why in overview.left_out.items()]
+    return "\n".join([*lines, *_first_few(passed_over, "  left out: ")])
+
+
+def _first_few(lines: list[str], more: str) -> list[str]:
+    if len(lines) <= MOST_LISTED:
+        return lines
+    rest = f"{more}{len(lines) - MOST_LISTED:,} more (--json lists all)"
+    return [*lines[:MOST_LISTED], rest]
 
 
 def _left(overview: Overview) -> str:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from fminfer.cli.config_file import ConfiguredCommand
-from fminfer.cli.ending import EXIT_STOPPED
-from fminfer.cli.options.flags import GroupedCommand, flags_of
+from fminfer.cli.flags import GroupedCommand, flags_of
+from fminfer.cli.old_command_lines import options_of_old_job
+from fminfer.cli.process import EXIT_STOPPED
 from fminfer.cluster.resources import SubmitOptions, check_shared_files, job_values, parse_flags
-from fminfer.cluster.slurm_and_lsf import SCHEDULERS, parts_of
+from fminfer.cluster.slurm_and_lsf import SCHEDULERS
 from fminfer.core.config import ModelOptions
 from fminfer.core.errors import UsageError
 from fminfer.core.option import take
@@ -54,12 +54,11 @@ def submit(run_flags: tuple[str, ...], **options: Any) -> None:
 
     asked = take(SubmitOptions, options)
     if asked.job_name is not None:
-        asked = _of_old_name(asked, asked.job_name)
-    if asked.scheduler is None or not asked.infer_data:
-        missing = (
-            "--infer-data FOLDER" if asked.scheduler else "--scheduler slurm or --scheduler lsf"
-        )
-        raise UsageError(f"submit needs {missing}")
+        asked = options_of_old_job(asked, asked.job_name)
+    if asked.scheduler is None:
+        raise UsageError("submit needs --scheduler slurm or --scheduler lsf")
+    if not asked.infer_data:
+        raise UsageError("submit needs --infer-data FOLDER")
     chosen = SCHEDULERS[asked.scheduler]
     flags = parse_flags(run_stand_in, run_flags, asked.gpus)
     paths = tuple(Path(os.path.abspath(path)) for path in asked.infer_data)
@@ -77,9 +76,9 @@ def submit(run_flags: tuple[str, ...], **options: Any) -> None:
         (*_program(), "run", *more_flags, *run_flags),
         asked.max_running,
     )
-    if asked.dry_run:
-        cluster, tell = DryRun(chosen, _show), lambda text: None  # its commands are shown alone
-        submission = Submission(cluster, form, outputs, asked.max_queued, tell, 0)
+    if asked.dry_run:  # its commands are shown alone
+        dry = DryRun(chosen, _show)
+        submission = Submission(dry, form, outputs, asked.max_queued, lambda text: None, 0)
     else:
         submission = Submission(Cluster(chosen), form, outputs, asked.max_queued, _say)
     try:
@@ -100,19 +99,6 @@ def _plan(paths: tuple[Path, ...], output: Any) -> dict[Path, Path]:
     return dict(zip(inputs, plan_outputs(inputs, output), strict=True))
 
 
-def _of_old_name(asked: SubmitOptions, job_name: str) -> SubmitOptions:
-    """Return the options with the name and the files that an old job's name holds."""
-    parts = parts_of(job_name)
-    if parts is None:
-        raise UsageError(
-            f"--job-name {job_name}: it must be lsf_NAME#PATH, PATH being the files to answer"
-        )
-    if asked.name is not None or asked.infer_data:
-        raise UsageError("--job-name lsf_NAME#PATH says --name and --infer-data; leave these out")
-    scheduler = asked.scheduler or "lsf"
-    return replace(asked, name=parts[0], infer_data=(parts[1],), scheduler=scheduler)
-
-
 def _name(name: str | None, flags: dict[str, Any]) -> str:
     if name is None:
         model = str(flags["model"] or flags["random_init"] or "demo")
@@ -123,16 +109,13 @@ def _name(name: str | None, flags: dict[str, Any]) -> str:
 
 
 def _job_dir(job_dir: Path | None, output: Path) -> Path:
-    """Return where logs and lists go; schedulers have signs of their own in a log's path.
+    """Return where logs and lists go; by default jobs/ beside the answers.
 
-    By default that is jobs/ beside the answers, or above a folder with such a sign in its name:
-    `fminfer split` writes some characters of engines' names as %20.
+    It is higher up if a folder has a scheduler's sign in its name: `fminfer split` writes %20.
     """
-    if job_dir is not None:
-        found = Path(os.path.abspath(job_dir))
-    else:
-        parents = Path(os.path.abspath(output)).parents
-        found = next((p for p in parents[:-1] if _can_hold_logs(p)), parents[0]) / "jobs"
+    parents = Path(os.path.abspath(output)).parents
+    default = next((p for p in parents[:-1] if _can_hold_logs(p)), parents[0]) / "jobs"
+    found = default if job_dir is None else Path(os.path.abspath(job_dir))
     if not _can_hold_logs(found):
         raise UsageError(
             f"{str(found)!r} cannot hold logs: schedulers read % and \\ in a path as their own "

@@ -80,6 +80,11 @@ _request = partial(option, group="Requests", commands=("run", "serve", "check"))
 _recorded = partial(_request, alters="requests", is_always_recorded=True)
 
 
+def contradiction(one: str, other: str) -> UsageError:
+    """Return the error of two options of which only one can be given."""
+    return UsageError(f"{one} and {other} contradict each other; give one of them")
+
+
 @dataclass(frozen=True)
 class ModelOptions(Options):
     """Which model answers, and how much of it."""
@@ -141,12 +146,10 @@ class ModelOptions(Options):
                 f"--model-type {self.model_type}: transformers has no public config of it, so that "
                 "it does not run. glm4 does (zai-org/GLM-4-9B-0414, for one)"
             )
-        for one, other, are_both in (
-            ("--model-name", "--random-init", None not in (self.model, self.random_init)),
-            ("--tokenizer", "--skip-tokenizer-init", self.tokenizer and self.skip_tokenizer_init),
-        ):
-            if are_both:
-                raise UsageError(f"{one} and {other} contradict each other; give one of them")
+        if None not in (self.model, self.random_init):
+            raise contradiction("--model-name", "--random-init")
+        if self.tokenizer and self.skip_tokenizer_init:
+            raise contradiction("--tokenizer", "--skip-tokenizer-init")
         for name in ("model_config", "revision"):
             value = getattr(self, name)
             if value is not None and self.model is None:
@@ -204,10 +207,7 @@ class ComputeOptions(Options):
     def check(self) -> None:
         """Refuse two numbers of bits."""
         if self.dtype in BITS and self.quantize not in (None, self.dtype):
-            raise UsageError(
-                f"--dtype {self.dtype} and --quantize {self.quantize} contradict each other; give "
-                "one of them"
-            )
+            raise contradiction(f"--dtype {self.dtype}", f"--quantize {self.quantize}")
 
 
 @dataclass(frozen=True)
@@ -258,14 +258,10 @@ class MemoryOptions(Options):
     )
 
     def step_sizes(self, device_type: str, num_stages: int) -> StepSizes:
-        """Return the sizes that are set, and for the others what suits a device.
+        """Return the sizes that are set, and for the others what suits a device, cpu or cuda.
 
         A GPU computes thousands of tokens as cheaply as it starts a step's hundreds of kernels.
         Stages wait until the first ones have a step to pass on, so they share those thousands.
-
-        Args:
-            device_type: cpu or cuda.
-            num_stages: of the pipeline.
         """
         most = ON_GPU if device_type == "cuda" else ON_CPU
         chunk_size = max(ON_CPU.chunk_size, most.chunk_size // num_stages)
@@ -420,11 +416,7 @@ class RequestOptions(Options):
 
 @dataclass(frozen=True)
 class EngineConfig(RequestOptions, RankOptions, MemoryOptions, ComputeOptions, ModelOptions):
-    """Options of one engine.
-
-    Raises:
-        UsageError: a value outside its limits.
-    """
+    """Options of one engine. A value outside its limits raises UsageError."""
 
     @classmethod
     def from_fields(cls, told: dict[str, Any]) -> Self:
@@ -437,11 +429,7 @@ EngineConfig.__doc__ = f"{EngineConfig.__doc__}\nOptions:\n{list_options(EngineC
 
 
 def make_config(model: str | EngineConfig | None, **options: Any) -> EngineConfig:
-    """Return the config of a model, or another config, with options set.
-
-    Raises:
-        UsageError: an option that does not exist, or a wrong value.
-    """
+    """Return the config of a model, or another config, with options set."""
     refuse_unknown(options, options_of(EngineConfig))
     if isinstance(model, EngineConfig):
         return replace(model, **options)
@@ -449,11 +437,7 @@ def make_config(model: str | EngineConfig | None, **options: Any) -> EngineConfi
 
 
 def refuse_unknown(names: Iterable[str], known: Collection[str]) -> None:
-    """Refuse options that do not exist, or have a new name.
-
-    Raises:
-        UsageError: there is one; the error names the likeliest option.
-    """
+    """Raise UsageError for an option that does not exist, or has a new name."""
     for name in names:
         for each in options_of(EngineConfig).values():
             if (values := each.old.get(f"--{name}")) is not None:

@@ -20,8 +20,6 @@ ErrorCode = Literal[
     "nan_logits",
     "internal_error",
 ]
-
-
 # What each says of a request; the docs' table is made of these.
 ERROR_CODES: dict[ErrorCode, str] = {
     "invalid_json": "The line is no JSON, or its file breaks off there.",
@@ -40,8 +38,6 @@ ERROR_CODES: dict[ErrorCode, str] = {
 }
 # Of a request that was right, which this run could not answer and another might.
 RETRYABLE: tuple[ErrorCode, ...] = ("out_of_memory", "nan_logits", "internal_error")
-
-
 # What told a run to stop: Ctrl-C, SIGTERM, a closed terminal, a deadline or a scheduler's warning.
 StopReason = Literal["interrupted", "terminated", "hung_up", "out_of_time"]
 
@@ -119,7 +115,7 @@ class UncompiledError(FminferError):
 
 
 class RequestError(FminferError):
-    """What is wrong with one line, which costs it alone: what was found, is allowed, is to do."""
+    """What is wrong with one line, which costs it alone."""
 
     def __init__(self, code: ErrorCode, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -142,25 +138,19 @@ class RequestError(FminferError):
         return "server_error" if self.is_ours else "invalid_request_error"
 
 
-PLAIN_KINDS: dict[str, type[FminferError]] = {
-    each.__name__: each
-    for each in (
-        *(UsageError, InUseError, CheckpointError, PipelineError, OutputError, MachineError),
-        *(SchedulerError, OutOfMemoryError, StepLimitError),
-    )
-}
+PLAIN_KINDS = (
+    *(UsageError, InUseError, CheckpointError, PipelineError, OutputError, MachineError),
+    *(SchedulerError, OutOfMemoryError, StepLimitError),
+)
 
 
 def error_of(kind: str, text: str) -> FminferError:
     """Return the error that another process told of, by its kind and its text."""
-    return PLAIN_KINDS.get(kind, FminferError)(text)
+    return next((each for each in PLAIN_KINDS if each.__name__ == kind), FminferError)(text)
 
 
 def row_error(error: Exception, what: str) -> RequestError:
-    """Return what an exception costs the line, or request, that was being prepared.
-
-    Args:
-        what: it is called, such as `line 3`.
+    """Return what an exception costs the line, called `what`, that was being prepared.
 
     Raises:
         FminferError: it is no fault of the line's, and ends the run.

@@ -15,11 +15,7 @@ _PROJECTOR = "mmproj"  # of images, beside the model
 
 
 def refuse_impostor(path: Path) -> None:
-    """Refuse a file that a download put in the place of a model's file.
-
-    Raises:
-        CheckpointError: it says what to fetch instead.
-    """
+    """Refuse a file that a download put in the place of a model's file; say what to fetch."""
     start = _start_of(path).removeprefix(b"\xef\xbb\xbf").lstrip()
     # The size that a weight file begins with may be a "<", but has zeros.
     if start.startswith(b"<") and b"\0" not in start:

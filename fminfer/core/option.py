@@ -1,8 +1,7 @@
 """Options as fields of dataclasses: each is declared once, with all facts about it.
 
-From these fields come the flags of the commands, the arguments of `fminfer.Engine`, keys of
-configuration files, FMINFER_ variables, what journals record, what ranks compare, and the reference
-in docs/running.md.
+They become flags, arguments of `fminfer.Engine`, keys of configuration files, FMINFER_ variables,
+what journals record, what ranks compare, and the reference in docs/running.md.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ class Least:
 
 @dataclass(slots=True, frozen=True)
 class PlaceHint:
-    """What may name a place; `told` is how an error calls it."""
+    """What may name a place."""
 
-    told: str
+    told: str  # as an error calls it
 
 
 # Types that say more than Python's: limits, and how a value is written on the command line.
@@ -109,17 +108,13 @@ class Option:
         return {name: values for name, values in self.old.items() if values and name[0] == "-"}
 
     def refuse(self, value: Any, called: str) -> None:
-        """Refuse a value outside the option's type or limits.
-
-        Raises:
-            UsageError: the value is outside; it is named as `called`.
-        """
+        """Raise UsageError for a value, named as `called`, outside the option's type or limits."""
         if value is None:
             return
-        kind, marks = plain_hint(self.hint), marks_of(self.hint)
+        kind = plain_hint(self.hint)
         if get_origin(kind) is Literal and value not in (allowed := get_args(kind)):
             raise UsageError(f"{called} is {value!r}; it must be one of {', '.join(allowed)}")
-        for mark in marks:
+        for mark in marks_of(self.hint):
             if isinstance(mark, Least) and not value >= mark.number:  # or nan
                 raise UsageError(f"{called} is {value}; it must be at least {mark.number}")
             if isinstance(mark, PlaceHint) and not isinstance(value, str | PathLike):
@@ -129,8 +124,7 @@ class Option:
 def option(help: str, *, default: Any = None, is_positional: bool = False, **facts: Any) -> Any:
     """Return a dataclass field that declares an option; `facts` are fields of `Option`.
 
-    Args:
-        default: None is False for a bool, and () for a tuple.
+    None as the default is False for a bool, and () for a tuple.
     """
     its = Option(help, **facts)
     return field(default=default, kw_only=not is_positional, metadata={"option": its})
@@ -158,11 +152,7 @@ def marks_of(hint: Any) -> list[Any]:
 
 
 def options_of(table: type, *, is_own: bool = False) -> dict[str, Option]:
-    """Return the options of a dataclass by name.
-
-    Args:
-        is_own: only those that it declares itself, none that it inherits.
-    """
+    """Return the options of a dataclass by name; its own, none that it inherits, if `is_own`."""
     return _options_of(table, is_own)
 
 
@@ -182,19 +172,12 @@ Table = TypeVar("Table")
 
 
 def take(table: type[Table], params: dict[str, Any]) -> Table:
-    """Make a dataclass of its options, and take these out of a command's parameters.
-
-    Raises:
-        UsageError: a value outside its limits, or options that contradict each other.
-    """
+    """Make a dataclass of its options, and take these out of a command's parameters."""
     return table(**{name: params.pop(name) for name in options_of(table) if name in params})
 
 
 class Options:
-    """A dataclass of options, which refuses wrong values.
-
-    A subclass's `check` refuses options that do not fit together.
-    """
+    """A dataclass of options; it refuses wrong values, its `check` those that do not fit."""
 
     calls_flags: ClassVar[bool] = False  # whether messages name options by their flags
 

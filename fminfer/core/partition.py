@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from fminfer.core.errors import UsageError
 from fminfer.core.quantities import counted
@@ -13,9 +13,8 @@ from fminfer.core.quantities import counted
 class Part:
     """What one rank computes: a stage's layers from `first` up to, not with, `last`.
 
-    A stage also has some layers of the encoder, if there is one: their numbers are `encoder`. With
-    tensor parallelism several ranks share a stage, and each has a shard of its layers. The leader,
-    which has shard 0, speaks to other stages.
+    With tensor parallelism several ranks share a stage, and each has a shard of its layers. The
+    leader, which has shard 0, speaks to other stages.
     """
 
     stage: int
@@ -24,7 +23,7 @@ class Part:
     last: int
     shard: int = 0
     num_shards: int = 1
-    encoder: range = range(0)
+    encoder: range = range(0)  # the numbers of the encoder's layers that the stage has
 
     @property
     def is_first(self) -> bool:
@@ -59,16 +58,16 @@ class Part:
     @property
     def rank_before(self) -> int:
         """The rank that messages come from: the leader of the stage before, or of its own."""
-        if not self.is_leader:
-            return self.ranks[0]
-        return (self.stage - 1) % self.num_stages * self.num_shards
+        return self._leader_of(self.stage - 1)
 
     @property
     def next_rank(self) -> int:
         """The rank that messages go to: the leader of the stage behind, or of its own."""
-        if not self.is_leader:
-            return self.ranks[0]
-        return (self.stage + 1) % self.num_stages * self.num_shards
+        return self._leader_of(self.stage + 1)
+
+    def _leader_of(self, stage: int) -> int:
+        other = stage if self.is_leader else self.stage
+        return other % self.num_stages * self.num_shards
 
     @property
     def shards(self) -> list[Part]:
@@ -88,9 +87,6 @@ def balance(num_layers: int, num_stages: int, head_cost: float) -> list[int]:
 
     Args:
         head_cost: of the exit (norm, head, sampling) on the last stage, in layers.
-
-    Raises:
-        UsageError: more stages than layers.
     """
     if num_stages > num_layers:
         raise UsageError(
@@ -107,17 +103,8 @@ def balance(num_layers: int, num_stages: int, head_cost: float) -> list[int]:
     return counts
 
 
-def fixed(num_layers: int, num_stages: int, each: int) -> list[int]:
-    """Return the split of --num-layers and --max-layers: so many a stage, the surplus dropped.
-
-    Args:
-        num_layers: to be run, --max-layers applied.
-        each: layers a stage.
-
-    Raises:
-        UsageError: a stage without work, or layers without a stage.
-    """
-    total = num_layers
+def fixed(total: int, num_stages: int, each: int) -> list[int]:
+    """Return the split of --num-layers: `each` a stage; refuse idle stages and lost layers."""
     counts = [max(0, min(each, total - stage * each)) for stage in range(num_stages)]
     even = -(-total // num_stages)
     instead = f"--num-layers {even}" if even * (num_stages - 1) < total else "no --num-layers"
@@ -138,11 +125,7 @@ def fixed(num_layers: int, num_stages: int, each: int) -> list[int]:
 
 
 def explicit(num_layers: int, num_stages: int, counts: tuple[int, ...]) -> list[int]:
-    """Check the split of --stage-layers.
-
-    Raises:
-        UsageError: not one count a stage, an empty stage, or another sum than the layers.
-    """
+    """Return the split of --stage-layers; refuse one that does not fit the layers."""
     shown = ",".join(map(str, counts))
     if len(counts) != num_stages:
         raise UsageError(
@@ -162,11 +145,9 @@ def explicit(num_layers: int, num_stages: int, counts: tuple[int, ...]) -> list[
 
 def parts_of(counts: list[int]) -> list[Part]:
     """Return each stage's part."""
-    firsts = [sum(counts[:stage]) for stage in range(len(counts))]
-    return [
-        Part(stage, len(counts), first, first + count)
-        for stage, (first, count) in enumerate(zip(firsts, counts, strict=True))
-    ]
+    ends = [0, *accumulate(counts)]
+    pairs = enumerate(pairwise(ends))
+    return [Part(stage, len(counts), first, last) for stage, (first, last) in pairs]
 
 
 def split_layers(

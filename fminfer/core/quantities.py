@@ -6,11 +6,7 @@ from collections.abc import Sequence
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """Return a number with its noun: `1 row`, `1,234 rows`.
-
-    Args:
-        plural: of the noun, if it is not the noun with an s.
-    """
+    """Return a number with its noun: `1 row`, `1,234 rows`; `plural` if an s does not make it."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 

@@ -1,7 +1,4 @@
-"""Clocks: how long a row took and how many rows shared the machine meanwhile.
-
-It knows nothing of requests or tokens; callers pass times in seconds (time.perf_counter).
-"""
+"""Clocks: how long a row took, and how many shared the machine; in time.perf_counter's seconds."""
 
 from __future__ import annotations
 
@@ -10,12 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class RowClock:
-    """Accounts the wall time fairly among the rows in flight.
+    """Accounts the wall time fairly among the rows in flight: each of n is charged dt/n.
 
-    While `n` rows are in flight each of them is charged dt/n. A row's `batch_size` is then
-    batch_time / charged, the harmonic mean of the rows in flight during its life, so that the
-    sum of batch_time / batch_size over all rows is exactly the time during which any row ran
-    (docs/contract of `request_time`, which HELM divides this way).
+    So batch_time / batch_size adds up, over all rows, to the time during which any row ran. HELM
+    divides `request_time` this way.
     """
 
     num_rows: int = 0
@@ -28,13 +23,13 @@ class RowClock:
         self._last_s = now_s
 
     def start(self, now_s: float) -> RowTimes:
-        """Put one more row in flight and return its stopwatch."""
+        """Put one more row in flight; return its times."""
         self._advance(now_s)
         self.num_rows += 1
         return RowTimes(admitted_s=now_s, charged_at_start_s=self.charged_s)
 
     def stop(self, row: RowTimes, now_s: float) -> None:
-        """Take a row out of flight; its `batch_time` and `batch_size` are final after this."""
+        """Take a row out of flight; its times are final then."""
         self._advance(now_s)
         self.num_rows -= 1
         row.finished_s = now_s

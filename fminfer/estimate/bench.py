@@ -16,8 +16,8 @@ from itertools import product
 from typing import Any
 
 from fminfer.core.errors import FminferError, OutOfMemoryError
+from fminfer.core.messages import RankMemory, memory_table
 from fminfer.core.quantities import counted, show_dtypes
-from fminfer.core.rank_memory import RankMemory, memory_table
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.runtime.computing import Compute
 from fminfer.runtime.engine_api import Engine

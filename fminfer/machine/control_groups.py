@@ -11,13 +11,8 @@ SYSTEM = Path("/")
 def group_folders(controller: str) -> Iterator[tuple[Path, int]]:
     """Give the folder of each control group that limits this process, from the innermost up.
 
-    Folders that a container does not see are given all the same; they are not there.
-
-    Args:
-        controller: memory or cpu.
-
-    Yields:
-        (folder, version of the control groups: 1 or 2).
+    A container does not see all of them. `controller` is memory or cpu; with each folder comes the
+    version of the control groups, 1 or 2.
     """
     try:
         lines = (SYSTEM / "proc/self/cgroup").read_text().splitlines()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from fminfer.core.rank_memory import MemoryPeak
+from fminfer.core.messages import MemoryPeak
 from fminfer.machine.host_memory import free_host_bytes, peak_host_bytes
 from fminfer.machine.processor import VARIABLE, chosen_name, has_unit, hides_unit
 from fminfer.machine.threads import BINDS_THREADS
@@ -61,9 +61,7 @@ def use_device(device: torch.device) -> None:
 
 
 def send(columns: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Return arrays as tensors of a device.
-
-    They go to a GPU in one copy. Nobody waits for it, as for each that begins in ordinary memory.
+    """Return arrays as tensors of a device; they go to a GPU in one copy, and nobody waits.
 
     Args:
         columns: of one dimension; those of 8 bytes a number come first, so that all are aligned.
@@ -89,20 +87,16 @@ def pinned(columns: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
 
 
 def start_openmp_threads() -> None:
-    """Start torch's threads for the calling thread, if they are to be bound to cores.
-
-    OpenMP binds the calling thread to one core at once, and the others to theirs as they start. The
-    kernels' threads then use the cores of all.
-    """
+    """Start torch's threads if OpenMP binds them to cores: the kernels then use all of these."""
     if BINDS_THREADS & os.environ.keys():
         torch.empty(LEAST_SHARE * torch.get_num_threads()).fill_(0.0)
 
 
 def end_openmp_threads() -> None:
-    """End the threads with which torch has worked for the calling thread.
+    """End torch's threads of the calling thread; GNU's OpenMP only.
 
-    They would count as busy when another thread computes, whose helpers then sleep between any two
-    products and have to be woken: 15 to 20 % of a decode step on two cores. GNU's OpenMP only.
+    They would count as busy when another thread computes. Its helpers then sleep between any two
+    products: 15 to 20 % of a decode step on two cores.
     """
     if torch.get_num_threads() == 1:
         return  # there are none, and a forked child would wait for those of its parent

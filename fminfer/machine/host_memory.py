@@ -1,7 +1,4 @@
-"""The machine's memory: how much is free, and having it at hand before it is needed.
-
-It needs no torch, so that it can be asked while that is imported.
-"""
+"""The machine's memory: how much is free, and having it at hand before it is needed."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ def own_bytes() -> int:
 def peak_host_bytes() -> int:
     """Return this process's peak memory, mapped files included.
 
-    The system's older count, `ru_maxrss`, begins with the memory of the process that started it.
+    The older count, `ru_maxrss`, begins with the memory of the process that started it.
     """
     peak = _read_bytes("proc/self/status", "VmHWM")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if peak is None else peak
@@ -85,11 +82,7 @@ def _left_in_groups() -> Iterator[int]:
 
 
 def use_small_pages(address: int, num_bytes: int) -> None:
-    """Have the system give these bytes page by page, also where huge pages were asked for.
-
-    It is for memory of which little comes into use here and there. Where the system has no huge
-    pages, nothing changes.
-    """
+    """Have the system give these bytes page by page: little of them comes into use."""
     page = mmap.PAGESIZE
     first, end = -(-address // page) * page, (address + num_bytes) // page * page
     if hasattr(mmap, "MADV_NOHUGEPAGE") and end - first >= HUGE_PAGE:
@@ -97,11 +90,7 @@ def use_small_pages(address: int, num_bytes: int) -> None:
 
 
 def read_mapped(address: int, num_bytes: int) -> None:
-    """Have the system read what it has not yet of mapped bytes of a file; return once it has.
-
-    A page that is touched later is there and costs nothing. Systems other than Linux, and Linux
-    before 5.14, read each page when it is touched.
-    """
+    """Have the system read mapped bytes of a file; from Linux 5.14 on, at once."""
     first = address // mmap.PAGESIZE * mmap.PAGESIZE
     if sys.platform == "linux":
         _advise(first, address + num_bytes - first, POPULATE_READ)
@@ -119,12 +108,8 @@ def _advise(address: int, num_bytes: int, advice: int) -> int:
 def touching_memory(num_bytes: int) -> Iterator[None]:
     """Have a thread touch so much memory meanwhile, as far as it gets; it is free again afterwards.
 
-    A virtual machine often has a page of memory only once it was touched, and its host takes 1 to 3
-    seconds to give it a GB. What is touched here stays with the machine for some seconds, so that
-    who needs memory next has it in a fraction of the time.
-
-    Args:
-        num_bytes: no more than a quarter of what is free, and 4 GiB, is touched in any case.
+    The host of a virtual machine takes 1 to 3 seconds to give it a GB, once it is touched. What is
+    touched here stays with the machine for some seconds. It is no more than `_most_at_hand`.
     """
     memory = _reserve(num_bytes)
     if memory is None:
@@ -141,10 +126,7 @@ def touching_memory(num_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def reading_files(paths: Iterable[Path]) -> Iterator[None]:
-    """Have a thread read files meanwhile, as far as it gets; the system keeps what was read.
-
-    No more is read than a quarter of what is free, and 4 GiB.
-    """
+    """Have a thread read files meanwhile, at most `_most_at_hand`; the system keeps them."""
     with _meanwhile("fminfer files", lambda is_over: _read(paths, is_over)):
         yield
 

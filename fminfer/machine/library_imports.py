@@ -36,10 +36,9 @@ MOST_NEW_OBJECTS = 10_000
 def importing() -> Iterator[None]:
     """Settle how torch works, which is not imported yet, and let it and others be imported.
 
-    It takes pages of 2 MB for what is larger than that: weights and KV cache are read from end to
-    end at each step. docs/performance.md has the figures. Python's collector of garbage is kept
-    away from half a million objects that stay to the end. It would look at all of them again and
-    again: that takes a third of the imports' time.
+    It takes pages of 2 MB for weights and KV cache: docs/performance.md has the figures. The
+    collector of garbage is kept away from half a million objects that stay to the end: to look at
+    them again and again takes a third of the imports' time.
     """
     wait_briefly()
     if os.path.exists("/sys/kernel/mm/transparent_hugepage"):
@@ -105,10 +104,10 @@ def _unchanged(function: Any = None, *_: Any, **__: Any) -> Any:
 
 
 def _keep_list_of_models() -> None:
-    """Have transformers list what the folders of its models hold from what was found last time.
+    """Have transformers list its models from what was found last time.
 
-    It reads 2,000 files for that, twice in a process. The function is in one of its modules, which
-    is imported before the package itself runs.
+    It reads 2,000 files for that, twice in a process. The function that does is in one of its
+    modules, which is imported before the package itself runs.
     """
     from importlib.metadata import version  # not for fminfer --help
 
@@ -159,9 +158,8 @@ class _KeptList:
     def _load(self) -> Any:
         if self._path is None:
             return None
-        with suppress(
-            OSError, ValueError, TypeError, KeyError, RecursionError
-        ):  # not there, or damaged
+        # Not there, or damaged:
+        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
             digest, _, text = self._path.read_text().partition("\n")
             if digest == _digest(text):
                 return _list_from_json(json.loads(text))
@@ -197,19 +195,15 @@ def _list_to_json(value: Any) -> Any:
 
 
 def _list_from_json(value: Any, *, is_key: bool = False) -> Any:
-    """Return the list again.
-
-    Raises:
-        ValueError, TypeError: it is none.
-    """
+    """Return the list again; raise ValueError, TypeError or KeyError if it is none."""
     if isinstance(value, list):
         if not all(isinstance(each, str) for each in value):
             raise ValueError("a set of something else than names")
         return frozenset(value) if is_key else set(value)
-    if isinstance(value, dict) and not is_key:
-        return {
-            _list_from_json(key, is_key=True): _list_from_json(each) for key, each in value["items"]
-        }
-    if not isinstance(value, str) or not is_key:
+    if is_key and isinstance(value, str):
+        return value
+    if is_key or not isinstance(value, dict):
         raise ValueError("neither a name, nor a set of names, nor a table")
-    return value
+    return {
+        _list_from_json(key, is_key=True): _list_from_json(each) for key, each in value["items"]
+    }

@@ -1,7 +1,6 @@
 """Who is there, and who lives: what processes use that find each other, as ranks or by claims.
 
-A process beats in turns, in the ranks' store or on its claims' files, and silence counts as death.
-Of a process of the same machine the system tells at once.
+A process beats in turns, and silence counts as death. The system tells of its own processes.
 """
 
 from __future__ import annotations
@@ -55,11 +54,7 @@ def machine_name(namespace: Literal["pid", "net"]) -> str:
 def create_once(path: Path, data: bytes, mode: int) -> bool:
     """Create a file; return False if it is there: of several processes one is the first.
 
-    Who reads it at this very moment may find it empty. (A hard link would show it whole at once,
-    but some file systems have none.)
-
-    Raises:
-        OSError: it cannot be written.
+    Who reads it now may find it empty. (Some file systems have no hard links, which show it whole.)
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)

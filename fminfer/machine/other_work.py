@@ -1,8 +1,7 @@
 """Other work on the machine: how long it kept the threads of a run from computing.
 
-Linux tells how long each thread stood in line for a core. Threads of one process stand in line for
-each other, too, and wait while a container's quota is used up. So no more is laid to other work
-than the time that others computed on the very cores that the process may use.
+Linux tells how long each thread stood in line for a core: also for threads of its own process, and
+for a container's quota. So no more counts than the time that others computed on the same cores.
 """
 
 from __future__ import annotations
@@ -43,12 +42,7 @@ def held_up_s(first: Look, last: Look, cores: Iterable[int]) -> float:
 
 
 class OtherWork:
-    """Tells whether other work slows this process, from now on.
-
-    Args:
-        num_threads: that compute.
-        find_cores: returns the cores that they may use.
-    """
+    """Tells whether other work slows this process: threads that compute on cores that are found."""
 
     def __init__(self, num_threads: int, find_cores: Callable[[], set[int]]) -> None:
         self._num_threads, self._find_cores = num_threads, find_cores

@@ -36,8 +36,7 @@ class SizeLimit:
 
     Args:
         name: of the work's unit, for people: "tokens".
-        is_shared: other processes do the same work at the same time, in the same parts; then
-            `run` raises, and does not halve it.
+        is_shared: other processes do the same work in the same parts; `run` does not halve it.
     """
 
     def __init__(self, name: str, *, is_shared: bool = False) -> None:
@@ -48,8 +47,7 @@ class SizeLimit:
         """Do work of a size in as few equal parts as memory allows, one after another.
 
         Args:
-            work: does the part from one place to another; it may be called again for a place, so
-                what it did of a part that failed must not matter.
+            work: does the part from one place to another; it may be called again for a place.
 
         Raises:
             OutOfMemoryError: not even one can be done.

@@ -1,7 +1,6 @@
 """What of the processor a run may use: all of it, or as much as FMINFER_CPU names.
 
-FMINFER_CPU=avx2 has a greater processor compute as a lesser one does, so that one machine can try
-what another will do. It holds for the kernels of this package, torch, oneDNN and MKL.
+So one machine can try what a lesser one will do. It holds for our kernels, torch, oneDNN and MKL.
 """
 
 from __future__ import annotations
@@ -29,12 +28,9 @@ class Level:
     caps: dict[str, str]  # variables that torch, oneDNN and MKL read as they load
 
 
-def _level(units: str, flags: str, torch_name: str, onednn_name: str, mkl_name: str) -> Level:
-    caps = {
-        "ATEN_CPU_CAPABILITY": torch_name,
-        "ONEDNN_MAX_CPU_ISA": onednn_name,
-        "MKL_ENABLE_INSTRUCTIONS": mkl_name,
-    }
+def _level(units: str, flags: str, *names: str) -> Level:
+    variables = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+    caps = dict(zip(variables, names, strict=True))
     return Level(frozenset(units.split()), tuple(flags.split()), caps)
 
 
@@ -59,11 +55,7 @@ def chosen_name() -> str:
 
 
 def chosen_level() -> Level | None:
-    """Return the processor to stand for; None: this one, whole.
-
-    Raises:
-        UsageError: FMINFER_CPU names none, or one that this processor cannot stand for.
-    """
+    """Return the processor to stand for; None: this one, whole. Refuse what cannot be."""
     name = chosen_name()
     if not name:
         return None
@@ -83,11 +75,7 @@ def chosen_level() -> Level | None:
 
 
 def cap_libraries() -> None:
-    """Hold torch, oneDNN and MKL to the chosen processor, before any of them is loaded.
-
-    Raises:
-        UsageError: as `chosen_level`.
-    """
+    """Hold torch, oneDNN and MKL to the chosen processor, before any of them is loaded."""
     level = chosen_level()
     if level is not None:
         os.environ.update(level.caps)

@@ -56,11 +56,7 @@ class ProcessOptions(Options):
 
 
 def parse_duration(text: str) -> float:
-    """Return the seconds of 3:50:00, 45:00 (minutes), 90 (seconds), 1.5h, 1h30m or 15s.
-
-    Raises:
-        ValueError: it is none of that.
-    """
+    """Return the seconds of 3:50:00, 45:00 (minutes), 90 (seconds), 1.5h, 1h30m or 15s."""
     for form in DURATIONS:
         if (parts := form.fullmatch(text.strip())) is not None:
             found = parts.groupdict(default="0")
@@ -69,10 +65,7 @@ def parse_duration(text: str) -> float:
 
 
 def is_repeat(number: int, since_s: float) -> bool:
-    """Tell whether a signal, so long after the first one, is that one over again.
-
-    Schedulers repeat their warnings, and those that start a job's processes pass signals on.
-    """
+    """Tell whether a signal is only the first one again: launchers pass it on, as schedulers do."""
     least_s = REPEAT_CTRL_C_S if number == signal.SIGINT else REPEAT_S
     return number in WARNINGS or since_s < least_s
 
@@ -84,9 +77,6 @@ class Stopper:
         grace_s: how long rows that run may go on.
         is_quiet: say nothing when a signal is heard.
         end: ends this process at once, for a reason. The command gives it an exit status.
-
-    `on_second` is called when a second signal ends the run at once. `deadline_s` is when it must
-    have ended, in time.monotonic().
     """
 
     def __init__(
@@ -99,8 +89,8 @@ class Stopper:
         self.grace_s = grace_s
         self._is_quiet = is_quiet
         self._end = end
-        self.on_second: Callable[[], None] = lambda: None
-        self.deadline_s: float | None = None
+        self.on_second: Callable[[], None] = lambda: None  # when a second signal ends the run
+        self.deadline_s: float | None = None  # when it must have ended, in time.monotonic()
         self._stop: Callable[[float], None] | None = None  # the engine's, while it runs
         self._needed_s: Callable[[], float | None] = lambda: None
         self.num_open: Callable[[], int] | None = None  # requests of a server; None: a run's rows
@@ -121,8 +111,7 @@ class Stopper:
             main = threading.main_thread().ident
             assert main is not None
             # A signal to itself is heard wherever the main thread waits.
-            timer = threading.Timer(left_s, signal.pthread_kill, (main, DEADLINE))
-            timer.daemon = True
+            timer = _daemon_timer(left_s, partial(signal.pthread_kill, main, DEADLINE))
             timer.start()
         try:
             yield
@@ -138,10 +127,9 @@ class Stopper:
     def telling(
         self, stop: Callable[[float], None], needed_s: Callable[[], float | None] = lambda: None
     ) -> Iterator[None]:
-        """Have a run's `stop` called with the grace, in seconds, when it is to stop.
+        """Have a run's `stop` called with the grace when it is to stop.
 
-        Args:
-            needed_s: estimates how long rows that run would take to end; None: it cannot.
+        `needed_s` estimates how long rows that run would take to end; None: it cannot.
         """
         self._stop, self._needed_s = stop, needed_s
         try:
@@ -163,15 +151,11 @@ class Stopper:
             self._is_reading = False
 
     def leave_to_rank_0(self) -> None:
-        """Signals reach every rank of a cluster's job; rank 0 ends the run in good order.
-
-        One that is told to end, and is still there when rank 0 must have ended, ends by itself.
-        """
+        """Leave a signal to all ranks of a job to rank 0; end later than it where told to end."""
         for number in (signal.SIGINT, signal.SIGHUP, *WARNINGS):
             signal.signal(number, signal.SIG_IGN)
         reason = StoppedError("Terminated.", "terminated")
-        timer = threading.Timer(self.grace_s + SPARE_S, self._end, (reason,))
-        timer.daemon = True
+        timer = _daemon_timer(self.grace_s + SPARE_S, partial(self._end, reason))
         signal.signal(signal.SIGTERM, lambda number, frame: _start_once(timer))
 
     def _last_call_s(self, deadline_s: float) -> float:
@@ -205,8 +189,7 @@ class Stopper:
             raise KeyboardInterrupt  # asked twice: at once
         self.reason, self._heard_s = self._reason(signal.Signals(number)), now_s
         # Steps may be long, and ranks may hang: what is on disk is good in any case.
-        self._watchdog = threading.Timer(self.grace_s + SPARE_S, self._give_up)
-        self._watchdog.daemon = True
+        self._watchdog = _daemon_timer(self.grace_s + SPARE_S, self._give_up)
         self._watchdog.start()
         if self._stop is None:  # nothing runs yet
             raise self.reason
@@ -231,6 +214,12 @@ class Stopper:
             os.write(2, text.encode())
 
 
+def _daemon_timer(after_s: float, work: Callable[[], None]) -> threading.Timer:
+    timer = threading.Timer(after_s, work)
+    timer.daemon = True
+    return timer
+
+
 def _start_once(timer: threading.Timer) -> None:
     if timer.ident is None:
         timer.start()
@@ -245,11 +234,7 @@ def signals_to_hear() -> list[signal.Signals]:
 
 
 def check_times(grace_s: float, deadline_s: float | None) -> None:
-    """Refuse times that cannot be.
-
-    Raises:
-        UsageError: a negative grace, or a deadline that leaves no time beside it.
-    """
+    """Refuse a negative grace, and a deadline that leaves no time beside it."""
     if grace_s < 0:
         raise UsageError(f"--grace is {grace_s:g} seconds; it must be 0 or more")
     if deadline_s is not None and deadline_s <= grace_s + SPARE_S:

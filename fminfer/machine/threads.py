@@ -1,7 +1,4 @@
-"""The processor's threads: how many a run may use, and how they wait.
-
-It needs no torch: how threads wait is settled before that is imported.
-"""
+"""The processor's threads: how many a run may use, and how they wait; before torch is imported."""
 
 from __future__ import annotations
 
@@ -21,28 +18,18 @@ BINDS_THREADS = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINI
 
 
 def wait_briefly() -> None:
-    """Have the threads of OpenMP, which is not loaded yet, soon sleep when they wait.
-
-    What the user has set stays.
-    """
+    """Have the threads of OpenMP, not loaded yet, soon sleep when they wait, unless it is set."""
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = str(SPINS)
 
 
 def count_cores() -> int:
-    """Return the cores that this process may use: its affinity, and its control groups' quota.
-
-    A part of a core counts as one.
-    """
+    """Return how many cores affinity and quotas let this process use; a part counts as one."""
     return max(1, min([len(affine_cores()), *_quotas()]))
 
 
 def affine_cores() -> set[int]:
-    """Return the cores that any thread of this process may run on, by their numbers.
-
-    Where OpenMP binds each of its threads to a core, as the user asked, this tells nothing of what
-    the process may use: all cores count then.
-    """
+    """Return the cores that any thread may run on; all where OpenMP binds threads to cores."""
     if not hasattr(os, "sched_getaffinity") or BINDS_THREADS & os.environ.keys():
         return set(range(os.cpu_count() or 1))
     cores = set(os.sched_getaffinity(0))
@@ -74,17 +61,13 @@ def choose_num_threads(asked: int | None, current: int, num_processes: int) -> i
         current: what torch would use; OMP_NUM_THREADS or a call of torch's may have said so.
         num_processes: of this run on this machine; they share the cores.
     """
-    if asked is not None:
-        return asked
-    if "OMP_NUM_THREADS" in os.environ:
-        return current
+    if asked is not None or "OMP_NUM_THREADS" in os.environ:
+        return asked or current
     return min(current, max(1, count_cores() // num_processes))
 
 
 class ThreadCount:
-    """How many threads compute in this process, as the cores that it may use come and go.
-
-    It never is more than at the start, and never another than the user asked for.
+    """How many threads compute, as cores come and go: at most those of the start, or those asked.
 
     Args:
         asked, current, num_processes: as `choose_num_threads` takes them.

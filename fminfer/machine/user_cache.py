@@ -10,11 +10,7 @@ from pathlib import Path
 
 
 def cache_path() -> Path:
-    """Return where the cache folder is, or would be.
-
-    Raises:
-        RuntimeError: there is no home.
-    """
+    """Return where the cache folder is, or would be; without a home raise RuntimeError."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fminfer"
 
 

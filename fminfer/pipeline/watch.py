@@ -18,7 +18,7 @@ from dataclasses import asdict, astuple, dataclass
 from typing_extensions import Self
 
 from fminfer.core.errors import FminferError, PipelineError, error_of
-from fminfer.core.rank_memory import MemoryPeak
+from fminfer.core.messages import MemoryPeak
 from fminfer.machine.device import measure_peak
 from fminfer.machine.liveness import every
 from fminfer.pipeline.store import Store

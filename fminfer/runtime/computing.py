@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from fminfer.core.config import EngineConfig
-from fminfer.core.rank_memory import RankMemory
+from fminfer.core.messages import RankMemory
 from fminfer.engine.engine_core import EngineCore, Facts
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.known_sizes import check_split

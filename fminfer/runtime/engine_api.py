@@ -17,8 +17,8 @@ from fminfer.contract.record import Record
 from fminfer.contract.vectors import check_model
 from fminfer.core.config import EngineConfig, make_config
 from fminfer.core.errors import UsageError
+from fminfer.core.messages import RankMemory
 from fminfer.core.option import show_options
-from fminfer.core.rank_memory import RankMemory
 from fminfer.engine.engine_core import Event, Facts
 from fminfer.engine.intake import request_of_text
 from fminfer.engine.sequence import Prepared

@@ -13,11 +13,10 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from fminfer.cli import config_keys
+from fminfer.cli import config_keys, option_table
 from fminfer.cli.app import main
 from fminfer.cli.config_file import ConfiguredCommand
-from fminfer.cli.options import option_table
-from fminfer.cli.options.flags import GroupedOption, flags_of
+from fminfer.cli.flags import GroupedOption, flags_of
 from fminfer.core.config import EngineConfig, make_config
 from fminfer.core.errors import UsageError
 from fminfer.core.option import (

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 import fminfer
 from fminfer.cli.app import main
 from fminfer.cli.config_file import find_settings
-from fminfer.cli.foreign_names import COMMANDS, FLAGS
-from fminfer.cli.options.flags import GroupedCommand, GroupedOption
+from fminfer.cli.flags import GroupedCommand, GroupedOption
+from fminfer.cli.old_command_lines import COMMANDS, FLAGS
 from fminfer.core.config import EngineConfig, make_config
 from fminfer.core.errors import UsageError
 from fminfer.core.option import GROUPS

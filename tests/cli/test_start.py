@@ -25,7 +25,7 @@ import pytest
 from click.testing import CliRunner
 
 import fminfer
-from fminfer.cli import app, process_start
+from fminfer.cli import app, process
 from fminfer.core.config import ComputeOptions
 from fminfer.machine import control_groups, host_memory, library_imports
 from fminfer.machine.host_memory import free_host_bytes, read_mapped, reading_files, touching_memory
@@ -400,7 +400,7 @@ def test_a_run_reads_its_weights_and_touches_twice_as_much(
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "max_tokens": 1}\n')
     driver = tmp_path / "driver"
-    monkeypatch.setattr(process_start, "GPU_DRIVERS", (str(driver),))
+    monkeypatch.setattr(process, "GPU_DRIVERS", (str(driver),))
     sizes: list[int] = []
 
     @contextmanager
@@ -415,8 +415,8 @@ def test_a_run_reads_its_weights_and_touches_twice_as_much(
         read.append([*paths])
         yield
 
-    monkeypatch.setattr(process_start, "touching_memory", record)
-    monkeypatch.setattr(process_start, "reading_files", record_files)
+    monkeypatch.setattr(process, "touching_memory", record)
+    monkeypatch.setattr(process, "reading_files", record_files)
     here = ["--model-name", str(folder)]
     for more in (here, [*here, "--device", "cuda"], ["--model-name", "no/such/model"], []):
         CliRunner().invoke(app.main, ["run", "-q", "--restart", str(rows), *more])
@@ -492,11 +492,11 @@ def test_mapped_bytes_are_in_memory_once_they_are_read(tmp_path: Path) -> None:
 def test_the_cpus_kernels_are_not_built_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """With --device cuda a compiler ran for half a minute beside the loading, for nothing."""
     built: list[str] = []
-    monkeypatch.setattr(process_start, "start_build", lambda: built.append("built"))
-    monkeypatch.setattr(process_start, "GPU_DRIVERS", ())
+    monkeypatch.setattr(process, "start_build", lambda: built.append("built"))
+    monkeypatch.setattr(process, "GPU_DRIVERS", ())
     for kernels, device in (("auto", "cuda"), ("require", "cuda:1"), ("off", "cpu")):
-        process_start.start_kernels(ComputeOptions(kernels=kernels, device=device))
+        process.start_kernels(ComputeOptions(kernels=kernels, device=device))
     assert not built
     for device in ("cpu", "auto"):
-        process_start.start_kernels(ComputeOptions(device=device))
+        process.start_kernels(ComputeOptions(device=device))
     assert built == ["built"] * 2

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as Xml
 
 import pytest
 
-from fminfer.core.rank_memory import MemoryPeak, RankMemory
+from fminfer.core.messages import MemoryPeak, RankMemory
 from fminfer.job.report.bench_picture import draw_bench, find_log_ticks
 
 GIB = 1 << 30

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import fminfer
 from fminfer.answers.run_terms import RunTerms
-from fminfer.cli.ending import status_of
+from fminfer.cli.process import status_of
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import StoppedError, UsageError
 from fminfer.files.journal import Journal, journal_path

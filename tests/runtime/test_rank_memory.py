@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import fminfer
-from fminfer.core.rank_memory import MemoryPeak, RankMemory, memory_table, show_memory
+from fminfer.core.messages import MemoryPeak, RankMemory, memory_table, show_memory
 from fminfer.machine import host_memory
 from fminfer.machine.device import measure_peak
 from fminfer.machine.host_memory import peak_host_bytes, touching_memory

@@ -23,7 +23,7 @@ import pytest
 from fminfer.contract.request import SamplingParams
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError, UsageError
-from fminfer.core.rank_memory import MemoryPeak, RankMemory
+from fminfer.core.messages import MemoryPeak, RankMemory
 from fminfer.engine.engine_core import Delta, Facts, Failed, Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineState, EngineStats, ReadWork, StageStats

@@ -14,7 +14,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 import fminfer
-from fminfer.core.rank_memory import MemoryPeak, RankMemory
+from fminfer.core.messages import MemoryPeak, RankMemory
 from fminfer.engine.engine_core import Finished
 from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.server.metrics import Metrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from fminfer.core.rank_memory import RankMemory
+from fminfer.core.messages import RankMemory
 from fminfer.job.report.charts import find_ticks, show_number
 from fminfer.job.report.plain_text import escape
 

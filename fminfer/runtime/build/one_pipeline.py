@@ -12,7 +12,7 @@ import torch
 from fminfer.compute.step import StepTrace
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, OutOfMemoryError, PipelineError
-from fminfer.core.rank_memory import RankMemory
+from fminfer.core.messages import RankMemory
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.engine_core import Facts
 from fminfer.engine.start import Starter

@@ -16,8 +16,8 @@ from dataclasses import replace
 from multiprocessing.connection import wait
 
 from fminfer.core.errors import FminferError, PipelineError, UsageError
+from fminfer.core.messages import RankMemory
 from fminfer.core.quantities import counted
-from fminfer.core.rank_memory import RankMemory
 from fminfer.engine.engine_core import Delta, Event
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineState, EngineStats

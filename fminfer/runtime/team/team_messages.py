@@ -15,7 +15,7 @@ from fminfer.contract.json_object import dump, load
 from fminfer.contract.request import SamplingParams, VectorFacts, VectorWish
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
-from fminfer.core.rank_memory import MemoryPeak, RankMemory
+from fminfer.core.messages import MemoryPeak, RankMemory
 from fminfer.engine.engine_core import Delta, Event, Facts, Failed, Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineState, EngineStats, ReadWork, StageStats

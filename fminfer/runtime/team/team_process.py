@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from fminfer.core.config import EngineConfig
-from fminfer.core.rank_memory import RankMemory
+from fminfer.core.messages import RankMemory
 from fminfer.engine.engine_core import BEHIND_ALL, Delta, Facts
 from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.pipeline.ranks import RankFacts, Spread

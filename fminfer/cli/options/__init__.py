@@ -1,1 +1,0 @@
-"""The options of the commands, and the groups in which help shows them."""
