@@ -19,9 +19,15 @@ from fminfer.answers.run_terms import RunTerms
 from fminfer.contract.envelope import Envelope, Line, open_envelope
 from fminfer.contract.record import Answered, load_record, make_id, make_key
 from fminfer.core.errors import RequestError, UsageError, row_error
-from fminfer.files.completed import CompletedOutput, find_completed, is_retryable, records_of
+from fminfer.files.completed import (
+    CompletedOutput,
+    Edit,
+    edited,
+    find_completed,
+    is_retryable,
+    records_of,
+)
 from fminfer.files.disk import lock, replacing, told
-from fminfer.files.edits import Edit, edited
 from fminfer.files.journal import Journal, journal_path
 from fminfer.files.journal_rows import (
     INPUT,
@@ -32,9 +38,8 @@ from fminfer.files.journal_rows import (
     read_fingerprint,
 )
 from fminfer.files.line_reader import read_lines
-from fminfer.files.ordered_output import draft_path, errors_path
+from fminfer.files.ordered_output import VectorReader, draft_path, errors_path
 from fminfer.files.streams import Digest
-from fminfer.files.vector_file import VectorReader
 
 MAX_REPEATS = 1 << 17  # lines left to answer whose equal ones are kept in memory, about 12 MB
 _LINE = re.compile(rb'\{"line":(\d{1,18}),')

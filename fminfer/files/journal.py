@@ -20,6 +20,7 @@ from fminfer.core.errors import InUseError, OutputError
 from fminfer.files.disk import beside, lock, sync_folder, told, unlock, write_all
 from fminfer.files.journal_rows import (
     CLOCK,
+    Counts,
     Fingerprint,
     Row,
     check_fingerprint,
@@ -28,7 +29,6 @@ from fminfer.files.journal_rows import (
     read_fingerprint,
     read_row,
 )
-from fminfer.files.row_counts import Counts
 
 Peeked = Literal["mine", "other input"]  # whose rows a journal has
 JOURNAL = ".journal"  # added to the output's name

@@ -17,7 +17,7 @@ from fminfer.core.errors import UsageError
 from fminfer.files.disk import beside
 from fminfer.files.journal import journal_path
 from fminfer.files.line_reader import ENDINGS, NAMED_ENDINGS
-from fminfer.files.ordered_output import errors_path
+from fminfer.files.ordered_output import errors_path, vectors_path
 from fminfer.files.remote_files import (
     PART,
     fetch_file,
@@ -31,7 +31,6 @@ from fminfer.files.remote_files import (
 )
 from fminfer.files.status_file import status_path
 from fminfer.files.urls import show_url, split_query
-from fminfer.files.vector_file import vectors_path
 from fminfer.machine.user_cache import cache_path, make_private
 
 Location = Path | str  # a local path, or a URL

@@ -17,8 +17,7 @@ import orjson
 
 from fminfer.core.errors import UsageError
 from fminfer.files.claims import look_at
-from fminfer.files.completed import has_changed
-from fminfer.files.edits import find_edit
+from fminfer.files.completed import find_edit, has_changed
 from fminfer.files.input_folders import (
     describe_left_out,
     find_inputs,
@@ -33,7 +32,7 @@ from fminfer.files.line_reader import NAMED_ENDINGS, count_rows
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.output_paths import answers_path, plan_each
 from fminfer.files.split_folders import PART_NAME
-from fminfer.files.status_file import STATUS, read_status, seals_of, status_path
+from fminfer.files.status_file import STATUS, read_status, status_path
 from fminfer.job.report.told_outputs import output_of
 
 State = Literal["done", "running", "stopped", "waiting"]
@@ -187,7 +186,7 @@ def _state_of(
     counts = status.get("request_counts") or {}
     source = source or (Path(status["input_file_id"]) if status.get("input_file_id") else None)
     name = _name_state(output, status)
-    edit = find_edit(output, seals_of(status)) if name == "done" else None
+    edit = find_edit(output, status) if name == "done" else None
     is_whole = name == "done" and edit is None
     has_grown = is_whole and source is not None and has_changed(source, status)
     state = FileState(

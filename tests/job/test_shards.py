@@ -23,8 +23,8 @@ from fminfer.core.errors import InUseError, RequestError, StoppedError, UsageErr
 from fminfer.files import claims
 from fminfer.files import claims as claims_module
 from fminfer.files.claims import BEAT_S, STALE_S, TRUSTED_S, Claims, look_at, remove_dead
+from fminfer.files.journal_rows import RowCounts
 from fminfer.files.output_paths import Plan, plan_outputs
-from fminfer.files.row_counts import RowCounts
 from fminfer.files.status_file import read_status
 from fminfer.job import shared_folder
 from fminfer.job.file_job import run_job
