@@ -15,9 +15,8 @@ from pathlib import Path
 from fminfer.contract.envelope import Line as Line
 from fminfer.core.errors import DamagedInputError
 from fminfer.files.first_bytes import explain_bytes, opens_array, packing_of
-from fminfer.files.json_values import CutValue, ValueBytes, split_values
+from fminfer.files.json_values import Ahead, CutValue, ValueBytes, explain_spread, split_values
 from fminfer.files.split_folders import find_num_equal
-from fminfer.files.spread import explain_spread
 from fminfer.files.streams import CHUNK_BYTES, COMPRESSED, STDIN, Digest, read_chunks, reading_file
 
 UTF8_BOM = b"\xef\xbb\xbf"
@@ -119,7 +118,7 @@ def _read_all(path: Path, source: int, digest: Digest | None) -> Iterator[Line]:
 
 def _numbered(path: Path, chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes | CutValue, str]]:
     """Yield each value with its number and what is wrong with it, as far as other lines tell."""
-    chunks = _Chunks(_without_bom(chunks))
+    chunks = Ahead(_without_bom(chunks))
     first, head = _pass_blank(chunks)
     if trouble := explain_bytes(head):
         raise DamagedInputError(f"these are no JSON lines: {trouble}")
@@ -186,26 +185,6 @@ def _without_bom(chunks: Iterator[bytes]) -> Iterator[bytes]:
             break
     yield head.removeprefix(UTF8_BOM)
     yield from chunks
-
-
-class _Chunks:
-    """Chunks that are read by one after another; where they break off, each reader meets that."""
-
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks = chunks
-        self._damage: DamagedInputError | None = None
-
-    def __iter__(self) -> Iterator[bytes]:
-        return self
-
-    def __next__(self) -> bytes:
-        if self._damage is not None:
-            raise self._damage
-        try:
-            return next(self._chunks)
-        except DamagedInputError as error:
-            self._damage = error
-            raise
 
 
 def _pass_blank(chunks: Iterator[bytes]) -> tuple[int, bytes]:

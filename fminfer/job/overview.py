@@ -21,10 +21,8 @@ from fminfer.files.completed import find_edit, has_changed
 from fminfer.files.input_folders import (
     describe_left_out,
     find_inputs,
-    find_left_out,
-    find_lost,
     holds_requests,
-    list_requests,
+    sort_folder,
 )
 from fminfer.files.journal import journal_path
 from fminfer.files.journal_rows import read_row
@@ -130,7 +128,9 @@ def look_over(path: Path, now_s: float | None = None) -> list[Overview]:
 
 def _left_out(folder: Path, files: list[FileState]) -> dict[str, str]:
     outputs = {file.output for file in files}
-    found = {str(path): why for why, paths in find_left_out(folder).items() for path in paths}
+    found = {
+        str(path): why for why, paths in sort_folder(folder).left_out.items() for path in paths
+    }
     return {path: why for path, why in found.items() if path not in outputs}
 
 
@@ -150,10 +150,11 @@ def _files_of(folder: Path) -> Iterator[tuple[Path | None, Path, str | None]]:
     """
     statuses = [folder / name for name in os.listdir(folder) if name.endswith(STATUS)]
     others = {output for output in map(output_of, statuses) if _is_of_run(output)}
-    inputs = [path for path in list_requests(folder) if path not in others]
+    contents = sort_folder(folder)
+    inputs = [path for path in contents.requests if path not in others]
     plan = plan_each(inputs, None)
     waiting = [*zip(plan.inputs, plan.outputs, strict=True)]
-    troubles = plan.refused | find_lost(folder)
+    troubles = plan.refused | contents.lost
     pairs = {answers_path(source): source for source in reversed(troubles)}  # once an output
     waiting += [(source, output) for output, source in pairs.items()]
     for source, output in sorted(waiting):
