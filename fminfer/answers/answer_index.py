@@ -33,9 +33,6 @@ def answer_key(prepared: Prepared, terms: bytes = b"") -> bytes:
     """Return 32 bytes for all that a request's answer depends on, and the form of the answer.
 
     `repeat` and `meaning` only tell apart draws without a seed, so they are not in it.
-
-    Args:
-        terms: what the answer depends on beside its request.
     """
     params = prepared.params
     one_call = ["one call"] * prepared.keeps_one_call
@@ -67,8 +64,8 @@ class RecentAnswers(Generic[Value]):
 
     Args:
         max_size: of all requests; each has size 1 unless `keep` is told another.
-        list_size: answers to a request that chance has a part in; once there are so many, one of
-            them is drawn. 1: no such request is answered from here.
+        list_size: answers to a request by chance; once there are so many, one of them is drawn.
+            1: no such request is answered from here.
     """
 
     def __init__(self, max_size: int, list_size: int = 1) -> None:
@@ -112,12 +109,9 @@ class RecentAnswers(Generic[Value]):
 
 
 class AnswerIndex:
-    """Finds and keeps answers. Any thread may call it.
+    """Finds and keeps answers: `recent` in memory first, then `store`. Any thread may call it.
 
-    Args:
-        terms: what an answer depends on beside its request.
-        store: on the disk.
-        recent: in memory, which is asked first.
+    Beside its request an answer depends on `terms`.
     """
 
     def __init__(
@@ -132,8 +126,7 @@ class AnswerIndex:
     def find(self, prepared: Prepared, *, takes_chance: bool = False) -> Finished | None:
         """Return the answer that a request has in common with an earlier one; None: compute it.
 
-        Args:
-            takes_chance: one that chance has a part in can take what others have drawn, too.
+        With `takes_chance`, one by chance can take what others have drawn, too.
         """
         is_by_chance = prepared.params.is_by_chance
         if is_by_chance and not (takes_chance and self._recent.takes_chance):
@@ -184,11 +177,9 @@ def open_answers(
     """Return the answers that a run or a server was told to keep; None: it keeps none.
 
     Args:
-        fingerprint: of model and options.
-        place: on the disk.
         tell: is called with each warning, from any thread.
         size: answers in memory.
-        list_size: answers to a request that chance has a part in, in memory; 1: none is kept.
+        list_size: as `RecentAnswers` takes it.
     """
     if place is None and not size:
         return None
@@ -197,11 +188,7 @@ def open_answers(
 
 
 def copy_answer(answer: Finished, asked_s: float | None = None) -> Finished:
-    """Return an answer for another request that must have it: no time, and no token fed.
-
-    Args:
-        asked_s: since when that has waited for it; None: it has not.
-    """
+    """Return an answer for a request that waited since `asked_s`: no time, and no token fed."""
     cached = {"cached_tokens": answer.usage["prompt_tokens"]}
     details = answer.usage["prompt_tokens_details"] | cached
     queue_s = 0.0 if asked_s is None else time.perf_counter() - asked_s

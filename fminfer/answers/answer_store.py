@@ -28,11 +28,7 @@ Identity = tuple[int, int] | None  # of a file: device and inode; None: it is no
 
 
 class AnswerStore:
-    """The answers in a folder. Any thread may call it, and it raises no error.
-
-    Args:
-        tell: is called with each warning, from any thread.
-    """
+    """The answers in a folder. Any thread may call it; it raises no error, and tells warnings."""
 
     def __init__(
         self,

@@ -79,16 +79,12 @@ class CarriedOver:
 def carry_over(
     source: Path, output: Path, fingerprint: Fingerprint, terms: RunTerms
 ) -> CarriedOver | None:
-    """Write the journal of an input from the answers that there are to an earlier form of it.
+    """Write the journal of an input from answers to an earlier form of it; its output is claimed.
 
-    The caller has claimed the output. Return None if another run has done so meanwhile.
-
-    Args:
-        fingerprint: of the run, with that of its input.
+    None: another run has done so meanwhile.
 
     Raises:
         UsageError: no answer can be taken, or what was written has changed since.
-        OutputError: the disk is full or gone.
     """
     assert terms.count_lines is not None, "a run that takes no earlier answers"
     with _open(output, fingerprint, terms) as earlier:
@@ -116,13 +112,10 @@ def drop_answerless(output: Path, fingerprint: Fingerprint, terms: RunTerms) -> 
 def reopen(
     source: Path, completed: CompletedOutput, fingerprint: Fingerprint, terms: RunTerms
 ) -> None:
-    """Write the journal from which `files.ordered_output` would make an output and its errors.
-
-    The caller has claimed the output.
+    """Write the journal from which `files.ordered_output` would make a claimed output again.
 
     Raises:
         UsageError: the output is not what a run has written for the lines of `source`.
-        OutputError: the disk is full or gone.
     """
     with told(completed.output):
         if (edit := completed.find_edit(is_read=True)) is not None:
@@ -236,14 +229,7 @@ def _count(line: Line, envelope: Envelope, counter: LineCounter) -> int | Reques
 def _rows_again(
     source: Path, completed: CompletedOutput, counter: LineCounter | None
 ) -> Iterator[Row]:
-    """Yield a row for each line of an input from the records of a complete output, in order.
-
-    Args:
-        counter: begins with the first line; None: rows get no keys.
-
-    Raises:
-        UsageError: the records are not those of the lines.
-    """
+    """Yield a row for each line of an input from a complete output; without counter, no keys."""
     output = completed.output
     vectors = VectorReader(output) if "vectors" in (completed.seals or {}) else None
 

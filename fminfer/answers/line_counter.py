@@ -32,8 +32,7 @@ class Meanings:
     """Tells requests' meanings, in a tenth of the time where only their prompts differ.
 
     Args:
-        parse: parses a request, as `Intake.parse` does.
-        reads_prompts: it may replace or refuse prompts.
+        reads_prompts: parsing may replace or refuse prompts.
     """
 
     def __init__(self, parse: Callable[..., Request], *, reads_prompts: bool = False) -> None:
@@ -76,7 +75,6 @@ class LineCounter:
     """Counts the lines of a run's files in their order, as all who answer them do.
 
     Args:
-        intake: parses their requests.
         check: raises a RequestError for a line that is not of this run; None: one that names
             another model is not, if models are checked.
     """
@@ -109,10 +107,7 @@ class LineCounter:
     def count(self, line: Line, envelope: Envelope) -> int | None:
         """Count a line that is not answered now; return how many equal ones came before it.
 
-        None: chance has no part in its answer, and it does not count.
-
-        Raises:
-            RequestError, MachineError: as `parse`.
+        None: chance has no part in its answer. It raises what `parse` raises.
         """
         self._see(line, envelope)
         clock = line.clock or self._clock
@@ -120,11 +115,7 @@ class LineCounter:
         return None if meaning is None else self._count(line, meaning)
 
     def pass_over(self, line: Line) -> None:
-        """Count a line that an earlier run has answered: those after it depend on it.
-
-        Raises:
-            FminferError: the run cannot go on.
-        """
+        """Count a line that an earlier run has answered: those after it depend on it."""
         try:
             self.count(line, open_envelope(line))
         except Exception as error:  # that run has told what is wrong with it
@@ -175,11 +166,7 @@ class LineCounter:
 
 
 class EqualLines:
-    """Counts a file's equal requests without an engine.
-
-    The template is the engine's. So chats are equal here if their messages are, and all else that a
-    template sees.
-    """
+    """Counts equal requests of a file without an engine: chats by all that templates see of them."""
 
     def __init__(self) -> None:
         self._meanings, self._seen = Meanings(_parse_alone), SeenCounts()

@@ -1,7 +1,6 @@
 """Counts how often a value was seen among any number of lines, by digest, in bounded memory.
 
-The first digests are in memory, further ones in a temporary SQLite database, most of which is in a
-file that the system deletes.
+Digests that memory has no room for are in a temporary SQLite file, which the system deletes.
 """
 
 from __future__ import annotations

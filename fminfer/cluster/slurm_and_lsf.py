@@ -1,6 +1,6 @@
 """Slurm and LSF: the names of jobs, the commands that submit them and list the queue, and answers.
 
-It knows jobs, not what they are about. The manuals: https://slurm.schedmd.com/sbatch.html,
+The manuals: https://slurm.schedmd.com/sbatch.html,
 https://www.ibm.com/docs/en/spectrum-lsf/10.1.0?topic=reference-bsub
 """
 

@@ -1,6 +1,6 @@
 """Submits the jobs of files that are not finished, and no more at a time than is wanted.
 
-It knows what is finished by looking at outputs, and what is under way by asking the scheduler.
+Outputs tell what is finished, and the scheduler what is under way.
 """
 
 from __future__ import annotations

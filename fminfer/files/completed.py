@@ -130,11 +130,7 @@ def find_edit(output: Path, status: dict[str, Any], *, is_read: bool = False) ->
 
 
 def edited(output: Path, edit: Edit, *, can_stay: bool = False) -> UsageError:
-    """Return the refusal of a file that was edited.
-
-    Args:
-        can_stay: without its errors file the output would count as complete.
-    """
+    """Return the refusal of a file that was edited; it `can_stay` without the errors file."""
     errors, moved = errors_path(output), "it" if edit.path == output else output.name
     text = (
         f"{edit.path} is not as it was written ({edit.what}). Put the file back as it was. Or move "

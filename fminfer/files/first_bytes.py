@@ -1,7 +1,4 @@
-"""Tells by a file's first bytes how it is packed, how its values stand, and what is no JSON lines.
-
-A name may be wrong, and bytes are not. Whatever is told about a file's form is told here.
-"""
+"""Tells by a file's first bytes how it is packed, what its values are, and what is no request."""
 
 from __future__ import annotations
 
@@ -43,11 +40,7 @@ def packing_of(head: bytes, ending: str) -> str:
 
 
 def explain_bytes(head: bytes) -> str:
-    """Say what a file is that holds no JSON lines, and what to do; "" if it may hold some.
-
-    Args:
-        head: its first bytes, unpacked.
-    """
+    """Say what a file is that holds no JSON lines, and what to do; "" if it may hold some."""
     for magic, what, remedy in _OTHERS:
         if head.startswith(magic):
             return f"it is {what}; {remedy}"
@@ -68,12 +61,7 @@ def explain_text(head: bytes) -> str:
 
 
 def opens_array(head: bytes, *, is_whole: bool) -> bool:
-    """Tell a file that is one array of objects from lines of which the first one is wrong.
-
-    Args:
-        head: its first bytes, unpacked.
-        is_whole: there are no others.
-    """
+    """Tell a file that is one array of objects from lines of which the first one is wrong."""
     text = head.decode("utf-8", errors="replace").strip()
     if not text.startswith("["):
         return False

@@ -18,9 +18,6 @@ class InputFile:
     Args:
         source: its number in the run.
         limit: read only so many lines, the first ones; None: all.
-
-    Raises:
-        UsageError: it cannot be read.
     """
 
     def __init__(self, path: Path, source: int, limit: int | None) -> None:
@@ -55,11 +52,7 @@ class InputFile:
         return self.digest != before
 
     def lines(self) -> Iterator[Line]:
-        """Read it.
-
-        Raises:
-            UsageError: it was edited meanwhile.
-        """
+        """Read it; refuse one that was edited meanwhile, by a UsageError."""
         digest = Digest()
         for line in read_lines(self.path, self._source, digest, self.limit):
             self.num_read += 1
@@ -76,11 +69,8 @@ class InputFile:
     def has_all(self, num_answered: int, last_answered: int) -> bool:
         """Return whether so many answers are all that it needs; while it is read, nobody knows.
 
-        Args:
-            last_answered: the largest number of a line with an answer.
-
         Raises:
-            UsageError: it has fewer lines than that.
+            UsageError: it has fewer lines than that, or the last answer is beyond the limit.
         """
         if not self.is_read:
             return False
@@ -93,12 +83,9 @@ class InputFile:
         return num_answered == self.num_read
 
     def check_limit(self, last_answered: int) -> None:
-        """Check that no line beyond the limit has an answer, if it is known which these are.
+        """Refuse an answer to a line beyond the limit, if it is known which lines these are.
 
         Answers come in another order than lines, so their number says nothing of it.
-
-        Raises:
-            UsageError: one has.
         """
         if self.limit is not None and 0 < self._last_number < last_answered:
             raise UsageError(

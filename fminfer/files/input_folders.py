@@ -1,7 +1,6 @@
 """Which files are to be answered: those that were named, and those of folders that hold requests.
 
-Folders also hold what runs wrote. By their names these are left out everywhere; answers under a
-name of the user's own are known by their first line. Whatever else is left out is told.
+What runs wrote is left out of folders: by its name, or else by its first line.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from fminfer.files.line_reader import (
     read_lines,
 )
 from fminfer.files.split_folders import MANIFEST, PART_NAME, is_split
-from fminfer.files.streams import STDIN, changed_ns, check_readable, is_stream
+from fminfer.files.streams import STDIN, changed_ns, is_stream, require_zstd
 
 MOST_NAMED = 5  # files or folders in a message
 NUM_LOOKED_AT = 5  # lines, to tell whether a file holds requests
@@ -47,12 +46,10 @@ def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:
 
     A folder that `fminfer split` wrote gives the parts of its engine. `-` is stdin.
 
-    Args:
-        may_be_empty: a folder may hold no file to answer yet.
-
     Raises:
         UsageError: a path that does not exist, has another ending, holds no JSON lines by its first
-            bytes, or comes twice; a folder with the parts of several engines.
+            bytes, or comes twice; a folder with the parts of several engines, or, unless it
+            `may_be_empty`, without a file to answer.
     """
     files: list[Path] = []
     for path in paths:
@@ -72,7 +69,8 @@ def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:
             files.append(path)
     seen: set[Path] = set()
     for file in files:
-        check_readable(file)
+        if file.suffix == ".zst":
+            require_zstd(file)
         place = file.parent.resolve() / file.name  # links to one file have outputs of their own
         if place in seen:
             raise UsageError(f"{file} is given twice; each file is answered once")
@@ -147,11 +145,7 @@ def folders_read(folder: Path) -> list[Path]:
 
 
 def describe_left_out(folders: list[Path], *, has_lost: bool = False) -> list[str]:
-    """Name what is left out of folders: a text for each reason, with a few of the names.
-
-    Args:
-        has_lost: name links that lead nowhere and files that are no JSON lines, too.
-    """
+    """Name some of what is left out of folders for each reason; with `has_lost`, lost files too."""
     found: dict[str, list[Path]] = {}
     for folder in folders:
         for why, paths in sort_folder(folder).left_out.items():

@@ -5,9 +5,8 @@ The first line says of which run the rows are, by what must be the same. A row h
     {"line":7,"kind":"answer","tokens":[5,0,3],"input":"8c736521","key":"9f…","check":"1d3a…",
     "record":{…}}
 
-`record` stands there in the very bytes that the output will hold. `key` is `contract.record`'s, by
-which a run over a changed file finds the answer. Rows of older versions have none. Between it and
-`check`, a run that writes vectors as .npy has `vector`, in base64.
+`record` stands there in the very bytes that the output will hold. `key` is `contract.record`'s;
+rows of older versions have none. Before `check` may stand a `vector`, in base64.
 """
 
 from __future__ import annotations
@@ -40,11 +39,7 @@ def head_line(fingerprint: Fingerprint) -> bytes:
 
 
 def read_fingerprint(path: Path, head: bytes) -> Fingerprint:
-    """Read a journal's first line.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """Read a journal's first line; refuse what is none, by a UsageError."""
     try:
         fields = json.loads(head)
         found = fields["fingerprint"]
@@ -60,10 +55,7 @@ def read_fingerprint(path: Path, head: bytes) -> Fingerprint:
 
 
 def is_of_other_input(old: Fingerprint, new: Fingerprint) -> bool:
-    """Tell whether rows are of a run like this over a file that has changed since.
-
-    What a pipe held is not known.
-    """
+    """Tell whether rows are of a run like this over a file, no pipe, that has changed since."""
     inputs = old.get(INPUT), new.get(INPUT)
     is_same = {**old, INPUT: "", CLOCK: ""} == {**new, INPUT: "", CLOCK: ""}
     return is_same and inputs[0] != inputs[1] and not {None, A_PIPE} & {*inputs}
@@ -81,11 +73,7 @@ def show_changes(old: Fingerprint, new: Fingerprint) -> str:
 
 
 def check_fingerprint(path: Path, old: Fingerprint, new: Fingerprint) -> None:
-    """Refuse rows of another run.
-
-    Raises:
-        UsageError: what differs.
-    """
+    """Refuse rows of another run, by a UsageError that says what differs."""
     if old.get(DRAWING) != new.get(DRAWING):
         raise UsageError(
             f"{path} belongs to a run of another version of fminfer: sampled answers are drawn in "

@@ -66,10 +66,9 @@ class ValueBytes:
 
 
 def cut_if_long(value: bytes) -> bytes | CutValue:
-    """Return a value that is there as a whole, or its beginning if it is longer than allowed."""
-    gathered = ValueBytes()
-    gathered.add(value)
-    return gathered.take()
+    """Return a whole value, or its beginning if it is longer than allowed."""
+    is_long = len(value) > MAX_VALUE_BYTES
+    return CutValue(value[:HEAD_BYTES], len(value)) if is_long else value
 
 
 _IN_STRING = re.compile(rb'["\\\n]')  # a newline: the string was not closed
@@ -220,9 +219,6 @@ def explain_spread(lines: Iterator[Numbered]) -> Iterator[tuple[int, bytes | Cut
     """Yield each line, with what is wrong where it is a piece of a spread object, or "".
 
     The object's first line gets the whole story, and the others point to it.
-
-    Args:
-        lines: of a file, blank ones as well. A few are read ahead.
     """
     ahead = Ahead(lines)
     for number, raw in ahead:
@@ -264,10 +260,7 @@ def _begins_another(raw: bytes, first: bytes) -> bool:
 def _find_object(
     pieces: list[NumberedPiece], ahead: Ahead[Numbered]
 ) -> tuple[list[NumberedPiece], str]:
-    """Return the pieces of the object and what is wrong; the others are put back.
-
-    Without an object the first piece is returned alone, and nothing is known of it.
-    """
+    """Return the object's pieces, or the first one alone, and what is wrong; put others back."""
     ends = [place for place, (_, raw) in enumerate(pieces) if place and raw.rstrip()[-1:] == b"}"]
     for end in ends[:MAX_TRIALS]:
         fault = _explain(pieces[: end + 1])

@@ -1,7 +1,4 @@
-"""Reads input files lazily: (source, number, raw bytes).
-
-It knows where one request ends and the next begins, and nothing of what they say.
-"""
+"""Reads input files lazily: (source, number, raw bytes)."""
 
 from __future__ import annotations
 
@@ -27,11 +24,7 @@ NAMED_ENDINGS = f"{', '.join(LINES)} and .json, each also with {' or '.join(COMP
 
 
 def is_input_name(name: str) -> bool:
-    """Tell whether a file of a folder is one to answer, by its name.
-
-    Those that runs and `fminfer split` write are not: `output_*`, `*.errors.jsonl`,
-    `*.status.json`, `manifest.json`.
-    """
+    """Tell whether a file of a folder is one to answer, and none that a run or a split writes."""
     is_written = name.startswith("output_") or name == "manifest.json"
     is_written = is_written or name.endswith((".errors.jsonl", ".status.json"))
     return name.endswith(ENDINGS) and not is_written
@@ -84,8 +77,7 @@ def read_lines(
     Where the file breaks off, its last line says so in `damage`.
 
     Args:
-        digest: takes all of the file's bytes, as they are read.
-        limit: yield only so many, the first ones; the digest is then of what was read.
+        digest: takes all of the file's bytes; with a limit, those that were read.
     """
     lines = islice(_read_all(path, source, digest), limit)
     equal = find_num_equal(path)
@@ -141,11 +133,7 @@ def _numbered(path: Path, chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes 
 
 
 def _is_spread(head: bytes) -> bool:
-    """Tell objects over many lines, one after another, from one object a line as in .jsonl.
-
-    Args:
-        head: the beginning of a .json file. Any of its lines may be bad.
-    """
+    """Tell objects over many lines in the head of a .json file from one a line; any may be bad."""
     lines = head.lstrip().split(b"\n")
     if not lines[0].startswith(b"{") or _is_object(lines[0]):
         return False

@@ -1,6 +1,6 @@
 """Puts an output's finished rows in input order under their final names, and vectors beside them.
 
-It can be killed at any moment and repeated: the journal goes last. What was written is digested on
+It can be killed at any moment and repeated: the journal goes last. What is written is digested on
 the way, so that a later run can tell whether the files were edited since.
 """
 
@@ -49,13 +49,9 @@ def traces(output: Path) -> list[Path]:
 def put_in_order(journal: Journal, *, has_older_vectors: bool = False) -> Seals:
     """Write all rows in the order of their lines; answers, errors and vectors apart.
 
-    The journal may be removed once whoever asks for it has noted that the output is complete.
-
-    Args:
-        has_older_vectors: the file of vectors that is there, if any, is of an earlier run.
-
-    Raises:
-        OutputError: the disk is full or gone; the journal is left as it was.
+    The final names appear at once and whole, the answers' last: where they are, all is complete.
+    The journal stays until the caller has noted that. With `has_older_vectors`, an earlier run's
+    are replaced.
     """
     journal.sync()
     answers = journal.output

@@ -1,7 +1,6 @@
 """Single files behind a URL, through fsspec: listed, compared, fetched and uploaded.
 
-It knows no runs. fsspec is imported with the first URL; each file system of it raises errors of its
-own, which all become ours here.
+fsspec is imported with the first URL. Each file system of it raises errors of its own.
 """
 
 from __future__ import annotations
@@ -26,10 +25,7 @@ INSTALL = "Into this environment: pip install s3fs for s3://, gcsfs for gs://, a
 
 
 def list_inputs(url: str) -> list[str]:
-    """List the files at a URL as a local folder's are: by name, without those that runs wrote.
-
-    A URL with a query is that of one file.
-    """
+    """List inputs at a URL as a local folder's are; a URL with a query is that of one file."""
     if split_query(url)[1]:
         return [url]
     folder, _, pattern = url.rpartition("/")
@@ -98,11 +94,7 @@ def remove_file(url: str) -> None:
 
 
 def try_writing(url: str) -> None:
-    """Write and remove an empty file, so that hours of work do not end in a refusal.
-
-    Raises:
-        UsageError: it cannot be.
-    """
+    """Write and remove an empty file, so that hours of work do not end in a UsageError."""
     folder = url.rpartition("/")[0]
     try:
         file_system, path = _open(url)

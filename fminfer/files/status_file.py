@@ -1,6 +1,6 @@
 """The status file beside an output: how far it is, as the OpenAI Batch object says it.
 
-It knows counts and paths. Fields: https://platform.openai.com/docs/api-reference/batch/object
+Fields: https://platform.openai.com/docs/api-reference/batch/object
 """
 
 from __future__ import annotations

@@ -46,16 +46,13 @@ class Digest:
 
 
 def read_chunks(path: Path, digest: Digest | None = None) -> Iterator[bytes]:
-    """Yield a file's bytes, decompressed, in pieces of at most `CHUNK_BYTES`.
-
-    stdin's come as soon as they are there.
+    """Yield a file's bytes, decompressed, in pieces of at most `CHUNK_BYTES`; stdin's as they come.
 
     Args:
         digest: takes all of the file's own bytes, as they are read.
 
     Raises:
-        DamagedInputError: compressed data that is cut off or damaged; what could be decompressed
-            was yielded before.
+        DamagedInputError: compressed data that is cut off or damaged, once the rest was yielded.
         UsageError: it cannot be opened or read, or is zstd data and nothing is installed for it.
     """
     with reading_file(path), ExitStack() as open_files:
@@ -111,17 +108,8 @@ def reading_file(path: Path) -> Iterator[None]:
         ) from error
 
 
-def check_readable(path: Path) -> None:
-    """Refuse zstd where nothing is installed that reads it.
-
-    Raises:
-        UsageError: says what to install.
-    """
-    if path.suffix == ".zst":
-        _require_zstd(path)
-
-
-def _require_zstd(path: Path) -> Any:
+def require_zstd(path: Path) -> Any:
+    """Return the module for zstd; refuse the file where none is installed, by a UsageError."""
     if (zstd := find_zstd()) is None:
         raise UsageError(
             f"{path} is compressed with zstd, which Python reads from 3.14 on; pip install "
@@ -162,6 +150,6 @@ def _decompress(path: Path, raw: Any) -> tuple[Any, tuple[type[Exception], ...]]
     if kind == ".gz":
         return gzip.GzipFile(fileobj=raw), (EOFError, gzip.BadGzipFile, zlib.error)
     if kind == ".zst":
-        zstd = _require_zstd(path)
+        zstd = require_zstd(path)
         return zstd.ZstdFile(raw), (EOFError, zstd.ZstdError)
     return raw, ()

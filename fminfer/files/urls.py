@@ -9,10 +9,7 @@ IN_TEXT = re.compile(r"[\w.+:-]+://[^\s'\"<>]*[^\s'\"<>.,:;!)\]]")
 
 
 def split_query(url: str) -> tuple[str, str]:
-    """Return a URL up to its query, and the query with its question mark; "" if it has none.
-
-    Only web servers have queries: elsewhere a question mark is a character of a name.
-    """
+    """Return a URL up to its query, and that with its question mark; only web servers have any."""
     path, mark, query = url.partition("?")
     return (path, mark + query) if _is_web(url) else (url, "")
 
@@ -35,11 +32,7 @@ def show_url(url: str) -> str:
 
 
 def hide_secrets(text: str, *urls: str) -> str:
-    """Mask what is secret in the URLs of a text.
-
-    Args:
-        urls: some that it may hold. Others are found as far as they hold neither quotes nor spaces.
-    """
+    """Mask what is secret in the URLs of a text: of `urls`, and of those without spaces."""
     for url in urls:
         text = text.replace(url, show_url(url))
     return IN_TEXT.sub(lambda found: show_url(found[0]), text)

@@ -1,8 +1,7 @@
 """Merges the answers to all parts of a split into one file, in the order of the source.
 
 The answers are read twice: first for the size of each record, from which follows where each will
-stand; then part by part, each record written at its place. So memory holds some bytes a line, and
-few files are open at once.
+stand; then part by part, each record written at its place. So memory holds some bytes a line.
 """
 
 from __future__ import annotations
@@ -47,10 +46,9 @@ def find_gap(folder: Path, part: SplitPart) -> str:
 
 
 def read_answers(folder: Path, part: SplitPart) -> Iterator[tuple[int, bytes, bool]]:
-    """Yield all records of a part that was answered, its errors first.
+    """Yield each record of a part with its row, from 0, and whether it is an error; errors first.
 
-    With each come the row of the part that it is of, from 0, and whether it is an error. Errors get
-    the numbers that their lines have in the source.
+    Errors get the numbers that their lines have in the source.
 
     Raises:
         FminferError: they are not, or not all, of this part.
@@ -159,7 +157,6 @@ def merge_parts(folder: Path, output: Path) -> MergeSummary:
     Raises:
         UsageError: the manifest is damaged, or the output is there.
         FminferError: lines are not answered, or answers are not of their part; nothing is written.
-        OutputError: a file cannot be read or written.
     """
     _check_output(output)
     manifest = read_manifest(folder)
@@ -263,11 +260,7 @@ def show_ranges(parts: list[SplitPart]) -> str:
 
 
 def _measure(folder: Path, ranked: Ranked, num_lines: int) -> Places:
-    """Return the size of each line's record, in the order of the source; of errors it is negative.
-
-    Raises:
-        FminferError: answers are not of their part, or not of all its lines.
-    """
+    """Return the size of each line's record, in the order of the source; negative for errors."""
     sizes = np.zeros(num_lines, np.int64)
     wrong = []
     for part, ranks in ranked:
