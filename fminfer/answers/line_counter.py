@@ -166,7 +166,7 @@ class LineCounter:
 
 
 class EqualLines:
-    """Counts equal requests of a file without an engine: chats by all that templates see of them."""
+    """Counts equal requests of a file without an engine; chats by all that a template sees."""
 
     def __init__(self) -> None:
         self._meanings, self._seen = Meanings(_parse_alone), SeenCounts()

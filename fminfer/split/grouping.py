@@ -75,7 +75,7 @@ class Groups:
 
 
 def find_hyperparameters(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a request's hyperparameters, less what changes nothing, so that equal ones look equal."""
+    """Return hyperparameters so that equal ones look equal, less those that change nothing."""
     found = {}
     table = FIELDS[tell_endpoint(fields)]
     for name in sorted(fields.keys() - FIELDS_OF_LINES - NO_HYPERPARAMETERS):

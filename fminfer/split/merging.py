@@ -20,6 +20,7 @@ from fminfer.contract.envelope import open_envelope
 from fminfer.contract.record import make_id
 from fminfer.core.errors import FminferError, OutputError, UsageError
 from fminfer.core.quantities import counted, name_few
+from fminfer.files.completed import records_of
 from fminfer.files.disk import write_all
 from fminfer.files.journal import journal_path
 from fminfer.files.journal_rows import INPUT
@@ -90,8 +91,6 @@ def _check_digest(answers: Path, part: SplitPart) -> None:
 def _read_errors(path: Path, part: SplitPart) -> Iterator[tuple[int, bytes]]:
     """Yield each error's row and its record; they stand in the order of the rows."""
     errors = errors_path(answers_path(path))
-    if not errors.exists():
-        return
     before = -1
     ids: Iterator[tuple[int, bytes]] | None = None  # of Batch errors that say no line: old ones
     for record in _records(errors):
@@ -124,10 +123,7 @@ def _read_ids(path: Path, part: SplitPart) -> Iterator[tuple[int, bytes]]:
 
 def _records(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file that are not blank, each with its newline."""
-    with path.open("rb") as file:
-        for record in file:
-            if record.strip():
-                yield record if record.endswith(b"\n") else record + b"\n"
+    return (record + b"\n" for record in records_of(path) if record.strip())
 
 
 def _show(record: bytes) -> str:
@@ -181,8 +177,7 @@ def merge_parts(folder: Path, output: Path) -> MergeSummary:
 def _refuse_vectors(folder: Path, manifest: Manifest) -> None:
     """Refuse answers whose vectors are in files of their own, by a UsageError."""
     for part in manifest.parts:
-        status = read_status(answers_path(folder / part.path)) or {}
-        if "vectors" in (seals_of(status) or {}):
+        if "vectors" in (seals_of(read_status(answers_path(folder / part.path))) or {}):
             raise UsageError(
                 f"the vectors of {folder / part.path} are in a .npy file, and merge joins records "
                 "alone; answer parts without --embeddings npy"
