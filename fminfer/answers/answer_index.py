@@ -60,12 +60,9 @@ def _add_prompt(digest: hashlib.blake2b, prompt: EncodedPrompt) -> None:
 
 
 class RecentAnswers(Generic[Value]):
-    """The answers of the last requests. Any thread may call it.
+    """The answers of the last requests, of `max_size` together. Any thread may call it.
 
-    Args:
-        max_size: of all requests; each has size 1 unless `keep` is told another.
-        list_size: answers to a request by chance; once there are so many, one of them is drawn.
-            1: no such request is answered from here.
+    A request by chance draws one of `list_size` answers, once there are so many; 1: none of these.
     """
 
     def __init__(self, max_size: int, list_size: int = 1) -> None:
@@ -176,10 +173,7 @@ def open_answers(
 ) -> AnswerIndex | None:
     """Return the answers that a run or a server was told to keep; None: it keeps none.
 
-    Args:
-        tell: is called with each warning, from any thread.
-        size: answers in memory.
-        list_size: as `RecentAnswers` takes it.
+    Any thread may `tell` a warning. `size` and `list_size` are of answers in memory.
     """
     if place is None and not size:
         return None

@@ -1,4 +1,4 @@
-"""Answers that are kept from run to run: found at once, written by a thread, and never in the way.
+"""Answers that are kept from run to run: found at once, written by a thread, never in the way.
 
 Whatever is wrong with the file costs only its answers: there is a warning, and a run goes on.
 """

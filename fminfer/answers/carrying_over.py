@@ -97,7 +97,7 @@ def carry_over(
 
 
 def drop_answerless(output: Path, fingerprint: Fingerprint, terms: RunTerms) -> None:
-    """Remove an output to an earlier form of an input if it has no answers that could be taken.
+    """Remove an output to an earlier form of an input if no answer of it could be taken.
 
     Otherwise it would pass for one that another run has completed meanwhile.
     """

@@ -29,11 +29,7 @@ MAX_LOGPROBS = 2**31  # whatever an engine allows; it refuses what it does not
 
 
 class Meanings:
-    """Tells requests' meanings, in a tenth of the time where only their prompts differ.
-
-    Args:
-        reads_prompts: parsing may replace or refuse prompts.
-    """
+    """Tells requests' meanings, in a tenth of the time where only their prompts differ."""
 
     def __init__(self, parse: Callable[..., Request], *, reads_prompts: bool = False) -> None:
         self._parse, self._reads_prompts = parse, reads_prompts
@@ -74,9 +70,7 @@ def _bytes_beside(prompt: str, fields: dict[str, Any]) -> bytes:
 class LineCounter:
     """Counts the lines of a run's files in their order, as all who answer them do.
 
-    Args:
-        check: raises a RequestError for a line that is not of this run; None: one that names
-            another model is not, if models are checked.
+    `check` raises a RequestError for a line that is not of this run; by default, for another model.
     """
 
     def __init__(self, intake: Intake, check: Callable[[Envelope], None] | None = None) -> None:
@@ -105,10 +99,7 @@ class LineCounter:
         return request, self._count(line, meaning_of(request.prompts, request.params))
 
     def count(self, line: Line, envelope: Envelope) -> int | None:
-        """Count a line that is not answered now; return how many equal ones came before it.
-
-        None: chance has no part in its answer. It raises what `parse` raises.
-        """
+        """Count a line that is not answered now, as `parse` does; None: it is not by chance."""
         self._see(line, envelope)
         clock = line.clock or self._clock
         meaning = self._meanings.find(envelope.fields, envelope.endpoint, clock)

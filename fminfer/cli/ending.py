@@ -18,7 +18,7 @@ from fminfer.core.errors import (
     error_of,
     printable,
 )
-from fminfer.files.urls import hide_secrets
+from fminfer.files.remote_files import hide_secrets
 from fminfer.machine.stopper import Stopper
 from fminfer.runtime.launch.processes import Processes
 

@@ -84,8 +84,7 @@ class CompletedOutput:
     def leaves_rows(self, limit: int | None, started_s: float) -> bool:
         """Tell whether a run with this limit, which began then, is to go on with it.
 
-        It is short of the limit, or has failed rows that another run may answer. What has failed
-        since that run began was tried by one beside it.
+        It is short of the limit, or failed rows may be tried again, which no run beside it has.
         """
         if self.limit is not None and (limit is None or limit > self.limit):
             return True
@@ -105,12 +104,8 @@ def find_edit(output: Path, status: dict[str, Any], *, is_read: bool = False) ->
 
     Args:
         is_read: compare the bytes of all. Otherwise of a file that is older than its status file,
-            which a run writes last, only the size is compared: there may be thousands of outputs,
-            each too large to be read at every run. And an errors file that is gone was removed, to
-            leave the output as it is.
-
-    Raises:
-        UsageError: a file cannot be read.
+            which a run writes last, only the size is compared: there may be thousands of outputs.
+            And an errors file that is gone was removed, to leave the output as it is.
     """
     seals = seals_of(status)
     if seals is None:
@@ -200,11 +195,7 @@ def kept_clock(output: Path) -> str | None:
 
 
 def is_complete(output: Path, source: Path | None) -> bool:
-    """Tell whether an output is complete, and its input, if it is known, as it was then.
-
-    Raises:
-        UsageError: the output was edited since.
-    """
+    """Tell whether an output is complete, and its input, if it is known, as it was then."""
     if not output.exists() or journal_path(output).exists():
         return False
     if source is not None and has_changed(source, read_status(output) or {}):
@@ -228,10 +219,7 @@ def has_changed(source: Path, status: dict[str, Any]) -> bool:
 def require_completed(
     output: Path, source: Path, fingerprint: Fingerprint, *, takes_over: bool = False
 ) -> CompletedOutput:
-    """Return what is known of an output that is there, once it is sure that it is this run's.
-
-    Args:
-        takes_over: it may be of another input.
+    """Return what is known of an output, which is this run's, or `takes_over` one of another input.
 
     Raises:
         UsageError: it is another run's, or nobody knows whose.

@@ -23,13 +23,14 @@ from fminfer.files.remote_files import (
     list_inputs,
     reading,
     remove_file,
+    show_url,
+    split_query,
     try_writing,
     upload_file,
     uploading,
     version_of,
 )
 from fminfer.files.status_file import status_path
-from fminfer.files.urls import show_url, split_query
 from fminfer.machine.user_cache import cache_path, make_private
 
 Location = Path | str  # a local path, or a URL

@@ -21,9 +21,9 @@ from fminfer.core.errors import OutputError, UsageError
 from fminfer.files.claims import Claim, Hold
 from fminfer.files.completed import find_completed, kept_clock, require_completed
 from fminfer.files.disk import told
-from fminfer.files.input_file import InputFile
 from fminfer.files.journal import Journal, journal_path, peek
 from fminfer.files.journal_rows import CLOCK, INPUT, Counts, Row, RowCounts
+from fminfer.files.line_reader import InputFile
 from fminfer.files.ordered_output import put_in_order
 from fminfer.files.run_facts import RunHistory, runs_in
 from fminfer.files.status_file import StatusFile, read_status, refuse_other_vectors

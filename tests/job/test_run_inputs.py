@@ -12,8 +12,8 @@ from fminfer.core.errors import InUseError, StoppedError, UsageError
 from fminfer.core.quantities import counted
 from fminfer.files.claims import Claims, Hold, look_at
 from fminfer.files.completed import find_completed, require_completed
-from fminfer.files.input_file import InputFile
 from fminfer.files.journal_rows import Counts, RowCounts
+from fminfer.files.line_reader import InputFile
 from fminfer.files.output_paths import STDOUT, plan_outputs
 from fminfer.files.status_file import StatusFile, read_status
 from fminfer.job.run_inputs import NamedFiles, RunInputs, open_files
