@@ -139,13 +139,6 @@ class AnswerStore:
             rest = rest or "This process goes on without it"
             self._tell(f"Warning: --result-cache {self._path.parent}: {why}. {rest}.")
 
-    def _mend(self) -> None:
-        """Put a file that turned out to be damaged aside, and begin a new one."""
-        damage, self._damage = self._damage, ""
-        self._close_both()
-        if self._set_aside(damage):
-            self._open()
-
     def _open(self) -> None:
         """Open the file; put one that is damaged aside, and begin a new one."""
         while self._num_set_aside <= MAX_SET_ASIDE:
@@ -211,7 +204,10 @@ class AnswerStore:
     def _write(self) -> None:
         with self._file_lock:
             if self._damage:
-                self._mend()
+                damage, self._damage = self._damage, ""
+                self._close_both()
+                if self._set_aside(damage):
+                    self._open()
             writer = self._writer
         with self._lock:
             values, used = self._pending.copy(), self._used

@@ -7,18 +7,19 @@ journal that are there stay until the new journal, and later the new output, tak
 from __future__ import annotations
 
 import re
+import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fminfer.answers.earlier_answers import EarlierAnswers, JournalAnswers, OutputAnswers, Pace
 from fminfer.answers.line_counter import LineCounter
-from fminfer.answers.run_terms import RunTerms
 from fminfer.contract.envelope import Envelope, Line, open_envelope
 from fminfer.contract.record import Answered, load_record, make_id, make_key
 from fminfer.core.errors import RequestError, UsageError, row_error
+from fminfer.files.claims import Claims
 from fminfer.files.completed import (
     CompletedOutput,
     Edit,
@@ -39,11 +40,33 @@ from fminfer.files.journal_rows import (
 )
 from fminfer.files.line_reader import read_lines
 from fminfer.files.ordered_output import VectorReader, draft_path, errors_path
+from fminfer.files.run_facts import RunFacts
 from fminfer.files.streams import Digest
 
 MAX_REPEATS = 1 << 17  # lines left to answer whose equal ones are kept in memory, about 12 MB
 _LINE = re.compile(rb'\{"line":(\d{1,18}),')
 _BATCH = re.compile(rb'\{"id":"batch_req_([0-9a-f]{32})"')
+
+
+@dataclass(slots=True, frozen=True)
+class RunTerms:
+    """What holds for every input of a run."""
+
+    model: str  # its name, for people
+    fingerprint: Fingerprint  # what must be the same for rows to be kept, without the inputs' own
+    restart: bool = False  # answer all lines again, whatever earlier runs have done
+    limit: int | None = None  # of each input, answer the first so many lines
+    claims: Claims = field(default_factory=Claims)
+    # Begins to count a file's lines; None: answers to a file that has changed are not taken.
+    count_lines: Callable[[], LineCounter] | None = None
+    tell: Callable[[str], None] = lambda text: None  # told how far a long task is
+    facts: RunFacts = field(default_factory=RunFacts)  # for each output's status file
+    # In time.time(). What has failed since then was tried beside this run, and is not tried again.
+    started_s: float = field(default_factory=time.time)
+
+    def takes_over(self, old: Fingerprint, new: Fingerprint) -> bool:
+        """Tell whether answers of a run are taken where their lines still stand in a new input."""
+        return self.count_lines is not None and is_of_other_input(old, new)
 
 
 @dataclass(slots=True)

@@ -110,10 +110,9 @@ class Claims:
         with told(path):
             path.parent.mkdir(exist_ok=True)
             try:
-                is_first = create_once(path, data, 0o666)
+                if not create_once(path, data, 0o666):
+                    return None
             except FileNotFoundError:  # its folder is being removed
-                is_first = False
-            if not is_first:
                 return None
         # Two may have seen the same dead one at different times: both look again.
         rivals = [claim for claim in look_at(output) if claim.path != path]

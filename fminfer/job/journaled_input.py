@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from fminfer.answers.carrying_over import CarriedOver, carry_over, drop_answerless, reopen
-from fminfer.answers.run_terms import RunTerms
+from fminfer.answers.carrying_over import CarriedOver, RunTerms, carry_over, drop_answerless, reopen
 from fminfer.contract.envelope import Line, read_clock
 from fminfer.contract.record import Record
 from fminfer.core.errors import OutputError, UsageError

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from fminfer.answers.carrying_over import CarriedOver
-from fminfer.answers.run_terms import RunTerms
+from fminfer.answers.carrying_over import CarriedOver, RunTerms
 from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import InUseError, OutputError, UsageError

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from fminfer.answers.run_terms import RunTerms
+from fminfer.answers.carrying_over import RunTerms
 from fminfer.core.errors import InUseError, UsageError
 from fminfer.files.claims import Hold, claimed, look_at
 from fminfer.files.completed import CompletedOutput, find_completed

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import fminfer
-from fminfer.answers.run_terms import RunTerms
+from fminfer.answers.carrying_over import RunTerms
 from fminfer.core.errors import StoppedError
 from fminfer.files.journal_rows import Counts
 from fminfer.files.run_facts import (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fminfer.answers.run_terms import RunTerms
+from fminfer.answers.carrying_over import RunTerms
 from fminfer.core.errors import InUseError, StoppedError, UsageError
 from fminfer.core.quantities import counted
 from fminfer.files.claims import Claims, Hold, look_at

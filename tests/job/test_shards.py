@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import fminfer
-from fminfer.answers.run_terms import RunTerms
+from fminfer.answers.carrying_over import RunTerms
 from fminfer.contract.envelope import open_envelope
 from fminfer.contract.record import Record
 from fminfer.core.errors import InUseError, RequestError, StoppedError, UsageError

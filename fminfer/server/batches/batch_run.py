@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from fminfer.answers.run_terms import RunTerms
+from fminfer.answers.carrying_over import RunTerms
 from fminfer.core.errors import FminferError, StoppedError, UsageError, printable
 from fminfer.core.quantities import counted
 from fminfer.files.claims import drop_claims
