@@ -106,10 +106,7 @@ class RecentAnswers(Generic[Value]):
 
 
 class AnswerIndex:
-    """Finds and keeps answers: `recent` in memory first, then `store`. Any thread may call it.
-
-    Beside its request an answer depends on `terms`.
-    """
+    """Finds and keeps answers under `terms`, in memory first. Any thread may call it."""
 
     def __init__(
         self, terms: dict[str, str], store: AnswerStore | None, recent: RecentAnswers[bytes]

@@ -36,11 +36,7 @@ class Meanings:
         self._describe = lru_cache(MAX_PARSED)(self._describe_beside_prompt)
 
     def find(self, fields: dict[str, Any], endpoint: Endpoint | None, clock: str) -> bytes | None:
-        """Return a request's meaning; None: chance has no part in its answer.
-
-        Raises:
-            RequestError: what is wrong with it, as far as that shows without its tokens.
-        """
+        """Return a request's meaning; None: chance has no part in its answer."""
         prompt, is_plain = fields.get("prompt"), endpoint in (None, "completions")
         others = b""
         if is_plain and not self._reads_prompts and isinstance(prompt, str):
@@ -68,10 +64,7 @@ def _bytes_beside(prompt: str, fields: dict[str, Any]) -> bytes:
 
 
 class LineCounter:
-    """Counts the lines of a run's files in their order, as all who answer them do.
-
-    `check` raises a RequestError for a line that is not of this run; by default, for another model.
-    """
+    """Counts the lines of a run's files in their order; `check` refuses those of other runs."""
 
     def __init__(self, intake: Intake, check: Callable[[Envelope], None] | None = None) -> None:
         self._intake, self._check = intake, check or self._check_model

@@ -33,10 +33,9 @@ class Job:
     max_running: int | None = None  # tasks of an array at a time
 
     @property
-    def indices(self) -> str:
-        """The tasks of an array: 1-7, or 1-7%2."""
-        limit = "" if self.max_running is None else f"%{self.max_running}"
-        return f"1-{len(self.files)}{limit}"
+    def limit(self) -> str:
+        """The limit of an array as both schedulers write it: %2, or nothing."""
+        return "" if self.max_running is None else f"%{self.max_running}"
 
 
 @dataclass(slots=True, frozen=True)
@@ -59,7 +58,7 @@ class Slurm:
     def command(self, job: Job) -> list[str]:
         """Return what sends a job; its script goes to standard input."""
         log = f"{job.job_dir}/{'%A_%a' if job.is_array else '%j'}.log"
-        array = [f"--array={job.indices}"] if job.is_array else []
+        array = [f"--array=1-{len(job.files)}{job.limit}"] if job.is_array else []
         return ["sbatch", "--parsable", f"--job-name={job.name}", f"--output={log}", *array]
 
     def send(self, job: Job) -> str:
@@ -88,8 +87,7 @@ class Lsf:
 
     def command(self, job: Job) -> list[str]:
         log = f"{job.job_dir}/{'%J.%I' if job.is_array else '%J'}.log"
-        indices, _, limit = job.indices.partition("%")
-        array = f"[{indices}]{limit and '%'}{limit}" if job.is_array else ""
+        array = f"[1-{len(job.files)}]{job.limit}" if job.is_array else ""
         return ["bsub", "-J", job.name + array, "-o", log]
 
     def send(self, job: Job) -> str:

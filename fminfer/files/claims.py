@@ -215,11 +215,7 @@ class Hold:
             raise self._in_use()
 
     def take(self) -> None:
-        """Claim the output, if it is not claimed yet.
-
-        Raises:
-            InUseError: another run has it.
-        """
+        """Claim the output, if it is not claimed yet; refuse another run's, by an InUseError."""
         self.claim = self.claim or self._claims.take(self._output)
         if self.claim is None:
             raise self._in_use()

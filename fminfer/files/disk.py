@@ -89,9 +89,7 @@ def replacing(
 ) -> Iterator[BinaryIO]:
     """Write a file beside another, and put it in its place, whole; if that fails, the other stays.
 
-    Args:
-        draft: its place until then; None: its name with `NEW`.
-        mode: who may read and write it, less the umask.
+    Its place until then is `draft`. By `mode`, less the umask, others may read and write it.
     """
     new = beside(path, NEW) if draft is None else draft
     try:

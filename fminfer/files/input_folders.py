@@ -18,7 +18,6 @@ import orjson
 
 from fminfer.core.errors import FminferError, UsageError
 from fminfer.core.quantities import counted
-from fminfer.files.first_bytes import explain_bytes, explain_text
 from fminfer.files.line_reader import (
     ENDINGS,
     NAMED_ENDINGS,
@@ -27,7 +26,14 @@ from fminfer.files.line_reader import (
     read_lines,
 )
 from fminfer.files.split_folders import MANIFEST, PART_NAME, is_split
-from fminfer.files.streams import STDIN, changed_ns, is_stream, require_zstd
+from fminfer.files.streams import (
+    STDIN,
+    changed_ns,
+    explain_bytes,
+    explain_text,
+    is_stream,
+    require_zstd,
+)
 
 MOST_NAMED = 5  # files or folders in a message
 NUM_LOOKED_AT = 5  # lines, to tell whether a file holds requests

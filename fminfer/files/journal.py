@@ -42,9 +42,7 @@ def journal_path(output: Path) -> Path:
 class Journal:
     """An open journal. It is locked: no other process opens it.
 
-    Args:
-        fingerprint: of this run; rows of an earlier run are kept if theirs is equal.
-        restart: keep none, whatever their fingerprint.
+    Rows of an earlier run are kept if their fingerprint is equal, unless it is to `restart`.
 
     Raises:
         UsageError: another run has it open, or its fingerprint differs.

@@ -12,7 +12,6 @@ from pathlib import Path
 from fminfer.contract.envelope import Line as Line
 from fminfer.core.errors import DamagedInputError, UsageError
 from fminfer.core.quantities import counted
-from fminfer.files.first_bytes import explain_bytes, opens_array, packing_of
 from fminfer.files.json_values import Ahead, CutValue, ValueBytes, explain_spread, split_values
 from fminfer.files.split_folders import find_num_equal
 from fminfer.files.streams import (
@@ -23,6 +22,9 @@ from fminfer.files.streams import (
     Digest,
     changed_ns,
     digest_of,
+    explain_bytes,
+    opens_array,
+    packing_of,
     read_chunks,
     reading_file,
 )

@@ -49,7 +49,6 @@ def traces(output: Path) -> list[Path]:
 def put_in_order(journal: Journal, *, has_older_vectors: bool = False) -> Seals:
     """Write all rows in the order of their lines; answers, errors and vectors apart.
 
-    The final names appear at once and whole, the answers' last: where they are, all is complete.
     The journal stays until the caller has noted that. With `has_older_vectors`, an earlier run's
     are replaced.
     """
@@ -139,10 +138,7 @@ def _new_digest() -> hashlib.blake2b:
 
 
 class _VectorWriter:
-    """Writes vectors of one size as .npy: a row for each line of the input, blank ones too.
-
-    A line without a vector has a row of nan.
-    """
+    """Writes vectors of one size as .npy: a row for each line, of nan if it has no vector."""
 
     def __init__(self, file: _Sealed, num_rows: int, size: int) -> None:
         import numpy as np  # only here: `fminfer --help` needs none
