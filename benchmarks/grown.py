@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import click
 
-from fminfer.answers.run_terms import RunTerms
+from fminfer.answers.carrying_over import RunTerms
 from fminfer.contract.envelope import open_envelope
 from fminfer.contract.record import Record
 from fminfer.files.status_file import read_status

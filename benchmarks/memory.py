@@ -19,7 +19,7 @@ from pathlib import Path
 
 import click
 
-from fminfer.answers.run_terms import RunTerms
+from fminfer.answers.carrying_over import RunTerms
 from fminfer.compute.step import Step, StepResult, TokenLogprobs
 from fminfer.core.config import EngineConfig, StepSizes
 from fminfer.core.messages import RankMemory, StageSpan

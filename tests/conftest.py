@@ -332,7 +332,7 @@ def run_files(engine: Any, inputs: list[Path], outputs: list[Path], **terms: Any
     Args:
         terms: as `RunTerms` has them.
     """
-    from fminfer.answers.run_terms import RunTerms
+    from fminfer.answers.carrying_over import RunTerms
     from fminfer.job.file_job import run_job
     from fminfer.job.run_inputs import open_files
     from fminfer.job.run_summary import JobSummary

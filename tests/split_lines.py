@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from fminfer.answers.run_terms import RunTerms
+from fminfer.answers.carrying_over import RunTerms
 from fminfer.contract.envelope import open_envelope
 from fminfer.contract.record import Record
 from fminfer.contract.request import parse_request

@@ -1,7 +1,7 @@
 """The SQLite file of answers: bytes by their key, each with a checksum; the oldest use goes first.
 
-Several processes may use one file, also on a network file system. So its journal is a file beside
-it that is rolled back, not a write-ahead log, which needs memory that all of them share.
+Several processes may use one file, also on a network file system. So its journal is rolled back:
+a write-ahead log needs memory that all of them share.
 """
 
 from __future__ import annotations
@@ -34,9 +34,6 @@ class DamagedError(Exception):
 
 class AnswerFile:
     """One connection, of one thread at a time; the file is made if it is not there.
-
-    Args:
-        wait_s: for another process's lock, in each call.
 
     Raises:
         DamagedError: the file is none of ours, or damaged. All methods raise it.
@@ -78,12 +75,7 @@ class AnswerFile:
     def write(
         self, values: Iterable[tuple[bytes, bytes]], uses: Iterable[bytes], now: int, max_bytes: int
     ) -> None:
-        """Add values by their keys, and note that others were used.
-
-        Args:
-            now: the time, Unix seconds.
-            max_bytes: of the file; what was not used for longest makes room.
-        """
+        """Add values by their keys, and note that others were used; the oldest make room."""
         if touched := [(now, key) for key in uses]:
             with self._told(), self._transaction():
                 self._database.executemany("UPDATE answers SET used=? WHERE key=?", touched)

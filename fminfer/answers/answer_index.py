@@ -33,9 +33,6 @@ def answer_key(prepared: Prepared, terms: bytes = b"") -> bytes:
     """Return 32 bytes for all that a request's answer depends on, and the form of the answer.
 
     `repeat` and `meaning` only tell apart draws without a seed, so they are not in it.
-
-    Args:
-        terms: what the answer depends on beside its request.
     """
     params = prepared.params
     one_call = ["one call"] * prepared.keeps_one_call
@@ -63,12 +60,9 @@ def _add_prompt(digest: hashlib.blake2b, prompt: EncodedPrompt) -> None:
 
 
 class RecentAnswers(Generic[Value]):
-    """The answers of the last requests. Any thread may call it.
+    """The answers of the last requests, of `max_size` together. Any thread may call it.
 
-    Args:
-        max_size: of all requests; each has size 1 unless `keep` is told another.
-        list_size: answers to a request that chance has a part in; once there are so many, one of
-            them is drawn. 1: no such request is answered from here.
+    A request by chance draws one of `list_size` answers, once there are so many; 1: none of these.
     """
 
     def __init__(self, max_size: int, list_size: int = 1) -> None:
@@ -112,13 +106,7 @@ class RecentAnswers(Generic[Value]):
 
 
 class AnswerIndex:
-    """Finds and keeps answers. Any thread may call it.
-
-    Args:
-        terms: what an answer depends on beside its request.
-        store: on the disk.
-        recent: in memory, which is asked first.
-    """
+    """Finds and keeps answers under `terms`, in memory first. Any thread may call it."""
 
     def __init__(
         self, terms: dict[str, str], store: AnswerStore | None, recent: RecentAnswers[bytes]
@@ -132,8 +120,7 @@ class AnswerIndex:
     def find(self, prepared: Prepared, *, takes_chance: bool = False) -> Finished | None:
         """Return the answer that a request has in common with an earlier one; None: compute it.
 
-        Args:
-            takes_chance: one that chance has a part in can take what others have drawn, too.
+        With `takes_chance`, one by chance can take what others have drawn, too.
         """
         is_by_chance = prepared.params.is_by_chance
         if is_by_chance and not (takes_chance and self._recent.takes_chance):
@@ -183,12 +170,7 @@ def open_answers(
 ) -> AnswerIndex | None:
     """Return the answers that a run or a server was told to keep; None: it keeps none.
 
-    Args:
-        fingerprint: of model and options.
-        place: on the disk.
-        tell: is called with each warning, from any thread.
-        size: answers in memory.
-        list_size: answers to a request that chance has a part in, in memory; 1: none is kept.
+    Any thread may `tell` a warning. `size` and `list_size` are of answers in memory.
     """
     if place is None and not size:
         return None
@@ -197,11 +179,7 @@ def open_answers(
 
 
 def copy_answer(answer: Finished, asked_s: float | None = None) -> Finished:
-    """Return an answer for another request that must have it: no time, and no token fed.
-
-    Args:
-        asked_s: since when that has waited for it; None: it has not.
-    """
+    """Return an answer for a request that waited since `asked_s`: no time, and no token fed."""
     cached = {"cached_tokens": answer.usage["prompt_tokens"]}
     details = answer.usage["prompt_tokens_details"] | cached
     queue_s = 0.0 if asked_s is None else time.perf_counter() - asked_s

@@ -1,4 +1,4 @@
-"""Answers that are kept from run to run: found at once, written by a thread, and never in the way.
+"""Answers that are kept from run to run: found at once, written by a thread, never in the way.
 
 Whatever is wrong with the file costs only its answers: there is a warning, and a run goes on.
 """
@@ -28,11 +28,7 @@ Identity = tuple[int, int] | None  # of a file: device and inode; None: it is no
 
 
 class AnswerStore:
-    """The answers in a folder. Any thread may call it, and it raises no error.
-
-    Args:
-        tell: is called with each warning, from any thread.
-    """
+    """The answers in a folder. Any thread may call it; it raises no error, and tells warnings."""
 
     def __init__(
         self,
@@ -143,13 +139,6 @@ class AnswerStore:
             rest = rest or "This process goes on without it"
             self._tell(f"Warning: --result-cache {self._path.parent}: {why}. {rest}.")
 
-    def _mend(self) -> None:
-        """Put a file that turned out to be damaged aside, and begin a new one."""
-        damage, self._damage = self._damage, ""
-        self._close_both()
-        if self._set_aside(damage):
-            self._open()
-
     def _open(self) -> None:
         """Open the file; put one that is damaged aside, and begin a new one."""
         while self._num_set_aside <= MAX_SET_ASIDE:
@@ -215,7 +204,10 @@ class AnswerStore:
     def _write(self) -> None:
         with self._file_lock:
             if self._damage:
-                self._mend()
+                damage, self._damage = self._damage, ""
+                self._close_both()
+                if self._set_aside(damage):
+                    self._open()
             writer = self._writer
         with self._lock:
             values, used = self._pending.copy(), self._used

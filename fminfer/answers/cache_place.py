@@ -27,11 +27,7 @@ _option = partial(option, group="Kept answers", commands=("run", "serve"))
 
 @dataclass(frozen=True)
 class KeptAnswers(Options):
-    """Whether answers are kept on the disk.
-
-    Raises:
-        UsageError: a place or size that cannot be.
-    """
+    """Whether answers are kept on the disk."""
 
     result_cache: Path | str | None = _option(
         "Keep answers here, and take them for equal requests of other runs and servers: greedy "

@@ -7,21 +7,28 @@ journal that are there stay until the new journal, and later the new output, tak
 from __future__ import annotations
 
 import re
+import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fminfer.answers.earlier_answers import EarlierAnswers, JournalAnswers, OutputAnswers, Pace
 from fminfer.answers.line_counter import LineCounter
-from fminfer.answers.run_terms import RunTerms
 from fminfer.contract.envelope import Envelope, Line, open_envelope
 from fminfer.contract.record import Answered, load_record, make_id, make_key
 from fminfer.core.errors import RequestError, UsageError, row_error
-from fminfer.files.completed import CompletedOutput, find_completed, is_retryable, records_of
+from fminfer.files.claims import Claims
+from fminfer.files.completed import (
+    CompletedOutput,
+    Edit,
+    edited,
+    find_completed,
+    is_retryable,
+    records_of,
+)
 from fminfer.files.disk import lock, replacing, told
-from fminfer.files.edits import Edit, edited
 from fminfer.files.journal import Journal, journal_path
 from fminfer.files.journal_rows import (
     INPUT,
@@ -32,13 +39,34 @@ from fminfer.files.journal_rows import (
     read_fingerprint,
 )
 from fminfer.files.line_reader import read_lines
-from fminfer.files.ordered_output import draft_path, errors_path
+from fminfer.files.ordered_output import VectorReader, draft_path, errors_path
+from fminfer.files.run_facts import RunFacts
 from fminfer.files.streams import Digest
-from fminfer.files.vector_file import VectorReader
 
 MAX_REPEATS = 1 << 17  # lines left to answer whose equal ones are kept in memory, about 12 MB
 _LINE = re.compile(rb'\{"line":(\d{1,18}),')
 _BATCH = re.compile(rb'\{"id":"batch_req_([0-9a-f]{32})"')
+
+
+@dataclass(slots=True, frozen=True)
+class RunTerms:
+    """What holds for every input of a run."""
+
+    model: str  # its name, for people
+    fingerprint: Fingerprint  # what must be the same for rows to be kept, without the inputs' own
+    restart: bool = False  # answer all lines again, whatever earlier runs have done
+    limit: int | None = None  # of each input, answer the first so many lines
+    claims: Claims = field(default_factory=Claims)
+    # Begins to count a file's lines; None: answers to a file that has changed are not taken.
+    count_lines: Callable[[], LineCounter] | None = None
+    tell: Callable[[str], None] = lambda text: None  # told how far a long task is
+    facts: RunFacts = field(default_factory=RunFacts)  # for each output's status file
+    # In time.time(). What has failed since then was tried beside this run, and is not tried again.
+    started_s: float = field(default_factory=time.time)
+
+    def takes_over(self, old: Fingerprint, new: Fingerprint) -> bool:
+        """Tell whether answers of a run are taken where their lines still stand in a new input."""
+        return self.count_lines is not None and is_of_other_input(old, new)
 
 
 @dataclass(slots=True)
@@ -74,16 +102,12 @@ class CarriedOver:
 def carry_over(
     source: Path, output: Path, fingerprint: Fingerprint, terms: RunTerms
 ) -> CarriedOver | None:
-    """Write the journal of an input from the answers that there are to an earlier form of it.
+    """Write the journal of an input from answers to an earlier form of it; its output is claimed.
 
-    The caller has claimed the output. Return None if another run has done so meanwhile.
-
-    Args:
-        fingerprint: of the run, with that of its input.
+    None: another run has done so meanwhile.
 
     Raises:
         UsageError: no answer can be taken, or what was written has changed since.
-        OutputError: the disk is full or gone.
     """
     assert terms.count_lines is not None, "a run that takes no earlier answers"
     with _open(output, fingerprint, terms) as earlier:
@@ -96,7 +120,7 @@ def carry_over(
 
 
 def drop_answerless(output: Path, fingerprint: Fingerprint, terms: RunTerms) -> None:
-    """Remove an output to an earlier form of an input if it has no answers that could be taken.
+    """Remove an output to an earlier form of an input if no answer of it could be taken.
 
     Otherwise it would pass for one that another run has completed meanwhile.
     """
@@ -111,13 +135,10 @@ def drop_answerless(output: Path, fingerprint: Fingerprint, terms: RunTerms) -> 
 def reopen(
     source: Path, completed: CompletedOutput, fingerprint: Fingerprint, terms: RunTerms
 ) -> None:
-    """Write the journal from which `files.ordered_output` would make an output and its errors.
-
-    The caller has claimed the output.
+    """Write the journal from which `files.ordered_output` would make a claimed output again.
 
     Raises:
         UsageError: the output is not what a run has written for the lines of `source`.
-        OutputError: the disk is full or gone.
     """
     with told(completed.output):
         if (edit := completed.find_edit(is_read=True)) is not None:
@@ -231,14 +252,7 @@ def _count(line: Line, envelope: Envelope, counter: LineCounter) -> int | Reques
 def _rows_again(
     source: Path, completed: CompletedOutput, counter: LineCounter | None
 ) -> Iterator[Row]:
-    """Yield a row for each line of an input from the records of a complete output, in order.
-
-    Args:
-        counter: begins with the first line; None: rows get no keys.
-
-    Raises:
-        UsageError: the records are not those of the lines.
-    """
+    """Yield a row for each line of an input from a complete output; without counter, no keys."""
     output = completed.output
     vectors = VectorReader(output) if "vectors" in (completed.seals or {}) else None
 

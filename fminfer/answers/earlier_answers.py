@@ -1,7 +1,4 @@
-"""The answers that an earlier run has written, for a run over a changed input to look up.
-
-They stand in a complete output, or in the journal of a run that has not ended.
-"""
+"""The answers of an earlier run, complete or not, for a run over a changed input to look up."""
 
 from __future__ import annotations
 
@@ -87,12 +84,7 @@ class Pace:
 
 
 class EarlierAnswers:
-    """Answers by the keys of their requests (`contract.record.make_key`).
-
-    Args:
-        path: where they stand.
-        input_was: the fingerprint of the input that they are to.
-    """
+    """Answers by the keys of their requests (`contract.record.make_key`)."""
 
     def __init__(self, path: Path, file: BinaryIO, input_was: str, pace: Pace) -> None:
         self.path, self.input_was, self.pace = path, input_was, pace
@@ -110,11 +102,7 @@ class EarlierAnswers:
         return self._index.count_unused() + self.num_unsure
 
     def find(self, line: Line, envelope: Envelope, key: bytes) -> Answered | None:
-        """Return the record that a line gets; None: it has no answer yet.
-
-        Raises:
-            UsageError: what stands there is not what was read before.
-        """
+        """Return the record that a line gets; None: it has no answer yet."""
         place = self._index.find(key)
         if place is None:
             return None
@@ -151,12 +139,6 @@ class OutputAnswers(EarlierAnswers):
 
     Equal requests of other shapes than Batch are counted in the order of the output. Where that is
     not the order of the old input's lines, those in which chance has a part are unsure.
-
-    Args:
-        counter: begins with the first of them.
-
-    Raises:
-        UsageError: records are none, or an older version's.
     """
 
     def __init__(
@@ -206,11 +188,7 @@ class OutputAnswers(EarlierAnswers):
 
 
 class JournalAnswers(EarlierAnswers):
-    """The answers of a journal, whose rows hold their keys.
-
-    Raises:
-        UsageError: rows are an older version's.
-    """
+    """The answers of a journal, whose rows hold their keys, unless they are an older version's."""
 
     def __init__(self, journal: Path, file: BinaryIO, input_was: str, pace: Pace) -> None:
         super().__init__(journal, file, input_was, pace)

@@ -29,23 +29,14 @@ MAX_LOGPROBS = 2**31  # whatever an engine allows; it refuses what it does not
 
 
 class Meanings:
-    """Tells requests' meanings, in a tenth of the time where only their prompts differ.
-
-    Args:
-        parse: parses a request, as `Intake.parse` does.
-        reads_prompts: it may replace or refuse prompts.
-    """
+    """Tells requests' meanings, in a tenth of the time where only their prompts differ."""
 
     def __init__(self, parse: Callable[..., Request], *, reads_prompts: bool = False) -> None:
         self._parse, self._reads_prompts = parse, reads_prompts
         self._describe = lru_cache(MAX_PARSED)(self._describe_beside_prompt)
 
     def find(self, fields: dict[str, Any], endpoint: Endpoint | None, clock: str) -> bytes | None:
-        """Return a request's meaning; None: chance has no part in its answer.
-
-        Raises:
-            RequestError: what is wrong with it, as far as that shows without its tokens.
-        """
+        """Return a request's meaning; None: chance has no part in its answer."""
         prompt, is_plain = fields.get("prompt"), endpoint in (None, "completions")
         others = b""
         if is_plain and not self._reads_prompts and isinstance(prompt, str):
@@ -73,13 +64,7 @@ def _bytes_beside(prompt: str, fields: dict[str, Any]) -> bytes:
 
 
 class LineCounter:
-    """Counts the lines of a run's files in their order, as all who answer them do.
-
-    Args:
-        intake: parses their requests.
-        check: raises a RequestError for a line that is not of this run; None: one that names
-            another model is not, if models are checked.
-    """
+    """Counts the lines of a run's files in their order; `check` refuses those of other runs."""
 
     def __init__(self, intake: Intake, check: Callable[[Envelope], None] | None = None) -> None:
         self._intake, self._check = intake, check or self._check_model
@@ -107,24 +92,14 @@ class LineCounter:
         return request, self._count(line, meaning_of(request.prompts, request.params))
 
     def count(self, line: Line, envelope: Envelope) -> int | None:
-        """Count a line that is not answered now; return how many equal ones came before it.
-
-        None: chance has no part in its answer, and it does not count.
-
-        Raises:
-            RequestError, MachineError: as `parse`.
-        """
+        """Count a line that is not answered now, as `parse` does; None: it is not by chance."""
         self._see(line, envelope)
         clock = line.clock or self._clock
         meaning = self._meanings.find(envelope.fields, envelope.endpoint, clock)
         return None if meaning is None else self._count(line, meaning)
 
     def pass_over(self, line: Line) -> None:
-        """Count a line that an earlier run has answered: those after it depend on it.
-
-        Raises:
-            FminferError: the run cannot go on.
-        """
+        """Count a line that an earlier run has answered: those after it depend on it."""
         try:
             self.count(line, open_envelope(line))
         except Exception as error:  # that run has told what is wrong with it
@@ -175,11 +150,7 @@ class LineCounter:
 
 
 class EqualLines:
-    """Counts a file's equal requests without an engine.
-
-    The template is the engine's. So chats are equal here if their messages are, and all else that a
-    template sees.
-    """
+    """Counts equal requests of a file without an engine; chats by all that a template sees."""
 
     def __init__(self) -> None:
         self._meanings, self._seen = Meanings(_parse_alone), SeenCounts()

@@ -1,8 +1,4 @@
-"""Counts how often a value was seen among any number of lines, by digest, in bounded memory.
-
-The first digests are in memory, further ones in a temporary SQLite database, most of which is in a
-file that the system deletes.
-"""
+"""Counts how often a value was seen, by digest, in bounded memory: most are in a temporary file."""
 
 from __future__ import annotations
 
@@ -46,7 +42,7 @@ class SeenCounts:
             return count
 
     def add_text(self, text: str) -> int:
-        """Count a text; return how often it was counted before; it raises what `add` raises."""
+        """Count a text; return how often it was counted before."""
         data = text.encode("utf-8", "surrogatepass")
         return self.add(hashlib.blake2b(data, digest_size=16).digest())
 

@@ -23,7 +23,7 @@ from fminfer.core.errors import (
     error_of,
     printable,
 )
-from fminfer.files.urls import hide_secrets
+from fminfer.files.remote_files import hide_secrets
 from fminfer.machine.host_memory import reading_files, touching_memory
 from fminfer.machine.library_imports import importing
 from fminfer.machine.stopper import Stopper

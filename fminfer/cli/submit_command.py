@@ -50,7 +50,7 @@ def submit(run_flags: tuple[str, ...], **options: Any) -> None:
     So the same command again submits the missing files. docs/clusters.md explains it step by step.
     """
     from fminfer.cluster.job_scripts import TEMPLATES, ScriptTemplate
-    from fminfer.cluster.submission import Cluster, DryRun, JobForm, Submission
+    from fminfer.cluster.submission import DryRun, JobForm, Submission
 
     asked = take(SubmitOptions, options)
     if asked.job_name is not None:
@@ -80,7 +80,7 @@ def submit(run_flags: tuple[str, ...], **options: Any) -> None:
         dry = DryRun(chosen, _show)
         submission = Submission(dry, form, outputs, asked.max_queued, lambda text: None, 0)
     else:
-        submission = Submission(Cluster(chosen), form, outputs, asked.max_queued, _say)
+        submission = Submission(chosen, form, outputs, asked.max_queued, _say)
     try:
         submission.run()
     except KeyboardInterrupt:

@@ -1,7 +1,4 @@
-"""Job scripts from templates: fminfer's own (`templates/*.sh.j2`), or the user's.
-
-It knows Jinja and the shell's quotes, and nothing of schedulers.
-"""
+"""Job scripts from templates: fminfer's own (`templates/*.sh.j2`), or the user's."""
 
 from __future__ import annotations
 
@@ -38,14 +35,7 @@ def _escape(match: re.Match[str]) -> str:
 
 
 class ScriptTemplate:
-    """A template, read and checked once.
-
-    Args:
-        path: the user's; its values are those of fminfer's own (docs/clusters.md).
-
-    Raises:
-        UsageError: it cannot be read, or is no template.
-    """
+    """A template, read and checked once; the values of one are told in docs/clusters.md."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -69,11 +59,7 @@ class ScriptTemplate:
             raise UsageError(f"--template {path} cannot be read: {error}") from None
 
     def render(self, values: Mapping[str, object]) -> str:
-        """Return the script.
-
-        Raises:
-            UsageError: the template asks for what is not there, or cannot be carried out.
-        """
+        """Return the script; refuse a template that cannot be carried out, by a UsageError."""
         try:
             return self._template.render(values)
         except Exception as error:  # a template can fail in any of Python's ways

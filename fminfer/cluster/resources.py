@@ -1,7 +1,4 @@
-"""What jobs need, from the flags of `fminfer submit` and of the `fminfer run` inside them.
-
-Mistakes are told before anything waits in a queue.
-"""
+"""What jobs need, by the flags of `fminfer submit` and of the `fminfer run` inside them."""
 
 from __future__ import annotations
 
@@ -115,15 +112,7 @@ class SubmitOptions(Options):
 def parse_flags(
     run: click.Command, run_flags: Sequence[str], gpus: int | None = None
 ) -> dict[str, Any]:
-    """Return the flags of `fminfer run`, by name.
-
-    Args:
-        run: a command that takes them.
-        gpus: of a job, a rank on each unless the flags say how many ranks there are.
-
-    Raises:
-        UsageError: a flag that is wrong, or that makes no sense in these jobs.
-    """
+    """Return the flags of `fminfer run` by name; refuse what is wrong or means nothing in jobs."""
     flags = run.make_context("fminfer run", list(run_flags)).params
     if flags["paths"] or flags["infer_data"] or "--" in run_flags:
         raise UsageError("files are given by fminfer submit's own --infer-data, before the --")
@@ -155,12 +144,7 @@ def count_ranks(flags: dict[str, Any], gpus: int | None) -> int:
 
 
 def check_model_path(config: ModelOptions) -> None:
-    """Refuse a model that is written as a path and is not there; a hub id is the job's to fetch.
-
-    Raises:
-        UsageError: there is no such folder, or no config.json in it.
-        CheckpointError: a GGUF file is not there, or a part of it.
-    """
+    """Refuse a model that is written as a path and is not there; a hub id is the job's to fetch."""
     if config.model is None:
         return
     if is_gguf(config.model):
@@ -176,11 +160,7 @@ def check_model_path(config: ModelOptions) -> None:
 
 
 def check_shared_files(mode: str, flags: dict[str, Any], num_inputs: int) -> None:
-    """Refuse a file that several jobs would write.
-
-    Raises:
-        UsageError: there is one.
-    """
+    """Refuse a file that several jobs would write."""
     for flag in ("stats", "trace"):
         if flags[flag] is not None and mode != "ranks" and num_inputs > 1:
             raise UsageError(f"--{flag} {flags[flag]}: {num_inputs} jobs would write it")
@@ -189,11 +169,7 @@ def check_shared_files(mode: str, flags: dict[str, Any], num_inputs: int) -> Non
 def job_values(
     scheduler: Scheduler, asked: SubmitOptions, flags: dict[str, Any]
 ) -> tuple[dict[str, object], list[str]]:
-    """Return the template's values, and flags for `fminfer run`.
-
-    Raises:
-        UsageError: numbers that do not fit together.
-    """
+    """Return the template's values, and flags for `fminfer run`; refuse numbers that do not fit."""
     num_ranks, time_s = count_ranks(flags, asked.gpus), asked.time_s
     num_shards: int = flags["tensor_parallel_size"]
     for what, count in (("ranks", num_ranks), ("GPUs", asked.gpus or 0)):

@@ -1,6 +1,6 @@
 """Slurm and LSF: the names of jobs, the commands that submit them and list the queue, and answers.
 
-It knows jobs, not what they are about. The manuals: https://slurm.schedmd.com/sbatch.html,
+The manuals: https://slurm.schedmd.com/sbatch.html,
 https://www.ibm.com/docs/en/spectrum-lsf/10.1.0?topic=reference-bsub
 """
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from fminfer.core.errors import SchedulerError, UsageError
+from fminfer.files.disk import replacing, told
 
 
 @dataclass(slots=True, frozen=True)
@@ -32,10 +33,9 @@ class Job:
     max_running: int | None = None  # tasks of an array at a time
 
     @property
-    def indices(self) -> str:
-        """The tasks of an array: 1-7, or 1-7%2."""
-        limit = "" if self.max_running is None else f"%{self.max_running}"
-        return f"1-{len(self.files)}{limit}"
+    def limit(self) -> str:
+        """The limit of an array as both schedulers write it: %2, or nothing."""
+        return "" if self.max_running is None else f"%{self.max_running}"
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,28 +52,25 @@ class Slurm:
     template = "slurm.sh.j2"
 
     def launcher(self, num_ranks: int, *, has_shards: bool = False) -> list[str]:
-        """Return what starts the ranks inside a job.
-
-        Args:
-            has_shards: ranks of a stage follow each other, and must be on one node.
-        """
+        """Return what starts the ranks of a job; those of a stage must be on one node."""
         return ["srun", *["--distribution=block"] * has_shards]  # it knows how many
 
     def command(self, job: Job) -> list[str]:
         """Return what sends a job; its script goes to standard input."""
         log = f"{job.job_dir}/{'%A_%a' if job.is_array else '%j'}.log"
-        array = [f"--array={job.indices}"] if job.is_array else []
+        array = [f"--array=1-{len(job.files)}{job.limit}"] if job.is_array else []
         return ["sbatch", "--parsable", f"--job-name={job.name}", f"--output={log}", *array]
 
     def send(self, job: Job) -> str:
         """Submit a job; return its number."""
-        return _call(self.command(job), job.script).strip().partition(";")[0]  # number;cluster
+        return _submit(self.command(job), job).strip().partition(";")[0]  # number;cluster
 
     def queue(self) -> list[QueuedTask]:
         """List this user's jobs."""
         user = f"--user={os.getuid()}"
         listing = _call(["squeue", "--noheader", "--array", user, "--format=%K %j"])
-        return [_slurm_task(line) for line in listing.split("\n") if line.strip()]
+        parts = [line.partition(" ") for line in listing.split("\n") if line.strip()]
+        return [QueuedTask(j.strip(), int(k) if k.isdigit() else None) for k, _, j in parts]
 
     def format_time(self, time_s: float) -> str:
         """Write a limit as H:MM:SS."""
@@ -86,26 +83,21 @@ class Lsf:
     template = "lsf.sh.j2"
 
     def launcher(self, num_ranks: int, *, has_shards: bool = False) -> list[str]:
-        """Return what starts the ranks inside a job; mpirun fills a node before the next."""
-        return ["mpirun", "-n", str(num_ranks)]
+        return ["mpirun", "-n", str(num_ranks)]  # it fills a node before the next
 
     def command(self, job: Job) -> list[str]:
-        """Return what sends a job; its script goes to standard input."""
         log = f"{job.job_dir}/{'%J.%I' if job.is_array else '%J'}.log"
-        indices, _, limit = job.indices.partition("%")
-        array = f"[{indices}]{limit and '%'}{limit}" if job.is_array else ""
+        array = f"[1-{len(job.files)}]{job.limit}" if job.is_array else ""
         return ["bsub", "-J", job.name + array, "-o", log]
 
     def send(self, job: Job) -> str:
-        """Submit a job; return its number."""
-        said = _call(self.command(job), job.script)
+        said = _submit(self.command(job), job)
         number = re.search(r"Job <(\d+)>", said)
         if number is None:
             raise SchedulerError(f"bsub told no job's number, but {said.strip()!r}")
         return number[1]
 
     def queue(self) -> list[QueuedTask]:
-        """List this user's jobs."""
         try:
             listing = _call(["bjobs", "-noheader", "-o", "job_name"])
         except SchedulerError as error:
@@ -130,14 +122,33 @@ def format_duration(time_s: float) -> str:
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
-def _slurm_task(line: str) -> QueuedTask:
-    index, _, name = line.partition(" ")
-    return QueuedTask(name.strip(), int(index) if index.isdigit() else None)
-
-
 def _lsf_task(name: str) -> QueuedTask:
     element = re.fullmatch(r"(.*)\[(\d+)\]", name)
     return QueuedTask(name) if element is None else QueuedTask(element[1], int(element[2]))
+
+
+def _submit(command: list[str], job: Job) -> str:
+    """Send a job, once its folder and the list of its files are there; return what is said."""
+    with told(job.job_dir):
+        job.job_dir.mkdir(parents=True, exist_ok=True)  # without it there would be no logs
+        if job.list_path is not None:
+            write_list(job.list_path, job.files)
+    return _call(command, job.script)
+
+
+def write_list(path: Path, files: Sequence[Path]) -> None:
+    """Write the names of files, a NUL after each; whole, or not at all."""
+    with replacing(path, is_durable=False) as new:
+        new.write(b"".join(os.fsencode(file) + b"\0" for file in files))
+
+
+def read_list(path: Path) -> list[Path]:
+    """Read such a list; empty if it is not there: the job was submitted from elsewhere."""
+    try:
+        names = path.read_bytes().split(b"\0")[:-1]
+    except OSError:
+        return []
+    return [Path(os.fsdecode(name)) for name in names]
 
 
 def _call(command: list[str], text: str = "") -> str:
@@ -168,11 +179,8 @@ _ODD = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\[\]]")
 
 def infer_data_of(environ: Mapping[str, str]) -> Path | None:
     """Return the path that this job's name holds, behind its first #; None: it holds none."""
-    for variable in VARIABLES:
-        parts = parts_of(environ.get(variable, ""))
-        if parts is not None:
-            return parts[1]
-    return None
+    found = (parts_of(environ.get(variable, "")) for variable in VARIABLES)
+    return next((parts[1] for parts in found if parts is not None), None)
 
 
 def parts_of(job_name: str) -> tuple[str, Path] | None:

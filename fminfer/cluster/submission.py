@@ -1,17 +1,16 @@
 """Submits the jobs of files that are not finished, and no more at a time than is wanted.
 
-It knows what is finished by looking at outputs, and what is under way by asking the scheduler.
+Outputs tell what is finished, and the scheduler what is under way.
 """
 
 from __future__ import annotations
 
-import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from fminfer.cluster.job_scripts import ScriptTemplate
 from fminfer.cluster.slurm_and_lsf import (
@@ -21,11 +20,11 @@ from fminfer.cluster.slurm_and_lsf import (
     is_of,
     name_of_file,
     name_of_list,
+    read_list,
 )
 from fminfer.core.errors import SchedulerError
 from fminfer.core.quantities import counted
 from fminfer.files.completed import is_complete
-from fminfer.files.disk import replacing, told
 
 Mode = Literal["each", "array", "ranks"]
 MAX_ARRAY = 1000  # tasks: what Slurm (MaxArraySize) and LSF (MAX_JOB_ARRAY_SIZE) allow by default
@@ -36,21 +35,15 @@ LIST = ".files"  # added to a job's name: the names of its files, with a NUL aft
 
 @dataclass(slots=True, frozen=True)
 class JobForm:
-    """How a job is made of files.
-
-    Args:
-        paths: of the input, as the user gave them.
-        values: for the template, the same for every job.
-        command: `fminfer run` and its flags.
-    """
+    """How a job is made of files."""
 
     mode: Mode
     name: str
     job_dir: Path
-    paths: tuple[Path, ...]
+    paths: tuple[Path, ...]  # of the input, as the user gave them
     template: ScriptTemplate
-    values: dict[str, object]
-    command: tuple[str, ...]
+    values: dict[str, object]  # for the template, the same for every job
+    command: tuple[str, ...]  # `fminfer run` and its flags
     max_running: int | None = None
 
     def make(self, files: Sequence[Path]) -> Job:
@@ -91,37 +84,6 @@ class JobForm:
         return self.template.render(values | {"command": words, "file_list": str(list_path or "")})
 
 
-class Sender(Protocol):
-    """Whoever takes jobs: a scheduler, or a dry run."""
-
-    def queue(self) -> list[QueuedTask]:
-        """List the user's jobs."""
-        ...
-
-    def send(self, job: Job) -> str:
-        """Take a job; return its number."""
-        ...
-
-
-class Cluster:
-    """Sends jobs to a scheduler, each list of files written before its job."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-
-    def queue(self) -> list[QueuedTask]:
-        """List the user's jobs."""
-        return self._scheduler.queue()
-
-    def send(self, job: Job) -> str:
-        """Submit a job; return its number."""
-        with told(job.job_dir):
-            job.job_dir.mkdir(parents=True, exist_ok=True)  # without it there would be no logs
-            if job.list_path is not None:
-                write_list(job.list_path, job.files)
-        return self._scheduler.send(job)
-
-
 class DryRun:
     """Prints what would be done, in commands that a shell could carry out; asks nobody."""
 
@@ -130,7 +92,6 @@ class DryRun:
         self._show = show
 
     def queue(self) -> list[QueuedTask]:
-        """No scheduler need be there."""
         return []
 
     def send(self, job: Job) -> str:
@@ -150,21 +111,14 @@ class DryRun:
 
 @dataclass(slots=True)
 class Submission:
-    """What is to be submitted, and what was.
+    """What is to be submitted, and what was."""
 
-    Args:
-        outputs: where each file's answers go.
-        max_queued: most jobs of this name in the queue, each task of an array counted.
-        tell: says to the user what happens.
-        poll_s: how long to wait before the queue is asked again.
-    """
-
-    sender: Sender
+    sender: Scheduler | DryRun
     form: JobForm
-    outputs: dict[Path, Path]
-    max_queued: int
-    tell: Callable[[str], None]
-    poll_s: float = POLL_S
+    outputs: dict[Path, Path]  # where each file's answers go
+    max_queued: int  # most jobs of this name in the queue, each task of an array counted
+    tell: Callable[[str], None]  # says to the user what happens
+    poll_s: float = POLL_S  # how long to wait before the queue is asked again
     num_finished: int = 0
     num_taken: int = 0
     sent: list[str] = field(default_factory=list)  # jobs' numbers
@@ -245,18 +199,3 @@ class Submission:
 
     def _count(self, tasks: Sequence[QueuedTask]) -> None:
         self._num_queued = sum(is_of(task.name, self.form.name) for task in tasks)
-
-
-def write_list(path: Path, files: Sequence[Path]) -> None:
-    """Write the names of files, a NUL after each; whole, or not at all."""
-    with replacing(path, is_durable=False) as new:
-        new.write(b"".join(os.fsencode(file) + b"\0" for file in files))
-
-
-def read_list(path: Path) -> list[Path]:
-    """Read such a list; empty if it is not there: the job was submitted from elsewhere."""
-    try:
-        names = path.read_bytes().split(b"\0")[:-1]
-    except OSError:
-        return []
-    return [Path(os.fsdecode(name)) for name in names]

@@ -1,8 +1,7 @@
 """Which of several runs answers an output: a claim is a file beside it, kept young by its owner.
 
-Runs on one machine or many share a folder by them. The claim of a process of this machine can be
-taken over once that has ended, any other once it has not been touched for a minute. Claims stand in
-a folder of their own, `<output>.claim`, by numbers: a later owner's is higher.
+The claim of a dead process of this machine can be taken over at once, any other once it has not
+been touched for a minute. Claims stand in `<output>.claim`, by numbers: a later owner's is higher.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import threading
 import time
 import uuid
@@ -47,12 +47,7 @@ class Found:
 
 
 class Claim:
-    """An output that is this process's to answer.
-
-    Args:
-        data: what stands in its file.
-        on_end: called once it is given back.
-    """
+    """An output that is this process's to answer. `data` stands in the file."""
 
     def __init__(self, path: Path, data: bytes, on_end: Callable[[Claim], None]) -> None:
         self.path = path
@@ -106,9 +101,6 @@ class Claims:
         """Claim an output; None: it is another living process's.
 
         The claims of dead ones stay until `remove_dead`: whoever slept is to find its own.
-
-        Raises:
-            OutputError: the folder cannot be written.
         """
         found = look_at(output)
         if any(not claim.is_dead for claim in found):
@@ -118,15 +110,13 @@ class Claims:
         with told(path):
             path.parent.mkdir(exist_ok=True)
             try:
-                is_first = create_once(path, data, 0o666)
+                if not create_once(path, data, 0o666):
+                    return None
             except FileNotFoundError:  # its folder is being removed
-                is_first = False
-            if not is_first:
                 return None
-        # Two may have seen the same dead one at different times: both look again, and at most one
-        # finds itself alone.
+        # Two may have seen the same dead one at different times: both look again.
         rivals = [claim for claim in look_at(output) if claim.path != path]
-        claim = Claim(path, data, self._drop)
+        claim = Claim(path, data, self._held.discard)
         if any(rival.number > number or not rival.is_dead for rival in rivals):
             claim.release()
             return None
@@ -137,10 +127,6 @@ class Claims:
                 every(BEAT_S, self._beat, "claims", end=threading.Event())  # with the process
         return claim
 
-    def _drop(self, claim: Claim) -> None:
-        with self._lock:
-            self._held.discard(claim)
-
     def _beat(self) -> None:
         with self._lock:
             held = list(self._held)
@@ -149,11 +135,7 @@ class Claims:
 
 
 def look_at(output: Path, now_s: float | None = None) -> list[Found]:
-    """Read an output's claims, the newest owner's last.
-
-    Args:
-        now_s: None: by the clock that dates files here, which may be a server's.
-    """
+    """Read an output's claims, the newest owner's last; `now_s` None: by the clock of the disk."""
     folder = _folder_of(output)
     found = []
     for number in _numbers(folder):
@@ -191,9 +173,7 @@ def remove_dead(output: Path) -> None:
 
 def drop_claims(output: Path) -> None:
     """Remove all claims of an output, for who knows that no other process writes it."""
-    for number in _numbers(_folder_of(output)):
-        with contextlib.suppress(OSError):
-            (_folder_of(output) / str(number)).unlink(missing_ok=True)
+    shutil.rmtree(_folder_of(output), ignore_errors=True)
 
 
 def _folder_of(output: Path) -> Path:
@@ -221,12 +201,7 @@ def _disk_time(folder: Path) -> float:
 
 
 class Hold:
-    """One output, which this run may write while it holds the claim.
-
-    Args:
-        claims: from which the output's is taken when it is needed.
-        claim: of the output, if it is this run's already.
-    """
+    """One output, which this run may write while it holds the claim; it may hold one already."""
 
     def __init__(self, output: Path, claims: Claims, claim: Claim | None = None) -> None:
         self.claim = claim
@@ -235,21 +210,12 @@ class Hold:
         self._claims = claims
 
     def check_free(self) -> None:
-        """See that no other run has the output.
-
-        Raises:
-            InUseError: one has.
-        """
+        """Refuse an output that another run has, by an InUseError."""
         if self.claim is None and any(not claim.is_dead for claim in look_at(self._output)):
             raise self._in_use()
 
     def take(self) -> None:
-        """Claim the output, if it is not claimed yet.
-
-        Raises:
-            InUseError: another run has it.
-            OutputError: the folder cannot be written.
-        """
+        """Claim the output, if it is not claimed yet; refuse another run's, by an InUseError."""
         self.claim = self.claim or self._claims.take(self._output)
         if self.claim is None:
             raise self._in_use()
@@ -266,10 +232,7 @@ class Hold:
                 self.release()
 
     def remove_dead(self) -> None:
-        """Remove the claims of processes that are gone, if the output is this run's now.
-
-        Do so once its journal is open: whoever slept with the journal open is to find its claim.
-        """
+        """Remove dead claims once the journal is open: who slept with it open must find its own."""
         if self.claim is not None:
             remove_dead(self._output)
 
@@ -289,10 +252,7 @@ class Hold:
             self.claim = None
 
     def settle(self) -> None:
-        """Leave nothing beside an output that is complete: no claim, and no draft of a journal.
-
-        A run that was killed may have left them. Those of a living run stay.
-        """
+        """Leave nothing beside a complete output of what a killed run may have left there."""
         draft = draft_path(journal_path(self._output))
         with contextlib.suppress(InUseError, OutputError, OSError):  # it may be read only
             if draft.exists():

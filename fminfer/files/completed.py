@@ -1,4 +1,4 @@
-"""An output that is complete: which run made it, and whether a later one is to go on with it."""
+"""An output that is complete: which run made it, whether it was edited, and what is left of it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,27 @@ from typing import Any
 from fminfer.contract.record import is_batch, load_record
 from fminfer.core.errors import RETRYABLE, UsageError
 from fminfer.files.disk import told
-from fminfer.files.edits import Edit, edited, find_edit
 from fminfer.files.journal import journal_path
 from fminfer.files.journal_rows import (
     CLOCK,
     INPUT,
+    Counts,
     Fingerprint,
     check_fingerprint,
     is_of_other_input,
     read_fingerprint,
 )
-from fminfer.files.ordered_output import Seals, errors_path
-from fminfer.files.row_counts import Counts
-from fminfer.files.status_file import has_ended_before, limit_of, read_status, seals_of
-from fminfer.files.streams import A_PIPE, changed_ns, digest_of
+from fminfer.files.ordered_output import Seal, Seals, errors_path, read_seal, vectors_path
+from fminfer.files.status_file import limit_of, own_fields, read_status, seals_of, status_path
+from fminfer.files.streams import A_PIPE, changed_ns, digest_of, reading_file
+
+
+@dataclass(slots=True, frozen=True)
+class Edit:
+    """A file that is not as it was written."""
+
+    path: Path
+    what: str  # differs, for people
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,46 +49,33 @@ class CompletedOutput:
 
     @property
     def limit(self) -> int | None:
-        """Return how many lines of its input it is of; None: all."""
+        """How many lines of its input it is of; None: all."""
         return limit_of(self.status)
 
     @property
     def seals(self) -> Seals | None:
         return seals_of(self.status)
 
-    def check_fingerprint(self, fingerprint: Fingerprint) -> None:
-        """See that it is of a run like this, and of the same input.
-
-        Raises:
-            UsageError: what differs.
-        """
-        check_fingerprint(self.output, self.fingerprint, fingerprint)
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return dict(self.status.get("metadata") or {})
 
     def check_settings(self, fingerprint: Fingerprint) -> None:
-        """See that it is of a run like this, whatever its input.
-
-        Raises:
-            UsageError: what differs.
-        """
+        """Refuse one that is of another run, whatever its input, by a UsageError."""
         any_input = {INPUT: ""}
         check_fingerprint(self.output, self.fingerprint | any_input, fingerprint | any_input)
 
     def find_edit(self, *, is_read: bool = False) -> Edit | None:
-        """Return which of its files is not as it was written; None: none; see `edits.find_edit`."""
-        return find_edit(self.output, self.seals, is_read=is_read)
+        return find_edit(self.output, self.status, is_read=is_read)
 
     def check_unedited(self) -> None:
-        """See that it is as it was written.
-
-        Raises:
-            UsageError: a file was edited since.
-        """
+        """Refuse one of which a file was edited since, by a UsageError."""
         if (edit := self.find_edit()) is not None:
             raise edited(self.output, edit)
 
     def is_of_input_changed_at(self, changed_ns: int) -> bool:
-        """Tell whether its input was last changed then, by `input.streams.changed_ns`."""
-        return bool((self.status.get("fminfer") or {}).get("input_changed_ns") == changed_ns)
+        """Tell whether its input was last changed then, by `streams.changed_ns`."""
+        return bool(own_fields(self.status).get("input_changed_ns") == changed_ns)
 
     def ended_before(self, time_s: float) -> bool:
         """Tell whether it was complete before a time, in time.time(); to the second."""
@@ -90,30 +84,78 @@ class CompletedOutput:
     def leaves_rows(self, limit: int | None, started_s: float) -> bool:
         """Tell whether a run with this limit, which began then, is to go on with it.
 
-        It is short of the limit, or has failed rows that another run may answer. What has failed
-        since that run began was tried by one beside it.
+        It is short of the limit, or failed rows may be tried again, which no run beside it has.
         """
         if self.limit is not None and (limit is None or limit > self.limit):
             return True
-        if self.counts.num_failed == 0 or not has_ended_before(self.output, started_s):
+        status, errors = status_path(self.output), errors_path(self.output)
+        is_older = status.exists() and status.stat().st_mtime < started_s
+        if self.counts.num_failed == 0 or not is_older:
             return False
-        return self._has_retryable()
-
-    def _has_retryable(self) -> bool:
-        """Tell whether it has errors that another run may not meet.
-
-        Also if its errors file, which may have had some, has another size by now: `reopen` says so.
-        """
-        path = errors_path(self.output)
-        if not path.exists():  # removed, to leave the output as it is
+        if not errors.exists():  # removed, to leave the output as it is
             return False
         written = (self.seals or {}).get("errors")
-        is_edited = written is not None and path.stat().st_size != written.get("bytes")
-        return is_edited or any(map(is_retryable, records_of(path)))
+        is_edited = written is not None and errors.stat().st_size != written.get("bytes")
+        return is_edited or any(map(is_retryable, records_of(errors)))  # `reopen` tells of an edit
 
-    @property
-    def fingerprint(self) -> Fingerprint:
-        return dict(self.status.get("metadata") or {})
+
+def find_edit(output: Path, status: dict[str, Any], *, is_read: bool = False) -> Edit | None:
+    """Return which file of a complete output was edited; None: none, or no seals are known.
+
+    Args:
+        is_read: compare the bytes of all. Otherwise of a file that is older than its status file,
+            which a run writes last, only the size is compared: there may be thousands of outputs.
+            And an errors file that is gone was removed, to leave the output as it is.
+    """
+    seals = seals_of(status)
+    if seals is None:
+        return None
+    paths = {"output": output, "errors": errors_path(output)}
+    if "vectors" in seals:
+        paths["vectors"] = vectors_path(output)
+    for name, path in paths.items():
+        then = seals.get(name)
+        with reading_file(path):
+            if not is_read and _looks_as_written(path, then, output):
+                continue
+            now = read_seal(path)
+        if now != then:
+            return Edit(path, _show(then, now))
+    return None
+
+
+def edited(output: Path, edit: Edit, *, can_stay: bool = False) -> UsageError:
+    """Return the refusal of a file that was edited; it `can_stay` without the errors file."""
+    errors, moved = errors_path(output), "it" if edit.path == output else output.name
+    text = (
+        f"{edit.path} is not as it was written ({edit.what}). Put the file back as it was. Or move "
+        f"{moved} away, or give --restart, to answer all again"
+    )
+    if can_stay and edit.path != errors:
+        text += f". To leave the output as it is, remove {errors.name} and keep the --limit that "
+        text += "it was made with"
+    return UsageError(text)
+
+
+def _looks_as_written(path: Path, seal: Seal | None, output: Path) -> bool:
+    """Tell whether a file has its size, and was written before the status file.
+
+    A file that takes the place of another may have an old time of writing, but its entry is new.
+    """
+    if not path.exists():
+        return path == errors_path(output)
+    if seal is None:
+        return False
+    file, status = path.stat(), status_path(output).stat()
+    is_older = file.st_mtime_ns < status.st_mtime_ns and file.st_ctime_ns <= status.st_ctime_ns
+    return is_older and file.st_size == seal.get("bytes")
+
+
+def _show(then: Seal | None, now: Seal | None) -> str:
+    sizes = [f"{seal.get('bytes')} bytes" if seal else "no file" for seal in (then, now)]
+    if sizes[0] == sizes[1]:
+        return f"it still has {sizes[0]}, but other ones"
+    return f"it was {sizes[0]} then, and is {sizes[1]} now"
 
 
 def is_retryable(record: bytes) -> bool:
@@ -153,14 +195,7 @@ def kept_clock(output: Path) -> str | None:
 
 
 def is_complete(output: Path, source: Path | None) -> bool:
-    """Tell whether an output is complete, and its input as it was then.
-
-    Args:
-        source: the input; None: it is not known.
-
-    Raises:
-        UsageError: the output was edited since.
-    """
+    """Tell whether an output is complete, and its input, if it is known, as it was then."""
     if not output.exists() or journal_path(output).exists():
         return False
     if source is not None and has_changed(source, read_status(output) or {}):
@@ -175,7 +210,7 @@ def has_changed(source: Path, status: dict[str, Any]) -> bool:
     noted = str((status.get("metadata") or {}).get(INPUT) or A_PIPE)
     if noted == A_PIPE or not source.is_file():
         return False
-    if (status.get("fminfer") or {}).get("input_changed_ns") == changed_ns(source):
+    if own_fields(status).get("input_changed_ns") == changed_ns(source):
         return False
     is_as_long = noted.startswith(f"{source.stat().st_size:,} bytes ")
     return not is_as_long or digest_of(source) != noted
@@ -184,11 +219,7 @@ def has_changed(source: Path, status: dict[str, Any]) -> bool:
 def require_completed(
     output: Path, source: Path, fingerprint: Fingerprint, *, takes_over: bool = False
 ) -> CompletedOutput:
-    """Return what is known of an output that is there, once it is sure that it is this run's.
-
-    Args:
-        fingerprint: of the run, with that of its input.
-        takes_over: it may be of another input.
+    """Return what is known of an output, which is this run's, or `takes_over` one of another input.
 
     Raises:
         UsageError: it is another run's, or nobody knows whose.
@@ -205,5 +236,5 @@ def require_completed(
             "--restart to answer it, or another --output"
         )
     if not (takes_over and is_of_other_input(completed.fingerprint, fingerprint)):
-        completed.check_fingerprint(fingerprint)
+        check_fingerprint(output, completed.fingerprint, fingerprint)
     return completed

@@ -1,7 +1,4 @@
-"""What the disk has to do: names of files, locks, whole writes; and its errors, in words.
-
-It knows files, not what stands in them.
-"""
+"""What the disk has to do: names of files, locks, whole writes; and its errors, in words."""
 
 from __future__ import annotations
 
@@ -22,11 +19,7 @@ HAS_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 def beside(path: Path, ending: str, *, without: str = "") -> Path:
-    """Return the file beside `path` whose name is its own with another ending.
-
-    Args:
-        without: an ending that is taken off first, if it is there.
-    """
+    """Return the file whose name is that of `path` with another ending, in place of `without`."""
     return path.with_name(fit_name(path.name.removesuffix(without), ending))
 
 
@@ -67,11 +60,7 @@ def unlock(fd: int) -> None:
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Keep other processes from doing the same, where the file system has locks.
-
-    Args:
-        path: of a file that is only locked; it is made, and stays.
-    """
+    """Keep other processes from doing the same by a file that is only locked, where locks are."""
     fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         with contextlib.suppress(OSError):
@@ -100,10 +89,7 @@ def replacing(
 ) -> Iterator[BinaryIO]:
     """Write a file beside another, and put it in its place, whole; if that fails, the other stays.
 
-    Args:
-        draft: its place until then; None: its name with `NEW`.
-        is_durable: it is on the disk when this ends.
-        mode: who may read and write it, less the umask.
+    Its place until then is `draft`. By `mode`, less the umask, others may read and write it.
     """
     new = beside(path, NEW) if draft is None else draft
     try:

@@ -1,22 +1,23 @@
 """Which files are to be answered: those that were named, and those of folders that hold requests.
 
-Folders also hold what runs wrote. By their names these are left out everywhere; answers under a
-name of the user's own are known by their first line. Whatever else is left out is told.
+What runs wrote is left out of folders: by its name, or else by its first line.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
+from os.path import isfile
 from pathlib import Path
+from typing import Literal
 
 import orjson
 
 from fminfer.core.errors import FminferError, UsageError
 from fminfer.core.quantities import counted
-from fminfer.files.first_bytes import explain_bytes, explain_text
 from fminfer.files.line_reader import (
     ENDINGS,
     NAMED_ENDINGS,
@@ -25,7 +26,14 @@ from fminfer.files.line_reader import (
     read_lines,
 )
 from fminfer.files.split_folders import MANIFEST, PART_NAME, is_split
-from fminfer.files.streams import STDIN, changed_ns, check_readable, is_stream
+from fminfer.files.streams import (
+    STDIN,
+    changed_ns,
+    explain_bytes,
+    explain_text,
+    is_stream,
+    require_zstd,
+)
 
 MOST_NAMED = 5  # files or folders in a message
 NUM_LOOKED_AT = 5  # lines, to tell whether a file holds requests
@@ -36,6 +44,7 @@ NO_FILE = "a pipe, a device or a folder; name it itself to answer what is in it"
 LINK = "a link to a file of the folder, which is answered; name the link itself to answer it too"
 LOST = "cannot be reached; mend the link, or remove it"
 REQUEST_KEYS = frozenset({"prompt", "request", "body", "messages", "max_tokens", "input"})
+Kind = Literal["answers", "requests", ""]  # what a file's first lines hold
 
 
 def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:
@@ -43,20 +52,20 @@ def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:
 
     A folder that `fminfer split` wrote gives the parts of its engine. `-` is stdin.
 
-    Args:
-        may_be_empty: a folder may hold no file to answer yet.
-
     Raises:
         UsageError: a path that does not exist, has another ending, holds no JSON lines by its first
-            bytes, or comes twice; a folder with the parts of several engines.
+            bytes, or comes twice; a folder with the parts of several engines, or, unless it
+            `may_be_empty`, without a file to answer.
     """
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            found = list_requests(path) or _below(path)
+            found = sort_folder(path).requests or _below(path)
             if not found and not may_be_empty:
                 what = f"{path} holds no file to answer ({NAMED_ENDINGS})"
-                left_out = describe_left_out([path], has_lost=True) or _describe_others(path)
+                others = [each for each in sorted(path.iterdir()) if each.is_file()]
+                told = [f"it holds {_name_few(others)}"] if others else []
+                left_out = describe_left_out([path], has_lost=True) or told
                 raise UsageError("; ".join([what, *left_out]))
             files += found
         elif path != STDIN and not path.exists():
@@ -66,7 +75,8 @@ def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:
             files.append(path)
     seen: set[Path] = set()
     for file in files:
-        check_readable(file)
+        if file.suffix == ".zst":
+            require_zstd(file)
         place = file.parent.resolve() / file.name  # links to one file have outputs of their own
         if place in seen:
             raise UsageError(f"{file} is given twice; each file is answered once")
@@ -91,78 +101,63 @@ def _check_form(path: Path) -> None:
     raise UsageError(f"{path} has none of the endings {NAMED_ENDINGS}; {trouble}")
 
 
-def _describe_others(folder: Path) -> list[str]:
-    others = [path for path in sorted(folder.iterdir()) if path.is_file()]
-    return [f"it holds {_name_few(others)}"] if others else []
+@dataclass(slots=True, frozen=True)
+class FolderContents:
+    """A folder's own files whose names are those of inputs, or nearly so."""
+
+    requests: list[Path] = field(default_factory=list)  # to answer, by name
+    left_out: dict[str, list[Path]] = field(default_factory=dict)  # by why they are
+    # What is wrong with links that lead nowhere, and with files that are no JSON lines: requests
+    # may be lost with each.
+    lost: dict[Path, str] = field(default_factory=dict)
 
 
-def list_requests(folder: Path) -> list[Path]:
-    """Return a folder's own files to answer, by name: no answers, no links to others of them."""
-    found = _with_endings(folder)
-    others = _links_within(found)
-    others |= {path for path in found if holds_answers(path) or what_is_wrong(path)}
-    return [path for path in found if path not in others]
-
-
-def find_left_out(folder: Path) -> dict[str, list[Path]]:
-    """Return a folder's files that are left out and look like inputs by name; by why they are.
-
-    Those that cannot be read are not among them, see `find_lost`.
-    """
-    found: dict[str, list[Path]] = {}
-    links = _links_within(_with_endings(folder))
-    for path in sorted(folder.iterdir()):
-        if why := _why_left_out(path) or (LINK if path in links else ""):
-            found.setdefault(why, []).append(path)
+def sort_folder(folder: Path) -> FolderContents:
+    """Tell what is to be answered in a folder: no answers, and no links to others of its files."""
+    found = FolderContents()
+    paths = sorted(folder.iterdir())
+    links = _links_within([path for path in paths if is_input_name(path.name) and isfile(path)])
+    for path in paths:
+        why = trouble = ""
+        if not is_input_name(path.name):
+            is_meant = is_input_name(path.name.lower()) and isfile(path)
+            if not is_meant:
+                continue
+            why = CAPITALS
+        elif isfile(path):
+            kind, trouble = _look_at(path)
+            why = ANSWERS if kind == "answers" else LINK if path in links else ""
+            trouble = trouble and f"{path} cannot be answered: {trouble}"
+        elif os.path.exists(path):
+            why = NO_FILE
+        elif path.is_symlink():
+            trouble = f"{path} is a link to {os.readlink(path)}, which {LOST}"
+        else:
+            continue  # removed just now
+        if why:
+            found.left_out.setdefault(why, []).append(path)
+        if trouble:
+            found.lost[path] = trouble
+        if not (why or trouble):
+            found.requests.append(path)
     return found
-
-
-def _why_left_out(path: Path) -> str:
-    if not is_input_name(path.name):
-        is_meant = is_input_name(path.name.lower()) and os.path.isfile(path)
-        return CAPITALS if is_meant else ""
-    if not os.path.isfile(path):
-        return NO_FILE if os.path.exists(path) else ""
-    return ANSWERS if holds_answers(path) else ""
-
-
-def find_lost(folder: Path) -> dict[Path, str]:
-    """Return a folder's links that lead nowhere and files that are no JSON lines: what is wrong.
-
-    Each may stand for a file whose requests would be lost.
-    """
-    found = {}
-    for path in sorted(path for path in folder.iterdir() if is_input_name(path.name)):
-        if _is_lost(path):
-            found[path] = f"{path} is a link to {os.readlink(path)}, which {LOST}"
-        elif os.path.isfile(path) and (trouble := what_is_wrong(path)):
-            found[path] = f"{path} cannot be answered: {trouble}"
-    return found
-
-
-def _is_lost(path: Path) -> bool:
-    return path.is_symlink() and not os.path.exists(path)
 
 
 def folders_read(folder: Path) -> list[Path]:
     """Return the folders whose files `find_inputs` finds for one: itself, or those of its parts."""
-    if not (folder / MANIFEST).exists() or list_requests(folder):
+    if not (folder / MANIFEST).exists() or sort_folder(folder).requests:
         return [folder]
     return [folder, *sorted({path.parent for path in _below(folder)})]
 
 
 def describe_left_out(folders: list[Path], *, has_lost: bool = False) -> list[str]:
-    """Name what is left out of folders: a text for each reason, with a few of the names.
-
-    Args:
-        has_lost: name links that lead nowhere and files that are no JSON lines, too.
-    """
+    """Name some of what is left out of folders for each reason; with `has_lost`, lost files too."""
     found: dict[str, list[Path]] = {}
     for folder in folders:
-        for why, paths in find_left_out(folder).items():
+        for why, paths in sort_folder(folder).left_out.items():
             found.setdefault(why, []).extend(paths)
         for each in folders_read(folder) if has_lost else ():
-            for path in find_lost(each):
+            for path in sort_folder(each).lost:
                 why = what_is_wrong(path) or f"a link to a file that {LOST}"
                 found.setdefault(why, []).append(path)
     return [f"{_name_few(paths)}: {why}" for why, paths in found.items()]
@@ -181,12 +176,12 @@ def _name_few(paths: list[Path]) -> str:
 
 def holds_answers(path: Path) -> bool:
     """Tell whether a file is one that fminfer wrote, by its first line."""
-    return "answers" in _look_at(path)[0]
+    return _look_at(path)[0] == "answers"
 
 
 def holds_requests(path: Path) -> bool:
     """Tell whether one of a file's first lines looks like a request."""
-    return "requests" in _look_at(path)[0]
+    return _look_at(path)[0] == "requests"
 
 
 def what_is_wrong(path: Path) -> str:
@@ -194,24 +189,24 @@ def what_is_wrong(path: Path) -> str:
     return _look_at(path)[1]
 
 
-def _look_at(path: Path) -> tuple[frozenset[str], str]:
+def _look_at(path: Path) -> tuple[Kind, str]:
     if not path.is_file():  # a pipe can be read only once
-        return frozenset({"requests"}), ""
+        return "requests", ""
     try:
         return _look_into(path, changed_ns(path))
     except FminferError:  # told where it is opened
-        return frozenset(), ""
+        return "", ""
 
 
 @lru_cache(maxsize=100_000)
-def _look_into(path: Path, changed_at: int) -> tuple[frozenset[str], str]:
+def _look_into(path: Path, changed_at: int) -> tuple[Kind, str]:
     """Return what a file's first lines hold, and what is wrong; a later change asks anew."""
     head = first_bytes(path)
     is_spread = ".json" in path.suffixes and head.lstrip().startswith(b"{")  # which may end in CR
     is_known = is_spread or PART_NAME.fullmatch(path.name)  # a part may hold wrong lines alone
     if trouble := explain_bytes(head) or ("" if is_known else explain_text(head)):
-        return frozenset(), trouble
-    found = set()
+        return "", trouble
+    kind: Kind = ""
     for number, line in enumerate(islice(read_lines(path, 0), NUM_LOOKED_AT)):
         try:
             fields = orjson.loads(line.raw)
@@ -220,10 +215,10 @@ def _look_into(path: Path, changed_at: int) -> tuple[frozenset[str], str]:
         if not isinstance(fields, dict):
             continue
         if number == 0 and _is_record(fields):
-            return frozenset({"answers"}), ""
+            return "answers", ""
         if REQUEST_KEYS & fields.keys():
-            found.add("requests")
-    return frozenset(found), ""
+            kind = "requests"
+    return kind, ""
 
 
 def _is_record(fields: dict[str, object]) -> bool:
@@ -235,11 +230,6 @@ def _is_record(fields: dict[str, object]) -> bool:
     if str(fields.get("id")).startswith("batch_req_") and isinstance(response, dict):
         return "status_code" in response
     return {"line", "custom_id", "error", "retryable", "request"} <= fields.keys()
-
-
-def _with_endings(folder: Path) -> list[Path]:
-    found = (path for path in folder.iterdir() if is_input_name(path.name))
-    return sorted(path for path in found if os.path.isfile(path))
 
 
 def _links_within(files: list[Path]) -> set[Path]:
@@ -257,7 +247,7 @@ def _below(folder: Path) -> list[Path]:
     for below, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         if any(map(PART_NAME.fullmatch, names)):
-            files = list_requests(Path(below))
+            files = sort_folder(Path(below)).requests
             engines[below] = [path for path in files if PART_NAME.fullmatch(path.name)]
     if len(engines) > 1:
         listed = [

@@ -1,8 +1,6 @@
 """The journal of one output: every finished row at once, and what it takes to go on after a crash.
 
-It is a file of JSON lines beside the output. The first one holds the fingerprint of the run, each
-other one a finished row with its checksum. A line that breaks off, or whose checksum is wrong,
-counts as not written. It knows nothing of what records say.
+A line that breaks off, or whose checksum is wrong, counts as not written.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from fminfer.core.errors import InUseError, OutputError
 from fminfer.files.disk import beside, lock, sync_folder, told, unlock, write_all
 from fminfer.files.journal_rows import (
     CLOCK,
+    Counts,
     Fingerprint,
     Row,
     check_fingerprint,
@@ -28,7 +27,6 @@ from fminfer.files.journal_rows import (
     read_fingerprint,
     read_row,
 )
-from fminfer.files.row_counts import Counts
 
 Peeked = Literal["mine", "other input"]  # whose rows a journal has
 JOURNAL = ".journal"  # added to the output's name
@@ -44,10 +42,7 @@ def journal_path(output: Path) -> Path:
 class Journal:
     """An open journal. It is locked: no other process opens it.
 
-    Args:
-        output: whose journal it is.
-        fingerprint: of this run; rows of an earlier run are kept if theirs is equal.
-        restart: keep none, whatever their fingerprint.
+    Rows of an earlier run are kept if their fingerprint is equal, unless it is to `restart`.
 
     Raises:
         UsageError: another run has it open, or its fingerprint differs.
@@ -57,15 +52,8 @@ class Journal:
     def __init__(self, output: Path, fingerprint: Fingerprint, *, restart: bool = False) -> None:
         self.output = output
         self.path = journal_path(output)
-        # Where each row stands, by its line's number; 0: not there, TRIED: it is to be tried again.
-        self._places = array("q")
-        # Of the line that each row answers. These 12 bytes a line are all that grows with the file.
-        self._input_crcs = array("I")
-        self.kept = Counts()  # of what an earlier run had finished
-        self.num_rows = 0
+        self._forget()
         self.vector_bytes = 0  # of each row's vector; 0: rows have none
-        self.num_tried = 0  # rows of earlier runs that are to be tried again
-        self.num_damaged = 0  # lines that were not kept
         self.clock = fingerprint.get(CLOCK, "")  # that its rows' templates read
         self._end = 0
         self._dirty = False
@@ -121,9 +109,7 @@ class Journal:
 
     def begin_anew(self, fingerprint: Fingerprint) -> None:
         """Drop all rows: those that come are of another run."""
-        self._places, self._input_crcs = array("q"), array("I")
-        self.kept, self.num_rows = Counts(), 0
-        self.num_damaged = self.num_tried = 0
+        self._forget()
         with told(self.path):
             self._begin(fingerprint)
 
@@ -151,11 +137,7 @@ class Journal:
             self._thread.start()
 
     def sync(self) -> None:
-        """Have the disk keep what was written.
-
-        Raises:
-            OutputError: it does not.
-        """
+        """Have the disk keep what was written."""
         with told(self.path):
             self._dirty = False
             os.fsync(self._fd)
@@ -182,6 +164,16 @@ class Journal:
         with told(self.path):
             self.path.unlink(missing_ok=True)  # first, so that nobody opens what is given up
         self.close()
+
+    def _forget(self) -> None:
+        # Where each row stands, by its line's number; 0: not there, TRIED: it is to be tried again.
+        self._places = array("q")
+        # Of the line that each row answers. These 12 bytes a line are all that grows with the file.
+        self._input_crcs = array("I")
+        self.kept = Counts()  # of what an earlier run had finished
+        self.num_rows = 0
+        self.num_tried = 0  # rows of earlier runs that are to be tried again
+        self.num_damaged = 0  # lines that were not kept
 
     def _lock(self) -> None:
         self.has_locks = lock(self._fd, self.path, self.output)
@@ -239,8 +231,7 @@ class Journal:
             self._input_crcs.extend([0] * more)
 
     def _note(self, row: Row, place: int) -> None:
-        if row.number >= len(self._places):
-            self._make_place(row.number)
+        self._make_place(row.number)
         self.num_rows += 1
         self.vector_bytes = self.vector_bytes or len(row.vector)
         self._places[row.number] = place
@@ -258,10 +249,7 @@ class Journal:
 
 
 def _holds_nothing(first: bytes, output: Path) -> bool:
-    """Tell whether a journal whose first row is this has none, and there is no output either.
-
-    Its run ended before the first row, and nothing is lost if another run takes its place.
-    """
+    """Tell whether a journal, whose first row this is, can be dropped: no row, and no output."""
     return not first.endswith(b"\n") and not output.exists()
 
 
@@ -270,11 +258,9 @@ def peek(
 ) -> Peeked | None:
     """Return whose rows an output's journal has; None: it has no journal.
 
-    Args:
-        takes_over: rows of another input are no error.
-
     Raises:
-        UsageError, OutputError: as `Journal` does; nothing is written.
+        UsageError, OutputError: as `Journal` does, but, if this run `takes_over`, not for rows of
+            another input; nothing is written.
     """
     path = journal_path(output)
     if not path.exists():

@@ -1,13 +1,12 @@
-"""The lines of a journal: the first one, and rows, which a crash may tear or damage.
+"""The lines of a journal: the first one, and rows, which a crash may tear or damage; their counts.
 
 The first line says of which run the rows are, by what must be the same. A row has a checksum:
 
     {"line":7,"kind":"answer","tokens":[5,0,3],"input":"8c736521","key":"9f…","check":"1d3a…",
     "record":{…}}
 
-`record` stands there in the very bytes that the output will hold. `key` is `contract.record`'s, by
-which a run over a changed file finds the answer. Rows of older versions have none. Between it and
-`check`, a run that writes vectors as .npy has `vector`, in base64.
+`record` stands there in the very bytes that the output will hold. `key` is `contract.record`'s;
+rows of older versions have none. Before `check` may stand a `vector`, in base64.
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ import json
 import re
 import zlib
 from base64 import b64decode, b64encode
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,11 +39,7 @@ def head_line(fingerprint: Fingerprint) -> bytes:
 
 
 def read_fingerprint(path: Path, head: bytes) -> Fingerprint:
-    """Read a journal's first line.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """Read a journal's first line; refuse what is none, by a UsageError."""
     try:
         fields = json.loads(head)
         found = fields["fingerprint"]
@@ -58,10 +55,7 @@ def read_fingerprint(path: Path, head: bytes) -> Fingerprint:
 
 
 def is_of_other_input(old: Fingerprint, new: Fingerprint) -> bool:
-    """Tell whether rows are of a run like this over a file that has changed since.
-
-    What a pipe held is not known.
-    """
+    """Tell whether rows are of a run like this over a file, no pipe, that has changed since."""
     inputs = old.get(INPUT), new.get(INPUT)
     is_same = {**old, INPUT: "", CLOCK: ""} == {**new, INPUT: "", CLOCK: ""}
     return is_same and inputs[0] != inputs[1] and not {None, A_PIPE} & {*inputs}
@@ -79,11 +73,7 @@ def show_changes(old: Fingerprint, new: Fingerprint) -> str:
 
 
 def check_fingerprint(path: Path, old: Fingerprint, new: Fingerprint) -> None:
-    """Refuse rows of another run.
-
-    Raises:
-        UsageError: what differs.
-    """
+    """Refuse rows of another run, by a UsageError that says what differs."""
     if old.get(DRAWING) != new.get(DRAWING):
         raise UsageError(
             f"{path} belongs to a run of another version of fminfer: sampled answers are drawn in "
@@ -154,3 +144,68 @@ def read_row(line: bytes) -> Row | None:
         bytes.fromhex(key.decode()) if key else b"",
         b64decode(vector or b""),
     )
+
+
+@dataclass(slots=True, frozen=True)
+class RowCounts:
+    """Rows that have their record, and how many of these are errors."""
+
+    num_rows: int = 0
+    num_errors: int = 0
+
+    def __add__(self, other: RowCounts) -> RowCounts:
+        return RowCounts(self.num_rows + other.num_rows, self.num_errors + other.num_errors)
+
+    def without(self, other: RowCounts) -> RowCounts:
+        """Take away rows that are counted elsewhere."""
+        return RowCounts(
+            max(0, self.num_rows - other.num_rows), max(0, self.num_errors - other.num_errors)
+        )
+
+
+@dataclass(slots=True)
+class Counts:
+    """What was done of one input. Tokens are those of answered lines, as in `usage`."""
+
+    num_rows: int = 0  # known so far: all of them once the input is read
+    num_completed: int = 0
+    num_failed: int = 0
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    kept: RowCounts = RowCounts()  # of those, answered or refused by other runs
+
+    @property
+    def done(self) -> RowCounts:
+        return RowCounts(self.num_completed + self.num_failed, self.num_failed)
+
+    @property
+    def own(self) -> RowCounts:
+        """Count what this run has done itself."""
+        return self.done.without(self.kept)
+
+    def add(self, *, is_error: bool, tokens: Sequence[int]) -> None:
+        """Count a record; tokens: of the prompt, those not computed again, drawn ones."""
+        self.num_failed += is_error
+        self.num_completed += not is_error
+        self.input_tokens += tokens[0]
+        self.cached_tokens += tokens[1]
+        self.output_tokens += tokens[2]
+
+    @property
+    def tokens(self) -> tuple[int, int, int]:
+        """Tokens of the prompt, those not computed again, and drawn ones."""
+        return self.input_tokens, self.cached_tokens, self.output_tokens
+
+    def start_from(self, earlier: Counts) -> None:
+        """Begin with what earlier runs have done."""
+        self.num_completed, self.num_failed = earlier.num_completed, earlier.num_failed
+        self.input_tokens, self.cached_tokens, self.output_tokens = earlier.tokens
+        self.kept = self.done
+
+    def see_completed(self, whole: Counts) -> None:
+        """Take in that another run has completed the output; this run's own rows stay its own."""
+        own = self.own
+        self.num_rows, self.num_completed = whole.num_rows, whole.num_completed
+        self.num_failed = whole.num_failed
+        self.kept = self.done.without(own)

@@ -1,4 +1,4 @@
-"""Splits a JSON file into its values without holding it: an array's elements, or one after another.
+"""Splits a JSON file into its values without holding it, and explains objects over several lines.
 
 No giant value is held, either. Only brackets and strings are followed; whether a value is JSON its
 reader will say.
@@ -6,15 +6,20 @@ reader will say.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from fminfer.core.errors import DamagedInputError
 
 # A line, or a value of a .json file. Parsed, it takes up to 25 times as much.
 MAX_VALUE_BYTES = 32 << 20
 HEAD_BYTES = 400  # that are kept of a longer one
+Item = TypeVar("Item")
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,10 +66,9 @@ class ValueBytes:
 
 
 def cut_if_long(value: bytes) -> bytes | CutValue:
-    """Return a value that is there as a whole, or its beginning if it is longer than allowed."""
-    gathered = ValueBytes()
-    gathered.add(value)
-    return gathered.take()
+    """Return a whole value, or its beginning if it is longer than allowed."""
+    is_long = len(value) > MAX_VALUE_BYTES
+    return CutValue(value[:HEAD_BYTES], len(value)) if is_long else value
 
 
 _IN_STRING = re.compile(rb'["\\\n]')  # a newline: the string was not closed
@@ -176,3 +180,123 @@ class _Splitter:
         raise DamagedInputError(
             f"the file's JSON breaks in its line {line}: {reason}", self.rest + chunk[start:place]
         )
+
+
+Numbered = tuple[int, bytes | CutValue]  # a line's number, and its bytes
+NumberedPiece = tuple[int, bytes]
+MAX_LINES, MAX_BYTES, MAX_TRIALS = 1000, 2**20, 32  # of what may be one object
+# A whole string, which is to be left alone, or a comma before a closing bracket.
+_STRING_OR_COMMA = re.compile(rb'"(?:[^"\\]|\\.)*"|,(?=\s*[}\]])')
+
+
+class Ahead(Generic[Item]):
+    """Items that are read ahead and put back; where they break off, each reader meets that."""
+
+    def __init__(self, items: Iterator[Item]) -> None:
+        self._items = items
+        self._back: deque[Item] = deque()
+        self._damage: DamagedInputError | None = None
+
+    def __iter__(self) -> Iterator[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        if self._back:
+            return self._back.popleft()
+        if self._damage is not None:
+            raise self._damage
+        try:
+            return next(self._items)
+        except DamagedInputError as error:
+            self._damage = error
+            raise
+
+    def put_back(self, items: Sequence[Item]) -> None:
+        self._back.extendleft(reversed(items))
+
+
+def explain_spread(lines: Iterator[Numbered]) -> Iterator[tuple[int, bytes | CutValue, str]]:
+    """Yield each line, with what is wrong where it is a piece of a spread object, or "".
+
+    The object's first line gets the whole story, and the others point to it.
+    """
+    ahead = Ahead(lines)
+    for number, raw in ahead:
+        if isinstance(raw, CutValue) or raw.endswith(b"}") or not _may_begin(raw):
+            yield number, raw, ""
+            continue
+        pieces, fault = _find_object([(number, raw), *_gather(raw, ahead)], ahead)
+        yield number, raw, fault
+        for other, piece in pieces[1:]:
+            yield other, piece, f"the line is a piece of the object that begins in line {number}"
+
+
+def _may_begin(raw: bytes) -> bool:
+    return raw.lstrip().startswith(b"{") and not raw.rstrip().endswith(b"}")
+
+
+def _gather(first: bytes, ahead: Ahead[Numbered]) -> list[NumberedPiece]:
+    """Take the lines that may belong to the object that begins in the first."""
+    pieces: list[NumberedPiece] = []
+    num_bytes = 0
+    with suppress(DamagedInputError):  # whoever reads on meets it
+        for number, raw in ahead:
+            if isinstance(raw, CutValue) or _begins_another(raw, first) or num_bytes > MAX_BYTES:
+                ahead.put_back([(number, raw)])
+                break
+            num_bytes += len(raw)
+            pieces.append((number, raw))
+            if len(pieces) == MAX_LINES:
+                break
+    return pieces
+
+
+def _begins_another(raw: bytes, first: bytes) -> bool:
+    """Tell whether a line begins another request: objects inside the first stand further right."""
+    left = raw.lstrip()
+    return left.startswith(b"{") and len(raw) - len(left) <= len(first) - len(first.lstrip())
+
+
+def _find_object(
+    pieces: list[NumberedPiece], ahead: Ahead[Numbered]
+) -> tuple[list[NumberedPiece], str]:
+    """Return the object's pieces, or the first one alone, and what is wrong; put others back."""
+    ends = [place for place, (_, raw) in enumerate(pieces) if place and raw.rstrip()[-1:] == b"}"]
+    for end in ends[:MAX_TRIALS]:
+        fault = _explain(pieces[: end + 1])
+        if fault:
+            ahead.put_back(pieces[end + 1 :])
+            return pieces[: end + 1], fault
+    ahead.put_back(pieces[1:])
+    return pieces[:1], ""
+
+
+def _explain(pieces: list[NumberedPiece]) -> str:
+    """Say what is wrong with an object, or nothing if the pieces are none."""
+    text = b"\n".join(raw for _, raw in pieces)
+    places: list[int] = []
+
+    def drop(match: re.Match[bytes]) -> bytes:
+        if match.group() != b",":
+            return match.group()
+        places.append(match.start())
+        return b""
+
+    mended = _STRING_OR_COMMA.sub(drop, text)
+    try:
+        is_object = isinstance(json.loads(mended), dict)
+    except (ValueError, RecursionError):
+        return ""
+    if not is_object:
+        return ""
+    told = f"lines {pieces[0][0]} to {pieces[-1][0]} are one object, spread over several lines"
+    remedy = "Put the object on one line (jq -c . FILE does it)"
+    if places:
+        where = dict.fromkeys(pieces[text.count(b"\n", 0, place)][0] for place in places)
+        named = ", ".join(map(str, where))
+        told += f", and a comma stands before a closing bracket (line {named})"
+        remedy = "Remove that comma; then put the object on one line (jq -c . FILE does it)"
+    return (
+        f"{told}. This file holds one object a line. {remedy}, or rename the file to end in .json, "
+        "where objects may be spread"
+    )

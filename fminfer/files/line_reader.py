@@ -1,7 +1,4 @@
-"""Reads input files lazily: (source, number, raw bytes).
-
-It knows where one request ends and the next begins, and nothing of what they say.
-"""
+"""Reads input files lazily, line by line; and one that may be edited while a run is at work."""
 
 from __future__ import annotations
 
@@ -13,12 +10,24 @@ from itertools import chain, islice, repeat
 from pathlib import Path
 
 from fminfer.contract.envelope import Line as Line
-from fminfer.core.errors import DamagedInputError
-from fminfer.files.first_bytes import explain_bytes, opens_array, packing_of
-from fminfer.files.json_values import CutValue, ValueBytes, split_values
+from fminfer.core.errors import DamagedInputError, UsageError
+from fminfer.core.quantities import counted
+from fminfer.files.json_values import Ahead, CutValue, ValueBytes, explain_spread, split_values
 from fminfer.files.split_folders import find_num_equal
-from fminfer.files.spread import explain_spread
-from fminfer.files.streams import CHUNK_BYTES, COMPRESSED, STDIN, Digest, read_chunks, reading_file
+from fminfer.files.streams import (
+    A_PIPE,
+    CHUNK_BYTES,
+    COMPRESSED,
+    STDIN,
+    Digest,
+    changed_ns,
+    digest_of,
+    explain_bytes,
+    opens_array,
+    packing_of,
+    read_chunks,
+    reading_file,
+)
 
 UTF8_BOM = b"\xef\xbb\xbf"
 HEAD_LINES, MAX_HEAD_BYTES = 100, 2**20  # of a .json file, by which its layout is told
@@ -28,11 +37,7 @@ NAMED_ENDINGS = f"{', '.join(LINES)} and .json, each also with {' or '.join(COMP
 
 
 def is_input_name(name: str) -> bool:
-    """Tell whether a file of a folder is one to answer, by its name.
-
-    Those that runs and `fminfer split` write are not: `output_*`, `*.errors.jsonl`,
-    `*.status.json`, `manifest.json`.
-    """
+    """Tell whether a file of a folder is one to answer, and none that a run or a split writes."""
     is_written = name.startswith("output_") or name == "manifest.json"
     is_written = is_written or name.endswith((".errors.jsonl", ".status.json"))
     return name.endswith(ENDINGS) and not is_written
@@ -51,10 +56,7 @@ def count_rows(path: Path, limit: int | None = None) -> int | None:
 
 
 def count_to_last(path: Path, limit: int | None = None) -> tuple[int | None, int]:
-    """Count the lines to answer, and return the number of the last one.
-
-    None and 0 where that would mean to decompress or parse them twice.
-    """
+    """Count the lines to answer, and return the last one's number; None and 0 as `count_rows`."""
     if not holds_plain_lines(path):
         return None, 0
     count = last_number = 0
@@ -85,8 +87,7 @@ def read_lines(
     Where the file breaks off, its last line says so in `damage`.
 
     Args:
-        digest: takes all of the file's bytes, as they are read.
-        limit: yield only so many, the first ones; the digest is then of what was read.
+        digest: takes all of the file's bytes; with a limit, those that were read.
     """
     lines = islice(_read_all(path, source, digest), limit)
     equal = find_num_equal(path)
@@ -95,6 +96,79 @@ def read_lines(
     # A line that no equal one precedes is counted as any other.
     counts = chain(equal, repeat(0))
     return (replace(line, num_equal=next(counts) or None) for line in lines)
+
+
+class InputFile:
+    """An input's lines, and whether its bytes are still those that were there at the last look."""
+
+    def __init__(self, path: Path, source: int, limit: int | None) -> None:
+        self.path, self.limit = path, limit
+        self._source = source
+        self.changed_ns = changed_ns(path)  # before the digest: a later change is noticed
+        self.digest = digest_of(path)
+        self.num_rows: int | None = None  # not counted, or not known before its end
+        self.num_read = 0
+        self._last_number = 0  # of the last line that was read or counted
+        self.is_read = False  # to its end
+
+    def count_rows(self) -> None:
+        """Count the lines to answer, where that is cheaper than to answer them."""
+        self.num_rows, self._last_number = count_to_last(self.path, self.limit)
+
+    def take_count(self, num_rows: int, last_number: int) -> None:
+        """Take note of the lines to answer that somebody has counted."""
+        self.num_rows, self._last_number = num_rows, last_number
+
+    def skip(self, num_rows: int) -> None:
+        """Take it as read: all of its lines have their record."""
+        self.num_read, self.is_read = num_rows, True
+
+    def look_again(self) -> bool:
+        """Tell whether it holds other bytes than at the last look."""
+        now_ns = changed_ns(self.path)
+        if now_ns == self.changed_ns:
+            return False
+        before = self.digest
+        self.changed_ns, self.digest = now_ns, digest_of(self.path)
+        return self.digest != before
+
+    def lines(self) -> Iterator[Line]:
+        """Read it; refuse one that was edited meanwhile, by a UsageError."""
+        digest = Digest()
+        for line in read_lines(self.path, self._source, digest, self.limit):
+            self.num_read += 1
+            self._last_number = max(self._last_number, line.number)
+            yield line
+        found = str(digest) if self.limit is None else digest_of(self.path)
+        if self.digest not in (found, A_PIPE):
+            raise UsageError(
+                f"{self.path} was changed while it was being answered. Run the same command again: "
+                "it keeps the answers to lines that are still there (--restart answers all anew)"
+            )
+        self.num_rows, self.is_read = self.num_read, True
+
+    def has_all(self, num_answered: int, last_answered: int) -> bool:
+        """Return whether so many answers are all that it needs; while it is read, nobody knows."""
+        if not self.is_read:
+            return False
+        self.check_limit(last_answered)
+        if num_answered > self.num_read:
+            raise UsageError(
+                f"an earlier run has answered {counted(num_answered, 'line')} of {self.path}, and "
+                f"now it has {self.num_read}; give --restart to answer all from the start"
+            )
+        return num_answered == self.num_read
+
+    def check_limit(self, last_answered: int) -> None:
+        """Refuse an answer to a line beyond the limit, if it is known which lines these are.
+
+        Answers come in another order than lines, so their number says nothing of it.
+        """
+        if self.limit is not None and 0 < self._last_number < last_answered:
+            raise UsageError(
+                f"an earlier run has answered more than the first {self.limit} lines of "
+                f"{self.path}; give a larger --limit or none to go on with them, or --restart"
+            )
 
 
 def _read_all(path: Path, source: int, digest: Digest | None) -> Iterator[Line]:
@@ -119,7 +193,7 @@ def _read_all(path: Path, source: int, digest: Digest | None) -> Iterator[Line]:
 
 def _numbered(path: Path, chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes | CutValue, str]]:
     """Yield each value with its number and what is wrong with it, as far as other lines tell."""
-    chunks = _Chunks(_without_bom(chunks))
+    chunks = Ahead(_without_bom(chunks))
     first, head = _pass_blank(chunks)
     if trouble := explain_bytes(head):
         raise DamagedInputError(f"these are no JSON lines: {trouble}")
@@ -142,11 +216,7 @@ def _numbered(path: Path, chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes 
 
 
 def _is_spread(head: bytes) -> bool:
-    """Tell objects over many lines, one after another, from one object a line as in .jsonl.
-
-    Args:
-        head: the beginning of a .json file. Any of its lines may be bad.
-    """
+    """Tell objects over many lines in the head of a .json file from one a line; any may be bad."""
     lines = head.lstrip().split(b"\n")
     if not lines[0].startswith(b"{") or _is_object(lines[0]):
         return False
@@ -186,26 +256,6 @@ def _without_bom(chunks: Iterator[bytes]) -> Iterator[bytes]:
             break
     yield head.removeprefix(UTF8_BOM)
     yield from chunks
-
-
-class _Chunks:
-    """Chunks that are read by one after another; where they break off, each reader meets that."""
-
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks = chunks
-        self._damage: DamagedInputError | None = None
-
-    def __iter__(self) -> Iterator[bytes]:
-        return self
-
-    def __next__(self) -> bytes:
-        if self._damage is not None:
-            raise self._damage
-        try:
-            return next(self._chunks)
-        except DamagedInputError as error:
-            self._damage = error
-            raise
 
 
 def _pass_blank(chunks: Iterator[bytes]) -> tuple[int, bytes]:

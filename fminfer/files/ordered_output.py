@@ -1,6 +1,6 @@
-"""Puts an output's finished rows in input order under their final names.
+"""Puts an output's finished rows in input order under their final names, and vectors beside them.
 
-It can be killed at any moment and repeated: the journal goes last. What was written is digested on
+It can be killed at any moment and repeated: the journal goes last. What is written is digested on
 the way, so that a later run can tell whether the files were edited since.
 """
 
@@ -10,15 +10,16 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
 from fminfer.files.disk import beside, sync_folder, told
 from fminfer.files.journal import Journal, journal_path
-from fminfer.files.vector_file import VectorWriter, vectors_path
 
 ORDERED = ".ordered"  # added to a final name while the file is being written
 DIGEST_BYTES = 16
+MOST_GAP = 1 << 20  # bytes of absent rows of vectors that are written at once
 Seal = dict[str, int | str]  # a file's size and digest, as JSON has them
 # Of the "output", its "errors" and "vectors"; None: there is no such file.
 Seals = dict[str, Seal | None]
@@ -27,6 +28,16 @@ Seals = dict[str, Seal | None]
 def errors_path(output: Path) -> Path:
     """Return where an output's errors go: `answers.errors.jsonl` for `answers.jsonl`."""
     return beside(output, ".errors.jsonl", without=".jsonl")
+
+
+def vectors_path(output: Path) -> Path:
+    """Return where an output's vectors go: `answers.npy` for `answers.jsonl`."""
+    return beside(output, ".npy", without=".jsonl")
+
+
+def draft_path(path: Path) -> Path:
+    """Return where a file is written before it gets its name."""
+    return beside(path, ORDERED)
 
 
 def traces(output: Path) -> list[Path]:
@@ -38,15 +49,8 @@ def traces(output: Path) -> list[Path]:
 def put_in_order(journal: Journal, *, has_older_vectors: bool = False) -> Seals:
     """Write all rows in the order of their lines; answers, errors and vectors apart.
 
-    The journal may be removed once whoever asks for it has noted that the output is complete.
-
-    The final names appear at once and whole, the answers' last: where they are, all is complete.
-
-    Args:
-        has_older_vectors: the file of vectors that is there, if any, is of an earlier run.
-
-    Raises:
-        OutputError: the disk is full or gone; the journal is left as it was.
+    The journal stays until the caller has noted that. With `has_older_vectors`, an earlier run's
+    are replaced.
     """
     journal.sync()
     answers = journal.output
@@ -54,7 +58,7 @@ def put_in_order(journal: Journal, *, has_older_vectors: bool = False) -> Seals:
     if journal.vector_bytes or has_older_vectors:
         paths.append(vectors_path(answers))
     with told(answers), written_together(*paths) as files:
-        return _write_in_order(journal, files)
+        return _write_in_order(journal, [_Sealed(file) for file in files])
 
 
 @contextlib.contextmanager
@@ -86,25 +90,35 @@ def written_together(output: Path, *others: Path) -> Iterator[Sequence[BinaryIO]
         raise
 
 
-def _write_in_order(journal: Journal, files: Sequence[BinaryIO]) -> Seals:
+class _Sealed:
+    """A file that digests what is written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._digest = file, _new_digest()
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._digest.update(data)
+
+    def seal(self) -> Seal:
+        return _seal(self._file, self._digest.hexdigest())
+
+
+def _write_in_order(journal: Journal, files: Sequence[_Sealed]) -> Seals:
     """Write answers into the first file, errors into the second, and vectors into the third."""
-    digests = [_new_digest() for _ in files]
-    writer = None
+    vectors = None
     if journal.vector_bytes:
-        shape = journal.last_number, journal.vector_bytes // 4
-        writer = VectorWriter(files[2], *shape, digests[2])
+        vectors = _VectorWriter(files[2], journal.last_number, journal.vector_bytes // 4)
     for row in journal.rows():
-        line = row.record + b"\n"
-        files[row.is_error].write(line)
-        digests[row.is_error].update(line)
-        if writer is not None and not row.is_error:
-            writer.add(row.number, row.vector)
-    if writer is not None:
-        writer.finish()
-    names = ["output", "errors", *["vectors"] * (writer is not None)]
-    seals = [_seal(file, digest.hexdigest()) for file, digest in zip(files, digests, strict=True)]
-    found: Seals = dict(zip(names, seals, strict=False))
-    return found if seals[1]["bytes"] else found | {"errors": None}
+        files[row.is_error].write(row.record + b"\n")
+        if vectors is not None and not row.is_error:
+            vectors.add(row.number, row.vector)
+    errors = files[1].seal()
+    found: Seals = {"output": files[0].seal(), "errors": errors if errors["bytes"] else None}
+    if vectors is not None:
+        vectors.finish()
+        found["vectors"] = files[2].seal()
+    return found
 
 
 def read_seal(path: Path) -> Seal | None:
@@ -123,6 +137,45 @@ def _new_digest() -> hashlib.blake2b:
     return hashlib.blake2b(digest_size=DIGEST_BYTES)
 
 
-def draft_path(path: Path) -> Path:
-    """Return where a file is written before it gets its name."""
-    return beside(path, ORDERED)
+class _VectorWriter:
+    """Writes vectors of one size as .npy: a row for each line, of nan if it has no vector."""
+
+    def __init__(self, file: _Sealed, num_rows: int, size: int) -> None:
+        import numpy as np  # only here: `fminfer --help` needs none
+
+        self._file, self._num_rows, self._num_written = file, num_rows, 0
+        self._absent = np.full(size, np.nan, "<f4").tobytes()
+        header = {"descr": "<f4", "fortran_order": False, "shape": (num_rows, size)}
+        start = BytesIO()
+        np.lib.format.write_array_header_1_0(start, header)
+        file.write(start.getvalue())
+
+    def add(self, number: int, vector: bytes) -> None:
+        """Write the vector of a line, whose number is larger than those before."""
+        assert len(vector) == len(self._absent), "a run's vectors have one size"
+        self._fill(number - 1)
+        self._file.write(vector)
+        self._num_written += 1
+
+    def finish(self) -> None:
+        """Write the rows of the last lines if they have no vectors."""
+        self._fill(self._num_rows)
+
+    def _fill(self, until: int) -> None:
+        most = max(1, MOST_GAP // len(self._absent))
+        while (left := until - self._num_written) > 0:
+            self._file.write(self._absent * min(left, most))
+            self._num_written += min(left, most)
+
+
+class VectorReader:
+    """The vectors of a complete output, from the file that was written with it."""
+
+    def __init__(self, output: Path) -> None:
+        import numpy as np
+
+        self._rows = np.load(vectors_path(output), mmap_mode="r")
+
+    def of(self, number: int) -> bytes:
+        """Return the vector of a line that was answered."""
+        return bytes(self._rows[number - 1].tobytes())

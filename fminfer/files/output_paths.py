@@ -50,11 +50,7 @@ def plan_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
 
 
 def plan_each(inputs: list[Path], output: Path | None) -> Plan:
-    """Return where answers go, without the inputs whose answers would meet in one file.
-
-    Raises:
-        UsageError: one file for several inputs.
-    """
+    """Plan outputs, without the inputs whose answers would meet in one file; raise as above."""
     outputs = _name_outputs(inputs, output)
     there = {path.resolve(): path for path in inputs if path != STDIN}
     owners: dict[Path, list[tuple[Path, Path]]] = {}  # whose answers go to a file, and its name
@@ -73,12 +69,8 @@ def plan_each(inputs: list[Path], output: Path | None) -> Plan:
                 continue
             reason = f"the answers to {source} would be written to {trace}, which {whose}"
             refused.setdefault(source, reason)
-    kept = [
-        (source, path)
-        for source, path in zip(inputs, outputs, strict=True)
-        if source not in refused
-    ]
-    return Plan([source for source, _ in kept], [path for _, path in kept], refused)
+    pairs = [pair for pair in zip(inputs, outputs, strict=True) if pair[0] not in refused]
+    return Plan([source for source, _ in pairs], [path for _, path in pairs], refused)
 
 
 def whose_file(path: Path, plan: Plan) -> str:
@@ -119,11 +111,7 @@ def _name_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
 
 
 def require_parent(flag: str, path: Path) -> None:
-    """Refuse a place in a folder that is not there: its name may be a typing error.
-
-    Raises:
-        UsageError: names the nearest folder that is there.
-    """
+    """Refuse a place whose folder is not there, by a UsageError: it may be a typing error."""
     folder = path.parent
     if not folder.is_dir():
         near = next(each for each in folder.absolute().parents if each.is_dir())

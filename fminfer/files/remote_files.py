@@ -1,13 +1,13 @@
 """Single files behind a URL, through fsspec: listed, compared, fetched and uploaded.
 
-It knows no runs. fsspec is imported with the first URL; each file system of it raises errors of its
-own, which all become ours here.
+fsspec is imported with the first URL. URLs are shown without passwords and values of queries.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,18 +18,16 @@ from typing import Any
 from fminfer.core.errors import FminferError, OutputError, UsageError
 from fminfer.files.disk import beside
 from fminfer.files.line_reader import NAMED_ENDINGS, is_input_name
-from fminfer.files.urls import hide_secrets, show_url, split_query
 
 PART = f".part{os.getpid()}"  # added to a name while the file is on its way
 HTTP_MARKS = ("ETag", "Last-Modified", "Content-MD5", "Digest")  # headers that change with a file
+MASK = "***"
+IN_TEXT = re.compile(r"[\w.+:-]+://[^\s'\"<>]*[^\s'\"<>.,:;!)\]]")
 INSTALL = "Into this environment: pip install s3fs for s3://, gcsfs for gs://, adlfs for abfs://"
 
 
 def list_inputs(url: str) -> list[str]:
-    """List the files at a URL as a local folder's are: by name, without those that runs wrote.
-
-    A URL with a query is that of one file.
-    """
+    """List inputs at a URL as a local folder's are; a URL with a query is that of one file."""
     if split_query(url)[1]:
         return [url]
     folder, _, pattern = url.rpartition("/")
@@ -98,11 +96,7 @@ def remove_file(url: str) -> None:
 
 
 def try_writing(url: str) -> None:
-    """Write and remove an empty file, so that hours of work do not end in a refusal.
-
-    Raises:
-        UsageError: it cannot be.
-    """
+    """Write and remove an empty file, so that hours of work do not end in a UsageError."""
     folder = url.rpartition("/")[0]
     try:
         file_system, path = _open(url)
@@ -151,3 +145,45 @@ def _explain(error: Exception, right: str, url: str) -> str:
         f"{type(error).__name__}: {text}; see that it is there, and that your credentials, which "
         f"the file system takes from its usual places, allow to {right}"
     )
+
+
+def split_query(url: str) -> tuple[str, str]:
+    """Return a URL up to its query, and that with its question mark; only web servers have any."""
+    path, mark, query = url.partition("?")
+    return (path, mark + query) if _is_web(url) else (url, "")
+
+
+def show_url(url: str) -> str:
+    """Return a URL as people may see it: passwords and the values of its query are masked."""
+    scheme, mark, rest = url.partition("://")
+    if not mark:
+        return url
+    place, question, query = rest.partition("?")
+    authority, slash, path = place.partition("/")
+    user, at, host = authority.rpartition("@")
+    name, colon, _ = user.partition(":")
+    if colon:
+        user = f"{name}:{MASK}"
+    elif at and _is_web(url):  # most likely a token
+        user = MASK
+    parts = [_mask(part, is_web=_is_web(url)) for part in re.split("([&;])", query)]
+    return f"{scheme}://{user}{at}{host}{slash}{path}{question}{''.join(parts)}"
+
+
+def hide_secrets(text: str, *urls: str) -> str:
+    """Mask what is secret in the URLs of a text: of `urls`, and of those without spaces."""
+    for url in urls:
+        text = text.replace(url, show_url(url))
+    return IN_TEXT.sub(lambda found: show_url(found[0]), text)
+
+
+def _is_web(url: str) -> bool:
+    return url.partition("://")[0].endswith(("http", "https"))
+
+
+def _mask(part: str, *, is_web: bool) -> str:
+    """Mask the value in one `name=value` of a query, or a part of one that is no such pair."""
+    name, equals, _ = part.partition("=")
+    if equals:
+        return f"{name}={MASK}"
+    return MASK if is_web and part not in ("", "&", ";") else part

@@ -8,10 +8,88 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fminfer.files.time_line import Point, TimeLine
+from fminfer.files.status_file import own_fields
 
 LONGEST_FIRST_S = 1.0  # what the first step after a wait counts as, at most
 MAX_RUNS = 8  # of one output; older ones are only counted
+MAX_POINTS = 200
+FIRST_WIDTH_S = 0.125  # of a point; it doubles when there are too many
+# Of a point in JSON, in the order of its fields.
+COLUMNS = {"fed": "num_fed", "drawn": "num_drawn", "done": "num_done", "running": "most_running"}
+
+
+@dataclass(slots=True)
+class Point:
+    """What was done in one span of time."""
+
+    num_fed: int = 0  # prompt tokens that were computed
+    num_drawn: int = 0  # tokens that were drawn
+    num_done: int = 0  # rows that got their record
+    most_running: int = 0  # sequences in flight, at most
+
+    def add(self, other: Point) -> None:
+        self.num_fed += other.num_fed
+        self.num_drawn += other.num_drawn
+        self.num_done += other.num_done
+        self.most_running = max(self.most_running, other.most_running)
+
+    def between(self, start: float, end: float) -> Point:
+        """Return the counts between two shares of the time; what is in flight is so all of it."""
+        counts = self.num_fed, self.num_drawn, self.num_done
+        fed, drawn, done = (round(end * count) - round(start * count) for count in counts)
+        return Point(fed, drawn, done, self.most_running)
+
+
+@dataclass(slots=True)
+class TimeLine:
+    """Points of equal width. If they are more than `MAX_POINTS`, neighbours are merged."""
+
+    width_s: float = FIRST_WIDTH_S
+    points: list[Point] = field(default_factory=list)
+
+    def add(self, part: Point, from_s: float, to_s: float) -> None:
+        """Spread what was done evenly over a span of time, in seconds since the start."""
+        while to_s >= self.width_s * MAX_POINTS:
+            self._merge()
+        first, last = int(from_s / self.width_s), int(to_s / self.width_s)
+        self.points += [Point() for _ in range(last + 1 - len(self.points))]
+        if first == last:
+            self.points[last].add(part)
+            return
+        done = 0.0
+        for place in range(first, last + 1):
+            end_s = min(to_s, (place + 1) * self.width_s)
+            share = (end_s - from_s) / (to_s - from_s)
+            self.points[place].add(part.between(done, share))
+            done = share
+
+    def _merge(self) -> None:
+        """Make one point of every two."""
+        for kept, merged in zip(self.points[::2], self.points[1::2], strict=False):
+            kept.add(merged)
+        self.points = self.points[::2]
+        self.width_s *= 2
+
+    def to_dict(self) -> dict[str, float | str]:
+        """Return it for JSON; each column is one string of numbers, which takes one line."""
+        texts = {
+            name: " ".join(str(getattr(point, count)) for point in self.points)
+            for name, count in COLUMNS.items()
+        }
+        return {"every_s": self.width_s, **texts}
+
+
+def read_time_line(told: object) -> TimeLine | None:
+    """Read what `to_dict` has written; None: it is not that."""
+    if not isinstance(told, dict):
+        return None
+    try:
+        columns = [[int(word) for word in told[name].split()] for name in COLUMNS]
+        points = [Point(*values) for values in zip(*columns, strict=True)]
+        width_s = float(told["every_s"])
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return None
+    return TimeLine(width_s, points) if width_s > 0 and len(points) <= MAX_POINTS else None
 
 
 @dataclass(slots=True)
@@ -99,5 +177,5 @@ def _num_before(run: dict[str, Any]) -> int:
 
 def runs_in(status: dict[str, Any] | None) -> list[dict[str, Any]]:
     """Return the runs that a status file tells of; none if an older version wrote it."""
-    runs = ((status or {}).get("fminfer") or {}).get("runs")
+    runs = own_fields(status).get("runs")
     return [run for run in runs if isinstance(run, dict)] if isinstance(runs, list) else []

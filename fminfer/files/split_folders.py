@@ -60,11 +60,7 @@ def _load_num_equal(path: Path, changed_at: int, manifest: Path, place: int) -> 
 
 
 def is_split(folder: Path) -> bool:
-    """Tell whether `fminfer split` wrote a folder.
-
-    Raises:
-        UsageError: it was ended in the middle, and parts of an earlier split may be there.
-    """
+    """Tell whether `fminfer split` wrote a folder; refuse an unfinished split by a UsageError."""
     try:
         with (folder / MANIFEST).open("rb") as file:
             head = file.readline()

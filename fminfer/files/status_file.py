@@ -1,6 +1,6 @@
 """The status file beside an output: how far it is, as the OpenAI Batch object says it.
 
-It knows counts and paths. Fields: https://platform.openai.com/docs/api-reference/batch/object
+Fields: https://platform.openai.com/docs/api-reference/batch/object
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from fminfer.core.errors import StoppedError, UsageError
 from fminfer.files.disk import beside, explain, replacing
-from fminfer.files.ordered_output import Seals, errors_path
-from fminfer.files.row_counts import Counts
-from fminfer.files.vector_file import vectors_path
+from fminfer.files.journal_rows import Counts
+from fminfer.files.ordered_output import Seals, errors_path, vectors_path
 
 Status = Literal[
     "validating", "in_progress", "finalizing", "completed", "failed", "cancelled", "expired"
@@ -53,15 +53,20 @@ def _is_ours(fields: dict[str, Any]) -> bool:
     return all(isinstance(counts.get(name), int) for name in ("total", "completed", "failed"))
 
 
+def own_fields(status: dict[str, Any] | None) -> dict[str, Any]:
+    """Return what a status holds beside the fields of a Batch object."""
+    return (status or {}).get("fminfer") or {}
+
+
 def limit_of(status: dict[str, Any]) -> int | None:
     """Return how many lines of its input an output was to answer; None: all."""
-    limit = (status.get("fminfer") or {}).get("limit")
+    limit = own_fields(status).get("limit")
     return limit if isinstance(limit, int) else None
 
 
-def seals_of(status: dict[str, Any]) -> Seals | None:
+def seals_of(status: dict[str, Any] | None) -> Seals | None:
     """Return the seals that a complete output was written with; None: by an older version."""
-    seals = (status.get("fminfer") or {}).get("written")
+    seals = own_fields(status).get("written")
     if not isinstance(seals, dict):
         return None
     return seals if all(isinstance(seal, dict | None) for seal in seals.values()) else None
@@ -69,8 +74,7 @@ def seals_of(status: dict[str, Any]) -> Seals | None:
 
 def has_vectors(output: Path) -> bool:
     """Tell whether the file of vectors beside an output, if there is one, is the output's own."""
-    own = (read_status(output) or {}).get("fminfer") or {}
-    return own.get("has_vectors") is True
+    return own_fields(read_status(output)).get("has_vectors") is True
 
 
 def refuse_other_vectors(output: Path) -> None:
@@ -82,45 +86,27 @@ def refuse_other_vectors(output: Path) -> None:
         )
 
 
-def has_ended_before(output: Path, time_s: float) -> bool:
-    """Tell whether the status of a complete output was written before a time, in time.time()."""
-    path = status_path(output)
-    return path.exists() and path.stat().st_mtime < time_s
-
-
+@dataclass(slots=True)
 class StatusFile:
-    """Writes the status of one output; always whole, by replacing the file.
+    """Writes the status of one output; always whole, by replacing the file."""
 
-    Args:
-        fingerprint: of the run, by which a later one knows whether the output is its own.
-        counts: kept up to date by the caller.
-        limit: how many lines are to be answered, the first ones; None: all.
-    """
+    source: Path
+    output: Path
+    model: str
+    fingerprint: dict[str, str]  # of the run, by which a later one knows whether it is its own
+    counts: Counts  # kept up to date by the caller
+    limit: int | None = None  # how many lines are to be answered, the first ones; None: all
+    input_changed_ns: int = 0  # of the input that is answered, by its disk's clock
+    seals: Seals | None = None  # once the output is written
+    list_runs: Callable[[], list[dict[str, Any]]] = list  # those that answered it
+    has_vectors: bool = field(init=False)  # those of an earlier run, until the output is written
+    _status: Status = "validating"
+    _errors: list[dict[str, Any]] = field(default_factory=list)
+    _times: dict[str, int] = field(default_factory=lambda: {"created_at": int(time.time())})
+    _written_s: float = float("-inf")
 
-    def __init__(
-        self,
-        source: Path,
-        output: Path,
-        model: str,
-        fingerprint: dict[str, str],
-        counts: Counts,
-        limit: int | None = None,
-    ) -> None:
-        self._source = source
-        self._output = output
-        self._model = model
-        self._fingerprint = fingerprint
-        self._counts = counts
-        self._limit = limit
-        self._path = status_path(output)
-        self.input_changed_ns = 0  # of the input that is answered, by its disk's clock
-        self.seals: Seals | None = None  # once the output is written
-        self.has_vectors = has_vectors(output)  # those of an earlier run, until it is written
-        self.list_runs: Callable[[], list[dict[str, Any]]] = list  # those that answered it
-        self._status: Status = "validating"
-        self._errors: list[dict[str, Any]] = []
-        self._times: dict[str, int] = {"created_at": int(time.time())}
-        self._written_s = float("-inf")
+    def __post_init__(self) -> None:
+        self.has_vectors = has_vectors(self.output)
 
     def move(self, status: Status, error: str | None = None) -> None:
         """Enter a status; `error` says why a run failed."""
@@ -150,19 +136,19 @@ class StatusFile:
         batch = self._to_batch()
         try:
             # What follows an end relies on it, also after a power cut.
-            with replacing(self._path, is_durable=self._status in ENDS) as file:
+            with replacing(status_path(self.output), is_durable=self._status in ENDS) as file:
                 file.write(json.dumps(batch, indent=2).encode() + b"\n")
         except OSError as error:
             batch["fminfer"].pop("runs")  # they grow, and there may be room only for what was there
             text = json.dumps(batch, indent=2) + "\n"
             if self._status not in BROKEN_OFF or not self._overwrite(text):
-                raise explain(self._path, error) from error
+                raise explain(status_path(self.output), error) from error
         self._written_s = time.perf_counter()
 
     def _overwrite(self, text: str) -> bool:
         """Write into the file that is there, for which a full disk has room; False: it has not."""
         try:
-            with self._path.open("r+") as file:
+            with status_path(self.output).open("r+") as file:
                 file.write(text)
                 file.truncate()
         except OSError:
@@ -170,20 +156,20 @@ class StatusFile:
         return True
 
     def _to_batch(self) -> dict[str, Any]:
-        counts, is_completed = self._counts, self._status == "completed"
-        digest = hashlib.blake2b(os.fsencode(self._source.resolve()), digest_size=16)
+        counts, is_completed = self.counts, self._status == "completed"
+        digest = hashlib.blake2b(os.fsencode(self.source.resolve()), digest_size=16)
         times = ("created", "in_progress", "finalizing", *ENDS)
         return {
             "id": f"batch_{digest.hexdigest()}",
             "object": "batch",
             "endpoint": "/v1/completions",
-            "model": self._model,
+            "model": self.model,
             "errors": {"object": "list", "data": self._errors} if self._errors else None,
-            "input_file_id": str(self._source),
+            "input_file_id": str(self.source),
             "completion_window": "none",  # the schema wants a string, and there is no window
             "status": self._status,
-            "output_file_id": str(self._output) if is_completed else None,
-            "error_file_id": str(errors_path(self._output))
+            "output_file_id": str(self.output) if is_completed else None,
+            "error_file_id": str(errors_path(self.output))
             if is_completed and counts.num_failed
             else None,
             **{f"{name}_at": self._times.get(f"{name}_at") for name in times},
@@ -199,11 +185,11 @@ class StatusFile:
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": counts.input_tokens + counts.output_tokens,
             },
-            "metadata": self._fingerprint,
+            "metadata": self.fingerprint,
             "fminfer": {
-                "output": self._output.name,
+                "output": self.output.name,
                 "kept_rows": counts.kept.num_rows,
-                "limit": self._limit,
+                "limit": self.limit,
                 "input_changed_ns": self.input_changed_ns,
                 "written": self.seals,
                 "has_vectors": self.has_vectors,

@@ -1,8 +1,7 @@
 """Files behind URLs (`s3://…`, `gs://…`): copied here before a run, and answers uploaded after it.
 
 In between all is local: each remote folder has one here that stands for it, in which a run reads,
-keeps its journal and writes as it does anywhere. It knows nothing of lines and of engines.
-fsspec, which does the work, is imported only if there is a URL.
+keeps its journal and writes as it does anywhere.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ from fminfer.core.errors import UsageError
 from fminfer.files.disk import beside
 from fminfer.files.journal import journal_path
 from fminfer.files.line_reader import ENDINGS, NAMED_ENDINGS
-from fminfer.files.ordered_output import errors_path
+from fminfer.files.ordered_output import errors_path, vectors_path
 from fminfer.files.remote_files import (
     PART,
     fetch_file,
     list_inputs,
     reading,
     remove_file,
+    show_url,
+    split_query,
     try_writing,
     upload_file,
     uploading,
     version_of,
 )
 from fminfer.files.status_file import status_path
-from fminfer.files.urls import show_url, split_query
-from fminfer.files.vector_file import vectors_path
 from fminfer.machine.user_cache import cache_path, make_private
 
 Location = Path | str  # a local path, or a URL
@@ -45,11 +44,7 @@ def default_work_dir() -> Path:
 
 
 class RemoteFolders:
-    """The local folders that stand for remote ones during a run; local paths pass unchanged.
-
-    Args:
-        work_dir: where they are. The same command finds them there.
-    """
+    """The local folders in `work_dir` that stand for remote ones; local paths pass unchanged."""
 
     def __init__(self, work_dir: Path, *, is_quiet: bool) -> None:
         self._work_dir = work_dir
@@ -58,22 +53,14 @@ class RemoteFolders:
         self._sources: dict[Path, str] = {}  # the URL of each copy
 
     def fetch(self, location: Location) -> list[Path]:
-        """Return local copies of the inputs at a URL: a file, a folder, or `folder/part-*.jsonl`.
-
-        Raises:
-            UsageError: nothing to answer is there, or it cannot be read.
-        """
+        """Return local copies of what a URL names: a file, a folder, or `folder/part-*.jsonl`."""
         if isinstance(location, Path):
             return [location]
         with reading(location):
             return [self._fetch_file(url) for url in list_inputs(_trim(location))]
 
     def place(self, output: Location | None) -> Path | None:
-        """Return where the answers to `output` are written here.
-
-        Raises:
-            UsageError: it is a signed URL.
-        """
+        """Return where the answers to `output` are written here; refuse signed URLs."""
         if not isinstance(output, str):
             return output
         url = _trim(output)
@@ -85,11 +72,7 @@ class RemoteFolders:
         return self._local(url) if url.endswith((".jsonl", *ENDINGS)) else self._folder(url)
 
     def prepare(self, outputs: list[Path], *, restart: bool) -> None:
-        """Copy outputs here that others have completed, and see that one can write there.
-
-        Raises:
-            UsageError: one cannot.
-        """
+        """Copy outputs here that others have completed, and see that one can write there."""
         tried: set[Path] = set()
         for output in outputs:
             url = self._url(output)
@@ -105,11 +88,7 @@ class RemoteFolders:
                 try_writing(url)
 
     def upload(self, outputs: list[Path]) -> None:
-        """Upload what is complete and not there yet; the answers last, so that all is there then.
-
-        Raises:
-            OutputError: it cannot be; all is kept here, and the same command tries again.
-        """
+        """Upload what is complete and not there yet, the answers last: all is there then."""
         for output in outputs:
             url = self._url(output)
             is_complete = output.exists() and not journal_path(output).exists()

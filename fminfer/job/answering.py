@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from fminfer.answers.answer_index import open_answers
-from fminfer.answers.run_terms import RunTerms
+from fminfer.answers.carrying_over import RunTerms
 from fminfer.contract.record import Choice
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, OutputError, PipelineError, StoppedError, UsageError

@@ -13,19 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from fminfer.answers.carrying_over import CarriedOver, carry_over, drop_answerless, reopen
-from fminfer.answers.run_terms import RunTerms
+from fminfer.answers.carrying_over import CarriedOver, RunTerms, carry_over, drop_answerless, reopen
 from fminfer.contract.envelope import Line, read_clock
 from fminfer.contract.record import Record
 from fminfer.core.errors import OutputError, UsageError
 from fminfer.files.claims import Claim, Hold
 from fminfer.files.completed import find_completed, kept_clock, require_completed
 from fminfer.files.disk import told
-from fminfer.files.input_file import InputFile
 from fminfer.files.journal import Journal, journal_path, peek
-from fminfer.files.journal_rows import CLOCK, INPUT, Row
+from fminfer.files.journal_rows import CLOCK, INPUT, Counts, Row, RowCounts
+from fminfer.files.line_reader import InputFile
 from fminfer.files.ordered_output import put_in_order
-from fminfer.files.row_counts import Counts, RowCounts
 from fminfer.files.run_facts import RunHistory, runs_in
 from fminfer.files.status_file import StatusFile, read_status, refuse_other_vectors
 

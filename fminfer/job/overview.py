@@ -15,22 +15,19 @@ from typing import Any, Literal
 
 from fminfer.core.errors import UsageError
 from fminfer.files.claims import look_at
-from fminfer.files.completed import has_changed
-from fminfer.files.edits import find_edit
+from fminfer.files.completed import find_edit, has_changed
 from fminfer.files.input_folders import (
     describe_left_out,
     find_inputs,
-    find_left_out,
-    find_lost,
     holds_requests,
-    list_requests,
+    sort_folder,
 )
 from fminfer.files.journal import journal_path
 from fminfer.files.line_reader import NAMED_ENDINGS, count_rows
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.output_paths import answers_path, plan_each
 from fminfer.files.split_folders import PART_NAME
-from fminfer.files.status_file import STATUS, read_status, seals_of, status_path
+from fminfer.files.status_file import STATUS, read_status, status_path
 from fminfer.job.report.answer_fields import read_answer
 from fminfer.job.report.scanning import RowsFile
 from fminfer.job.report.told_outputs import is_there, output_of
@@ -124,7 +121,9 @@ def look_over(path: Path, now_s: float | None = None) -> list[Overview]:
 
 def _left_out(folder: Path, files: list[FileState]) -> dict[str, str]:
     outputs = {file.output for file in files}
-    found = {str(path): why for why, paths in find_left_out(folder).items() for path in paths}
+    found = {
+        str(path): why for why, paths in sort_folder(folder).left_out.items() for path in paths
+    }
     return {path: why for path, why in found.items() if path not in outputs}
 
 
@@ -141,10 +140,11 @@ def _files_of(folder: Path) -> Iterator[tuple[Path | None, Path, str | None]]:
     """Yield each input, the output beside it and why it cannot be answered; then other outputs."""
     statuses = [folder / name for name in os.listdir(folder) if name.endswith(STATUS)]
     others = {output for output in map(output_of, statuses) if _is_of_run(output)}
-    inputs = [path for path in list_requests(folder) if path not in others]
+    contents = sort_folder(folder)
+    inputs = [path for path in contents.requests if path not in others]
     plan = plan_each(inputs, None)
     waiting = [*zip(plan.inputs, plan.outputs, strict=True)]
-    troubles = plan.refused | find_lost(folder)
+    troubles = plan.refused | contents.lost
     pairs = {answers_path(source): source for source in reversed(troubles)}  # once an output
     waiting += [(source, output) for output, source in pairs.items()]
     for source, output in sorted(waiting):
@@ -173,7 +173,7 @@ def _state_of(
     counts = status.get("request_counts") or {}
     source = source or (Path(status["input_file_id"]) if status.get("input_file_id") else None)
     name = _name_state(output, status)
-    edit = find_edit(output, seals_of(status)) if name == "done" else None
+    edit = find_edit(output, status) if name == "done" else None
     is_whole = name == "done" and edit is None
     has_grown = is_whole and source is not None and has_changed(source, status)
     state = FileState(

@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from fminfer.answers.carrying_over import CarriedOver
-from fminfer.answers.run_terms import RunTerms
+from fminfer.answers.carrying_over import CarriedOver, RunTerms
 from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import InUseError, OutputError, UsageError
+from fminfer.files.journal_rows import RowCounts
 from fminfer.files.line_reader import count_rows, read_lines
 from fminfer.files.output_paths import STDOUT
-from fminfer.files.row_counts import RowCounts
 from fminfer.job.journaled_input import JournaledInput
 from fminfer.job.run_summary import JobSummary
 from fminfer.runtime.bars import write_beside_bar

@@ -16,7 +16,7 @@ from fminfer.contract.request import RAW_TOKENS
 from fminfer.core.config import ModelOptions
 from fminfer.core.errors import RequestError, UsageError
 from fminfer.core.option import Options, Seconds, option, options_of
-from fminfer.files.input_folders import describe_left_out, find_inputs, find_lost, folders_read
+from fminfer.files.input_folders import describe_left_out, find_inputs, folders_read, sort_folder
 from fminfer.files.line_reader import read_lines
 from fminfer.files.output_paths import STDOUT, Plan, plan_each, require_parent, whose_file
 from fminfer.files.storage import Location, RemoteFolders
@@ -131,7 +131,7 @@ class JobPaths(JobOptions):
         plan = plan_each(inputs, self.remote.place(self.output))
         for folder in self._folders:
             for each in folders_read(folder):
-                plan.refused.update(find_lost(each))
+                plan.refused.update(sort_folder(each).lost)
         others_go_on = self.is_shared and (bool(plan.inputs) or self.is_watching)
         if plan.refused and not others_go_on:
             raise UsageError(next(iter(plan.refused.values())))

@@ -11,9 +11,8 @@ from fminfer.contract.record import Record
 from fminfer.core.errors import RETRYABLE
 from fminfer.core.messages import RankMemory, show_memory
 from fminfer.core.quantities import counted, show_bytes, show_dtypes, show_short
-from fminfer.files.ordered_output import errors_path
+from fminfer.files.ordered_output import errors_path, vectors_path
 from fminfer.files.output_paths import STDOUT
-from fminfer.files.vector_file import vectors_path
 
 
 @dataclass(slots=True)

@@ -6,15 +6,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from fminfer.answers.run_terms import RunTerms
+from fminfer.answers.carrying_over import RunTerms
 from fminfer.core.errors import InUseError, UsageError
 from fminfer.files.claims import Hold, claimed, look_at
 from fminfer.files.completed import CompletedOutput, find_completed
 from fminfer.files.disk import told
 from fminfer.files.journal import journal_path
+from fminfer.files.journal_rows import RowCounts
 from fminfer.files.line_reader import count_rows
 from fminfer.files.output_paths import Plan
-from fminfer.files.row_counts import RowCounts
 from fminfer.files.streams import changed_ns
 from fminfer.job.journaled_input import JournaledInput
 from fminfer.job.run_inputs import RunInput, RunInputs

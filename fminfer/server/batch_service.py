@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from fminfer.answers.run_terms import RunTerms
+from fminfer.answers.carrying_over import RunTerms
 from fminfer.server.batches.batch_request import PURPOSE, BatchRequest
 from fminfer.server.batches.batch_run import BatchContext
 from fminfer.server.batches.batch_work import BatchWork

@@ -23,10 +23,7 @@ MAX_DEPTH = 100  # of a hyperparameter; those that mean something have 1
 
 @dataclass(slots=True)
 class RequestGroup:
-    """Requests of one engine with the same hyperparameters, in their plainest form.
-
-    Requests to each endpoint have groups of their own.
-    """
+    """Requests to one endpoint of one engine with the same hyperparameters, in plainest form."""
 
     engine: str | None
     hyperparameters: dict[str, Any]
@@ -78,11 +75,7 @@ class Groups:
 
 
 def find_hyperparameters(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a request's hyperparameters so that equal ones look equal.
-
-    Nulls and other values that change nothing are left out; integral numbers are integers; `stop`
-    is a sorted list without doubles; names are in order.
-    """
+    """Return hyperparameters so that equal ones look equal, less those that change nothing."""
     found = {}
     table = FIELDS[tell_endpoint(fields)]
     for name in sorted(fields.keys() - FIELDS_OF_LINES - NO_HYPERPARAMETERS):
@@ -98,11 +91,7 @@ def find_hyperparameters(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_length(fields: dict[str, Any]) -> int:
-    """Return how long a request's prompt is, in characters; a token id counts as four.
-
-    A list of prompts, or of messages, is as long as all of them together. What is no prompt has
-    length 0.
-    """
+    """Return the characters of a request's prompts or messages; a token id counts as four."""
     if tell_endpoint(fields) == "chat":
         return min(count_chars(fields["messages"]), MAX_LENGTH)
     names = ("prompt",) if tell_endpoint(fields) == "completions" else _TEXTS

@@ -9,8 +9,7 @@ It is JSON with one part a line, so that people can read it and nobody has to ho
 
 While a split puts its files in place the manifest is not complete, and holds their paths alone.
 `num_equal` stands first in a part whose lines have equal ones before them, with their numbers.
-`check` is a digest of all that stands before it. Nothing that a manifest says is believed unseen:
-its paths stay in the folder, whoever wrote them.
+`check` is a digest of all before it. Paths stay in the folder, whoever wrote them.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ _SIGNS = frozenset("-_.+=@,")  # beside letters, marks and digits of any script
 
 
 def folder_name(engine: str | None) -> str:
-    """Return the folder for an engine, with a slash between components.
-
-    What is not safe is written as in URLs: `%20` for a space. `org/model` is a folder in a folder.
-    """
+    """Return the folder of an engine: `org/model` is a folder in a folder, and `%20` a space."""
     if engine is None:
         return NO_ENGINE
     name = "/".join(map(_encode, engine.split("/")))
@@ -126,8 +122,8 @@ def write_manifest(folder: Path, manifest: Manifest, unfinished: list[str] | Non
     """Write the manifest of a split.
 
     Args:
-        unfinished: before the first of its files is put in place: what files the split may leave,
-            by the paths of its parts and of those that it will remove. None: it is complete.
+        unfinished: before the first file is put in place: the paths of the split's parts, and of
+            those that it will remove. None: it is complete.
     """
     head = {
         "fminfer_split": VERSION,
@@ -160,11 +156,7 @@ def sorted_numbers(parts: list[SplitPart]) -> npt.NDArray[np.int64]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a split that is complete.
-
-    Raises:
-        UsageError: there is none, its split was not finished, or it is damaged.
-    """
+    """Read the manifest of a split; refuse one that is missing, unfinished or damaged."""
     path = folder / MANIFEST
     if not path.exists():
         raise UsageError(f"{folder} holds no {MANIFEST}; give a folder that fminfer split wrote")
@@ -181,11 +173,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_paths(folder: Path) -> set[str]:
-    """Return the paths of an earlier split's parts, whether it was finished or not.
-
-    Raises:
-        UsageError: its manifest is damaged.
-    """
+    """Return the paths of an earlier split's parts, whether it was finished or not."""
     path = folder / MANIFEST
     if not path.exists():
         return set()

@@ -1,8 +1,7 @@
 """Merges the answers to all parts of a split into one file, in the order of the source.
 
 The answers are read twice: first for the size of each record, from which follows where each will
-stand; then part by part, each record written at its place. So memory holds some bytes a line, and
-few files are open at once.
+stand; then part by part, each record written at its place. So memory holds some bytes a line.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from fminfer.contract.envelope import open_envelope
 from fminfer.contract.record import make_id
 from fminfer.core.errors import FminferError, OutputError, UsageError
 from fminfer.core.quantities import counted, name_few
+from fminfer.files.completed import records_of
 from fminfer.files.disk import write_all
 from fminfer.files.journal import journal_path
 from fminfer.files.journal_rows import INPUT
@@ -47,10 +47,9 @@ def find_gap(folder: Path, part: SplitPart) -> str:
 
 
 def read_answers(folder: Path, part: SplitPart) -> Iterator[tuple[int, bytes, bool]]:
-    """Yield all records of a part that was answered, its errors first.
+    """Yield each record of a part with its row, from 0, and whether it is an error; errors first.
 
-    With each come the row of the part that it is of, from 0, and whether it is an error. Errors get
-    the numbers that their lines have in the source.
+    Errors get the numbers that their lines have in the source.
 
     Raises:
         FminferError: they are not, or not all, of this part.
@@ -92,8 +91,6 @@ def _check_digest(answers: Path, part: SplitPart) -> None:
 def _read_errors(path: Path, part: SplitPart) -> Iterator[tuple[int, bytes]]:
     """Yield each error's row and its record; they stand in the order of the rows."""
     errors = errors_path(answers_path(path))
-    if not errors.exists():
-        return
     before = -1
     ids: Iterator[tuple[int, bytes]] | None = None  # of Batch errors that say no line: old ones
     for record in _records(errors):
@@ -126,10 +123,7 @@ def _read_ids(path: Path, part: SplitPart) -> Iterator[tuple[int, bytes]]:
 
 def _records(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file that are not blank, each with its newline."""
-    with path.open("rb") as file:
-        for record in file:
-            if record.strip():
-                yield record if record.endswith(b"\n") else record + b"\n"
+    return (record + b"\n" for record in records_of(path) if record.strip())
 
 
 def _show(record: bytes) -> str:
@@ -159,7 +153,6 @@ def merge_parts(folder: Path, output: Path) -> MergeSummary:
     Raises:
         UsageError: the manifest is damaged, or the output is there.
         FminferError: lines are not answered, or answers are not of their part; nothing is written.
-        OutputError: a file cannot be read or written.
     """
     _check_output(output)
     manifest = read_manifest(folder)
@@ -184,8 +177,7 @@ def merge_parts(folder: Path, output: Path) -> MergeSummary:
 def _refuse_vectors(folder: Path, manifest: Manifest) -> None:
     """Refuse answers whose vectors are in files of their own, by a UsageError."""
     for part in manifest.parts:
-        status = read_status(answers_path(folder / part.path)) or {}
-        if "vectors" in (seals_of(status) or {}):
+        if "vectors" in (seals_of(read_status(answers_path(folder / part.path))) or {}):
             raise UsageError(
                 f"the vectors of {folder / part.path} are in a .npy file, and merge joins records "
                 "alone; answer parts without --embeddings npy"
@@ -263,11 +255,7 @@ def show_ranges(parts: list[SplitPart]) -> str:
 
 
 def _measure(folder: Path, ranked: Ranked, num_lines: int) -> Places:
-    """Return the size of each line's record, in the order of the source; of errors it is negative.
-
-    Raises:
-        FminferError: answers are not of their part, or not of all its lines.
-    """
+    """Return the size of each line's record, in the order of the source; negative for errors."""
     sizes = np.zeros(num_lines, np.int64)
     wrong = []
     for part, ranks in ranked:

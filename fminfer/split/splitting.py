@@ -44,8 +44,8 @@ MAX_DOUBLES = 5  # lines in a message
 class LineIndex:
     """Where each line of a file stands, how long its prompt is, and to which group it belongs.
 
-    It has an entry of 20 bytes for each line, blank ones too, in the order of the file. A file that
-    cannot be read at any place (packed ones, stdin, arrays) is copied to a plain one as it is read.
+    It has 20 bytes for each line, blank ones too. A file that cannot be read at any place (packed
+    ones, stdin, arrays) is copied to a plain one as it is read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,11 +69,7 @@ class LineIndex:
 
 
 def read_index(path: Path, copy: Path, groups: Groups) -> LineIndex:
-    """Read all lines of a file.
-
-    Args:
-        copy: where a plain copy is written if it is needed.
-        groups: filled in.
+    """Read all lines of a file, and fill the groups; `copy` is where a plain copy goes.
 
     Raises:
         DamagedInputError: the file breaks off.
@@ -205,7 +201,6 @@ def split_file(source: Path, folder: Path, options: SplitOptions) -> SplitSummar
     Raises:
         UsageError: what stands in the folder would be lost, or flat parts are of several engines.
         DamagedInputError: the file breaks off; nothing is changed then.
-        OutputError: the disk is full or gone.
     """
     if source.is_dir():
         raise UsageError(f"{source} is a folder; give one file to split")
@@ -292,10 +287,7 @@ def _stage_parts(
 
 
 def _order(index: LineIndex) -> npt.NDArray[np.int64]:
-    """Return lines by group, long prompts first, equal ones as they came; from 0.
-
-    Groups and lengths are given up with that: they are not needed any more.
-    """
+    """Return lines from 0 by group, long prompts first; the index gives up groups and lengths."""
     lengths = np.frombuffer(index.lengths, np.uint32)
     groups = np.frombuffer(index.groups, np.int32)
     order = np.lexsort((~lengths, groups)).astype(np.int64, copy=False)
@@ -326,11 +318,7 @@ def _refuse_several_engines(source: Path, groups: Groups) -> None:
 
 
 def _refuse_unknown(folder: Path, old: set[str]) -> None:
-    """Refuse a folder with request files that are not an earlier split's.
-
-    Raises:
-        UsageError: names them.
-    """
+    """Refuse a folder with request files that are not an earlier split's."""
     unknown = []
     for path, folders, names in os.walk(folder):
         if Path(path) == folder and STAGING in folders:
@@ -345,11 +333,7 @@ def _refuse_unknown(folder: Path, old: set[str]) -> None:
 
 
 def _refuse_answered(folder: Path, parts: list[SplitPart], old: set[str]) -> None:
-    """Refuse to change parts that were answered, even in part.
-
-    Raises:
-        UsageError: names them.
-    """
+    """Refuse to change parts that were answered, even in part."""
     digests = {path: "" for path in old} | {part.path: part.digest for part in parts}
     found = []
     for path, digest in sorted(digests.items()):

@@ -13,8 +13,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from fminfer.cli.app import main
-from fminfer.cluster.slurm_and_lsf import infer_data_of, is_of, name_of_file, name_of_list
-from fminfer.cluster.submission import read_list
+from fminfer.cluster.slurm_and_lsf import (
+    infer_data_of,
+    is_of,
+    name_of_file,
+    name_of_list,
+    read_list,
+)
 from fminfer.files.status_file import status_path
 from tests.fakes import cluster
 from tests.forked import programs, run_forked

@@ -27,11 +27,11 @@ from fminfer.files.input_folders import (
     describe_empty,
     describe_left_out,
     find_inputs,
-    find_lost,
+    sort_folder,
 )
+from fminfer.files.json_values import explain_spread
 from fminfer.files.line_reader import count_rows, read_lines
 from fminfer.files.output_paths import STDOUT, answers_path, plan_outputs
-from fminfer.files.spread import explain_spread
 from fminfer.files.streams import CHUNK_BYTES, STDIN, find_zstd
 from fminfer.job.overview import look_over
 from fminfer.job.run_inputs import OrderedStream
@@ -177,7 +177,7 @@ def test_what_holds_no_json_lines_is_named_by_its_bytes(tmp_path: Path, what: st
         find_inputs([tmp_path])
     other = write(tmp_path / "b.jsonl", ROW)
     assert find_inputs([tmp_path]) == [other], "in a folder it costs itself"
-    assert what in find_lost(tmp_path)[path]
+    assert what in sort_folder(tmp_path).lost[path]
     (told,) = describe_left_out([tmp_path], has_lost=True)
     assert told.startswith(str(path)) and what in told
     (overview,) = look_over(tmp_path)

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from fminfer.cli.app import main
 from fminfer.core.errors import UsageError
-from fminfer.files.input_folders import find_inputs, find_left_out
+from fminfer.files.input_folders import find_inputs, sort_folder
 from fminfer.files.output_paths import plan_each
 from fminfer.files.status_file import status_path
 from fminfer.files.storage import RemoteFolders
@@ -82,7 +82,7 @@ def test_merged_and_moved_answers_are_no_input(tmp_path: Path) -> None:
     (parts / "gpt-j" / "output_request_0.jsonl").rename(parts / "gpt-j" / "moved.jsonl")
     status_path(parts / "gpt-j" / "output_request_0.jsonl").unlink()
     assert names(find_inputs([parts / "gpt-j"])) == ["request_0.jsonl", "request_1.jsonl"]
-    (answers,) = find_left_out(parts / "gpt-j").values()
+    (answers,) = sort_folder(parts / "gpt-j").left_out.values()
     assert names(answers) == ["answers.jsonl", "moved.jsonl"]
     overviews = look_over(parts)
     assert [len(overview.files) for overview in overviews] == [1, 2]
@@ -178,7 +178,7 @@ def test_what_a_folder_holds_beside_files_to_answer_is_named_few_at_a_time(tmp_p
     with pytest.raises(UsageError, match=r"holds no file to answer .*an ending in capitals"):
         find_inputs([tmp_path])
     (tmp_path / "a.jsonl").write_text(LINE)
-    capitals, others = find_left_out(tmp_path).values()
+    capitals, others = sort_folder(tmp_path).left_out.values()
     assert names(others) == ["folder.jsonl.gz", "pipe.jsonl"]
     status, told = run(tmp_path)
     assert status == 0

@@ -13,8 +13,8 @@ import pytest
 
 import fminfer
 from fminfer.core.errors import OutputError
+from fminfer.files.journal_rows import Counts
 from fminfer.files.line_reader import read_lines
-from fminfer.files.row_counts import Counts
 from fminfer.files.status_file import StatusFile, status_path
 from tests.conftest import run_files
 from tests.line_bench import before_each_record

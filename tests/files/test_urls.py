@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fminfer.files.urls import hide_secrets, show_url
+from fminfer.files.remote_files import hide_secrets, show_url
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 
 from fminfer.cluster.job_scripts import TEMPLATES, ScriptTemplate
-from fminfer.cluster.slurm_and_lsf import SCHEDULERS
-from fminfer.cluster.submission import JobForm, Mode, write_list
+from fminfer.cluster.slurm_and_lsf import SCHEDULERS, write_list
+from fminfer.cluster.submission import JobForm, Mode
 
 MODES: tuple[Mode, ...] = ("each", "array", "ranks")
 PRINT = ("printf", "%s\\0")  # in the program's place: its arguments, with a NUL after each

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fminfer.answers.run_terms import RunTerms
+from fminfer.answers.carrying_over import RunTerms
 from fminfer.contract.envelope import Line, open_envelope
 from fminfer.contract.record import Record
 from fminfer.core.errors import UsageError

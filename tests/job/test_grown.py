@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 import fminfer
-from fminfer.answers.run_terms import RunTerms
+from fminfer.answers.carrying_over import RunTerms
 from fminfer.cli.app import main
 from fminfer.core.errors import StoppedError, UsageError
 from fminfer.files.completed import is_complete

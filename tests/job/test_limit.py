@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fminfer.answers.run_terms import RunTerms
+from fminfer.answers.carrying_over import RunTerms
 from fminfer.core.errors import UsageError
 from fminfer.files.journal import journal_path
 from fminfer.files.output_paths import Plan

@@ -12,12 +12,20 @@ from typing import Any
 import pytest
 
 import fminfer
-from fminfer.answers.run_terms import RunTerms
+from fminfer.answers.carrying_over import RunTerms
 from fminfer.core.errors import StoppedError
-from fminfer.files.row_counts import Counts
-from fminfer.files.run_facts import MAX_RUNS, RunFacts, RunHistory, runs_in
+from fminfer.files.journal_rows import Counts
+from fminfer.files.run_facts import (
+    MAX_POINTS,
+    MAX_RUNS,
+    Point,
+    RunFacts,
+    RunHistory,
+    TimeLine,
+    read_time_line,
+    runs_in,
+)
 from fminfer.files.status_file import StatusFile, read_status, status_path
-from fminfer.files.time_line import MAX_POINTS, Point, TimeLine, read_time_line
 from fminfer.job.file_job import run_job
 from fminfer.job.report.told_outputs import find_runs, open_output
 from fminfer.job.run_inputs import open_files

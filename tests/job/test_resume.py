@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import fminfer
-from fminfer.answers.run_terms import RunTerms
+from fminfer.answers.carrying_over import RunTerms
 from fminfer.cli.process import status_of
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import StoppedError, UsageError

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from fminfer.answers.run_terms import RunTerms
+from fminfer.answers.carrying_over import RunTerms
 from fminfer.core.errors import InUseError, StoppedError, UsageError
 from fminfer.core.quantities import counted
 from fminfer.files.claims import Claims, Hold, look_at
 from fminfer.files.completed import find_completed, require_completed
-from fminfer.files.input_file import InputFile
+from fminfer.files.journal_rows import Counts, RowCounts
+from fminfer.files.line_reader import InputFile
 from fminfer.files.output_paths import STDOUT, plan_outputs
-from fminfer.files.row_counts import Counts, RowCounts
 from fminfer.files.status_file import StatusFile, read_status
 from fminfer.job.run_inputs import NamedFiles, RunInputs, open_files
 from fminfer.job.run_summary import JobSummary
@@ -146,9 +146,10 @@ def test_what_is_complete_says_which_run_made_it(tmp_path: Path) -> None:
         True,
     ]
     found.check_settings({"--seed": "1"})
-    for check, of in ((found.check_settings, {"--seed": "2"}), (found.check_fingerprint, {})):
-        with pytest.raises(UsageError, match="--seed was 1"):
-            check(of)
+    with pytest.raises(UsageError, match="--seed was 1"):
+        found.check_settings({"--seed": "2"})
+    with pytest.raises(UsageError, match="--seed was 1"):
+        require_completed(output, Path("a.jsonl"), {"the input": "other bytes"})
     with pytest.raises(UsageError, match="not known before it is read"):
         require_completed(output, Path("-"), FINGERPRINT | {"the input": "a pipe"})
 

@@ -16,15 +16,14 @@ from pathlib import Path
 import pytest
 
 import fminfer
-from fminfer.answers.run_terms import RunTerms
+from fminfer.answers.carrying_over import RunTerms
 from fminfer.contract.envelope import open_envelope
 from fminfer.contract.record import Record
 from fminfer.core.errors import InUseError, RequestError, StoppedError, UsageError
-from fminfer.files import claims
 from fminfer.files import claims as claims_module
 from fminfer.files.claims import BEAT_S, STALE_S, TRUSTED_S, Claims, look_at, remove_dead
+from fminfer.files.journal_rows import RowCounts
 from fminfer.files.output_paths import Plan, plan_outputs
-from fminfer.files.row_counts import RowCounts
 from fminfer.files.status_file import read_status
 from fminfer.job import shared_folder
 from fminfer.job.file_job import run_job
@@ -32,6 +31,7 @@ from fminfer.job.journaled_input import JournaledInput
 from fminfer.job.run_inputs import open_files
 from fminfer.job.run_summary import JobSummary
 from fminfer.job.shared_folder import SharedFiles
+from fminfer.machine import liveness
 from tests.shards import answer_shards
 from tests.shards.answer_shards import share
 
@@ -135,7 +135,7 @@ def test_another_machines_claim_is_judged_by_its_age(
     output = tmp_path / "out.jsonl"
     first = Claims().take(output)
     assert first is not None
-    monkeypatch.setattr(claims, "_machine", lambda: "another")
+    monkeypatch.setattr(liveness, "machine_name", lambda namespace: "another")
     os.utime(first.path, (time.time() - STALE_S + 5,) * 2)
     assert Claims().take(output) is None
     os.utime(first.path, (time.time() - STALE_S - 5,) * 2)
@@ -178,7 +178,7 @@ def test_a_process_that_is_not_shown_lives(tmp_path: Path, monkeypatch: pytest.M
     """Where /proc shows a user only what is theirs, others' processes are not dead."""
     output = tmp_path / "out.jsonl"
     assert Claims().take(output) is not None
-    monkeypatch.setattr(claims, "_start", lambda pid: None)
+    monkeypatch.setattr(liveness, "_start", lambda pid: None)
     assert Claims().take(output) is None
 
 
@@ -229,7 +229,7 @@ def test_rows_that_come_after_a_take_over_are_not_written(tmp_path: Path) -> Non
     os.close(first.journal._fd)  # and its lock, as where there are none
     first.journal._fd = os.open(os.devnull, os.O_RDWR)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(claims, "_machine", lambda: "another")
+        patch.setattr(liveness, "machine_name", lambda namespace: "another")
         second = open_first(tmp_path / "in")
         answer(second)
     before = second.output.read_bytes()
@@ -299,7 +299,7 @@ def take_over(file: JournaledInput, *, fails: bool = False) -> JournaledInput:
     if file.journal is not None:  # which has no lock, as on a file system without them
         fcntl.flock(file.journal._fd, fcntl.LOCK_UN)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(claims, "_machine", lambda: "another")
+        patch.setattr(liveness, "machine_name", lambda namespace: "another")
         other = open_first(file.path.parent)
         for line in other.lines(lambda line: None):
             error = RequestError("out_of_range", "no") if fails else None

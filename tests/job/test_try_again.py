@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 
 import fminfer
-from fminfer.answers.run_terms import RunTerms
+from fminfer.answers.carrying_over import RunTerms
 from fminfer.contract.envelope import Line, open_envelope
 from fminfer.contract.record import Record
 from fminfer.core.errors import ErrorCode, RequestError, UsageError
 from fminfer.files.claims import Claims, look_at
 from fminfer.files.completed import is_retryable
 from fminfer.files.journal import journal_path
+from fminfer.files.journal_rows import RowCounts
 from fminfer.files.ordered_output import draft_path, errors_path
 from fminfer.files.output_paths import Plan
-from fminfer.files.row_counts import RowCounts
 from fminfer.files.status_file import read_status, status_path
 from fminfer.job import journaled_input
 from fminfer.job.journaled_input import JournaledInput
@@ -304,7 +304,7 @@ def test_digests_are_read_only_of_files_that_are_newer_than_their_status(
     whole, later = output.read_bytes(), time.time() + 10
     os.utime(status, (later, later))
     with monkeypatch.context() as patch:
-        patch.setattr("fminfer.files.edits.read_seal", lambda path: 1 / 0)
+        patch.setattr("fminfer.files.completed.read_seal", lambda path: 1 / 0)
         assert open_one(source, output).is_finished
     output.write_bytes(whole.replace(b'"said":1', b'"said":9'))
     while output.stat().st_ctime_ns <= status.stat().st_ctime_ns:

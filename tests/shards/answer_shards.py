@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from fminfer.answers.run_terms import RunTerms
+from fminfer.answers.carrying_over import RunTerms
 from fminfer.contract.envelope import Line, open_envelope
 from fminfer.contract.record import Record
 from fminfer.core.errors import StoppedError

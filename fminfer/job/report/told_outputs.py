@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.core.errors import UsageError
+from fminfer.files.completed import Edit, find_edit
 from fminfer.files.disk import beside
-from fminfer.files.edits import Edit, find_edit
 from fminfer.files.input_folders import holds_answers, holds_requests
 from fminfer.files.journal import journal_path
 from fminfer.files.line_reader import ENDINGS
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.output_paths import answers_path
-from fminfer.files.run_facts import runs_in
-from fminfer.files.status_file import STATUS, read_status, seals_of, status_path
-from fminfer.files.time_line import TimeLine, read_time_line
+from fminfer.files.run_facts import TimeLine, read_time_line, runs_in
+from fminfer.files.status_file import STATUS, read_status, status_path
 
 START = b"<!doctype html"
 
@@ -37,7 +36,7 @@ class ToldOutput:
         """Return which of its files is not as it was written; None: nothing is known of that."""
         if self.is_unfinished or not self.path.exists():
             return None
-        return find_edit(self.path, seals_of(self.status or {}))
+        return find_edit(self.path, self.status or {})
 
     @property
     def files(self) -> list[Path]:

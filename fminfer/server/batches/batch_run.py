@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from fminfer.answers.run_terms import RunTerms
+from fminfer.answers.carrying_over import RunTerms
 from fminfer.core.errors import FminferError, StoppedError, UsageError, printable
 from fminfer.core.quantities import counted
 from fminfer.files.claims import drop_claims
 from fminfer.files.completed import CompletedOutput, find_completed
 from fminfer.files.journal import journal_path
+from fminfer.files.journal_rows import Counts
 from fminfer.files.ordered_output import errors_path
-from fminfer.files.row_counts import Counts
 from fminfer.job.journaled_input import JournaledInput
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.lines.lanes import Lane

@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 from fminfer.core.errors import UsageError
 from fminfer.files.disk import sync_folder
-from fminfer.files.journal_rows import Fingerprint
-from fminfer.files.row_counts import Counts
+from fminfer.files.journal_rows import Counts, Fingerprint
 from fminfer.server.batches.state_folder import (
     ID,
     PRIVATE_FOLDER,
