@@ -1,8 +1,4 @@
-"""Grammars of constrained answers, compiled: which tokens may come next.
-
-llguidance compiles them and finds the masks. Another library could take its place: the rest of
-the program knows `Grammar` and `Matcher` only.
-"""
+"""Grammars of constrained answers, compiled by llguidance: which tokens may come next."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import json
 import threading
 from collections import OrderedDict
 from functools import cached_property, lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
@@ -69,15 +65,10 @@ class Vocabulary:
         for before in ("", "="):  # some tokenizers put a space before a text
             ids = self._tokenizer.encode(before + data.decode(), add_special_tokens=False).ids
             ids = ids[len(before) :]
-            if self._spells(ids, data):
+            has_all = all(token_id < len(self.tokens) for token_id in ids)
+            if has_all and b"".join(self.tokens[token_id] for token_id in ids) == data:
                 return ids
         return self._cut(data)
-
-    def _spells(self, ids: list[int], data: bytes) -> bool:
-        """Tell whether ids spell a text."""
-        if any(token_id >= len(self.tokens) for token_id in ids):
-            return False
-        return b"".join(self.tokens[token_id] for token_id in ids) == data
 
     def _cut(self, data: bytes) -> list[int]:
         """Take the longest token each time, as far as there are tokens."""
@@ -96,25 +87,6 @@ MAX_KEPT = 256  # grammars
 MAX_OPEN = 10_000  # places of a grammar where an answer may stand at once
 MAX_TRIED = 200  # choices, the shortest, that are looked at for the shortest in tokens
 MAX_NODES = 2048  # masks that are kept, of all grammars: each has a bit for every token
-
-
-class Matcher(Protocol):
-    """Where one sequence stands in its grammar."""
-
-    @property
-    def mask(self) -> Mask:
-        """The tokens that may come next, EOS where the answer is complete.
-
-        Raises:
-            RequestError: the grammar is too complex here.
-        """
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the answer may end here."""
-
-    def take(self, token_id: int) -> None:
-        """Go on behind a token that the mask allowed; never EOS."""
 
 
 class _Node:
@@ -143,11 +115,14 @@ class Grammar:
 
     def start(self) -> Matcher:
         """Return a matcher at the beginning."""
-        return _Walk(self)
+        return Matcher(self)
 
 
-class _Walk:
-    """Follows kept masks as long as there are any; then it asks llguidance, token by token."""
+class Matcher:
+    """Where one sequence stands in its grammar.
+
+    It follows kept masks as long as there are any; then it asks llguidance, token by token.
+    """
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
@@ -158,15 +133,22 @@ class _Walk:
 
     @property
     def mask(self) -> Mask:
+        """The tokens that may come next, EOS where the answer is complete.
+
+        Raises:
+            RequestError: the grammar is too complex here.
+        """
         if self._mask is None:
             self._mask = self._grammar.grammars.mask_of(self._matcher())
         return self._mask
 
     @property
     def is_complete(self) -> bool:
+        """Whether the answer may end here."""
         return bool(self._matcher().is_accepting())
 
     def take(self, token_id: int) -> None:
+        """Go on behind a token that the mask allowed; never EOS."""
         self._untold.append(token_id)
         node, grammar = self._node, self._grammar
         if node is None:
@@ -217,8 +199,7 @@ class Grammars:
             RequestError: there is none; it names what cannot be had.
         """
         with self._lock:
-            found = self._found.get(constraint)
-            if found is not None:
+            if (found := self._found.get(constraint)) is not None:
                 self._found.move_to_end(constraint)
         if found is None:
             try:
