@@ -169,31 +169,31 @@ def _describe(app: FastAPI, *, has_keys: bool) -> dict[str, Any]:
 def _add_errors(app: FastAPI, service: Service) -> None:
     """Give all errors OpenAI's shape."""
 
-    @app.exception_handler(HttpError)
-    async def on_error(request: Request, error: HttpError) -> Response:
-        return respond(error)
+    async def answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, OutputError):  # of the state folder; the log has the path
+            service.log.tell("error", f"A client was refused: {error}")
+        return respond(_as_http(request, error))
 
-    @app.exception_handler(RequestError)
-    async def on_refused(request: Request, error: RequestError) -> Response:
-        return respond(as_http(error))
+    for kind in (HttpError, RequestError, OutputError, HTTPException, RequestValidationError):
+        app.add_exception_handler(kind, answer)
 
-    @app.exception_handler(OutputError)  # of the state folder; the log has the path
-    async def on_full_disk(request: Request, error: OutputError) -> Response:
-        service.log.tell("error", f"A client was refused: {error}")
-        return respond(HttpError(507, _NO_ROOM, code="disk_full"))
 
-    @app.exception_handler(HTTPException)
-    async def on_http_error(request: Request, error: HTTPException) -> Response:
+def _as_http(request: Request, error: Exception) -> HttpError:
+    if isinstance(error, HttpError):
+        return error
+    if isinstance(error, RequestError):
+        return as_http(error)
+    if isinstance(error, OutputError):
+        return HttpError(507, _NO_ROOM, code="disk_full")
+    if isinstance(error, HTTPException):
         code = "unknown_url" if error.status_code == 404 else None
         message = _explain(request, error)
-        return respond(HttpError(error.status_code, message, code=code, headers=error.headers))
-
-    @app.exception_handler(RequestValidationError)
-    async def on_wrong_parameter(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"][1:])
-        message = f"{name}: {first['msg']}; it was {str(first.get('input'))[:60]!r}"
-        return respond(HttpError(400, message, code="invalid_type", param=name))
+        return HttpError(error.status_code, message, code=code, headers=error.headers)
+    assert isinstance(error, RequestValidationError), "FastAPI's, of a path's parameters"
+    first = error.errors()[0]
+    name = ".".join(str(part) for part in first["loc"][1:])
+    message = f"{name}: {first['msg']}; it was {str(first.get('input'))[:60]!r}"
+    return HttpError(400, message, code="invalid_type", param=name)
 
 
 def _explain(request: Request, error: HTTPException) -> str:

@@ -137,16 +137,15 @@ class EventStream(Response):
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         beating = asyncio.create_task(self._reply.beat(KEEP_ALIVE_S))
         try:
-            await self._send_while_beating(scope, receive, send)
+            events = await self._reply.take()
+        except HttpError as error:  # one that comes soon still has a status of its own
+            await respond(error)(scope, receive, send)
+        else:
+            await self._send_stream(send, events)
         finally:
             beating.cancel()
 
-    async def _send_while_beating(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:  # an error that comes soon still has a status of its own
-            events = await self._reply.take()
-        except HttpError as error:
-            await respond(error)(scope, receive, send)
-            return
+    async def _send_stream(self, send: Send, events: list[Event]) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             await self._send_events(send, events)
