@@ -25,12 +25,11 @@ class Decoder(Protocol):
 
 
 class Detokenizer:
-    """Turns ids into text one at a time, over the whole sequence and never token by token.
+    """Turns ids into text one at a time.
 
     A window of recent ids is detokenized with and without the new one, and the difference is the
-    new text: so spaces and characters split over several ids come out right (the scheme of
-    Hugging Face's text-generation-inference). A broken end is held back until it completes, until
-    so much follows that it cannot any more, or until `flush` is called.
+    new text, as in Hugging Face's text-generation-inference: so spaces and characters split over
+    several ids come out right. A broken end is held back until it completes, or cannot any more.
 
     Args:
         is_whole_text: the prompt was text, so a U+FFFD at its end is its own and not a broken end.

@@ -33,10 +33,7 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
         if not tokenizer.has_words or not eos_ids:
             lacks = "EOS, which ends such answers" if tokenizer.has_words else "tokenizer"
-            raise RequestError(
-                "unsupported_parameter",
-                f"the answer is constrained, and this run has no {lacks}; ask without a constraint",
-            )
+            raise _refuse_all(f"this run has no {lacks}")
         self._tokenizer = tokenizer
         self.eos_token_id = min(eos_ids)
         self.special_token_ids = sorted(tokenizer.special_ids | eos_ids)
@@ -53,10 +50,8 @@ class Vocabulary:
         ids = [each for each in tokenizer.encode(PROBE).ids if each in usable]
         text = tokenizer.decode(ids).lstrip(" ")  # some put a space before a text, and take it off
         if b"".join(self.tokens[each] for each in ids).lstrip(b" ") != text.encode():
-            raise RequestError(
-                "unsupported_parameter",
-                "the answer is constrained, and the texts of this model's tokenizer are not its "
-                "tokens' bytes, as in WordPiece; ask without a constraint",
+            raise _refuse_all(
+                "the texts of this model's tokenizer are not its tokens' bytes, as in WordPiece"
             )
 
     def __call__(self, text: bytes | str) -> list[int]:
@@ -98,17 +93,12 @@ class _Node:
 
 
 class Grammar:
-    """A grammar over the tokens of a model.
-
-    Args:
-        root: a matcher of llguidance at the start; each sequence gets a copy.
-        grammars: count the masks that are kept.
-        shortest: the tokens of the shortest answer, without EOS; 0: not known.
-    """
+    """A grammar over the tokens of a model."""
 
     def __init__(self, root: Any, grammars: Grammars, shortest: int) -> None:
-        self.root, self.grammars = root, grammars
-        self.shortest = shortest
+        self.root = root  # a matcher of llguidance at the start; each sequence gets a copy
+        self.grammars = grammars  # which count the masks that are kept
+        self.shortest = shortest  # tokens of the shortest answer, without EOS; 0: not known
         self.unknown: tuple[str, ...] = ()  # keywords of a schema that mean nothing
         self.num_nodes, self.is_kept = 1, False
         self.first = _Node(grammars.mask_of(root))
@@ -170,6 +160,11 @@ class Matcher:
         return self._own
 
 
+def _refuse_all(why: str) -> RequestError:
+    told = f"the answer is constrained, and {why}; ask without a constraint"
+    return RequestError("unsupported_parameter", told)
+
+
 def _refuse_here(text: str) -> RequestError:
     return RequestError(
         "unsupported_parameter",
@@ -179,11 +174,7 @@ def _refuse_here(text: str) -> RequestError:
 
 
 class Grammars:
-    """Compiles constraints for one model, and keeps what it compiled. Any thread may call it.
-
-    Args:
-        vocab_size: rows of the model's head; ids without a token are never drawn.
-    """
+    """Compiles constraints for one model, and keeps what it compiled. Any thread may call it."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, eos_ids

@@ -16,8 +16,6 @@ _SINGLE = ("items", "additionalProperties", "additionalItems")
 _TYPES = frozenset({"object", "array", "string", "number", "boolean", "null"})
 MAX_DEPTH = 64
 MAX_SHORTEST = 20_000  # characters
-
-
 KNOWN_KEYS = frozenset(
     {*_MAPS, *_LISTS, *_SINGLE, "type", "enum", "const", "required", "minItems", "maxItems"}
     | {"minLength", "maxLength", "pattern", "format", "minimum", "maximum", "multipleOf"}
@@ -46,11 +44,7 @@ def find_unknown(schema: Any) -> set[str]:
 
 
 class Branches:
-    """Rewrites one schema.
-
-    Args:
-        root: the whole schema, for its references.
-    """
+    """Rewrites a schema, whose references are looked up in `root`."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -153,11 +147,7 @@ def find_shortest(schema: Any) -> str | None:
 
 
 class _Shortest:
-    """Finds a short text for parts of a schema.
-
-    Args:
-        root: the whole schema, for its references.
-    """
+    """Finds a short text for parts of a schema, whose references are looked up in `root`."""
 
     def __init__(self, root: Any) -> None:
         self._root = root

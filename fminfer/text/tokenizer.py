@@ -28,8 +28,7 @@ class Tokenizer:
     """What the engine needs of a tokenizer.
 
     Args:
-        hf: a tokenizer of transformers, or None for plain bytes (ids 0 … 255), which serves
-            random weights without a tokenizer.
+        hf: of transformers; None: plain bytes (ids 0 … 255), for random weights without one.
     """
 
     has_words = True  # otherwise ids have no text
@@ -79,10 +78,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, config: Any | None = None) -> Tokenizer:
-        """Load the tokenizer of a folder.
-
-        Args:
-            config: of the model; it tells the kind of a tokenizer whose folder has no config.
+        """Load the tokenizer of a folder. The model's config tells its kind if the folder has none.
 
         Raises:
             CheckpointError: the folder has no tokenizer that transformers can read.
@@ -118,18 +114,17 @@ class Tokenizer:
     def encode(
         self, text: str, *, with_offsets: bool = False, add_special_tokens: bool = True
     ) -> EncodedPrompt:
-        """Turn a prompt string into ids by the tokenizer's own special-token policy.
+        """Turn a text into ids; without `add_special_tokens`, with those only that it spells.
 
-        Without `add_special_tokens` only those that the text itself spells are there.
-
-        An empty result (an empty prompt of a tokenizer that adds nothing) becomes BOS, or EOS
-        where there is no BOS; it stays empty if the tokenizer has neither.
+        Of no ids it makes BOS, or EOS where there is no BOS; none if the tokenizer has neither.
         """
         ids = self._ids(text, add_special_tokens)
         if not ids:
             start = self.bos_id if self.bos_id is not None else self.eos_id
-            return EncodedPrompt(
-                [] if start is None else [start], text, [] if start is None else [0]
+            return (
+                EncodedPrompt([start], text, [0])
+                if start is not None
+                else EncodedPrompt([], text, [])
             )
         offsets = self._text_offsets(text, ids, add_special_tokens) if with_offsets else []
         return EncodedPrompt(ids, text, offsets)
@@ -220,8 +215,8 @@ class Tokenizer:
     def _decode_with_bytes(self, backend: BackendTokenizer, shown: list[int]) -> str:
         """Decode ids with byte-fallback tokens among them, as sentencepiece itself does.
 
-        One broken byte makes the backend's ByteFallback show its whole run of bytes as broken, so
-        that text already given out would change. Here only bytes of no character are replaced.
+        The backend's ByteFallback shows a whole run of bytes as broken for one that is, so text
+        already given out would change. Here only bytes of no character are replaced.
         """
         pieces: list[str] = []
         for is_bytes, run in groupby(shown, self._bytes.__contains__):
@@ -283,12 +278,9 @@ def read_template(file: Path) -> str:
 
 
 def _refuse_cut_files(folder: Path) -> None:
-    """Name a file that ends too early, as one does whose download was broken off.
+    """Raise a CheckpointError that names a file of broken JSON, as one whose download broke off.
 
     It is asked once loading has failed: to parse 30 MB twice would slow every start.
-
-    Raises:
-        CheckpointError: there is one; it says to fetch it again.
     """
     for file in sorted(folder.glob("*.json")):
         if is_vocabulary(file.name) or file.name == "tokenizer_config.json":

@@ -90,13 +90,9 @@ def find_parser(template: str) -> KnownParser | None:
 
 
 class ToolCallReader:
-    """Takes one choice's text apart into content and tool calls.
+    """Takes one choice's text apart into content and tool calls; `keeps_one`: up to the first.
 
-    White space directly around calls is dropped. What was begun and is no valid call is content,
-    verbatim.
-
-    Args:
-        keeps_one: the text ends behind its first call.
+    White space directly around calls is dropped. What is no valid call is content, verbatim.
     """
 
     def __init__(self, parser: KnownParser, *, keeps_one: bool = False) -> None:
