@@ -108,10 +108,6 @@ def run_http(
 ) -> None:
     """Serve an engine until the stopper hears a signal, and open requests have ended.
 
-    Args:
-        address: of `open_socket`.
-        state: what it keeps; None: nothing.
-
     Raises:
         StoppedError: it was told to stop, and requests were left without an answer.
         FminferError: the engine failed.
@@ -142,12 +138,7 @@ def run_http(
 
 
 class HttpThread(threading.Thread):
-    """The thread of HTTP.
-
-    Args:
-        address: a socket that does not listen yet.
-        state: what the server keeps; None: nothing.
-    """
+    """The thread of HTTP, on a socket that does not listen yet; `state` is what it keeps."""
 
     def __init__(
         self,
