@@ -78,11 +78,7 @@ def page_routes() -> APIRouter:
 def _serve(
     source: Path, *, policy: str = _POLICY, other: str | None = None
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Return what answers GET and HEAD with a file.
-
-    Args:
-        other: a line of text for those that do not accept HTML by name, as curl does not.
-    """
+    """Return what answers GET and HEAD with a file; with `other` those that accept no HTML."""
     body = source.read_bytes()
     headers = (
         {
@@ -172,13 +168,13 @@ def _add_errors(app: FastAPI, service: Service) -> None:
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, OutputError):  # of the state folder; the log has the path
             service.log.tell("error", f"A client was refused: {error}")
-        return respond(_as_http(request, error))
+        return respond(_as_http_error(request, error))
 
     for kind in (HttpError, RequestError, OutputError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, answer)
 
 
-def _as_http(request: Request, error: Exception) -> HttpError:
+def _as_http_error(request: Request, error: Exception) -> HttpError:
     if isinstance(error, HttpError):
         return error
     if isinstance(error, RequestError):

@@ -34,7 +34,6 @@ class Dispatcher:
 
     Args:
         queue_size: prompts that may wait; 0: any number.
-        metrics: is told of each request's times.
     """
 
     def __init__(self, engine: Engine, queue_size: int, metrics: Metrics) -> None:

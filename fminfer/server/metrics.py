@@ -69,12 +69,7 @@ HELPS = {
 
 
 class Metrics:
-    """The metrics of one server, in a registry of its own. Any thread may call it.
-
-    Args:
-        engine: is read when `render` is called.
-        model_name: the label of every metric that is about the model.
-    """
+    """The metrics of one server, in a registry of its own. Any thread may call it."""
 
     def __init__(self, engine: Engine, model_name: str) -> None:
         self._registry = registry = CollectorRegistry()

@@ -61,7 +61,6 @@ class LineIntake:
     """Opens the lines of a run in their order.
 
     Args:
-        intake: prepares their requests.
         check: as `LineCounter` has it.
         name_line: says with what a line's warning is told; None: its number.
     """

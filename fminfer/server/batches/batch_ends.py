@@ -36,17 +36,11 @@ OF_DISK: dict[DiskFault, str] = {
 
 
 def end_early(output: Path, source: Path | None, total: int) -> Progress:
-    """Write what is finished of a batch under its final names. It can be repeated.
-
-    Its journal stays, until `drop_journal`.
+    """Write what is finished of a batch under its final names; its journal stays. Repeatable.
 
     Args:
         source: the input, of which every line without a record gets an error; None: none does.
         total: lines of it, as far as they are known.
-
-    Raises:
-        UsageError: the input cannot be read.
-        OutputError: the disk is full or gone.
     """
     with closing(_open(output)) as journal:
         if source is not None:
