@@ -8,7 +8,7 @@ or, as lm-eval's own command with the model known to it:
     python -m fminfer.integrations.lm_eval --model fminfer --model_args pretrained=… --tasks …
 
 It gives the numbers of lm-eval's `hf` model: same ids, same windows, same cuts. All requests of a
-call go to the engine together. Needs the extra `lm-eval`; it knows the engine by its public API.
+call go to the engine together. Needs the extra `lm-eval`.
 """
 
 from __future__ import annotations
@@ -32,17 +32,6 @@ from fminfer.integrations.lm_eval_prompts import ChatRenderer, Generation, plan_
 from fminfer.runtime.engine_api import Engine
 
 Result = TypeVar("Result")
-
-
-def check_length(asked: int | None, context_length: int) -> int:
-    """Return the tokens of context to use: those that are asked for, or the model's."""
-    if asked is None:
-        return context_length
-    if not 1 < asked <= context_length:
-        raise UsageError(
-            f"max_length is {asked}; it must be from 2 to the model's context, {context_length}"
-        )
-    return asked
 
 
 def answer_all(
@@ -157,7 +146,12 @@ class FminferLM(TemplateLM):
             )
         template = self.engine.intake.limits.chat_template
         self._chat = ChatRenderer(self.tokenizer, template, chat_template_args)
-        self.max_length = check_length(max_length, self.engine.context_length)
+        most = self.engine.context_length
+        if max_length is not None and not 1 < max_length <= most:
+            raise UsageError(
+                f"max_length is {max_length}; it must be from 2 to the model's context, {most}"
+            )
+        self.max_length = most if max_length is None else max_length
         self.max_gen_toks = max_gen_toks
         starts = (prefix_token_id, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
         self._prefix_token_id: int | None = next((i for i in starts if i is not None), None)
