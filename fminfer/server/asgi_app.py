@@ -80,8 +80,10 @@ def _serve(
 ) -> Callable[[Request], Awaitable[Response]]:
     """Return what answers GET and HEAD with a file; with `other` those that accept no HTML."""
     body = source.read_bytes()
+    vary = {} if other is None else {"Vary": "Accept"}
     headers = (
-        {
+        vary
+        | {
             "Content-Type": _TYPES[source.suffix],
             "Content-Security-Policy": policy,
             "X-Content-Type-Options": "nosniff",
@@ -89,12 +91,11 @@ def _serve(
             "Cache-Control": "no-cache",  # a browser asks each time, and the tag spares the bytes
             "ETag": f'"{hashlib.sha256(body).hexdigest()[:32]}"',
         }
-        | ({} if other is None else {"Vary": "Accept"})
     )
 
     async def answer(request: Request) -> Response:
         if other is not None and "text/html" not in request.headers.get("accept", ""):
-            return PlainTextResponse(other, headers={"Vary": "Accept"})
+            return PlainTextResponse(other, headers=vary)
         if headers["ETag"] in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
         return Response(body, headers=headers)

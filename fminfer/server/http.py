@@ -71,12 +71,12 @@ def _serve(
 def _open_cache(
     run: ProcessContext, settings: ServerSettings, checkpoint: Checkpoint
 ) -> AnswerIndex | None:
-    tell = (lambda text: None) if run.is_quiet else say
     if settings.cache_place is None and not settings.cache_size:
         return None  # a fingerprint reads of every tensor
     return open_answers(
         plan_ahead(run.config, checkpoint, run.role.spread.num_stages).fingerprint(),
-        *(settings.cache_place, tell),
+        settings.cache_place,
+        (lambda text: None) if run.is_quiet else say,
         size=settings.cache_size,
         list_size=settings.cache_list_size,
     )
