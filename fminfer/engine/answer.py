@@ -23,7 +23,7 @@ from fminfer.engine.sequence import (
 from fminfer.engine.vector_answer import make_of_vectors
 from fminfer.text.spelling import Spelling
 from fminfer.text.tokenizer import Tokenizer
-from fminfer.text.tool_calls import ToolCall, ToolCallReader, make_reader
+from fminfer.text.tool_calls import ToolCall, ToolCallReader
 
 LOWEST_LOGPROB = -9999.0  # what -inf and everything below it becomes
 
@@ -220,7 +220,7 @@ class MessageReader:
     def __init__(self, prepared: Prepared) -> None:
         self._reader: ToolCallReader | None = None  # all is content
         if prepared.tool_parser is not None:
-            self._reader = make_reader(prepared.tool_parser, keeps_one=prepared.keeps_one_call)
+            self._reader = ToolCallReader(prepared.tool_parser, keeps_one=prepared.keeps_one_call)
         self.num_calls = 0
 
     def read(self, text: str, *, is_over: bool) -> tuple[str, list[ToolCall]]:

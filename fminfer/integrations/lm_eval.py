@@ -8,7 +8,7 @@ or, as lm-eval's own command with the model known to it:
     python -m fminfer.integrations.lm_eval --model fminfer --model_args pretrained=… --tasks …
 
 It gives the numbers of lm-eval's `hf` model: same ids, same windows, same cuts. All requests of a
-call go to the engine together. Needs the extra `lm-eval`; it knows the engine by its public API.
+call go to the engine together. Needs the extra `lm-eval`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import Any
+from typing import Any, TypeVar
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -28,34 +28,31 @@ from tqdm import tqdm
 from fminfer.core.config import EngineConfig, refuse_unknown
 from fminfer.core.errors import FminferError, UsageError
 from fminfer.core.option import options_of
-from fminfer.integrations.lm_eval_chat import ChatRenderer
-from fminfer.integrations.lm_eval_generation import Generation, plan_generation
+from fminfer.integrations.lm_eval_prompts import ChatRenderer, Generation, plan_generation
 from fminfer.runtime.engine_api import Engine
 
-
-def check_length(asked: int | None, context_length: int) -> int:
-    """Return the tokens of context to use: those that are asked for, or the model's."""
-    if asked is None:
-        return context_length
-    if not 1 < asked <= context_length:
-        raise UsageError(
-            f"max_length is {asked}; it must be from 2 to the model's context, {context_length}"
-        )
-    return asked
+Result = TypeVar("Result")
 
 
 def answer_all(
-    engine: Engine, bodies: list[dict[str, Any]], name: Callable[[int], str], *, is_quiet: bool
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Run requests together; yield (place in the list, first choice) as they finish.
+    engine: Engine,
+    bodies: list[dict[str, Any]],
+    read: Callable[[int, dict[str, Any]], Result],
+    name: Callable[[int], str],
+    *,
+    is_quiet: bool,
+) -> list[Result]:
+    """Run requests together; return what each answer is read as.
 
     Args:
+        read: reads a request's first choice, as soon as it is there.
         name: what an error calls the request at a place.
         is_quiet: show no progress.
 
     Raises:
         FminferError: a request was refused.
     """
+    found: dict[int, Result] = {}
     with closing(engine.run(bodies)) as records:
         for record in tqdm(records, total=len(bodies), disable=is_quiet, unit="request"):
             place = record.line.number - 1
@@ -65,7 +62,8 @@ def answer_all(
                     f"{record.error.message} ({record.error.code})"
                 )
             assert record.result is not None
-            yield place, record.result["choices"][0]
+            found[place] = read(place, record.result["choices"][0])
+    return [found[place] for place in range(len(bodies))]
 
 
 def score(logprobs: dict[str, Any], num_scored: int) -> tuple[float, bool]:
@@ -148,7 +146,12 @@ class FminferLM(TemplateLM):
             )
         template = self.engine.intake.limits.chat_template
         self._chat = ChatRenderer(self.tokenizer, template, chat_template_args)
-        self.max_length = check_length(max_length, self.engine.context_length)
+        most = self.engine.context_length
+        if max_length is not None and not 1 < max_length <= most:
+            raise UsageError(
+                f"max_length is {max_length}; it must be from 2 to the model's context, {most}"
+            )
+        self.max_length = most if max_length is None else max_length
         self.max_gen_toks = max_gen_toks
         starts = (prefix_token_id, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
         self._prefix_token_id: int | None = next((i for i in starts if i is not None), None)
@@ -218,16 +221,17 @@ class FminferLM(TemplateLM):
         self._warn_of_cuts(sum(is_cut for _, is_cut in asked), len(requests))
         scored = {"max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
         bodies = [prompts | scored for prompts, _ in asked]
-        scores: dict[int, tuple[float, bool]] = {}
-        answers = answer_all(
-            self.engine, bodies, lambda i: shown(requests[i][0]), is_quiet=disable_tqdm
-        )
-        for place, choice in answers:
+
+        def read(place: int, choice: dict[str, Any]) -> tuple[float, bool]:
             key, _, continuation = requests[place]
-            scores[place] = score(choice["logprobs"], len(continuation))
+            found = score(choice["logprobs"], len(continuation))
             if key is not None:  # a window of a rolling text is cached with its text
-                self.cache_hook.add_partial("loglikelihood", key, scores[place])
-        return [scores[place] for place in range(len(requests))]
+                self.cache_hook.add_partial("loglikelihood", key, found)
+            return found
+
+        return answer_all(
+            self.engine, bodies, read, lambda i: shown(requests[i][0]), is_quiet=disable_tqdm
+        )
 
     def _scored(
         self, key: tuple[str, str] | None, context: list[int], continuation: list[int]
@@ -254,14 +258,15 @@ class FminferLM(TemplateLM):
         plans = [self._plan(*request.args) for request in requests]
         self._warn_of_cuts(sum(plan.is_cut for plan in plans), len(requests))
         bodies = [plan.body for plan in plans]
-        texts: dict[int, str] = {}
-        answers = answer_all(
-            self.engine, bodies, lambda i: shown(requests[i].args[:1]), is_quiet=disable_tqdm
+
+        def read(place: int, choice: dict[str, Any]) -> str:
+            text = plans[place].text(choice, self.tokenizer)
+            self.cache_hook.add_partial("generate_until", requests[place].args, text)
+            return text
+
+        return answer_all(
+            self.engine, bodies, read, lambda i: shown(requests[i].args[:1]), is_quiet=disable_tqdm
         )
-        for place, choice in answers:
-            texts[place] = plans[place].text(choice, self.tokenizer)
-            self.cache_hook.add_partial("generate_until", requests[place].args, texts[place])
-        return [texts[place] for place in range(len(requests))]
 
     def _plan(self, context: str, gen_kwargs: dict[str, Any]) -> Generation:
         # `hf` looks for BOS here, and not for the prefix of scored texts.

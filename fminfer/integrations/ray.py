@@ -192,15 +192,14 @@ def _to_line(row: dict[str, Any], place: int, *, is_overwriting: bool = False) -
     """Return a row's line, with what sets it apart from equal ones."""
     row_id = row.pop(ROW, place)
     line = row.get("line")
+    number = _number(row.pop("number", None), row_id + 1)
     if isinstance(line, str | bytes):
         raw = line.encode() if isinstance(line, str) else line
-        number = _number(row.get("number"), row_id + 1)
         num_equal = number if is_overwriting else _number(row.get("num_equal"), number)
         damage = row.get("damage") or ""
         if row.get("is_cut") is True:
             return Line(0, number, raw, "", num_equal, is_alone=True, fault=damage, is_cut=True)
         return _whole_line(raw, number, num_equal, damage)
-    number = _number(row.pop("number", None), row_id + 1)
     try:
         return _whole_line(json.dumps(_plain(row)).encode(), number, number)
     except (TypeError, ValueError, RecursionError) as error:
@@ -238,14 +237,9 @@ def _read_files(batch: pyarrow.Table) -> Iterator[pyarrow.Table]:
         for line in read_file(Path(path), 0):
             num_equal = equal.count(line, open_envelope(line))
             damage = line.damage or line.fault
-            rows.append((path, line.number, line.raw, damage, line.is_cut, num_equal))
+            row = (path, line.number, line.raw, damage, line.is_cut, num_equal)
+            rows.append(dict(zip(LINES.names, row, strict=True)))
             if len(rows) == WINDOW:
-                yield _to_table(rows)
+                yield pyarrow.Table.from_pylist(rows, LINES)
                 rows = []
-        yield _to_table(rows)
-
-
-def _to_table(rows: list[tuple[Any, ...]]) -> pyarrow.Table:
-    return pyarrow.Table.from_pylist(
-        [dict(zip(LINES.names, row, strict=True)) for row in rows], LINES
-    )
+        yield pyarrow.Table.from_pylist(rows, LINES)

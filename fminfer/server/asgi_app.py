@@ -78,14 +78,12 @@ def page_routes() -> APIRouter:
 def _serve(
     source: Path, *, policy: str = _POLICY, other: str | None = None
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Return what answers GET and HEAD with a file.
-
-    Args:
-        other: a line of text for those that do not accept HTML by name, as curl does not.
-    """
+    """Return what answers GET and HEAD with a file; with `other` those that accept no HTML."""
     body = source.read_bytes()
+    vary = {} if other is None else {"Vary": "Accept"}
     headers = (
-        {
+        vary
+        | {
             "Content-Type": _TYPES[source.suffix],
             "Content-Security-Policy": policy,
             "X-Content-Type-Options": "nosniff",
@@ -93,12 +91,11 @@ def _serve(
             "Cache-Control": "no-cache",  # a browser asks each time, and the tag spares the bytes
             "ETag": f'"{hashlib.sha256(body).hexdigest()[:32]}"',
         }
-        | ({} if other is None else {"Vary": "Accept"})
     )
 
     async def answer(request: Request) -> Response:
         if other is not None and "text/html" not in request.headers.get("accept", ""):
-            return PlainTextResponse(other, headers={"Vary": "Accept"})
+            return PlainTextResponse(other, headers=vary)
         if headers["ETag"] in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
         return Response(body, headers=headers)
@@ -169,31 +166,31 @@ def _describe(app: FastAPI, *, has_keys: bool) -> dict[str, Any]:
 def _add_errors(app: FastAPI, service: Service) -> None:
     """Give all errors OpenAI's shape."""
 
-    @app.exception_handler(HttpError)
-    async def on_error(request: Request, error: HttpError) -> Response:
-        return respond(error)
+    async def answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, OutputError):  # of the state folder; the log has the path
+            service.log.tell("error", f"A client was refused: {error}")
+        return respond(_as_http_error(request, error))
 
-    @app.exception_handler(RequestError)
-    async def on_refused(request: Request, error: RequestError) -> Response:
-        return respond(as_http(error))
+    for kind in (HttpError, RequestError, OutputError, HTTPException, RequestValidationError):
+        app.add_exception_handler(kind, answer)
 
-    @app.exception_handler(OutputError)  # of the state folder; the log has the path
-    async def on_full_disk(request: Request, error: OutputError) -> Response:
-        service.log.tell("error", f"A client was refused: {error}")
-        return respond(HttpError(507, _NO_ROOM, code="disk_full"))
 
-    @app.exception_handler(HTTPException)
-    async def on_http_error(request: Request, error: HTTPException) -> Response:
+def _as_http_error(request: Request, error: Exception) -> HttpError:
+    if isinstance(error, HttpError):
+        return error
+    if isinstance(error, RequestError):
+        return as_http(error)
+    if isinstance(error, OutputError):
+        return HttpError(507, _NO_ROOM, code="disk_full")
+    if isinstance(error, HTTPException):
         code = "unknown_url" if error.status_code == 404 else None
         message = _explain(request, error)
-        return respond(HttpError(error.status_code, message, code=code, headers=error.headers))
-
-    @app.exception_handler(RequestValidationError)
-    async def on_wrong_parameter(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"][1:])
-        message = f"{name}: {first['msg']}; it was {str(first.get('input'))[:60]!r}"
-        return respond(HttpError(400, message, code="invalid_type", param=name))
+        return HttpError(error.status_code, message, code=code, headers=error.headers)
+    assert isinstance(error, RequestValidationError), "FastAPI's, of a path's parameters"
+    first = error.errors()[0]
+    name = ".".join(str(part) for part in first["loc"][1:])
+    message = f"{name}: {first['msg']}; it was {str(first.get('input'))[:60]!r}"
+    return HttpError(400, message, code="invalid_type", param=name)
 
 
 def _explain(request: Request, error: HTTPException) -> str:

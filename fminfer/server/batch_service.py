@@ -52,10 +52,8 @@ class BatchService:
 
     def owner_of(self, request: Request) -> str:
         """Return whose a request is, by its key, which was checked before."""
-        if not self._has_keys:
-            return self._folder.owner_of(None)
         _, _, key = request.headers.get("authorization", "").partition(" ")
-        return self._folder.owner_of(key.strip())
+        return self._folder.owner_of(key.strip() if self._has_keys else None)
 
     def keep_upload(self, upload: Upload, owner: str) -> ServerFile:
         """Keep what was uploaded."""

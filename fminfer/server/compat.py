@@ -37,14 +37,9 @@ SAMPLING = ("temperature", "top_p", "top_k")
 # What of a completions request would change the shape of the answer.
 OF_COMPLETIONS = ("n", "best_of", "logprobs", "echo", "stream", "stream_options", "suffix")
 # Parameters of the latency server, and what they are called here; those with None are read here.
-LATENCY = {
+LATENCY: dict[str, str | None] = {
+    **{name: name for name in (*SAMPLING, "repetition_penalty", "seed", "stop")},
     "max_new_tokens": "max_tokens",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "repetition_penalty": "repetition_penalty",
-    "seed": "seed",
-    "stop": "stop",
     "num_return_sequences": "n",
     "return_full_text": "echo",
     "do_sample": None,

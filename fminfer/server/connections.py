@@ -99,9 +99,6 @@ class Connection(H11Protocol):
 def open_socket(settings: ServerSettings) -> socket.socket:
     """Take the server's address, which does not listen yet.
 
-    A client that does not read loses its connection after a while; systems other than Linux
-    cannot tell.
-
     Raises:
         UsageError: it cannot be had, or the certificate is none.
     """
@@ -114,7 +111,7 @@ def open_socket(settings: ServerSettings) -> socket.socket:
             )[0]
             found = failed.enter_context(socket.socket(family, kind, proto))
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if sys.platform == "linux":  # connections inherit it
+            if sys.platform == "linux":  # connections inherit it: clients that do not read end
                 found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_S * 1000))
             found.bind(address)
         except (OSError, UnicodeError) as error:

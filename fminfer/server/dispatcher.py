@@ -34,7 +34,6 @@ class Dispatcher:
 
     Args:
         queue_size: prompts that may wait; 0: any number.
-        metrics: is told of each request's times.
     """
 
     def __init__(self, engine: Engine, queue_size: int, metrics: Metrics) -> None:
@@ -56,11 +55,7 @@ class Dispatcher:
     # In the event loop's thread:
 
     def start(self, loop: asyncio.AbstractEventLoop, on_failure: Callable[[], None]) -> None:
-        """Take note of the event loop, which then may ask.
-
-        Args:
-            on_failure: called in the loop once the engine has failed.
-        """
+        """Take note of the event loop; `on_failure` is called in it once the engine has failed."""
         self._loop, self._on_failure = loop, on_failure
 
     @property
@@ -88,13 +83,18 @@ class Dispatcher:
         """
         asked_s = time.perf_counter()
         full = self._why_no_room()
-        if full is not None and not self._may_look:
+        # There may be a kept answer.
+        may_look = self.refusal is None and self._tokenizers.num_asked < MOST_LOOKING
+        if full is not None and (self._cache is None or not may_look):
             raise full
         prepare = partial(self._prepare_and_find, fields, endpoint=endpoint)
         try:
             prepared, kept = await self._tokenizers.do(partial(prepare, compiles=False))
-        except UncompiledError:
-            prepared, kept = await self._compile(prepare)
+        except UncompiledError:  # to compile may take seconds, in which others do not wait
+            num_asked = self._compilers.num_asked
+            if 0 < self._queue_size <= num_asked:
+                raise self._full(f"{num_asked} requests wait for new constraints", 2) from None
+            prepared, kept = await self._compilers.do(prepare)
         if kept is not None and self.refusal is None:
             self._metrics.observe(kept, time.perf_counter() - asked_s)
             reply = Reply(kept.request_id, asked_s, prepared, self._forget)
@@ -113,13 +113,6 @@ class Dispatcher:
         if (refusal := self._why_no_room()) is not None:
             raise refusal
         return await self._tokenizers.do(work)
-
-    async def _compile(self, work: Callable[[], Result]) -> Result:
-        """Prepare a request with a new constraint, which may take seconds; others do not wait."""
-        num_asked = self._compilers.num_asked
-        if 0 < self._queue_size <= num_asked:
-            raise self._full(f"{num_asked} requests wait for new constraints", 2)
-        return await self._compilers.do(work)
 
     def _forget(self, request_id: int) -> None:
         """Forget a request; if it has no answer yet, the engine frees what it holds."""
@@ -156,12 +149,6 @@ class Dispatcher:
             headers={"Retry-After": str(retry_s)},
         )
 
-    @property
-    def _may_look(self) -> bool:
-        """Whether a request that has no room may be one with a kept answer."""
-        is_free = self.refusal is None and self._tokenizers.num_asked < MOST_LOOKING
-        return self._cache is not None and is_free
-
     def _deliver(self, events: list[Event]) -> None:
         now_s = time.perf_counter()
         for event in events:
@@ -169,7 +156,9 @@ class Dispatcher:
             if reply is None:  # its client has left
                 continue
             if isinstance(event, Delta):
-                self._time_token(reply, event, now_s)
+                if event.index in reply.token_s:
+                    self._metrics.observe_gap(now_s - reply.token_s[event.index])
+                reply.token_s[event.index] = now_s
             else:
                 del self.replies[event.request_id]
             if isinstance(event, Finished):
@@ -178,11 +167,6 @@ class Dispatcher:
                 self.queue_s += 0.1 * (event.times["queue_time"] - self.queue_s)
                 self._metrics.observe(event, now_s - reply.asked_s)
             reply.push(event)
-
-    def _time_token(self, reply: Reply, delta: Delta, now_s: float) -> None:
-        if delta.index in reply.token_s:
-            self._metrics.observe_gap(now_s - reply.token_s[delta.index])
-        reply.token_s[delta.index] = now_s
 
     def _break(self, error: BaseException) -> None:
         told = str(error) if isinstance(error, FminferError) else type(error).__name__

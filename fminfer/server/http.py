@@ -71,12 +71,12 @@ def _serve(
 def _open_cache(
     run: ProcessContext, settings: ServerSettings, checkpoint: Checkpoint
 ) -> AnswerIndex | None:
-    tell = (lambda text: None) if run.is_quiet else say
     if settings.cache_place is None and not settings.cache_size:
         return None  # a fingerprint reads of every tensor
     return open_answers(
         plan_ahead(run.config, checkpoint, run.role.spread.num_stages).fingerprint(),
-        *(settings.cache_place, tell),
+        settings.cache_place,
+        (lambda text: None) if run.is_quiet else say,
         size=settings.cache_size,
         list_size=settings.cache_list_size,
     )
@@ -108,10 +108,6 @@ def run_http(
 ) -> None:
     """Serve an engine until the stopper hears a signal, and open requests have ended.
 
-    Args:
-        address: of `open_socket`.
-        state: what it keeps; None: nothing.
-
     Raises:
         StoppedError: it was told to stop, and requests were left without an answer.
         FminferError: the engine failed.
@@ -142,12 +138,7 @@ def run_http(
 
 
 class HttpThread(threading.Thread):
-    """The thread of HTTP.
-
-    Args:
-        address: a socket that does not listen yet.
-        state: what the server keeps; None: nothing.
-    """
+    """The thread of HTTP, on a socket that does not listen yet; `state` is what it keeps."""
 
     def __init__(
         self,

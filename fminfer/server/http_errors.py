@@ -14,13 +14,7 @@ JSON = "application/json"
 
 
 class HttpError(FminferError):
-    """A request that ends with an error's status.
-
-    Args:
-        status: of HTTP.
-        code: OpenAI's, or one of ours, for programs.
-        param: the field that is wrong.
-    """
+    """A request that ends with an error's status; `param` is the field that is wrong."""
 
     def __init__(
         self,

@@ -36,6 +36,14 @@ SECONDS, TOKENS = _steps(-3, 2), _steps(0, 5)  # limits of buckets
 
 Values = dict[str, dict[tuple[str, ...], float]]  # by name, then by the values of its labels
 HELPS = {
+    "vllm:request_queue_time_seconds": "From a request's coming to its admission.",
+    "vllm:time_to_first_token_seconds": "From a request's coming to its first token.",
+    "vllm:inter_token_latency_seconds": "Between two tokens of a streamed choice.",
+    "vllm:e2e_request_latency_seconds": "From a request's coming to its end.",
+    "vllm:request_prompt_tokens": "Prompt tokens of a finished request.",
+    "vllm:request_generation_tokens": "Tokens that a finished request has drawn.",
+    "vllm:request_success": "Choices that have ended, by their reason.",
+    "fminfer:requests_refused": "Requests without an answer, by HTTP status.",
     "vllm:num_requests_running": "Sequences that run.",
     "vllm:num_requests_waiting": "Prompts that have not begun.",
     "vllm:kv_cache_usage_perc": "Part of the KV cache that running sequences hold, from 0 to 1.",
@@ -61,12 +69,7 @@ HELPS = {
 
 
 class Metrics:
-    """The metrics of one server, in a registry of its own. Any thread may call it.
-
-    Args:
-        engine: is read when `render` is called.
-        model_name: the label of every metric that is about the model.
-    """
+    """The metrics of one server, in a registry of its own. Any thread may call it."""
 
     def __init__(self, engine: Engine, model_name: str) -> None:
         self._registry = registry = CollectorRegistry()
@@ -75,32 +78,14 @@ class Metrics:
         self.batches: BatchWork | None = None  # which are told of, too
         registry.register(self)
         ProcessCollector(registry=registry)
-        self._queue_s = self._histogram(
-            "vllm:request_queue_time_seconds", "From a request's coming to its admission.", SECONDS
-        )
-        self._first_token_s = self._histogram(
-            "vllm:time_to_first_token_seconds",
-            "From a request's coming to its first token.",
-            SECONDS,
-        )
-        self._gap_s = self._histogram(
-            "vllm:inter_token_latency_seconds", "Between two tokens of a streamed choice.", SECONDS
-        )
-        self._total_s = self._histogram(
-            "vllm:e2e_request_latency_seconds", "From a request's coming to its end.", SECONDS
-        )
-        self._prompt_tokens = self._histogram(
-            "vllm:request_prompt_tokens", "Prompt tokens of a finished request.", TOKENS
-        )
-        self._generated_tokens = self._histogram(
-            "vllm:request_generation_tokens", "Tokens that a finished request has drawn.", TOKENS
-        )
-        self._finished = self._counter(
-            "vllm:request_success", "Choices that have ended, by their reason.", "finished_reason"
-        )
-        self._refused = self._counter(
-            "fminfer:requests_refused", "Requests without an answer, by HTTP status.", "status"
-        )
+        self._queue_s = self._histogram("vllm:request_queue_time_seconds", SECONDS)
+        self._first_token_s = self._histogram("vllm:time_to_first_token_seconds", SECONDS)
+        self._gap_s = self._histogram("vllm:inter_token_latency_seconds", SECONDS)
+        self._total_s = self._histogram("vllm:e2e_request_latency_seconds", SECONDS)
+        self._prompt_tokens = self._histogram("vllm:request_prompt_tokens", TOKENS)
+        self._generated_tokens = self._histogram("vllm:request_generation_tokens", TOKENS)
+        self._finished = self._counter("vllm:request_success", "finished_reason")
+        self._refused = self._counter("fminfer:requests_refused", "status")
         for reason in ("stop", "length", "abort"):  # a rate needs the 0 before the first one
             self._finished.labels(model_name, reason)
 
@@ -144,22 +129,24 @@ class Metrics:
         """Yield what the engine and batches have counted, and how they stand."""
         stats, state, facts = self._engine.stats, self._engine.state, self._engine.facts
         own = (self._model_name,)
-        yield from self._gauges(
+        yield from _families(
+            GaugeMetricFamily,
             {
                 "vllm:num_requests_running": {own: state.num_running},
                 "vllm:num_requests_waiting": {own: state.num_waiting},
                 "vllm:kv_cache_usage_perc": {own: state.kv_usage},
                 "fminfer:kv_cache_tokens": {own: stats.num_kv_tokens},
-            }
+            },
         )
         formats = (*own, facts.weight_dtype, facts.dtype)
         weights: Values = {"fminfer:weight_bytes": {formats: facts.weight_bytes}}
-        yield from self._gauges(weights, "format", "dtype")
-        yield from self._gauges(self._memory(), "rank")
+        yield from _families(GaugeMetricFamily, weights, "format", "dtype")
+        yield from _families(GaugeMetricFamily, self._memory(), "rank")
         # Those that were fed or found in the cache: it never falls, as a counter must not.
         num_prompt_tokens = stats.num_prompt_tokens + stats.num_cached_tokens
         cache = self._engine.runs.cache
-        yield from self._totals(
+        yield from _families(
+            CounterMetricFamily,
             {
                 "vllm:prompt_tokens": {own: num_prompt_tokens},
                 "vllm:generation_tokens": {own: stats.num_generated_tokens},
@@ -170,7 +157,7 @@ class Metrics:
                 "fminfer:engine_steps": {own: stats.num_steps},
                 "fminfer:result_cache_queries": {own: 0 if cache is None else cache.num_asked},
                 "fminfer:result_cache_hits": {own: 0 if cache is None else cache.num_found},
-            }
+            },
         )
         if self.batches is not None:
             yield from self._of_batches(self.batches)
@@ -180,8 +167,8 @@ class Metrics:
         rows: Values = {"fminfer:batch_rows": {}}
         for kind in get_args(RowKind):
             rows["fminfer:batch_rows"][(*own, kind)] = batches.done[kind]
-        yield from self._gauges({"fminfer:batches_open": {own: batches.num_open}})
-        yield from self._totals(rows, "kind")
+        yield from _families(GaugeMetricFamily, {"fminfer:batches_open": {own: batches.num_open}})
+        yield from _families(CounterMetricFamily, rows, "kind")
 
     def _memory(self) -> Values:
         """Return the peaks of all ranks, and the forecast of the memory that it is of."""
@@ -196,26 +183,23 @@ class Metrics:
                 found.setdefault(name, {})[self._model_name, str(each.rank)] = value
         return found
 
-    def _gauges(self, values: Values, *labels: str) -> Iterator[GaugeMetricFamily]:
-        for name, rows in values.items():
-            family = GaugeMetricFamily(name, HELPS[name], labels=["model_name", *labels])
-            for row, value in rows.items():
-                family.add_metric(row, value)
-            yield family
+    def _counter(self, name: str, label: str) -> Counter:
+        return Counter(name, HELPS[name], ["model_name", label], registry=self._registry)
 
-    def _totals(self, values: Values, *labels: str) -> Iterator[CounterMetricFamily]:
-        for name, rows in values.items():
-            family = CounterMetricFamily(name, HELPS[name], labels=["model_name", *labels])
-            for row, value in rows.items():
-                family.add_metric(row, value)
-            yield family
-
-    def _counter(self, name: str, meaning: str, label: str) -> Counter:
-        return Counter(name, meaning, ["model_name", label], registry=self._registry)
-
-    def _histogram(self, name: str, meaning: str, buckets: Sequence[float]) -> Histogram:
-        metric = Histogram(name, meaning, ["model_name"], buckets=buckets, registry=self._registry)
+    def _histogram(self, name: str, limits: Sequence[float]) -> Histogram:
+        labels, registry = ["model_name"], self._registry
+        metric = Histogram(name, HELPS[name], labels, buckets=limits, registry=registry)
         return metric.labels(self._model_name)
+
+
+def _families(
+    kind: type[GaugeMetricFamily | CounterMetricFamily], values: Values, *labels: str
+) -> Iterator[Metric]:
+    for name, rows in values.items():
+        family = kind(name, HELPS[name], labels=["model_name", *labels])
+        for row, value in rows.items():
+            family.add_metric(row, value)
+        yield family
 
 
 class Rates(NamedTuple):

@@ -35,18 +35,12 @@ _MODELS = whole(object={"const": "list"}, data=list_of(_MODEL))
 
 @dataclass(slots=True)
 class AnswerShape:
-    """One answer as an object of the API, whole or in chunks.
-
-    Args:
-        model: its name in the answer.
-        usage: which chunks tell it: "each", the "last", or none.
-        tells_ids: its chunks have token ids.
-    """
+    """One answer as an object of the API, whole or in chunks."""
 
     prepared: Prepared
-    model: str
-    usage: str
-    tells_ids: bool
+    model: str  # its name in the answer
+    usage: str  # which chunks tell it: "each", the "last", or none
+    tells_ids: bool  # its chunks have token ids
     id: str = field(default_factory=lambda: secrets.token_hex(16))
     created: int = field(default_factory=lambda: int(time.time()))
     _num_drawn: int = 0

@@ -28,19 +28,14 @@ Result = TypeVar("Result")
 
 
 class Reply:
-    """The events of one request, in the event loop's thread.
-
-    Args:
-        asked_s: of time.perf_counter, when the request came.
-        forget: is told once nobody waits any more.
-    """
+    """The events of one request, in the event loop's thread; `forget` is told at its end."""
 
     def __init__(
         self, request_id: int, asked_s: float, prepared: Prepared, forget: Callable[[int], None]
     ) -> None:
         self.id = request_id
         self.prepared = prepared
-        self.asked_s = asked_s
+        self.asked_s = asked_s  # in time.perf_counter(), when the request came
         self.token_s: dict[int, float] = {}  # by choice: when its last token came
         self._forget = forget
         self._events: list[Event | HttpError] = []
@@ -117,11 +112,7 @@ class Reply:
 
 
 class EventStream(Response):
-    """Sends the events of a reply until its answer is whole or its client has left.
-
-    Args:
-        make_chunks: turns events into the JSON values that are sent.
-    """
+    """Sends a reply's events, as chunks of JSON, until its answer is whole or its client left."""
 
     def __init__(self, reply: Reply, make_chunks: MakeChunks) -> None:
         super().__init__(media_type="text/event-stream", headers=HEADERS)
@@ -137,16 +128,15 @@ class EventStream(Response):
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         beating = asyncio.create_task(self._reply.beat(KEEP_ALIVE_S))
         try:
-            await self._send_while_beating(scope, receive, send)
+            events = await self._reply.take()
+        except HttpError as error:  # one that comes soon still has a status of its own
+            await respond(error)(scope, receive, send)
+        else:
+            await self._send_stream(send, events)
         finally:
             beating.cancel()
 
-    async def _send_while_beating(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:  # an error that comes soon still has a status of its own
-            events = await self._reply.take()
-        except HttpError as error:
-            await respond(error)(scope, receive, send)
-            return
+    async def _send_stream(self, send: Send, events: list[Event]) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             await self._send_events(send, events)

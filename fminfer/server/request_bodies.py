@@ -6,7 +6,8 @@ import asyncio
 import os
 import re
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,18 +31,16 @@ SMALL_BYTES = 2**16  # of each body, for which there is always room
 MOST_AT_ONCE = 16  # bodies of the largest size that may be coming
 PAUSE_S = 60.0  # in which nothing comes
 MOST_VALUE_BYTES = 1024  # of a field that is no file
-MOST_PARTS = 16
 MOST_NAME_CHARS = 255
 WRITE_BYTES = 2**20  # written at once
+CLOSE = {"Connection": "close"}
 LIFE = {f"expires_after[{name}]": name for name in ("anchor", "seconds")}  # as forms write it
 
 
 class BodyReader:
     """Reads bodies in an event loop.
 
-    Args:
-        max_bytes: of one body. All that are coming have so much `MOST_AT_ONCE` times, beside
-            `SMALL_BYTES` of each.
+    All that are coming have `MOST_AT_ONCE` times the size of one, beside `SMALL_BYTES` of each.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -55,20 +54,10 @@ class BodyReader:
             HttpError: the body is too large or too slow.
             RequestError: it is no JSON object.
         """
-        body = await self._read_in_time(request)
+        late = f"the body did not come within {READ_S:g} s; send it without pauses"
+        with _waiting_for("body", late):
+            body = await asyncio.wait_for(self._read(request), READ_S)
         return load_object(body.removeprefix(UTF8_BOM).strip(), "the body")
-
-    async def _read_in_time(self, request: Request) -> bytes:
-        try:
-            return await asyncio.wait_for(self._read(request), READ_S)
-        except asyncio.TimeoutError:
-            raise HttpError(
-                408,
-                f"the body did not come within {READ_S:g} s; send it without pauses",
-                headers={"Connection": "close"},
-            ) from None
-        except ClientDisconnect:
-            raise HttpError(400, "the client left before its body was there") from None
 
     async def _read(self, request: Request) -> bytes:
         pieces: list[bytes] = []
@@ -96,7 +85,7 @@ class BodyReader:
                 f"the body has {num_bytes:,} bytes, and {self._max_bytes:,} are allowed "
                 "(--max-body-size); send fewer or shorter prompts",
                 code="body_too_large",
-                headers={"Connection": "close"},
+                headers=CLOSE,
             )
         return b"".join(pieces)
 
@@ -109,7 +98,7 @@ class BodyReader:
                 f"the bodies that are coming have more than {show_bytes(most)} together; try again "
                 f"in a second, or send a body of at most {show_bytes(SMALL_BYTES)}",
                 code="too_many_bodies",
-                headers={"Connection": "close", "Retry-After": "1"},
+                headers=CLOSE | {"Retry-After": "1"},
             )
         self._num_held += num_bytes
 
@@ -132,14 +121,13 @@ class UploadForm:
         self.filename: str | None = None  # once the file has begun
         self.values: dict[str, str] = {}
         self.is_complete = False
-        self._num_parts = 0
+        self._names: set[str] = set()  # of the parts so far
         self._head: dict[bytes, bytes] = {}  # of the part that is coming
         self._name = ""
         self._header, self._value = bytearray(), bytearray()
         self._parser = MultipartParser(
             boundary,
             {
-                "on_part_begin": self._begin,
                 "on_header_field": lambda data, start, end: self._header.extend(data[start:end]),
                 "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
                 "on_header_end": self._end_header,
@@ -161,11 +149,8 @@ class UploadForm:
         """Refuse a form that broke off, or lacks a field."""
         if not self.is_complete:
             raise _wrong("the form breaks off before its last boundary; send it whole")
-        for name, is_there in (
-            ("file", self.filename is not None),
-            ("purpose", "purpose" in self.values),
-        ):
-            if not is_there:
+        for name in ("file", "purpose"):
+            if name not in self._names:
                 raise _wrong(
                     f"{name} is absent; send both, as curl -F purpose=batch -F file=@FILE does",
                     name,
@@ -181,12 +166,6 @@ class UploadForm:
             found["seconds"] = int(str(found["seconds"]))
         return read_life("expires_after", found) if found else None
 
-    def _begin(self) -> None:
-        self._head.clear()
-        self._num_parts += 1
-        if self._num_parts > MOST_PARTS:
-            raise _wrong(f"the form has more than {MOST_PARTS} fields; send file and purpose")
-
     def _end_header(self) -> None:
         self._head[bytes(self._header).lower()] = bytes(self._value)
         self._header.clear()
@@ -194,6 +173,7 @@ class UploadForm:
 
     def _read_head(self) -> None:
         _, options = parse_options_header(self._head.get(b"content-disposition", b""))
+        self._head.clear()
         self._name = name = _decode(options.get(b"name", b""))
         if name not in ("file", "purpose", *LIFE):
             raise _wrong(
@@ -202,8 +182,9 @@ class UploadForm:
                 name[:64],
                 "unsupported_parameter",
             )
-        if name in self.values or (name == "file" and self.filename is not None):
+        if name in self._names:
             raise _wrong(f"{name} is there twice; send it once", name)
+        self._names.add(name)
         if (name == "file") != (b"filename" in options):
             what = "a file, with a filename" if name == "file" else "a text, not a file"
             raise _wrong(f"{name} must be {what}", name, "invalid_type")
@@ -306,20 +287,21 @@ async def _write_pending(form: UploadForm, fd: int, place: int) -> int:
 async def _pieces(request: Request) -> AsyncIterator[bytes]:
     """Yield a body as it comes."""
     pieces = aiter(request.stream())
-    while True:
-        try:
-            piece = await asyncio.wait_for(anext(pieces), PAUSE_S)
-        except StopAsyncIteration:
-            return
-        except asyncio.TimeoutError:
-            raise HttpError(
-                408,
-                f"nothing came for {PAUSE_S:g} s; send the file without pauses",
-                headers={"Connection": "close"},
-            ) from None
-        except ClientDisconnect:
-            raise HttpError(400, "the client left before its file was there") from None
-        yield piece
+    late = f"nothing came for {PAUSE_S:g} s; send the file without pauses"
+    with suppress(StopAsyncIteration), _waiting_for("file", late):
+        while True:
+            yield await asyncio.wait_for(anext(pieces), PAUSE_S)
+
+
+@contextmanager
+def _waiting_for(what: str, late: str) -> Iterator[None]:
+    """Turn a client's silence, and its leaving, into errors."""
+    try:
+        yield
+    except asyncio.TimeoutError:
+        raise HttpError(408, late, headers=CLOSE) from None
+    except ClientDisconnect:
+        raise HttpError(400, f"the client left before its {what} was there") from None
 
 
 def _too_large(max_bytes: int) -> HttpError:
@@ -329,7 +311,7 @@ def _too_large(max_bytes: int) -> HttpError:
         "allowed (--max-upload-size); cut it into several",
         code="file_too_large",
         param="file",
-        headers={"Connection": "close"},
+        headers=CLOSE,
     )
 
 

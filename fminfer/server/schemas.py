@@ -208,11 +208,7 @@ def describe_fields(
     *,
     is_strict: bool = False,
 ) -> Schema:
-    """Return the JSON Schema of a request's object.
-
-    Args:
-        is_strict: it has no other fields.
-    """
+    """Return the JSON Schema of a request's object, which has no other fields if it is strict."""
     fields = tuple(fields)
     return object_of(
         {each.name: describe_field(each, limits) for each in fields},

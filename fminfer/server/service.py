@@ -26,21 +26,15 @@ LEVELS: tuple[LogLevel, ...] = get_args(LogLevel)  # each tells what those befor
 
 @dataclass(slots=True, frozen=True)
 class ServerLog:
-    """Tells on stderr what its level lets through. Any thread may call it.
-
-    Args:
-        is_quiet: errors at most, whatever the level.
-    """
+    """Tells on stderr what its level lets through. Any thread may call it."""
 
     level: LogLevel
-    is_quiet: bool = False
+    is_quiet: bool = False  # errors at most, whatever the level
 
     def tells(self, level: LogLevel) -> bool:
         """Return whether what is of this level is told."""
-        most = LEVELS.index(self.level)
-        if self.is_quiet:
-            most = min(most, LEVELS.index("error"))
-        return LEVELS.index(level) <= most
+        most: LogLevel = "error" if self.is_quiet else "debug"
+        return LEVELS.index(level) <= min(LEVELS.index(self.level), LEVELS.index(most))
 
     def tell(self, level: LogLevel, text: str) -> None:
         """Tell something, if its level is told."""
@@ -66,11 +60,7 @@ class Service:
         self.bodies = BodyReader(settings.max_body_bytes)
 
     def check_model(self, asked: object) -> None:
-        """Refuse a foreign model's name, if that is wanted, and one of a length that none has.
-
-        Raises:
-            HttpError: the request is for another model.
-        """
+        """Raise an HttpError for another model's name, if that is wanted, or for a long one."""
         if isinstance(asked, str) and len(asked) > MAX_NAME_CHARS:
             raise HttpError(
                 400,

@@ -27,8 +27,7 @@ class ChatTemplate:
     """Renders the messages of chat requests. Any thread may call it.
 
     Args:
-        tokenizer: the model's; it has the template and the special tokens that this writes.
-        text: a template in place of the model's own.
+        text: a template in place of the tokenizer's own.
     """
 
     def __init__(self, tokenizer: Tokenizer, text: str | None = None) -> None:
@@ -37,11 +36,7 @@ class ChatTemplate:
         self._forms: dict[tuple[object, ...], Forms] = {}  # by all that they depend on
 
     def check(self) -> None:
-        """See that the given template can be read; what it refuses is seen with each request.
-
-        Raises:
-            UsageError: it has an error of syntax.
-        """
+        """Raise a UsageError if the given template has an error of syntax."""
         try:
             self._renderer.apply_chat_template(
                 [{"role": "user", "content": ""}], chat_template=self._given, tokenize=False
@@ -55,11 +50,7 @@ class ChatTemplate:
             return
 
     def find_text(self, *, has_tools: bool) -> str | None:
-        """Return the template; None: there is none.
-
-        Args:
-            has_tools: a model may have one template for requests with tools and one for others.
-        """
+        """Return the template, which may be another for requests with tools; None: none."""
         if self._given is not None:
             return self._given
         if self.tokenizer.hf is None:

@@ -25,12 +25,11 @@ class Decoder(Protocol):
 
 
 class Detokenizer:
-    """Turns ids into text one at a time, over the whole sequence and never token by token.
+    """Turns ids into text one at a time.
 
     A window of recent ids is detokenized with and without the new one, and the difference is the
-    new text: so spaces and characters split over several ids come out right (the scheme of
-    Hugging Face's text-generation-inference). A broken end is held back until it completes, until
-    so much follows that it cannot any more, or until `flush` is called.
+    new text, as in Hugging Face's text-generation-inference: so spaces and characters split over
+    several ids come out right. A broken end is held back until it completes, or cannot any more.
 
     Args:
         is_whole_text: the prompt was text, so a U+FFFD at its end is its own and not a broken end.
@@ -175,18 +174,13 @@ class TokenStarts:
             num_held: U+FFFD that are held back behind it.
             is_inside: its first byte belongs to the last U+FFFD that was held back before it.
         """
-        if not (self._num_held or self._open):  # as mostly
-            starts = [self._num_certain]
-        else:
-            starts = self._settle(new, num_held, is_inside)
+        starts = [self._num_certain]  # as mostly
+        if self._num_held or self._open:
+            self._open.append(_OpenStart(self._num_certain, self._num_held, is_inside))
+            for token in self._open:
+                token.since += new
+            starts = [token.find(num_held) for token in self._open]
+            self._open = [token for token in self._open if not token.is_settled]
         self._num_certain += len(new)
         self._num_held = num_held
-        return starts
-
-    def _settle(self, new: str, num_held: int, is_inside: bool) -> list[int]:
-        self._open.append(_OpenStart(self._num_certain, self._num_held, is_inside))
-        for token in self._open:
-            token.since += new
-        starts = [token.find(num_held) for token in self._open]
-        self._open = [token for token in self._open if not token.is_settled]
         return starts

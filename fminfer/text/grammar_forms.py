@@ -60,11 +60,7 @@ def write_grammar(constraint: Constraint) -> str:
 
 
 def _refuse_inexact(value: Any, key: str) -> None:
-    """Refuse what llguidance takes and does not hold answers to, in what stands under a key.
-
-    Raises:
-        ValueError: what is wrong.
-    """
+    """Raise a ValueError for what llguidance takes and does not hold answers to."""
     if isinstance(value, dict):
         least, is_open = value.get("minProperties"), value.get("additionalProperties") is not False
         if isinstance(least, int) and least > 1 and (is_open or "patternProperties" in value):

@@ -1,8 +1,7 @@
 """Compiles grammars in a process of its own, which the kernel ends if one takes too long.
 
-llguidance limits what a grammar may cost, but not the time: a number that must be a multiple of
-123,456,789 keeps it busy for hours, and a thread cannot be stopped. This file imports llguidance
-alone, so that the process is there in a tenth of a second.
+llguidance does not limit the time: a number that must be a multiple of 123,456,789 keeps it busy
+for hours. This file imports llguidance alone, so that the process starts in a tenth of a second.
 """
 
 from __future__ import annotations

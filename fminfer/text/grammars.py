@@ -1,8 +1,4 @@
-"""Grammars of constrained answers, compiled: which tokens may come next.
-
-llguidance compiles them and finds the masks. Another library could take its place: the rest of
-the program knows `Grammar` and `Matcher` only.
-"""
+"""Grammars of constrained answers, compiled by llguidance: which tokens may come next."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import json
 import threading
 from collections import OrderedDict
 from functools import cached_property, lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
@@ -37,10 +33,7 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
         if not tokenizer.has_words or not eos_ids:
             lacks = "EOS, which ends such answers" if tokenizer.has_words else "tokenizer"
-            raise RequestError(
-                "unsupported_parameter",
-                f"the answer is constrained, and this run has no {lacks}; ask without a constraint",
-            )
+            raise _refuse_all(f"this run has no {lacks}")
         self._tokenizer = tokenizer
         self.eos_token_id = min(eos_ids)
         self.special_token_ids = sorted(tokenizer.special_ids | eos_ids)
@@ -57,10 +50,8 @@ class Vocabulary:
         ids = [each for each in tokenizer.encode(PROBE).ids if each in usable]
         text = tokenizer.decode(ids).lstrip(" ")  # some put a space before a text, and take it off
         if b"".join(self.tokens[each] for each in ids).lstrip(b" ") != text.encode():
-            raise RequestError(
-                "unsupported_parameter",
-                "the answer is constrained, and the texts of this model's tokenizer are not its "
-                "tokens' bytes, as in WordPiece; ask without a constraint",
+            raise _refuse_all(
+                "the texts of this model's tokenizer are not its tokens' bytes, as in WordPiece"
             )
 
     def __call__(self, text: bytes | str) -> list[int]:
@@ -69,15 +60,10 @@ class Vocabulary:
         for before in ("", "="):  # some tokenizers put a space before a text
             ids = self._tokenizer.encode(before + data.decode(), add_special_tokens=False).ids
             ids = ids[len(before) :]
-            if self._spells(ids, data):
+            has_all = all(token_id < len(self.tokens) for token_id in ids)
+            if has_all and b"".join(self.tokens[token_id] for token_id in ids) == data:
                 return ids
         return self._cut(data)
-
-    def _spells(self, ids: list[int], data: bytes) -> bool:
-        """Tell whether ids spell a text."""
-        if any(token_id >= len(self.tokens) for token_id in ids):
-            return False
-        return b"".join(self.tokens[token_id] for token_id in ids) == data
 
     def _cut(self, data: bytes) -> list[int]:
         """Take the longest token each time, as far as there are tokens."""
@@ -98,25 +84,6 @@ MAX_TRIED = 200  # choices, the shortest, that are looked at for the shortest in
 MAX_NODES = 2048  # masks that are kept, of all grammars: each has a bit for every token
 
 
-class Matcher(Protocol):
-    """Where one sequence stands in its grammar."""
-
-    @property
-    def mask(self) -> Mask:
-        """The tokens that may come next, EOS where the answer is complete.
-
-        Raises:
-            RequestError: the grammar is too complex here.
-        """
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the answer may end here."""
-
-    def take(self, token_id: int) -> None:
-        """Go on behind a token that the mask allowed; never EOS."""
-
-
 class _Node:
     """A place that several sequences reach by the same tokens."""
 
@@ -126,28 +93,26 @@ class _Node:
 
 
 class Grammar:
-    """A grammar over the tokens of a model.
-
-    Args:
-        root: a matcher of llguidance at the start; each sequence gets a copy.
-        grammars: count the masks that are kept.
-        shortest: the tokens of the shortest answer, without EOS; 0: not known.
-    """
+    """A grammar over the tokens of a model."""
 
     def __init__(self, root: Any, grammars: Grammars, shortest: int) -> None:
-        self.root, self.grammars = root, grammars
-        self.shortest = shortest
+        self.root = root  # a matcher of llguidance at the start; each sequence gets a copy
+        self.grammars = grammars  # which count the masks that are kept
+        self.shortest = shortest  # tokens of the shortest answer, without EOS; 0: not known
         self.unknown: tuple[str, ...] = ()  # keywords of a schema that mean nothing
         self.num_nodes, self.is_kept = 1, False
         self.first = _Node(grammars.mask_of(root))
 
     def start(self) -> Matcher:
         """Return a matcher at the beginning."""
-        return _Walk(self)
+        return Matcher(self)
 
 
-class _Walk:
-    """Follows kept masks as long as there are any; then it asks llguidance, token by token."""
+class Matcher:
+    """Where one sequence stands in its grammar.
+
+    It follows kept masks as long as there are any; then it asks llguidance, token by token.
+    """
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
@@ -158,15 +123,22 @@ class _Walk:
 
     @property
     def mask(self) -> Mask:
+        """The tokens that may come next, EOS where the answer is complete.
+
+        Raises:
+            RequestError: the grammar is too complex here.
+        """
         if self._mask is None:
             self._mask = self._grammar.grammars.mask_of(self._matcher())
         return self._mask
 
     @property
     def is_complete(self) -> bool:
+        """Whether the answer may end here."""
         return bool(self._matcher().is_accepting())
 
     def take(self, token_id: int) -> None:
+        """Go on behind a token that the mask allowed; never EOS."""
         self._untold.append(token_id)
         node, grammar = self._node, self._grammar
         if node is None:
@@ -188,6 +160,11 @@ class _Walk:
         return self._own
 
 
+def _refuse_all(why: str) -> RequestError:
+    told = f"the answer is constrained, and {why}; ask without a constraint"
+    return RequestError("unsupported_parameter", told)
+
+
 def _refuse_here(text: str) -> RequestError:
     return RequestError(
         "unsupported_parameter",
@@ -197,11 +174,7 @@ def _refuse_here(text: str) -> RequestError:
 
 
 class Grammars:
-    """Compiles constraints for one model, and keeps what it compiled. Any thread may call it.
-
-    Args:
-        vocab_size: rows of the model's head; ids without a token are never drawn.
-    """
+    """Compiles constraints for one model, and keeps what it compiled. Any thread may call it."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, eos_ids
@@ -217,8 +190,7 @@ class Grammars:
             RequestError: there is none; it names what cannot be had.
         """
         with self._lock:
-            found = self._found.get(constraint)
-            if found is not None:
+            if (found := self._found.get(constraint)) is not None:
                 self._found.move_to_end(constraint)
         if found is None:
             try:

@@ -7,6 +7,7 @@ discriminator, as pydantic writes them, are proven here: nothing fits two of the
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
@@ -16,8 +17,6 @@ _SINGLE = ("items", "additionalProperties", "additionalItems")
 _TYPES = frozenset({"object", "array", "string", "number", "boolean", "null"})
 MAX_DEPTH = 64
 MAX_SHORTEST = 20_000  # characters
-
-
 KNOWN_KEYS = frozenset(
     {*_MAPS, *_LISTS, *_SINGLE, "type", "enum", "const", "required", "minItems", "maxItems"}
     | {"minLength", "maxLength", "pattern", "format", "minimum", "maximum", "multipleOf"}
@@ -31,26 +30,31 @@ KNOWN_KEYS = frozenset(
 def find_unknown(schema: Any) -> set[str]:
     """Return the keywords of a schema that mean nothing, such as misspelled ones."""
     found: set[str] = set()
-    left = [schema]
-    while left:
-        each = left.pop()
-        if not isinstance(each, dict):
-            continue
-        found |= each.keys() - KNOWN_KEYS
-        left += [each.get(key) for key in _SINGLE]
-        for key in (*_LISTS, *_MAPS):
-            inner = each.get(key)
-            inner = [*inner.values()] if isinstance(inner, dict) else inner
-            left += inner if isinstance(inner, list) else []
+
+    def look(each: Any) -> None:
+        if isinstance(each, dict):
+            found.update(each.keys() - KNOWN_KEYS)
+            _change_parts(each, look)
+
+    look(schema)
+    return found
+
+
+def _change_parts(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return a schema with the schemas inside it changed."""
+    found = dict(schema)
+    for key, value in schema.items():
+        if key in _MAPS and isinstance(value, dict):
+            found[key] = {name: change(each) for name, each in value.items()}
+        elif key in _LISTS and isinstance(value, list):
+            found[key] = [change(each) for each in value]
+        elif key in _SINGLE:
+            found[key] = change(value)
     return found
 
 
 class Branches:
-    """Rewrites one schema.
-
-    Args:
-        root: the whole schema, for its references.
-    """
+    """Rewrites a schema, whose references are looked up in `root`."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -59,15 +63,7 @@ class Branches:
         """Return a schema that the same texts fit, with fewer `oneOf`."""
         if not isinstance(schema, dict) or self._has_own_place(schema):
             return schema
-        found = dict(schema)
-        for key in schema.keys() & {*_MAPS}:
-            if isinstance(schema[key], dict):
-                found[key] = {name: self.join(each) for name, each in schema[key].items()}
-        for key in schema.keys() & {*_LISTS}:
-            if isinstance(schema[key], list):
-                found[key] = [self.join(each) for each in schema[key]]
-        for key in schema.keys() & {*_SINGLE}:
-            found[key] = self.join(schema[key])
+        found = _change_parts(schema, self.join)
         branches = schema.get("oneOf")
         if isinstance(branches, list) and "anyOf" not in schema and self._exclude(branches):
             found.pop("discriminator", None)  # for which llguidance would look into each branch
@@ -153,11 +149,7 @@ def find_shortest(schema: Any) -> str | None:
 
 
 class _Shortest:
-    """Finds a short text for parts of a schema.
-
-    Args:
-        root: the whole schema, for its references.
-    """
+    """Finds a short text for parts of a schema, whose references are looked up in `root`."""
 
     def __init__(self, root: Any) -> None:
         self._root = root

@@ -1,8 +1,8 @@
 """Finds the forms of messages that a chat template reads, and converts messages to them.
 
-Templates differ, and none says what it reads: contents as strings or as lists of parts, arguments
-of calls as objects or as JSON. A conversation of the same structure, whose texts are easy to find,
-shows what arrives in the prompt.
+No template says whether it reads contents as strings or as lists of parts, and arguments of calls
+as objects or as JSON. A conversation of the same structure, whose texts are easy to find, shows
+what arrives in the prompt.
 """
 
 from __future__ import annotations
@@ -136,9 +136,6 @@ def find_forms(turns: Sequence[Turn], render: Render) -> Forms:
 
     Strings are preferred to lists of one part, and objects to JSON. Lists stay as they were sent
     where each of their texts arrives, and are joined elsewhere.
-
-    Args:
-        render: writes messages by the template, with a request's tools and variables.
     """
     probe = _Probe(turns, render)
     forms = _find_forms_of_calls(turns, probe)

@@ -16,35 +16,22 @@ def encode_texts(
     *,
     add_special_tokens: bool = True,
 ) -> list[Any]:
-    """Return what the tokenizer makes of each text, or of each pair, all in one call.
-
-    They have `ids`, `type_ids` and `sequence_ids`, as `tokenizers.Encoding`.
-
-    Args:
-        seconds: the second text of each; none: they are no pairs.
-    """
+    """Return the `tokenizers.Encoding` of each text, or of each pair if there are seconds."""
     assert tokenizer.backend is not None, "a tokenizer of sentencepiece has no batches"
     given: list[Any] = [*zip(texts, seconds, strict=True)] if seconds else [*texts]
     return list(tokenizer.backend.encode_batch(given, add_special_tokens=add_special_tokens))
 
 
 def as_prompt(encoding: Any, *, has_types: bool) -> EncodedPrompt:
-    """Return an encoding as a prompt.
-
-    Args:
-        has_types: the model reads token types.
-    """
+    """Return an encoding as a prompt; has_types: for a model that reads token types."""
     types = encoding.type_ids if has_types and any(encoding.type_ids) else []
     return EncodedPrompt(encoding.ids, "", [], is_whole_text=True, types=types)
 
 
 def cut_encoding(encoding: Any, room: int, side: str, *, has_types: bool) -> EncodedPrompt:
-    """Return an encoding without tokens of its texts, the longer one's first, so that it fits.
-
-    It is what transformers' truncation "longest_first" keeps.
+    """Return an encoding cut to so many tokens as transformers' truncation "longest_first" does.
 
     Args:
-        room: tokens that it may have.
         side: on which each text is cut.
     """
     whole, of = as_prompt(encoding, has_types=has_types), encoding.sequence_ids

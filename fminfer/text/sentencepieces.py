@@ -1,8 +1,7 @@
 """How a sentencepiece model wants text prepared, told to the tokenizer that was made of it.
 
-transformers builds its tokenizers from a `.model` file's pieces alone. What the file says about
-spaces and normalization is lost on the way: a leading space, say, or which doubled spaces stay. It
-knows no ids beyond comparing that both sides number the pieces alike.
+transformers makes a tokenizer of a `.model` file's pieces alone, and loses what the file says of
+spaces and normalization.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from tokenizers import Tokenizer as BackendTokenizer
 def follow_model_file(backend: BackendTokenizer, folder: Path) -> None:
     """Make `backend` prepare text as the folder's sentencepiece model says.
 
-    Does nothing where a tokenizer.json rules, where there is no such model, and where its pieces
-    have other ids than the tokenizer's (families that shift them bring rules of their own).
-    Each stretch of text between special tokens is prepared like a text of its own.
+    Nothing is done where a tokenizer.json rules, and where the model's pieces have other ids than
+    the tokenizer's: families that shift them bring rules of their own.
     """
     if (folder / "tokenizer.json").exists():
         return

@@ -1,7 +1,4 @@
-"""How the logprobs arrays spell a token: by its vocabulary piece, or by the text it stands for.
-
-It knows one token at a time; whole texts are the detokenizer's.
-"""
+"""How the logprobs arrays spell a token: by its vocabulary piece, or by the text it stands for."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from collections.abc import Iterable
 
 from fminfer.text.tokenizer import Tokenizer
 
-_PLAIN = range(0x20, 0x7F)
+_PLAIN = {*range(0x20, 0x7F)} - {ord("\\")}  # shown as they are
 
 
 class Spelling:
@@ -23,7 +20,6 @@ class Spelling:
     def __init__(self, tokenizer: Tokenizer, *, is_text: bool) -> None:
         self._tokenizer = tokenizer
         self._is_text = is_text
-        self._texts: dict[int, str] = {}
         self._bytes: dict[int, bytes] = {}
 
     def spell(self, token_id: int, *, is_first: bool = False) -> str:
@@ -35,12 +31,7 @@ class Spelling:
         """
         if not self._is_text:
             return self._tokenizer.piece(token_id)
-        if token_id not in self._texts:
-            self._texts[token_id] = _show(self._tokenizer.token_bytes(token_id))
-        text = self._texts[token_id]
-        if is_first and text.startswith(" ") and self._tokenizer.decode([token_id]) == text[1:]:
-            return text[1:]
-        return text
+        return _show(self.spell_bytes(token_id, is_first=is_first))
 
     def spell_bytes(self, token_id: int, *, is_first: bool = False) -> bytes:
         """Return what a token stands for, in UTF-8; it may be a piece of a character."""
@@ -67,8 +58,5 @@ def _show(token: bytes) -> str:
     try:
         return token.decode("utf-8")
     except UnicodeDecodeError:
-        plain = (b in _PLAIN and b != ord("\\") for b in token)
-        shown = (
-            chr(b) if is_plain else f"\\x{b:02x}" for b, is_plain in zip(token, plain, strict=True)
-        )
+        shown = (chr(b) if b in _PLAIN else f"\\x{b:02x}" for b in token)
         return "bytes:" + "".join(shown)

@@ -1,7 +1,6 @@
-"""How many tokens a text has at least, told from its length and the tokenizer's longest token.
+"""How many tokens a text has at least: one far too long is refused before it is tokenized.
 
-So a text that is far too long is refused before it is tokenized, which takes 300 bytes of memory
-for each of its bytes.
+Tokenizing takes 300 bytes of memory for each byte of the text.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ def find_longest(
     """Return the longest token; None: a token may stand for a text of any length.
 
     Args:
-        added: the tokens that were added to the vocabulary, as transformers describes them.
-        has_all_bytes: there is a token for every byte, and so none for what is unknown.
+        added: tokens that were added to the vocabulary, as transformers describes them.
+        has_all_bytes: every byte has a token, so none stands for what is unknown.
     """
     if not has_all_bytes:
         return None

@@ -1,7 +1,4 @@
-"""Text to ids and back: spelling and offsets.
-
-It wraps transformers' tokenizers (fast ones and sentencepiece ones) and knows nothing of requests.
-"""
+"""Text to ids and back, by transformers' tokenizers: spelling and offsets."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ from fminfer.core.impostors import broken, refuse_impostor
 from fminfer.text.detokenizer import BROKEN, Detokenizer
 from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.sentencepieces import follow_model_file
-from fminfer.text.template_file import LEGACY_TEMPLATE, read_template
 from fminfer.text.token_lengths import LongestToken, find_longest, least_tokens
 
 # Files of vocabularies, beside those whose names end in .model or .tiktoken.
+LEGACY_TEMPLATE = "chat_template.json"  # where models that read images, too, kept theirs
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")
 
 
@@ -31,16 +28,15 @@ class Tokenizer:
     """What the engine needs of a tokenizer.
 
     Args:
-        hf: a tokenizer of transformers, or None for plain bytes (ids 0 … 255), which serves
-            random weights without a tokenizer.
+        hf: of transformers; None: plain bytes (ids 0 … 255), for random weights without one.
     """
 
     has_words = True  # otherwise ids have no text
 
     def __init__(self, hf: Any | None) -> None:
         backend = _byte_tokenizer() if hf is None else getattr(hf, "backend_tokenizer", None)
-        self._hf = hf
-        self._backend: BackendTokenizer | None = backend
+        self.hf = hf
+        self.backend: BackendTokenizer | None = backend  # None: it is sentencepiece's own
         self._bytes = {} if backend is None else _byte_fallback(backend)
         self.bos_id: int | None = None if hf is None else hf.bos_token_id
         self.eos_id: int | None = None if hf is None else hf.eos_token_id
@@ -51,22 +47,12 @@ class Tokenizer:
         self._is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
     @property
-    def hf(self) -> Any | None:
-        """The tokenizer of transformers; None for plain bytes."""
-        return self._hf
-
-    @property
-    def backend(self) -> BackendTokenizer | None:
-        """The tokenizer of the tokenizers package; None: it is sentencepiece's own."""
-        return self._backend
-
-    @property
     def num_trained(self) -> int:
         """The size of its vocabulary without added tokens, for which a model may have no rows."""
-        if self._backend is not None:
-            return self._backend.get_vocab_size(with_added_tokens=False)
-        assert self._hf is not None
-        return int(self._hf.vocab_size)
+        if self.backend is not None:
+            return self.backend.get_vocab_size(with_added_tokens=False)
+        assert self.hf is not None
+        return int(self.hf.vocab_size)
 
     @cached_property
     def doubled_bos(self) -> str | None:
@@ -92,10 +78,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, config: Any | None = None) -> Tokenizer:
-        """Load the tokenizer of a folder.
-
-        Args:
-            config: of the model; it tells the kind of a tokenizer whose folder has no config.
+        """Load the tokenizer of a folder. The model's config tells its kind if the folder has none.
 
         Raises:
             CheckpointError: the folder has no tokenizer that transformers can read.
@@ -122,33 +105,35 @@ class Tokenizer:
         if (backend := getattr(hf, "backend_tokenizer", None)) is not None:
             follow_model_file(backend, folder)
         if not hf.chat_template and (file := folder / LEGACY_TEMPLATE).exists():
-            hf.chat_template = _read_legacy_template(file)
+            try:
+                hf.chat_template = read_template(file)
+            except (OSError, ValueError) as error:
+                raise broken(file, str(error)) from error
         return cls(hf)
 
     def encode(
         self, text: str, *, with_offsets: bool = False, add_special_tokens: bool = True
     ) -> EncodedPrompt:
-        """Turn a prompt string into ids by the tokenizer's own special-token policy.
+        """Turn a text into ids; without `add_special_tokens`, with those only that it spells.
 
-        Without `add_special_tokens` only those that the text itself spells are there.
-
-        An empty result (an empty prompt of a tokenizer that adds nothing) becomes BOS, or EOS
-        where there is no BOS; it stays empty if the tokenizer has neither.
+        Of no ids it makes BOS, or EOS where there is no BOS; none if the tokenizer has neither.
         """
         ids = self._ids(text, add_special_tokens)
         if not ids:
             start = self.bos_id if self.bos_id is not None else self.eos_id
-            return EncodedPrompt(
-                [] if start is None else [start], text, [] if start is None else [0]
+            return (
+                EncodedPrompt([start], text, [0])
+                if start is not None
+                else EncodedPrompt([], text, [])
             )
         offsets = self._text_offsets(text, ids, add_special_tokens) if with_offsets else []
         return EncodedPrompt(ids, text, offsets)
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        if self._hf is not None:
-            return list(self._hf(text, add_special_tokens=add_special_tokens)["input_ids"])
-        assert self._backend is not None
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if self.hf is not None:
+            return list(self.hf(text, add_special_tokens=add_special_tokens)["input_ids"])
+        assert self.backend is not None
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     @lru_cache(16)  # noqa: B019 as above; a request asks thrice, and for more than `spell` keeps
     def spell_all(self, words: tuple[str, ...]) -> tuple[frozenset[tuple[int, ...]], ...]:
@@ -167,13 +152,13 @@ class Tokenizer:
 
     @cached_property
     def _longest(self) -> LongestToken | None:
-        if self._hf is None:
+        if self.hf is None:
             return LongestToken(1, is_exact=True)
-        if self._backend is None:
+        if self.backend is None:
             return None
         has_all_bytes = self._is_byte_level or len(self._bytes) == 256
-        added = self._hf.added_tokens_decoder.values()
-        return find_longest(self._backend, added, has_all_bytes=has_all_bytes)
+        added = self.hf.added_tokens_decoder.values()
+        return find_longest(self.backend, added, has_all_bytes=has_all_bytes)
 
     def describe_ids(
         self, ids: list[int], *, with_offsets: bool = False, skip_special_tokens: bool = True
@@ -187,12 +172,12 @@ class Tokenizer:
 
     def piece(self, token_id: int) -> str:
         """Return the vocabulary's spelling of an id, such as `Ġnorth` or `▁north`."""
-        if self._backend is not None:
-            piece = self._backend.id_to_token(token_id)
+        if self.backend is not None:
+            piece = self.backend.id_to_token(token_id)
         else:
-            assert self._hf is not None
-            in_vocab = token_id < len(self._hf)
-            piece = self._hf.convert_ids_to_tokens(token_id) if in_vocab else None
+            assert self.hf is not None
+            in_vocab = token_id < len(self.hf)
+            piece = self.hf.convert_ids_to_tokens(token_id) if in_vocab else None
         # Checkpoints pad their vocabulary: such ids can be sampled but have no spelling.
         return piece if piece is not None else f"<|id:{token_id}|>"
 
@@ -209,29 +194,29 @@ class Tokenizer:
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of a whole id sequence."""
-        if self._backend is not None and self._bytes.keys().isdisjoint(ids):
-            return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
+        if self.backend is not None and self._bytes.keys().isdisjoint(ids):
+            return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
         has_text = partial(self.has_text, skip_special_tokens=skip_special_tokens)
         shown = list(filter(has_text, ids))
-        if self._backend is not None:
-            return self._decode_with_bytes(self._backend, shown)
-        assert self._hf is not None
-        return str(self._hf.decode(shown, clean_up_tokenization_spaces=False))
+        if self.backend is not None:
+            return self._decode_with_bytes(self.backend, shown)
+        assert self.hf is not None
+        return str(self.hf.decode(shown, clean_up_tokenization_spaces=False))
 
     def has_text(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
         """Tell whether `decode` looks at an id: not if it has no spelling, or is special."""
         if skip_special_tokens and token_id in self.special_ids:
             return False
-        if self._backend is None:
-            assert self._hf is not None
-            return token_id < len(self._hf)
-        return self._backend.id_to_token(token_id) is not None
+        if self.backend is None:
+            assert self.hf is not None
+            return token_id < len(self.hf)
+        return self.backend.id_to_token(token_id) is not None
 
     def _decode_with_bytes(self, backend: BackendTokenizer, shown: list[int]) -> str:
         """Decode ids with byte-fallback tokens among them, as sentencepiece itself does.
 
-        One broken byte makes the backend's ByteFallback show its whole run of bytes as broken, so
-        that text already given out would change. Here only bytes of no character are replaced.
+        The backend's ByteFallback shows a whole run of bytes as broken for one that is, so text
+        already given out would change. Here only bytes of no character are replaced.
         """
         pieces: list[str] = []
         for is_bytes, run in groupby(shown, self._bytes.__contains__):
@@ -246,9 +231,9 @@ class Tokenizer:
 
     def _text_offsets(self, text: str, ids: list[int], add_special_tokens: bool) -> list[int]:
         """Offsets of a string prompt's ids: from the tokenizer, gaps given to the next token."""
-        if self._backend is None:
+        if self.backend is None:
             return self._detokenized_offsets(ids)[0]
-        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
         spans = list(zip(encoding.offsets, encoding.special_tokens_mask, strict=True))
         # Some tokenizers trim white space off their offsets, and tokens of nothing else vanish;
         # and transformers may add tokens that the backend does not know of.
@@ -275,20 +260,27 @@ class Tokenizer:
         return offsets, "".join(parts)
 
 
-def _read_legacy_template(file: Path) -> str:
-    try:
-        return read_template(file)
-    except (OSError, ValueError) as error:
-        raise broken(file, str(error)) from error
+def read_template(file: Path) -> str:
+    """Return the chat template that a file holds: Jinja, or a processor's chat_template.json.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds no template.
+    """
+    text = file.read_text("utf-8-sig")  # a byte order mark is no part of a prompt
+    if file.suffix != ".json":
+        return text
+    fields = json.loads(text)
+    template = fields.get("chat_template") if isinstance(fields, dict) else None
+    if not isinstance(template, str):
+        raise ValueError("it is no JSON object with a text as its chat_template")
+    return template
 
 
 def _refuse_cut_files(folder: Path) -> None:
-    """Name a file that ends too early, as one does whose download was broken off.
+    """Raise a CheckpointError that names a file of broken JSON, as one whose download broke off.
 
     It is asked once loading has failed: to parse 30 MB twice would slow every start.
-
-    Raises:
-        CheckpointError: there is one; it says to fetch it again.
     """
     for file in sorted(folder.glob("*.json")):
         if is_vocabulary(file.name) or file.name == "tokenizer_config.json":

@@ -1,6 +1,6 @@
 """Tool calls in the text of a chat model: Hermes' tags and Llama 3's JSON, whole or as it streams.
 
-    reader = make_reader("hermes")
+    reader = ToolCallReader("hermes")
     content, calls = reader.feed(piece)  # for each piece, as it comes
     content, calls = reader.finish()
 
@@ -12,16 +12,30 @@ from __future__ import annotations
 
 import json
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Generator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from fminfer.core.config import KnownParser
 
+HERMES_OPENING, HERMES_CLOSING = "<tool_call>", "</tool_call>"
+# Qwen3-Coder and GLM 4.5 put XML between the same tags.
+OTHER_FORMS = ("<function=", "<arg_key>")
+PYTHON_TAG = "<|python_tag|>"
+LLAMA3_INSTRUCTION = (
+    '{"name": function name, "parameters": dictionary of argument name and its value}'
+)
+
+WHITE_SPACE = " \t\r\n"  # JSON's
+WHITE = re.compile(f"[{WHITE_SPACE}]*")
+SEPARATORS = re.compile(f"[{WHITE_SPACE};]*")
 # What JSON has outside of strings, but for braces.
 OUTSIDE_STRINGS = re.compile(r"[\w\s:,.+\-\[\]]*")
 # A string holds no bare control characters. A model that forgets its end meets a line break.
 INSIDE_STRING = re.compile(r'[^"\\\x00-\x1f]*')
+
+Result = TypeVar("Result")
+Reading = Generator[None, None, Result]  # pauses where a piece ends
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,72 +80,6 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-class ObjectScanner:
-    """Finds the end of a JSON object by its braces; strings are passed over.
-
-    `is_broken` is set at the first character that no JSON has there.
-    """
-
-    def __init__(self) -> None:
-        self.is_whole = False
-        self.is_broken = False
-        self._depth = 0
-        self._is_in_string = False
-        self._is_escaped = False
-
-    def scan(self, text: str, at: int) -> int:
-        """Read on, to the object's end or the text's, or to what breaks it; return that place."""
-        while at < len(text) and not self.is_whole:
-            if self._is_escaped:
-                self._is_escaped = False
-                at += 1
-                continue
-            plain = INSIDE_STRING if self._is_in_string else OUTSIDE_STRINGS
-            at = end_of(plain, text, at)
-            if at < len(text):
-                self._read(text[at])
-                if self.is_broken:
-                    break
-                at += 1
-        return at
-
-    def _read(self, character: str) -> None:
-        if character == '"':
-            self._is_in_string = not self._is_in_string
-        elif self._is_in_string:
-            self._is_escaped = character == "\\"
-            self.is_broken = not self._is_escaped
-        elif character in "{}":
-            self._depth += 1 if character == "{" else -1
-            self.is_whole = self._depth == 0
-        else:
-            self.is_broken = True
-
-
-def end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Return where a match ends that begins at a place; the pattern may match nothing."""
-    found = pattern.match(text, at)
-    assert found, "the pattern matches the empty text, too"
-    return found.end()
-
-
-__all__ = ["HERMES_OPENING", "ToolCall", "ToolCallReader", "find_parser", "make_reader"]
-
-HERMES_OPENING, HERMES_CLOSING = "<tool_call>", "</tool_call>"
-# Qwen3-Coder and GLM 4.5 put XML between the same tags.
-OTHER_FORMS = ("<function=", "<arg_key>")
-PYTHON_TAG = "<|python_tag|>"
-LLAMA3_INSTRUCTION = (
-    '{"name": function name, "parameters": dictionary of argument name and its value}'
-)
-
-WHITE_SPACE = " \t\r\n"  # JSON's
-WHITE = re.compile(f"[{WHITE_SPACE}]*")
-SEPARATORS = re.compile(f"[{WHITE_SPACE};]*")
-
-State = Callable[[str, int], int]  # reads text from a place on, and returns where it stopped
-
-
 def find_parser(template: str) -> KnownParser | None:
     """Tell by a chat template how its model writes tool calls; None is neither form."""
     if HERMES_OPENING in template and not any(form in template for form in OTHER_FORMS):
@@ -141,34 +89,27 @@ def find_parser(template: str) -> KnownParser | None:
     return None
 
 
-def make_reader(parser: KnownParser, *, keeps_one: bool = False) -> ToolCallReader:
-    """Make a reader for one choice's text, which ends behind its first call if that is wished."""
-    reader = _HermesReader() if parser == "hermes" else _Llama3Reader()
-    reader.keeps_one = keeps_one
-    return reader
+class ToolCallReader:
+    """Takes one choice's text apart into content and tool calls; `keeps_one`: up to the first.
 
-
-class ToolCallReader(ABC):
-    """Takes a text apart into content and tool calls.
-
-    White space directly around calls is dropped. What was begun and is no valid call is content,
-    verbatim.
+    White space directly around calls is dropped. What is no valid call is content, verbatim.
     """
 
-    keeps_one = False
-
-    def __init__(self) -> None:
+    def __init__(self, parser: KnownParser, *, keeps_one: bool = False) -> None:
+        self._keeps_one = keeps_one
+        self._is_over = False
         self._content: list[str] = []
         self._calls: list[ToolCall] = []
         self._held: list[str] = []  # what may belong to a call
         self._call: ToolCall | None = None  # a valid one that waits for its closing tag
-        self._read: State = self._read_content
+        self._text, self._at = "", 0  # the piece that is read, and how far
+        self._reading = self._read_hermes() if parser == "hermes" else self._read_llama3()
 
     def feed(self, text: str) -> tuple[str, list[ToolCall]]:
         """Read the next piece; return the content and the calls that are certain by now."""
-        at = 0
-        while at < len(text):
-            at = self._read(text, at)
+        if not self._is_over:
+            self._text, self._at = text, 0
+            next(self._reading)
         return self._take()
 
     def finish(self) -> tuple[str, list[ToolCall]]:
@@ -178,17 +119,111 @@ class ToolCallReader(ABC):
         self._release()
         return self._take()
 
-    @abstractmethod
-    def _read_content(self, text: str, at: int) -> int:
-        """Read what no call has been seen in so far."""
+    def _read_hermes(self) -> Reading[None]:
+        """Read `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, anywhere in the text.
 
-    @abstractmethod
-    def _end_object(self) -> None:
-        """Go on after the JSON of a valid call."""
+        The last call's closing tag may be missing: models end so with EOS.
+        """
+        while True:
+            yield from self._read_content()
+            if (yield from self._hold_tag(HERMES_OPENING)):
+                yield from self._pass(WHITE, self._held)
+                if (yield from self._hold_call()):
+                    yield from self._pass(WHITE, self._held)
+                    if (yield from self._hold_tag(HERMES_CLOSING)):
+                        self._end_call()
+                        yield from self._pass(WHITE, [])
+                        continue
+            self._fail()
 
-    @abstractmethod
-    def _read_after_call(self, text: str, at: int) -> int:
-        """Drop what separates a call from what follows."""
+    def _read_llama3(self) -> Reading[None]:
+        """Read `{"name": …, "parameters": {…}}`, maybe after `<|python_tag|>`, one or several.
+
+        Semicolons between calls are dropped like white space. From the first text that is no call
+        on, all is content.
+        """
+        while True:
+            yield from self._pass(WHITE, self._held)
+            if self._text[self._at] == PYTHON_TAG[0]:
+                if not (yield from self._hold_tag(PYTHON_TAG)):
+                    break
+            elif (yield from self._hold_call()):
+                self._end_call()
+                yield from self._pass(SEPARATORS, [])
+            else:
+                break
+        self._fail()
+        while True:
+            self._release()
+            self._content.append(self._text[self._at :])
+            yield
+
+    def _read_content(self) -> Reading[None]:
+        """Read up to a `<`; the white space before it may be dropped."""
+        while True:
+            tag = self._text.find("<", self._at)
+            text = self._text[self._at : None if tag < 0 else tag]
+            self._at += len(text)
+            content = text.rstrip(WHITE_SPACE)
+            if content:
+                self._release()
+                self._content.append(content)
+            self._held.append(text[len(content) :])
+            if tag >= 0:
+                return
+            yield
+
+    def _hold_tag(self, tag: str) -> Reading[bool]:
+        """Hold a tag; False: something else is there."""
+        for character in tag:
+            if (yield from self._peek()) != character:
+                return False
+            self._hold_one()
+        return True
+
+    def _hold_call(self) -> Reading[bool]:
+        """Hold a JSON object, up to the brace that ends it; False: it is no call, or no JSON."""
+        first = len(self._held)  # of the object's pieces
+        depth, is_in_string = 0, False
+        if (yield from self._peek()) != "{":
+            return False
+        while True:
+            yield from self._pass(INSIDE_STRING if is_in_string else OUTSIDE_STRINGS, self._held)
+            character = self._text[self._at]
+            if character == '"':
+                is_in_string = not is_in_string
+            elif character == "\\" and is_in_string:
+                self._hold_one()
+                yield from self._peek()  # the escaped character, whatever it is
+            elif character in "{}" and not is_in_string:
+                depth += 1 if character == "{" else -1
+            else:
+                return False
+            self._hold_one()
+            if depth == 0:
+                self._call = read_call("".join(self._held[first:]))
+                return self._call is not None
+
+    def _peek(self) -> Reading[str]:
+        """Return the next character, once it is there."""
+        while self._at == len(self._text):
+            yield
+        return self._text[self._at]
+
+    def _hold_one(self) -> None:
+        self._held.append(self._text[self._at])
+        self._at += 1
+
+    def _pass(self, pattern: re.Pattern[str], held: list[str]) -> Reading[None]:
+        """Read what a pattern matches, up to a character that it does not match."""
+        while True:
+            found = pattern.match(self._text, self._at)
+            assert found, "the pattern matches the empty text, too"
+            held.append(found[0])
+            self._at = found.end()
+            if self._at < len(self._text):
+                return
+            yield
 
     def _take(self) -> tuple[str, list[ToolCall]]:
         content, calls = "".join(self._content), self._calls
@@ -206,135 +241,11 @@ class ToolCallReader(ABC):
         content = text.rstrip(WHITE_SPACE)
         self._content.append(content)
         self._held = [text[len(content) :]]
-        self._read = self._read_content
 
     def _end_call(self) -> None:
         assert self._call, "only a valid call ends"
         self._calls.append(self._call)
         self._call = None
         self._held = []
-        self._read = (lambda text, _: len(text)) if self.keeps_one else self._read_after_call
-
-    def _hold_white(self, text: str, at: int) -> int:
-        end = end_of(WHITE, text, at)
-        self._held.append(text[at:end])
-        return end
-
-    def _expect_tag(self, tag: str, then: Callable[[], None]) -> None:
-        num_matched = 0
-
-        def read(text: str, at: int) -> int:
-            nonlocal num_matched
-            while at < len(text) and num_matched < len(tag):
-                if text[at] != tag[num_matched]:
-                    self._fail()
-                    return at
-                self._held.append(text[at])
-                num_matched += 1
-                at += 1
-            if num_matched == len(tag):
-                then()
-            return at
-
-        self._read = read
-
-    def _expect_object(self) -> None:
-        scanner = ObjectScanner()
-        first = len(self._held)  # of the object's pieces
-
-        def read(text: str, at: int) -> int:
-            end = scanner.scan(text, at)
-            self._held.append(text[at:end])
-            if scanner.is_whole:
-                self._call = read_call("".join(self._held[first:]))
-            if self._call:
-                self._end_object()
-            elif scanner.is_whole or scanner.is_broken:
-                self._fail()
-            return end
-
-        self._read = read
-
-
-class _HermesReader(ToolCallReader):
-    """Reads `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, anywhere in the text.
-
-    The last call's closing tag may be missing: models end so with EOS.
-    """
-
-    def _read_content(self, text: str, at: int) -> int:
-        tag = text.find("<", at)
-        end = len(text) if tag < 0 else tag
-        content = text[at:end].rstrip(WHITE_SPACE)
-        if content:
-            self._release()
-            self._content.append(content)
-        self._held.append(text[at + len(content) : end])
-        if tag >= 0:
-            self._expect_tag(HERMES_OPENING, self._open)
-        return end
-
-    def _open(self) -> None:
-        self._read = self._read_opened
-
-    def _read_opened(self, text: str, at: int) -> int:
-        at = self._hold_white(text, at)
-        if text.startswith("{", at):
-            self._expect_object()
-        elif at < len(text):
-            self._fail()
-        return at
-
-    def _end_object(self) -> None:
-        self._read = self._read_ended
-
-    def _read_ended(self, text: str, at: int) -> int:
-        at = self._hold_white(text, at)
-        if at < len(text):
-            self._expect_tag(HERMES_CLOSING, self._end_call)
-        return at
-
-    def _read_after_call(self, text: str, at: int) -> int:
-        at = end_of(WHITE, text, at)
-        if at < len(text):
-            self._read = self._read_content
-        return at
-
-
-class _Llama3Reader(ToolCallReader):
-    """Reads `{"name": …, "parameters": {…}}`, maybe after `<|python_tag|>`, one or several.
-
-    Semicolons between calls are dropped like white space. From the first text that is no call on,
-    all is content.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._read = self._read_start
-
-    def _read_start(self, text: str, at: int) -> int:
-        at = self._hold_white(text, at)
-        if text.startswith("{", at):
-            self._expect_object()
-        elif text.startswith(PYTHON_TAG[0], at):
-            self._expect_tag(PYTHON_TAG, self._start)
-        elif at < len(text):
-            self._fail()
-        return at
-
-    def _start(self) -> None:
-        self._read = self._read_start
-
-    def _read_content(self, text: str, at: int) -> int:
-        self._release()
-        self._content.append(text[at:])
-        return len(text)
-
-    def _end_object(self) -> None:
-        self._end_call()
-
-    def _read_after_call(self, text: str, at: int) -> int:
-        at = end_of(SEPARATORS, text, at)
-        if at < len(text):
-            self._start()
-        return at
+        if self._keeps_one:
+            self._is_over, self._at = True, len(self._text)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fminfer.core.config import KnownParser
-from fminfer.text.tool_calls import ToolCall, find_parser, make_reader
+from fminfer.text.tool_calls import ToolCall, ToolCallReader, find_parser
 
 Answer = tuple[str, list[ToolCall]]
 ANY_TIME = settings(deadline=None)  # how long a machine takes says nothing of what is read
@@ -19,7 +19,7 @@ PARSERS: list[KnownParser] = ["hermes", "llama3_json"]
 
 
 def read_pieces(parser: KnownParser, pieces: list[str]) -> Answer:
-    reader = make_reader(parser)
+    reader = ToolCallReader(parser)
     parts = [reader.feed(piece) for piece in pieces] + [reader.finish()]
     return "".join(content for content, _ in parts), [call for _, calls in parts for call in calls]
 
@@ -157,7 +157,7 @@ def test_what_is_no_call(call: str) -> None:
 
 
 def test_what_is_certain_comes_at_once() -> None:
-    reader = make_reader("hermes")
+    reader = ToolCallReader("hermes")
     assert reader.feed("Hello <b> \n<tool") == ("Hello <b>", [])
     assert reader.feed("s> <tool_call>") == (" \n<tools>", [])
     assert reader.feed(f"{A}</tool_call") == ("", [])
@@ -165,11 +165,11 @@ def test_what_is_certain_comes_at_once() -> None:
     assert reader.feed(" \n") == ("", [])
     assert reader.feed("Bye\n") == ("Bye", [])
     assert reader.finish() == ("\n", [])
-    reader = make_reader("llama3_json")
+    reader = ToolCallReader("llama3_json")
     assert reader.feed(" H") == (" H", [])
     assert reader.feed("i\n") == ("i\n", [])
     assert reader.finish() == ("", [])
-    reader = make_reader("llama3_json")
+    reader = ToolCallReader("llama3_json")
     assert reader.feed(C) == ("", [CALL_A])
     assert reader.feed(f";{C[:5]}") == ("", [])
     assert reader.feed(C[5:] + " .") == (".", [CALL_A])

@@ -27,8 +27,7 @@ from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.start import Starter
 from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.models.known_sizes import DEMO_NAMES
-from fminfer.text.template_file import read_template
-from fminfer.text.tokenizer import NoTokenizer, Tokenizer
+from fminfer.text.tokenizer import NoTokenizer, Tokenizer, read_template
 
 # Of the fields that decide draws, those for which a model may have defaults.
 OF_MODELS = (*COLUMNS, "repetition_penalty")

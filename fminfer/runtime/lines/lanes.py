@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from contextlib import suppress
 from itertools import count
 
 from fminfer.core.errors import FminferError, row_error
@@ -82,9 +83,8 @@ class Lane:
 
     def close(self) -> None:
         """Leave the engine. The run has cancelled what is still asked."""
-        with self._lanes.lock:
-            if self in self._lanes.all:
-                self._lanes.all.remove(self)
+        with self._lanes.lock, suppress(ValueError):  # it was closed before
+            self._lanes.all.remove(self)
 
     @property
     def has_work(self) -> bool:

@@ -6,18 +6,12 @@ import time
 from base64 import b64decode
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
 from fminfer.answers.answer_index import answer_key
 from fminfer.answers.line_counter import LineCounter
-from fminfer.contract.envelope import (
-    Envelope,
-    Line,
-    as_text,
-    open_envelope,
-)
+from fminfer.contract.envelope import Envelope, Line, as_text, open_envelope
 from fminfer.contract.record import Record, make_id
 from fminfer.contract.request import SamplingParams
 from fminfer.contract.row_warnings import RowWarning
@@ -67,7 +61,6 @@ class LineIntake:
     """Opens the lines of a run in their order.
 
     Args:
-        intake: prepares their requests.
         check: as `LineCounter` has it.
         name_line: says with what a line's warning is told; None: its number.
     """
@@ -105,8 +98,7 @@ class LineIntake:
         try:
             envelope = open_envelope(line)
             request, repeat = self._counter.parse(line, envelope)
-            asked = Asked(request, repeat, is_openai=envelope.shape == "batch")
-            return line, envelope, asked
+            return line, envelope, Asked(request, repeat, is_openai=envelope.shape == "batch")
         except Exception as error:
             return Record(line, envelope, error=row_error(error, f"line {line.number}"))
 
@@ -148,7 +140,11 @@ class RecordForm:
         if self.keeps_vectors_apart:
             answer, vector = _take_vector(answer)
         if envelope.shape == "batch":
-            result = self._head(asked) | answer.result
+            model = envelope.fields.get("model")
+            name = model if isinstance(model, str) and model else self.model_name
+            request_id = make_id(line, envelope)
+            head = head_of_answer(asked.prepared.kind, request_id, self.created, name)
+            result = head | answer.result
         else:
             times = dict(answer.times)
             times["queue_time"] += max(0.0, asked.added_s - asked.read_s)
@@ -162,14 +158,4 @@ class RecordForm:
             num_completion_tokens=usage.get("completion_tokens", 0),
             repeat=asked.prepared.repeat,
             vector=vector,
-        )
-
-    def _head(self, asked: LineRequest) -> dict[str, Any]:
-        """Return what an OpenAI object has before its answers."""
-        model = asked.envelope.fields.get("model")
-        return head_of_answer(
-            asked.prepared.kind,
-            make_id(asked.line, asked.envelope),
-            self.created,
-            model if isinstance(model, str) and model else self.model_name,
         )

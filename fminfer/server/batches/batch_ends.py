@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import zlib
 from contextlib import closing
 from dataclasses import replace
@@ -18,6 +17,7 @@ from fminfer.files.journal_rows import INPUT, Fingerprint, Row, read_fingerprint
 from fminfer.files.line_reader import read_lines
 from fminfer.files.ordered_output import put_in_order
 from fminfer.files.status_file import status_path
+from fminfer.server.batches.state_folder import DiskFault, find_fault
 from fminfer.server.batches.stored_batches import Progress, StoredBatch, Trouble
 
 EXPIRED = {
@@ -28,20 +28,19 @@ EXPIRED = {
 NOBODY: Fingerprint = {"the run": "ended before its first row"}
 LATER = "Finished lines are kept, and the server tries again by itself"
 MODEL_CHANGED = "model_changed"
+OF_DISK: dict[DiskFault, str] = {
+    "disk_full": "the server's disk is full; make room there",
+    "state_not_writable": "the server may not write its state folder; mend the folder's rights",
+    "disk_failed": "the server's disk failed; check it",
+}
 
 
 def end_early(output: Path, source: Path | None, total: int) -> Progress:
-    """Write what is finished of a batch under its final names. It can be repeated.
-
-    Its journal stays, until `drop_journal`.
+    """Write what is finished of a batch under its final names; its journal stays. Repeatable.
 
     Args:
         source: the input, of which every line without a record gets an error; None: none does.
         total: lines of it, as far as they are known.
-
-    Raises:
-        UsageError: the input cannot be read.
-        OutputError: the disk is full or gone.
     """
     with closing(_open(output)) as journal:
         if source is not None:
@@ -129,7 +128,8 @@ def trouble_of(error: Exception) -> Trouble:
     if isinstance(error, ChangedError):
         return Trouble(MODEL_CHANGED, str(error))
     if isinstance(cause, OSError):
-        return _of_disk(cause)
+        fault = find_fault(cause)
+        return Trouble(fault, f"{OF_DISK[fault]}. {LATER}")
     if isinstance(error, InUseError):
         return Trouble("in_use", f"another process still writes its output. {LATER}")
     if isinstance(error, MachineError):
@@ -144,14 +144,3 @@ def trouble_of(error: Exception) -> Trouble:
         return Trouble("server_failed", f"{error}. {LATER}")
     name = type(error).__name__
     return Trouble("internal_error", f"fminfer failed ({name}); please report it. {LATER}")
-
-
-def _of_disk(error: OSError) -> Trouble:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Trouble("disk_full", f"the server's disk is full; make room there. {LATER}")
-    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return Trouble(
-            "state_not_writable",
-            f"the server may not write its state folder; mend the folder's rights. {LATER}",
-        )
-    return Trouble("disk_failed", f"the server's disk failed; check it. {LATER}")

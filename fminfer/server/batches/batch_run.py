@@ -49,19 +49,14 @@ RowKind = Literal["answer", "error"]
 
 @dataclass(slots=True, frozen=True)
 class BatchContext:
-    """What the runs of all batches share.
-
-    Args:
-        check_model: raises a FminferError for a model's name that is not served.
-        tell: what the server's log is told, at which level.
-    """
+    """What the runs of all batches share."""
 
     engine: Engine
     state: ServerState
     terms: RunTerms
     model_name: str
-    check_model: Callable[[object], None]
-    tell: Callable[[Literal["info", "error"], str], None]
+    check_model: Callable[[object], None]  # raises a FminferError for a name that is not served
+    tell: Callable[[Literal["info", "error"], str], None]  # the server's log
     done: Counter[RowKind] = field(default_factory=Counter)  # lines, since the server began
 
 

@@ -122,15 +122,11 @@ class BatchWork:
         finally:  # also where it could not even say what is wrong
             with self._news:
                 del self._runs[run.batch.id]
-                if is_left:
-                    self._pause(run)
+                if is_left:  # what changed with the model stays until a server starts
+                    is_lasting = run.trouble is not None and run.trouble.code == MODEL_CHANGED
+                    until_s = NEVER if is_lasting else time.monotonic() + RETRY_S
+                    self._paused_until_s[run.batch.id] = until_s
                 self._news.notify_all()
-
-    def _pause(self, run: BatchRun) -> None:
-        # What changed with the model stays until a server starts.
-        is_lasting = run.trouble is not None and run.trouble.code == MODEL_CHANGED
-        until_s = NEVER if is_lasting else time.monotonic() + RETRY_S
-        self._paused_until_s[run.batch.id] = until_s
 
 
 def _is_to_end(batch: StoredBatch) -> bool:

@@ -18,6 +18,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from fminfer.core.errors import InUseError, OutputError, UsageError
 from fminfer.files.disk import lock, replacing
@@ -26,6 +27,12 @@ ID = re.compile(r"(?:file-|batch_)[0-9a-f]{32}")
 LOCK, SALT, NEW_SALT = "lock", "salt", "salt.new"
 SALT_BYTES = 32
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
+DiskFault = Literal["disk_full", "state_not_writable", "disk_failed"]
+HINTS: dict[DiskFault, str] = {
+    "disk_full": "make room on the disk of --state",
+    "state_not_writable": "see that the folder of --state can be written to",
+    "disk_failed": "see that the disk of --state is there and sound",
+}
 
 
 class StateFolder:
@@ -141,13 +148,16 @@ def writing_state(path: Path) -> Iterator[None]:
         raise explain_state(path, error) from error
 
 
+def find_fault(error: OSError) -> DiskFault:
+    """Tell what is wrong with the disk of the state folder."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "disk_full"
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return "state_not_writable"
+    return "disk_failed"
+
+
 def explain_state(path: Path, error: OSError) -> OutputError:
     """Say what an error on a file of the state folder means."""
     reason = os.strerror(error.errno) if error.errno else str(error)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        hint = "make room on the disk of --state"
-    elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        hint = "see that the folder of --state can be written to"
-    else:
-        hint = "see that the disk of --state is there and sound"
-    return OutputError(f"{path} cannot be written: {reason}; {hint}")
+    return OutputError(f"{path} cannot be written: {reason}; {HINTS[find_fault(error)]}")

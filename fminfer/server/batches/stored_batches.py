@@ -115,11 +115,7 @@ class StoredBatch:
         return replace(self, status=status, times=times, **changes)
 
     def to_object(self, progress: Progress | None = None) -> dict[str, Any]:
-        """Return OpenAI's batch object.
-
-        Args:
-            progress: newer than its own, of a batch that is being answered.
-        """
+        """Return OpenAI's batch object; progress: newer than its own, while it is answered."""
         done = progress or self.progress
         times = {"expires_at": self.expires_at} | self.times
         errors = [{"line": None, "param": None} | asdict(each) for each in self.troubles]
@@ -266,16 +262,13 @@ def _read(path: Path) -> StoredBatch:
 class ServerState:
     """What a server keeps: the files and batches of a state folder.
 
-    Args:
-        fingerprint: what must be the same for its rows to be kept.
-
     Raises:
         UsageError: what is in the folder cannot be read.
     """
 
     def __init__(self, path: Path, fingerprint: Fingerprint) -> None:
         self.folder = StateFolder(path)
-        self.fingerprint = fingerprint
+        self.fingerprint = fingerprint  # must be the same for its rows to be kept
         try:
             self.files = FileStore(self.folder)
             self.batches = BatchStore(self.folder)

@@ -98,11 +98,7 @@ class FileStore:
         return self._files.get(file_id)
 
     def of(self, owner: str, cursor: str | None = None) -> list[ServerFile]:
-        """Return an owner's files, the newest first.
-
-        Args:
-            cursor: the id of a file that stands in its place even if it was deleted.
-        """
+        """Return an owner's files, the newest first; that of the cursor even if it was deleted."""
         # The event loop calls it, which must not wait for a lock under which others write.
         known = [*self._files.values(), *filter(None, [self._gone.get(cursor or "")])]
         found = [
