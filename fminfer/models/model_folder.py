@@ -12,10 +12,11 @@ from typing import Any
 
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import GGUF, gguf_error
+from fminfer.models.known_sizes import folder_of
 from fminfer.models.sentence_folder import DENSE_WEIGHTS
+from fminfer.models.stored.weight_folder import ADAPTER_WEIGHTS, weight_files
 
 ADAPTER = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model"  # what the names of their files begin with
 QUANTIZED = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 TELLING_FILES = [ADAPTER, *QUANTIZED]
 # A * stands for a slash, too: those of folders in it come along, as sentence-transformers' do.
@@ -61,6 +62,23 @@ def fetch_weights(name: str, revision: str | None = None) -> Path:
         if any(fnmatch(each, pattern) for each in names for pattern in patterns):
             return fetch(name, SMALL_FILES + patterns + DENSE_WEIGHTS, commit)
     return folder  # loading says that it has no weights
+
+
+def find_weight_files(name: str) -> dict[Path, int]:
+    """Return the weight files of a folder, or of the hub's model in its cache, and their sizes.
+
+    Nothing: they are not there, or are broken, as loading will say.
+    """
+    try:
+        if (folder := folder_of(name)) is None:
+            from huggingface_hub import try_to_load_from_cache  # only for models that are not local
+
+            config = try_to_load_from_cache(name, "config.json")
+            folder = Path(config).parent if isinstance(config, str) else None
+        files = [] if folder is None else weight_files(folder)
+        return {file: file.stat().st_size for file in files}
+    except (CheckpointError, OSError, ValueError):
+        return {}
 
 
 def refuse_gguf(name: str, folder: Path, revision: str | None) -> None:

@@ -24,10 +24,11 @@ from fminfer.models.gguf.configs import config_of
 from fminfer.models.gguf.metadata import read_model
 from fminfer.models.gguf.sources import gguf_architecture
 from fminfer.models.known_sizes import DEMO_MODEL
+from fminfer.models.model_folder import find_weight_files
 from fminfer.models.origins import check_tensors
 from fminfer.models.stored.gguf_file import TYPES, read_gguf
 from fminfer.models.stored.stored_tensors import BLOCKS
-from fminfer.models.stored.weight_folder import find_weight_files, weight_files
+from fminfer.models.stored.weight_folder import weight_files
 from tests.conftest import num_examples
 from tests.gguf_building import (
     ARRAY,
