@@ -46,7 +46,7 @@ def expect_bytes(
         share: what the process has of each layer; None: all.
     """
     checkpoint, on_cpu = plan.checkpoint, plan.device.type == "cpu"
-    model, cuts = (checkpoint.model, {}) if share is None else (share.model, share.cuts())
+    model, cuts = (checkpoint.model, {}) if share is None else (share.model, share.cuts)
     specs = part_specs(model, part)
     if checkpoint.config.tie_word_embeddings and part.is_first:
         specs.pop("head.weight", None)  # the embedding is the head
@@ -112,10 +112,10 @@ class LayerBytes:
 def layer_bytes(plan: RunPlan, share: ModelShare | None, number: int) -> LayerBytes:
     """Return what a layer of a rank takes."""
     model = plan.checkpoint.model
-    cuts = {} if share is None else share.layer_cuts(number)
+    cuts = {} if share is None else share.cuts
     held = read = whole = 0
     for name, spec in layer_specs(model.layers[number], model.hidden_size).items():
-        cut, full = cuts.get(name, WHOLE), f"{number}.{name}"
+        cut = cuts.get(full := f"{number}.{name}", WHOLE)
         stored = plan.stored.get(full, Dense(plan.dtype))
         held += cut.format(plan.held[full]).num_bytes(cut.held(spec).shape)
         size = stored.num_bytes(spec.shape)

@@ -63,6 +63,7 @@ class RankWork:
 def measure_rank(plan: RunPlan, rank: RankPlan) -> RankWork:
     """Count what a rank does in a pass."""
     model, share, streamed = plan.checkpoint.model, rank.share, rank.streamed
+    own = model if share is None else share.model
     head = exit_specs(model).get("head.weight")
     head_size = head.size / plan.machine.num_shards if head and rank.part.is_last else 0.0
     work = RankWork(
@@ -77,7 +78,7 @@ def measure_rank(plan: RunPlan, rank: RankPlan) -> RankWork:
         work.quantized_bytes = streamed.num_bytes
     makes_floats = plan.device.type == "cuda" and not isinstance(plan.formats["product"], Dense)
     for number in rank.part.numbers:
-        layer = model.layers[number] if share is None else share.layer(number)
+        layer = own.layers[number]
         specs = layer_specs(layer, model.hidden_size)
         experts = sum(spec.size for name, spec in specs.items() if name.startswith("experts."))
         numbers = sum(spec.size for spec in specs.values())

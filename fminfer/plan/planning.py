@@ -19,7 +19,7 @@ from fminfer.core.partition import Part, even_parts, split_layers
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.formats import Holding
 from fminfer.models.origins import stored_formats
-from fminfer.models.sharding import InputBlocks, ModelShare, share_model
+from fminfer.models.sharding import ModelShare, share_model
 from fminfer.models.tensor_specs import TensorSpecs, head_cost, model_specs
 from fminfer.plan.expected_bytes import expect_bytes
 from fminfer.plan.machine_facts import Machine, choose_device, find_machine
@@ -91,7 +91,7 @@ def share_among(
     for name, each in held.items():
         if isinstance(each, Blocks) and (module := name.split(".")[-2]) in sizes:
             sizes[module] = max(sizes[module], each.block)
-    return [share_model(model, n, num_shards, InputBlocks(**sizes)) for n in range(num_shards)]
+    return [share_model(model, n, num_shards, sizes) for n in range(num_shards)]
 
 
 def _of_most(specs: TensorSpecs, held: Mapping[str, Format], use: Use) -> Format | None:
