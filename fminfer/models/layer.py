@@ -322,6 +322,8 @@ class LayerOf:
             self._before_cross = bodies.norm(how.cross.before, weights, "before_cross")
             self._of_cross_sum = bodies.norm(how.cross.of_sum, weights, "sum_cross")
         self._is_wide = isinstance(how.mlp, Mlp) and how.mlp.is_wide
+        norms = {n: each for n, each in weights.items() if each.spec.use in ("norm", "norm_bias")}
+        self.norm_weights = {name: each.plain.contiguous() for name, each in norms.items()}
 
     @property
     def is_packed(self) -> bool:

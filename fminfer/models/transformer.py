@@ -78,7 +78,7 @@ def _multiply_widened(
     return logits if bias is None else logits.add_(bias)
 
 
-Join = Callable[[LayerOf, Weights], LayerOf]
+Join = Callable[[LayerOf], LayerOf]
 
 
 class Transformer:
@@ -112,7 +112,7 @@ class Transformer:
 
         def make(number: int, weights: Weights) -> LayerOf:
             layer = LayerOf(model.layers[number], weights, bodies)
-            return layer if join is None else join(layer, weights)
+            return layer if join is None else join(layer)
 
         kept: dict[int, LayerOf] = {}
         for each in source.layers():  # zip would hold the last ones while the next are read
