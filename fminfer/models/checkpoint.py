@@ -104,8 +104,7 @@ def open_model(config: ModelOptions, *, has_weights: bool = True) -> Checkpoint:
     """Find the model that a run is to use; a model of the hub may come without its weights.
 
     Raises:
-        CheckpointError: there is none, or it does not run.
-        UsageError: --model-type says it is another, or --max-model-len is beyond its context.
+        CheckpointError, UsageError: it does not run, or is not as flags say.
     """
     if config.random_init is not None:
         checkpoint = open_random(config.random_init, tokenizer=config.tokenizer)
@@ -149,13 +148,10 @@ def open_checkpoint(
     """Find a model by folder, GGUF file or hub id (None, demo: the demo model); read its config.
 
     Args:
-        model_config: as `find_config`; None: the model's own.
-        tokenizer: a folder or hub id; None: the model's own.
         needs_tokenizer: otherwise a GGUF file may have one of a kind that does not run.
 
     Raises:
-        CheckpointError: nothing there, no config, an architecture that does not run, or something
-            beside the model that would change it.
+        CheckpointError: it does not run, or something beside it would change it.
     """
     folder = folder_of(name) or Path(str(name))
     is_of_hub = folder_of(name) is None
@@ -206,11 +202,7 @@ def _open_gguf(
 
 
 def open_random(name: str, *, tokenizer: str | None = None) -> Checkpoint:
-    """Make a checkpoint of random weights, of a config and a tokenizer (None: of bytes).
-
-    Raises:
-        CheckpointError: no such config or tokenizer.
-    """
+    """Make a checkpoint of random weights, of a config and a tokenizer (None: of bytes)."""
     config, _ = find_config(name)
     own = None if tokenizer is None else _find_tokenizer(tokenizer)
     return Checkpoint(f"random {name}", None, text_part(config), architecture_of(config), own)
@@ -228,11 +220,7 @@ def text_part(config: Any) -> Any:
 
 
 def find_config(name: str) -> tuple[Any, Path | None]:
-    """Return a config, by a size, a config.json, a folder with one, or a hub id; and its folder.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """Return a config, by a size, a config.json, a folder with one, or a hub id; and its folder."""
     if (fields := size_fields(name)) is not None:
         return transformers.AutoConfig.for_model(fields.pop("model_type"), **fields), None
     path = Path(name)

@@ -26,9 +26,7 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights, float32, and numbers of each token's experts, (tokens, top_k).
 
-    Args:
-        logits: (tokens, experts) float32, of the router.
-        bias: (experts,) float32, added to scores for the choice alone.
+    Logits of the router are (tokens, experts) float32. The bias counts for the choice alone.
     """
     if how.scores == "sparsemixer":
         return _mix_sparsely(how, logits)

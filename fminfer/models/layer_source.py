@@ -43,10 +43,7 @@ MOST_BETWEEN = 64  # rows of other ranks that are read with those around them
 class LayerSource:
     """Gives the weights of one stage, whenever they are asked for and as often. It keeps none.
 
-    Args:
-        origins: of the whole model.
-        on_progress: called with (bytes made, bytes in all) after each weight that stays.
-        streamed: numbers of the streamed layers.
+    `origins` are of the whole model. `on_progress` is called with (bytes made, bytes in all).
     """
 
     def __init__(
@@ -116,10 +113,7 @@ class LayerSource:
         return self._make(self._entry)
 
     def exit(self, entry: Weights) -> Weights:
-        """Return the weights after the last layer; none but on the last stage.
-
-        An embedding that is the head is the same weight as in `entry`.
-        """
+        """Return the weights after the last layer; an embedding that is the head is `entry`'s."""
         found, embed = self._make(self._exit), entry.get("embed.weight")
         own = found.get("head.weight")
         if self._shares_embed:
@@ -175,8 +169,6 @@ def open_weights(
 
     Args:
         seed: for random weights. They do not depend on how the model is split.
-        share: what this rank holds of each tensor; None: all.
-        on_progress, streamed: as `LayerSource`.
         keeps_parts: products take weights of several parts.
 
     Raises:

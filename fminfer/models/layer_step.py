@@ -19,15 +19,10 @@ from fminfer.models.tensor_specs import Weights, plain_of
 
 @dataclass(slots=True)
 class Bodies:
-    """Makes what computes the parts of layers: norms, products, rotary positions.
-
-    Args:
-        registry: chooses them.
-        num_positions: the longest sequence.
-    """
+    """Makes what computes the parts of layers: norms, products, rotary positions."""
 
     registry: Registry
-    num_positions: int
+    num_positions: int  # of the longest sequence
     _tables: dict[Rope, torch.Tensor] = field(default_factory=dict)
 
     def norm(self, how: Norm | None, weights: Weights, name: str) -> NormBody | None:

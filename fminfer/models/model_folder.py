@@ -65,10 +65,7 @@ def fetch_weights(name: str, revision: str | None = None) -> Path:
 
 
 def find_weight_files(name: str) -> dict[Path, int]:
-    """Return the weight files of a folder, or of the hub's model in its cache, and their sizes.
-
-    Nothing: they are not there, or are broken, as loading will say.
-    """
+    """Return the weight files here of a folder or hub id, and their sizes; broken ones are none."""
     try:
         if (folder := folder_of(name)) is None:
             from huggingface_hub import try_to_load_from_cache  # only for models that are not local
@@ -113,11 +110,7 @@ def _not_found(name: str) -> CheckpointError:
 
 
 def refuse_what_is_beside(name: str, folder: Path, *, without_adapter: bool) -> None:
-    """Refuse an adapter that is not left out, and weights that another file calls quantized.
-
-    Raises:
-        CheckpointError: it says what is there, and what to do.
-    """
+    """Refuse an adapter that is not left out, and weights that another file calls quantized."""
     weights = (f for f in folder.glob("*.safetensors") if not f.name.startswith(ADAPTER_WEIGHTS))
     is_model = (folder / "config.json").exists() or any(weights)
     if (folder / ADAPTER).exists() and not (is_model and without_adapter):

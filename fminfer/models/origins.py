@@ -103,12 +103,7 @@ def find_origins(
     stored: Mapping[str, Shape | None],
     types: Mapping[str, str] | None = None,
 ) -> Origins:
-    """Find every tensor of the model among the stored ones.
-
-    A model that stores no head uses the embedding as its head, if its config says so.
-
-    Args:
-        stored, types: of each tensor of the checkpoint; None: not known.
+    """Find every tensor of the model among the stored ones; a shape or types may not be known.
 
     Raises:
         CheckpointError: tensors are missing, of another shape or type, or not part of the model.
@@ -146,14 +141,7 @@ def open_files(checkpoint: Checkpoint, folder: Path) -> TensorFiles:
 
 
 def check_tensors(checkpoint: Checkpoint, *, has_weights: bool = True) -> None:
-    """Refuse what loading would refuse, by the headers of the weight files alone.
-
-    Args:
-        has_weights: otherwise the names of an index are checked, if there is one.
-
-    Raises:
-        CheckpointError: a file is missing or broken; a tensor is missing, unexpected, or misshapen.
-    """
+    """Refuse what loading would refuse, by the headers of weight files, or by an index alone."""
     if checkpoint.folder is None:
         return
     if has_weights:

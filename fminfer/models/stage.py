@@ -100,10 +100,7 @@ class Stage:
     """A model, or the layers of one stage, over a paged KV cache.
 
     Args:
-        kv_dtype, num_blocks, block_size: of the KV cache.
         kernel: the compiled attention kernel; None: plain tensor operations.
-        ranker: finds normalizers and the best of logits.
-        threads: how many compute; looked at before each step. None: torch's own number.
         graphs: makes what replays decode steps; None: each is launched kernel by kernel.
         tokens: whose logits the head gives; None: the whole vocabulary.
     """
@@ -198,13 +195,9 @@ class Stage:
 
     @torch.inference_mode()
     def forward(self, step: Step, hidden: torch.Tensor | None) -> torch.Tensor:
-        """Run the stage's layers over a step's packed tokens, (tokens, hidden).
+        """Run the stage's layers over a step's packed tokens, (tokens, hidden); None: it is first.
 
-        Args:
-            hidden: of the stage before; None on the first stage.
-
-        Returns:
-            the same; on the last stage normed, and of the tokens in `step.wanted` only.
+        The last stage gives those of the tokens in `step.wanted` only, normed.
         """
         if self._threads is not None:
             self._threads.follow()
@@ -291,8 +284,7 @@ class Stage:
     ) -> torch.Tensor:
         """Run the layers over rows' tokens; return the hidden states of the `kept` ones.
 
-        Args:
-            cross: the tokens as rows that attend to memory, of which `memory` comes with the step.
+        `cross` are the tokens as rows that attend to memory, of which `memory` comes with the step.
         """
         is_all = len(kept) == len(ids)
         if self.graphs is not None and is_all:

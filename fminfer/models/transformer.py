@@ -82,16 +82,12 @@ Join = Callable[[LayerOf], LayerOf]
 
 
 class Transformer:
-    """A model, or the layers of one stage.
+    """A model, or the layers of one stage. Each layer's weights go as soon as its bodies are made.
 
     Args:
-        source: of the stage's weights; each layer's go as soon as its bodies are made.
         join: replaces a layer by one compiled call, where it can; None: layers stay as they are.
         shards: the ranks that share the stage; None: this one has it whole.
         tokens: whose rows of embedding and head it has; None: all.
-
-    Raises:
-        MachineError: a streamed layer cannot be read.
     """
 
     def __init__(
@@ -193,10 +189,7 @@ class Transformer:
         return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype)
 
     def run(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
-        """Run the layers, and on the last stage the final norm and projection.
-
-        (tokens, hidden) become (kept tokens, hidden).
-        """
+        """Run the layers, and on the last stage the final norm: give (kept tokens, hidden)."""
         step.shards = self.shards
         x = self._decoder.run(x, step)
         if "project_out.weight" in self._exit:
@@ -207,10 +200,7 @@ class Transformer:
 class Stack:
     """A decoder's or an encoder's layers of one stage, with what is before and behind them.
 
-    Args:
-        own: the specs of the layers.
-        entry, exit: weights before the first layer and after the last one; {} on other stages.
-        name: what their names begin with.
+    `entry` and `exit` are weights before the first layer and after the last one, named by `name`.
     """
 
     def __init__(

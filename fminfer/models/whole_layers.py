@@ -188,11 +188,7 @@ class WholeLayer(LayerOf):
     def __call__(
         self, x: torch.Tensor, more: torch.Tensor | None, number: int, step: LayerStep
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what the parts do.
-
-        Raises:
-            MemoryError, RuntimeError: there was none (`machine.out_of_memory`).
-        """
+        """Return what the parts do; MemoryError, RuntimeError: there was no memory."""
         assert isinstance(step.attend, StepAttention), "the paged cache"
         paged, rows = step.attend.layers[number], step.attend.plan_of(number)
         shards = step.shards
