@@ -57,9 +57,6 @@ class Check:
         device_bytes: of --device-memory.
         has_weights: otherwise a folder needs no weights.
         kept: names of options that were given, which all plans keep.
-
-    Raises:
-        FminferError: the model does not run, or not so.
     """
 
     def __init__(
@@ -109,11 +106,7 @@ class Check:
     def run(
         self, inputs: Sequence[Path], on_wrong: Callable[[Record], None], *, is_quiet: bool
     ) -> CheckReport:
-        """Check every line of the inputs, and plan their run as is asked for.
-
-        Raises:
-            UsageError: flags do not say what the devices can do, or the model has no --plan.
-        """
+        """Check every line of the inputs, and plan their run as is asked for."""
         config = self._config
         intake = self._intake
         checker = LineChecker(

@@ -131,10 +131,7 @@ def fit(samples: Sequence[Sample]) -> CostModel:
 
 
 def _solve(rows: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, ...]:
-    """Return the x >= 0 for which every row · x is as near to 1 as can be, by coordinate descent.
-
-    Each column is scaled to length 1 first.
-    """
+    """Return the x >= 0 for which all rows · x are as near to 1 as can be, by coordinate descent."""
     lengths = np.sqrt((rows**2).sum(axis=0))
     lengths[lengths == 0] = 1.0
     scaled = rows / lengths
@@ -177,11 +174,7 @@ def find_costs_path(plan: RunPlan, *, has_kernel: bool) -> Path | None:
 
 
 def keep_costs(path: Path, costs: CostModel, model: str) -> None:
-    """Write costs; the model's name is for people.
-
-    Raises:
-        UsageError: they cannot be written.
-    """
+    """Write costs; the model's name is for people."""
     fields = {
         "model": model,
         "median_error": costs.error,

@@ -63,8 +63,7 @@ class LineCounts:
 class LineChecker:
     """Checks a run's lines in their order; `loop`, of an engine as it would be, opens requests.
 
-    Args:
-        has_prefix_cache: whether the run shares prefixes and the answers of equal requests.
+    With a prefix cache, the run shares prefixes and the answers of equal requests.
     """
 
     def __init__(

@@ -40,11 +40,7 @@ GRAPH_LAYER_BYTES = 1 << 18  # what the driver keeps of a layer in a CUDA graph:
 def expect_bytes(
     plan: RunPlan, part: Part, share: ModelShare | None = None, streamed: Streamed | None = None
 ) -> ExpectedBytes:
-    """Return what the process of one part takes, by the plan's device, dtypes and formats.
-
-    Args:
-        share: what the process has of each layer; None: all.
-    """
+    """Return what the process of one part takes, by the plan's device, dtypes and formats."""
     checkpoint, on_cpu = plan.checkpoint, plan.device.type == "cpu"
     model, cuts = (checkpoint.model, {}) if share is None else (share.model, share.cuts)
     specs = part_specs(model, part)

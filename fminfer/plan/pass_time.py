@@ -155,13 +155,10 @@ def _between_ranks(plan: RunPlan, load: StepLoad, roofs: Roofs) -> float:
 def predict_run(
     plan: RunPlan, loads: Sequence[tuple[StepLoad, float]], num_rows: float, roofs: Roofs
 ) -> tuple[float, str]:
-    """Predict the seconds of one pipeline's steps, and what bounds most of them.
+    """Predict the seconds of one pipeline's steps, some of each kind, and what bounds most of them.
 
     Stages compute different steps at once, or take turns at one step. With fewer rows than stages,
     some of them wait.
-
-    Args:
-        loads: kinds of steps, and how many there are of each.
     """
     works = [measure_rank(plan, rank) for rank in plan.ranks if rank.part.shard == 0]
     num_stages, bounds = plan.machine.num_stages, Counter[str]()

@@ -120,7 +120,7 @@ def plan_ahead(
 def choose_dtype(
     name: ModelDType, own: torch.dtype | None, device_type: str, is_fast_in_bfloat16: bool
 ) -> torch.dtype:
-    """Return the dtype of the arithmetic, of a name.
+    """Return the dtype of the arithmetic.
 
     `auto` is bfloat16 where the device is fast in it; otherwise the checkpoint's own, but float32
     on a CPU, where 16-bit types are then slower and coarser. GPUs are as fast in float16.

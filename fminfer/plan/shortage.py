@@ -83,11 +83,9 @@ def auto_budget(
     device_type: str,
     share: float = CPU_SHARE,
 ) -> int:
-    """Return the tokens of KV cache that a device has room for, at least 1.
+    """Return the tokens of KV cache that a device has room for beside loaded weights, at least 1.
 
-    Args:
-        kv_bytes_per_token, work: of all that share the memory; `work` is that of steps.
-        free: bytes, once the weights are loaded; a CPU's cache has a share of them.
+    Bytes of a token and of steps' work are of all that share the memory.
     """
     room = int(free * share) if device_type == "cpu" else free - work - GPU_RESERVE
     return max(1, min(most_useful, room // max(1, kv_bytes_per_token)))  # encoders cache nothing
