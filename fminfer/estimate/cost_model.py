@@ -131,7 +131,7 @@ def fit(samples: Sequence[Sample]) -> CostModel:
 
 
 def _solve(rows: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, ...]:
-    """Return the x >= 0 for which all rows · x are as near to 1 as can be, by coordinate descent."""
+    """Return the x >= 0 for which rows · x are as near to 1 as can be, by coordinate descent."""
     lengths = np.sqrt((rows**2).sum(axis=0))
     lengths[lengths == 0] = 1.0
     scaled = rows / lengths
