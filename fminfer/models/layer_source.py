@@ -129,10 +129,9 @@ class LayerSource:
 
     def leave_head(self, *, is_embedding: bool) -> None:
         """Leave memory of the head's files to others, once it is packed, and the embedding is."""
-        own = self._exit.get("head.weight")
-        if own is not None:
-            self._leave([own])
-        if own is None or is_embedding:
+        if not self._shares_embed:
+            self._leave([self._exit["head.weight"]])
+        if self._shares_embed or is_embedding:
             self._leave(self._embed.values())
 
     def _leave(self, origins: Iterable[Origin]) -> None:
@@ -141,8 +140,8 @@ class LayerSource:
             self.files.drop(name)
 
     def _size(self, origins: Origins) -> int:
-        formats = ((self._maker.format_of(each), each) for each in origins.values())
-        return sum(held.num_bytes(each.held.shape) for held, each in formats)
+        own = origins.values()
+        return sum(self._maker.format_of(each).num_bytes(each.held.shape) for each in own)
 
     def _make(self, origins: Origins, where: str = "") -> Weights:
         found: Weights = {}

@@ -33,10 +33,9 @@ class Bodies:
 
     def norms(
         self, pair: tuple[Norm | None, Norm | None], weights: Weights, side: str
-    ) -> tuple[NormBody | None, NormBody | None]:
-        first, second = pair
-        of_attention = self.norm(first, weights, f"{side}_attention")
-        return of_attention, self.norm(second, weights, f"{side}_mlp")
+    ) -> list[NormBody | None]:
+        sides = zip(pair, ("attention", "mlp"), strict=True)
+        return [self.norm(how, weights, f"{side}_{of}") for how, of in sides]
 
     def product(self, weights: Weights, name: str) -> Function:
         return self.registry.product(weights[f"{name}.weight"], plain_of(weights, f"{name}.bias"))
