@@ -125,9 +125,8 @@ def fit(samples: Sequence[Sample]) -> CostModel:
     Relative, so that short steps, which are many, count as much as long ones.
     """
     rows = np.array([shape.counts / seconds for shape, seconds in samples])
-    model = CostModel(_solve(rows), 0.0)
-    errors = [abs(model.predict_s(shape.counts) / seconds - 1) for shape, seconds in samples]
-    return CostModel(model.seconds, statistics.median(errors))
+    costs = _solve(rows)
+    return CostModel(costs, float(np.median(abs(rows @ costs - 1))))
 
 
 def _solve(rows: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, ...]:

@@ -157,18 +157,17 @@ def _is_used_there(plan: RunPlan, number: int) -> bool:
 def _table_bytes(checkpoint: Checkpoint, part: Part) -> int:
     """Return what the cosines and sines of all positions take, one table for each kind."""
     layers = [checkpoint.model.layers[number] for number in part.numbers]
-    ropes = {layer.attention.rope for layer in layers} - {None}
+    ropes = {layer.attention.rope for layer in layers}
     return sum(8 * len(rope.inv_freq) for rope in ropes if rope) * checkpoint.context_length
 
 
 def _is_whole(architecture: Architecture, name: str, *, joins: bool = False) -> bool:
     """Tell whether a tensor of a part is a stored one as it is; with `joins`, one or several."""
     number, _, inner = name.partition(".")
-    source = (
-        source_of(inner, architecture.of_layer(int(number))[0])
-        if number.isdigit()
-        else source_of(name, architecture.outer)
-    )
+    if number.isdigit():
+        source = source_of(inner, architecture.of_layer(int(number))[0])
+    else:
+        source = source_of(name, architecture.outer)
     is_one = not source.names or (len(source.names) == 1 and "*" not in source.names[0])
     return (is_one or joins) and source.layout == AS_STORED
 

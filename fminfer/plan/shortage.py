@@ -69,8 +69,7 @@ def fit_kv_tokens(plan: RunPlan, rooms: Sequence[RankRoom]) -> int:
         each, work = sum(one.kv_token for one in sharers), sum(one.work for one in sharers)
         if plan.config.offload == "off" or room.device != "cpu":
             return auto_budget(each, room.most, room.free, work, room.device)
-        left = max(0, room.free - work)
-        return auto_budget(each, room.most, left, 0, room.device, STREAMED_SHARE)
+        return auto_budget(each, room.most, max(0, room.free - work), 0, "cpu", STREAMED_SHARE)
 
     return _whole_blocks(plan, min(map(fit, rooms)))
 
@@ -137,8 +136,8 @@ def find_rank_shortage(plan: RunPlan, rooms: Sequence[RankRoom]) -> str:
         need = sum(rooms[number].least for number in here)
         free = min(rooms[number].free for number in here)
         if need > free:
-            who = f"ranks {', '.join(map(str, here))} together"
-            who = f"rank {here[0]}" if len(here) == 1 else who
+            several = f"ranks {', '.join(map(str, here))} together"
+            who = several if len(here) > 1 else f"rank {here[0]}"
             told = f"{who} would take {show_bytes(need)} of {name} for weights in {plan.held_in}"
             return _refusal(plan, told, f"{show_bytes(free)} are free", _remedy(plan))
     return ""
