@@ -276,13 +276,9 @@ def context_length(config: Any) -> int:
         return RELATIVE_LENGTH  # whatever n_positions says
     stated = (getattr(config, field, None) for field in LENGTH_FIELDS)
     length = next((int(value) for value in stated if value), BLOOM_LENGTH)
-    for rope in _ropes(config):
+    own = getattr(config, "rope_parameters", None) or {}
+    of_kinds = [value for value in own.values() if isinstance(value, dict)]  # of layers (Gemma 3)
+    for rope in of_kinds or [own]:
         if rope.get("rope_type") == "longrope" or rope.get("llama_4_scaling_beta"):
             length = min(length, int(rope["original_max_position_embeddings"]))
     return length
-
-
-def _ropes(config: Any) -> list[dict[str, Any]]:
-    """Return a config's rotary settings: one, or one for each kind of layer (Gemma 3)."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return [value for value in rope.values() if isinstance(value, dict)] or [rope]

@@ -111,7 +111,8 @@ def find_origins(
     search = _Search(checkpoint, stored, types or {})
     specs = _own_specs(checkpoint, has_head=search.has_head())
     found = {name: search.find(name, spec) for name, spec in specs.items()}
-    search.refuse_what_is_wrong()
+    for wrong in search.find_wrong():
+        raise CheckpointError(f"{checkpoint.name}{wrong}")
     return found
 
 
@@ -179,7 +180,7 @@ class _Search:
         stored: Mapping[str, Shape | None],
         types: Mapping[str, str],
     ) -> None:
-        self._name, self._architecture = checkpoint.name, checkpoint.architecture
+        self._architecture = checkpoint.architecture
         self._stored, self._types = stored, types
         known = {*types.values()}
         self._forms = [form for form in FORMATS if not types or known.intersection(form.types)]
@@ -198,11 +199,7 @@ class _Search:
         shape = (model.vocab_size, model.embed_size)
         return self._has(self._piece(names, shape, source.layout))
 
-    def refuse_what_is_wrong(self) -> None:
-        for wrong in self._find_wrong():
-            raise CheckpointError(f"{self._name}{wrong}")
-
-    def _find_wrong(self) -> Iterator[str]:
+    def find_wrong(self) -> Iterator[str]:
         """Say what is wrong, in words that follow the name of the model."""
         left_out = self._architecture.left_out
         for tensor, dtype in self._types.items():

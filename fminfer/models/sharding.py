@@ -139,14 +139,10 @@ def _share_layer(
     parts = {"heads": heads, "kv_heads": kv_heads}
     for name, each in ("shared", shared), ("inner", expert):
         if each is not None:
-            parts[name] = _share_mlp(each, count, blocks.get("down", 1))[shard]
+            block = blocks.get("down", 1)
+            told = f"an MLP or expert of size {each.size}" + f" in blocks of {block}" * (block > 1)
+            parts[name] = _refuse_empty(even_parts(each.size, count, block), count, told)[shard]
     return parts, [own for _, own in of_ranks].count(kv_heads)
-
-
-def _share_mlp(mlp: Mlp, count: int, block: int) -> list[range]:
-    parts = even_parts(mlp.size, count, block)
-    blocks = f" in blocks of {block}" * (block > 1)
-    return _refuse_empty(parts, count, f"an MLP or expert of size {mlp.size}{blocks}")
 
 
 def _share_heads(how: Attention, count: int, block: int) -> list[tuple[range, range]]:

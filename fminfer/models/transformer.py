@@ -58,24 +58,17 @@ class Head:
             return multiply_plain(hidden.float(), self._weight, self._bias)
         weight = self._weight.plain
         if weight.dtype == torch.float32:
-            return torch.nn.functional.linear(hidden, weight, self._bias)
+            return nn.functional.linear(hidden, weight, self._bias)
         if weight.is_cuda:
             logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-            return logits if self._bias is None else logits.add_(self._bias)
-        return _multiply_widened(hidden, weight, self._bias)
-
-
-def _multiply_widened(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """Return hidden·Wᵀ + b in float32, some outputs after the other, in plain torch."""
-    hidden = hidden.float()
-    logits = hidden.new_empty((len(hidden), len(weight)))
-    size = max(1, WIDENED_BYTES // (4 * weight.shape[1]))
-    for first in range(0, len(weight), size):
-        part = slice(first, first + size)
-        logits[:, part] = hidden @ weight[part].float().t()
-    return logits if bias is None else logits.add_(bias)
+        else:  # some outputs after the other
+            hidden = hidden.float()
+            logits = hidden.new_empty((len(hidden), len(weight)))
+            size = max(1, WIDENED_BYTES // (4 * weight.shape[1]))
+            for first in range(0, len(weight), size):
+                part = slice(first, first + size)
+                logits[:, part] = hidden @ weight[part].float().t()
+        return logits if self._bias is None else logits.add_(self._bias)
 
 
 Join = Callable[[LayerOf], LayerOf]

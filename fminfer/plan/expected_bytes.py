@@ -12,7 +12,6 @@ from fminfer.compute.layers.product_kernel import head_takes, kernel_takes
 from fminfer.compute.spec import Mlp, Model, Moe
 from fminfer.compute.weights import Dense
 from fminfer.core.partition import Part
-from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.decode_graphs import can_capture, graph_sizes, input_bytes
 from fminfer.models.families.tensor_names import AS_STORED, Architecture, source_of
 from fminfer.models.layer_stream import SLOTS
@@ -82,8 +81,10 @@ def expect_bytes(
     libraries = plan.machine.own + RUN_BYTES if on_cpu else GPU_CONTEXT + GPU_RESERVE
     slots, passing, host = (0, 0, 0) if streamed is None else _slots(plan, share, streamed)
     cache_shape = model.layers[0].attention.cache_shape
+    ropes = {model.layers[number].attention.rope for number in part.numbers}
+    row = sum(8 * len(rope.inv_freq) for rope in ropes if rope)  # of cosines and sines
     return ExpectedBytes(
-        libraries=libraries + _table_bytes(checkpoint, part),
+        libraries=libraries + row * checkpoint.context_length,
         weights=weights + slots,
         held_weights=held + slots,
         mapped=mapped,
@@ -152,13 +153,6 @@ def _is_used_there(plan: RunPlan, number: int) -> bool:
         and _is_whole(plan.checkpoint.architecture, name, joins=joins)
         for name, spec in products.items()
     )
-
-
-def _table_bytes(checkpoint: Checkpoint, part: Part) -> int:
-    """Return what the cosines and sines of all positions take, one table for each kind."""
-    layers = [checkpoint.model.layers[number] for number in part.numbers]
-    ropes = {layer.attention.rope for layer in layers}
-    return sum(8 * len(rope.inv_freq) for rope in ropes if rope) * checkpoint.context_length
 
 
 def _is_whole(architecture: Architecture, name: str, *, joins: bool = False) -> bool:

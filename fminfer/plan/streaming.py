@@ -123,12 +123,12 @@ def describe_streaming(plan: RunPlan, disk_speed: float = 0.0) -> str:
     told = f"rank {rank.rank}: " * (len(plan.ranks) > 1)
     told += f"{layers} {how}. A pass computes up to {rows:,} rows, or {plan.chunk_size:,} tokens"
     if found := find_conversion(plan, own):
-        told += f". Weights are stored in {found[0]}, and "
-        told += (
-            "quantized again in each pass, which is slow: write them once with fminfer quantize"
-            if plan.config.quantized_to
-            else f"converted to {found[1]} in each pass"
-        )
+        how = f"converted to {found[1]} in each pass"
+        if plan.config.quantized_to:
+            how = (
+                "quantized again in each pass, which is slow: write them once with fminfer quantize"
+            )
+        told += f". Weights are stored in {found[0]}, and {how}"
     return told
 
 
