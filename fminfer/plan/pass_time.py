@@ -184,9 +184,8 @@ def predict_load(plan: RunPlan, roofs: Roofs) -> float:
         specs.pop("head.weight", None)  # the embedding is the head
     forms = {name: plan.stored.get(name, Dense(plan.dtype)) for name in specs}
     sizes = {name: form.num_bytes(specs[name].shape) for name, form in forms.items()}
-    made = sum(
-        size for n, size in sizes.items() if not isinstance(plan.held[n], (Dense, type(forms[n])))
-    )
+    is_made = {n: not isinstance(plan.held[n], (Dense, type(forms[n]))) for n in sizes}
+    made = sum(size for name, size in sizes.items() if is_made[name])
     streamed = [rank.streamed for rank in plan.ranks if rank.streamed]
     later = {n for each in streamed if each.place == "disk" for n in each.numbers}
     size = sum(sizes.values()) - sum(layer_bytes(plan, None, n).whole for n in later)

@@ -37,8 +37,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
     device = choose_device(config, machine, machine.rank)
     on_cpu, own = device.type == "cpu", checkpoint.config.dtype
     dtype = choose_dtype(config.dtype, own, device.type, machine.is_fast_in_bfloat16)
-    is_asked = config.kernels != "off"
-    has_kernels = on_cpu and machine.has_library and is_asked
+    has_kernels = on_cpu and machine.has_library and config.kernels != "off"
     holding = Holding(dtype, has_kernels and dtype == torch.float32, config.quantized_to)
     stored = stored_formats(checkpoint)
     specs = model_specs(checkpoint.model)
@@ -75,9 +74,8 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
     plan = plan_streams(replace(plan, ranks=tuple(ranks)))
     if machine.free is None and machine.device_bytes is None:
         return plan
-    shortage = find_shortage(plan)
+    shortage, slowness = find_shortage(plan), explain_slowness(plan)
     num_kv_tokens = 0 if shortage else count_kv_tokens(plan)
-    slowness = explain_slowness(plan)
     return replace(plan, shortage=shortage, num_kv_tokens=num_kv_tokens, why_reread=slowness)
 
 
