@@ -28,7 +28,7 @@ from fminfer.machine.host_memory import reading_files, touching_memory
 from fminfer.machine.library_imports import importing
 from fminfer.machine.stopper import Stopper
 from fminfer.models.known_sizes import check_split
-from fminfer.models.stored.weight_folder import find_weight_files
+from fminfer.models.model_folder import find_weight_files
 from fminfer.runtime.launch.processes import ProcessContext, Processes
 from fminfer.runtime.launch.role import Role
 

@@ -149,10 +149,7 @@ class BenchResult:
 def bench_process(
     run: ProcessContext, batch_sizes: Sequence[int], new_tokens: int, tell: Callable[[str], None]
 ) -> BenchResult | None:
-    """Load the model once and time each batch size; ranks other than 0 return None.
-
-    `tell` is called with the text of each batch size once it is done.
-    """
+    """Load the model once, time each batch size, and tell it; ranks other than 0 return None."""
 
     def lead(checkpoint: Checkpoint, compute: Compute) -> BenchResult:
         rows: list[Row] = []

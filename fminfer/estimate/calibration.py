@@ -68,7 +68,7 @@ BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} runs, left {remaini
 
 @dataclass(slots=True, frozen=True)
 class Calibration:
-    """What was measured, and where it is kept."""
+    """What was measured."""
 
     costs: CostModel
     samples: list[Sample]
@@ -76,12 +76,7 @@ class Calibration:
 
 
 def calibrate(config: EngineConfig) -> Calibration:
-    """Load the model, time its steps, and keep what they cost.
-
-    Raises:
-        FminferError: the model cannot be loaded, or a row fails.
-        UsageError: there is no folder to keep costs in.
-    """
+    """Load the model, time its steps, and keep what they cost."""
     with closing(Engine(config)) as engine:
         if engine.pipeline.plan.checkpoint.model.encoder is not None:
             raise UsageError("--calibrate times decoders alone; this model has an encoder")

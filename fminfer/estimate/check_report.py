@@ -142,8 +142,10 @@ class CheckReport:
         if is_run and work.seconds is None:
             yield f"time      not predicted: {work.why_not}"
         elif is_run and work.seconds is not None:
+            span = " to ".join(map(show_short, work.seconds_range or ()))
+            of_runs = f" ({span}, by calibration's own runs)" * bool(span)
             yield (
-                f"time      {_show_estimate(work.seconds, work.seconds_range)} if every row draws "
+                f"time      about {show_short(work.seconds)}{of_runs} if every row draws "
                 f"all of its max_tokens{sample}; loading is not counted"
             )
 
@@ -190,11 +192,3 @@ class CheckReport:
             text = f"{text[:half]}\n[… {len(text) - 2 * half:,} characters …]\n{text[-half:]}"
         yield f"first     {first.file}:{first.line}, {counted(first.num_ids, 'token')}:"
         yield from (f"    {line}" for line in text.split("\n"))
-
-
-def _show_estimate(seconds: float, found: tuple[float, float] | None) -> str:
-    """Write an estimate with the error that was measured of such ones."""
-    text = f"about {show_short(seconds)}"
-    if found is not None:
-        text += f" ({show_short(found[0])} to {show_short(found[1])}, by calibration's own runs)"
-    return text

@@ -57,9 +57,6 @@ class Check:
         device_bytes: of --device-memory.
         has_weights: otherwise a folder needs no weights.
         kept: names of options that were given, which all plans keep.
-
-    Raises:
-        FminferError: the model does not run, or not so.
     """
 
     def __init__(
@@ -109,13 +106,8 @@ class Check:
     def run(
         self, inputs: Sequence[Path], on_wrong: Callable[[Record], None], *, is_quiet: bool
     ) -> CheckReport:
-        """Check every line of the inputs, and plan their run as is asked for.
-
-        Raises:
-            UsageError: flags do not say what the devices can do, or the model has no --plan.
-        """
-        config = self._config
-        intake = self._intake
+        """Check every line of the inputs, and plan their run as is asked for."""
+        config, intake = self._config, self._intake
         checker = LineChecker(
             LineIntake(intake),
             self._build_loop(
@@ -143,8 +135,8 @@ class Check:
         report = CheckReport(
             self._plan,
             [*map(str, inputs)],
-            checker.counts,
-            intake.warnings.to_dict() | self._of_bytes(checker.counts.num_lines),
+            counts,
+            intake.warnings.to_dict() | self._of_bytes(counts.num_lines),
             self._show_first(checker, inputs),
             self._predict(),
         )
@@ -268,7 +260,11 @@ class Check:
         found, stats = self._simulate(1, plan.sizes, self._num_blocks, plan.machine.num_stages)
         steps = found.scaled(scale, stats.max_rows_running)
         costs, why_not = self._find_costs(plan)
-        step_s = 0.0 if costs is None else costs.predict_s(steps)
+        seconds, seconds_range = None, None
+        if costs is not None:
+            step_s = costs.predict_s(steps)
+            seconds = costs.whole_run * step_s
+            seconds_range = min(costs.whole_runs) * step_s, max(costs.whole_runs) * step_s
         num_blocks = found.num_blocks_used
         if self._config.prefix_cache:  # it keeps blocks of rows that ended until others need them
             num_blocks = min(self._num_blocks, round(num_blocks * scale))
@@ -276,10 +272,8 @@ class Check:
             num_steps=round(steps[0]),
             max_rows_running=stats.max_rows_running,
             num_kv_tokens=num_blocks * self._config.block_size,
-            seconds=None if costs is None else costs.whole_run * step_s,
-            seconds_range=None
-            if costs is None
-            else (min(costs.whole_runs) * step_s, max(costs.whole_runs) * step_s),
+            seconds=seconds,
+            seconds_range=seconds_range,
             why_not=why_not,
             sample_lines=0 if self._is_whole else len(self._sample),
         )
@@ -306,13 +300,8 @@ class Check:
 
 def _how_to_calibrate(config: EngineConfig) -> str:
     """Say which command times the steps of such runs."""
-    told = {
-        each.told: (getattr(config, n), each.default)
-        for n, each in options_of(EngineConfig).items()
-        if n in OF_COSTS
-    }
-    given = [
-        f" {flag} {shlex.quote(str(v))}" for flag, (v, default) in told.items() if v != default
-    ]
-    command = f"fminfer bench --calibrate{''.join(given)}"
+    command = "fminfer bench --calibrate"
+    for name, each in options_of(EngineConfig).items():
+        if name in OF_COSTS and (value := getattr(config, name)) != each.default:
+            command += f" {each.told} {shlex.quote(str(value))}"
     return f"first time the model's steps on this machine, in about a minute: {command}"

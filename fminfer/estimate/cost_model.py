@@ -125,16 +125,12 @@ def fit(samples: Sequence[Sample]) -> CostModel:
     Relative, so that short steps, which are many, count as much as long ones.
     """
     rows = np.array([shape.counts / seconds for shape, seconds in samples])
-    model = CostModel(_solve(rows), 0.0)
-    errors = [abs(model.predict_s(shape.counts) / seconds - 1) for shape, seconds in samples]
-    return CostModel(model.seconds, statistics.median(errors))
+    costs = _solve(rows)
+    return CostModel(costs, float(np.median(abs(rows @ costs - 1))))
 
 
 def _solve(rows: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, ...]:
-    """Return the x >= 0 for which every row · x is as near to 1 as can be, by coordinate descent.
-
-    Each column is scaled to length 1 first.
-    """
+    """Return the x >= 0 for which rows · x are as near to 1 as can be, by coordinate descent."""
     lengths = np.sqrt((rows**2).sum(axis=0))
     lengths[lengths == 0] = 1.0
     scaled = rows / lengths
@@ -177,11 +173,7 @@ def find_costs_path(plan: RunPlan, *, has_kernel: bool) -> Path | None:
 
 
 def keep_costs(path: Path, costs: CostModel, model: str) -> None:
-    """Write costs; the model's name is for people.
-
-    Raises:
-        UsageError: they cannot be written.
-    """
+    """Write costs; the model's name is for people."""
     fields = {
         "model": model,
         "median_error": costs.error,

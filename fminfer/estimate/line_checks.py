@@ -12,7 +12,7 @@ from fminfer.core.errors import RequestError
 from fminfer.engine.loop import EngineLoop
 from fminfer.engine.prefix import SharedTokens
 from fminfer.engine.sequence import PromptState, RequestState
-from fminfer.runtime.lines.line_intake import LineIntake, LineRequest
+from fminfer.runtime.lines.line_intake import LineIntake
 
 # What is kept of the beginning, to find its steps: some seconds of simulation.
 SAMPLE_TOKENS = 200_000  # prompt tokens, and tokens to be drawn
@@ -63,8 +63,7 @@ class LineCounts:
 class LineChecker:
     """Checks a run's lines in their order; `loop`, of an engine as it would be, opens requests.
 
-    Args:
-        has_prefix_cache: whether the run shares prefixes and the answers of equal requests.
+    With a prefix cache, the run shares prefixes and the answers of equal requests.
     """
 
     def __init__(
@@ -100,7 +99,10 @@ class LineChecker:
             self._tell_wrong(Record(line, asked.envelope, error=error))
             return
         self.first = self.first or (line, state.prompts[0])
-        self._count(state, is_equal=self._is_equal(asked))
+        is_equal = asked.key is not None and self._seen.find(asked.key) is not None
+        if asked.key is not None:
+            self._seen.keep(asked.key, True)  # as if it were answered at once
+        self._count(state, is_equal=is_equal)
         self._keep(line)
 
     def _tell_wrong(self, record: Record) -> None:
@@ -125,13 +127,6 @@ class LineChecker:
                 counts.tokens_to_feed += len(prompt.ids_to_read) + prompt.num_to_feed
                 counts.tokens_to_draw += to_draw
                 self._count_shared(prompt)
-
-    def _is_equal(self, asked: LineRequest) -> bool:
-        if asked.key is None:
-            return False
-        is_equal = self._seen.find(asked.key) is not None
-        self._seen.keep(asked.key, True)  # as if it were answered at once
-        return is_equal
 
     def _count_shared(self, prompt: PromptState) -> None:
         if self._shared is None or prompt.source is not None:  # only whole memories are shared

@@ -9,8 +9,8 @@ import torch
 
 from fminfer.machine.host_memory import free_host_bytes
 from fminfer.machine.threads import count_cores
+from fminfer.models.model_folder import find_weight_files
 from fminfer.models.stored.direct_reads import UNIT, DirectReads, Lent, Span, finish, size_of
-from fminfer.models.stored.weight_folder import find_weight_files
 from fminfer.plan.roofs import ASSUMED_DISK_RATE, Roofs
 from fminfer.plan.run_plan import RunPlan
 

@@ -85,12 +85,9 @@ class PlannedRun:
 def find_spreads(
     roofs: Roofs, asked: GroupSizes, kept: Collection[str] = ()
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield the data groups, stages and shards that use all devices.
+    """Yield the data groups, stages and shards that use all devices; 1 of a `kept` option is told.
 
     Shards of a stage are on one node. A pipeline takes part of a node, or whole nodes.
-
-    Args:
-        kept: names of options that were given, so that 1 means 1.
     """
     num, size = roofs.num_devices, roofs.num_devices * roofs.num_nodes
     named = {n: getattr(asked, n) for n in ("data_group_size", "tensor_parallel_size")}
@@ -114,12 +111,8 @@ def plan_runs(
 ) -> list[PlannedRun]:
     """Plan a run in all ways; return the fastest first, and last those that do not fit.
 
-    Args:
-        kept: names of options that were given. Without `offload`, layers that do not fit are
-            streamed.
-
-    Raises:
-        UsageError: no way has the stages and ranks that flags ask for.
+    `kept` are names of options that were given. Without `offload`, layers that do not fit are
+    streamed.
     """
     found: list[PlannedRun] = []
     for groups, stages, shards in find_spreads(roofs, config, kept):

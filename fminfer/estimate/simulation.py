@@ -37,12 +37,6 @@ def average_of(counts: Counts) -> StepLoad:
     return StepLoad(num_tokens_of(each), num_rows_of(each), keys[1], keys[0], each[10])
 
 
-def in_steps_of(num_rows: int, counts: Counts) -> Counts:
-    """Return the same rows of one token in steps of so many, without prompts."""
-    step = StepWork(0, 0, 0, num_rows, 0, num_rows, 0).counts
-    return np.where(IS_SPREAD, counts, step * (num_rows_of(counts) / num_rows))
-
-
 class PretendPipeline:
     """What the engine sees of a pipeline: every row draws the same token. It counts steps."""
 
@@ -79,13 +73,12 @@ class PretendPipeline:
         """Return the oldest step's result."""
         step = self._steps.popleft()
         self.num_in_flight -= 1
+        if step.is_whole:  # of vectors of one number, or of a byte a token
+            vectors = np.zeros((step.num_tokens, 4), np.uint8)
+            return StepResult(step.step_id, {"vectors": vectors}, [])
         drawn, scored = map(TokenLogprobs.empty, (len(step.draws), len(step.scores)))
         for found in (drawn, scored):
             found.ids[:], found.logprobs[:] = DRAWN_ID, 0.0
-        if step.is_whole:  # of vectors of one number, or of a byte a token
-            return StepResult(
-                step.step_id, {"vectors": np.zeros((step.num_tokens, 4), np.uint8)}, []
-            )
         return StepResult(step.step_id, {"tokens": drawn, "prompt scores": scored}, [])
 
     def drop(self) -> None:
@@ -104,8 +97,10 @@ class PretendPipeline:
     def parts(self, scale: float, most_rows: int) -> list[Counts]:
         """Return the same steps, grouped by about how many tokens they have."""
         parts = [each * scale for each in self.kinds.values()] + [self.rest]
-        if num_rows_of(self.rest):
-            parts.append((scale - 1) * in_steps_of(most_rows, self.rest))
+        if num_rows := num_rows_of(self.rest):  # the same rows in steps of most, without prompts
+            step = StepWork(0, 0, 0, most_rows, 0, most_rows, 0).counts
+            more = np.where(IS_SPREAD, self.rest, step * (num_rows / most_rows))
+            parts.append((scale - 1) * more)
         return [each for each in parts if each[0]]
 
 

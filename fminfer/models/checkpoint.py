@@ -36,6 +36,7 @@ from fminfer.models.model_folder import (
 from fminfer.models.sentence_folder import SentenceFolder, read_object, read_sentence_folder
 
 GENERATION = "generation_config.json"
+NO_OPTIONS = ModelOptions()
 
 
 @dataclass(slots=True, frozen=True)
@@ -103,21 +104,12 @@ def open_model(config: ModelOptions, *, has_weights: bool = True) -> Checkpoint:
     """Find the model that a run is to use; a model of the hub may come without its weights.
 
     Raises:
-        CheckpointError: there is none, or it does not run.
-        UsageError: --model-type says it is another, or --max-model-len is beyond its context.
+        CheckpointError, UsageError: it does not run, or is not as flags say.
     """
     if config.random_init is not None:
         checkpoint = open_random(config.random_init, tokenizer=config.tokenizer)
     else:
-        checkpoint = open_checkpoint(
-            config.model,
-            has_weights=has_weights,
-            model_config=config.model_config,
-            tokenizer=config.tokenizer,
-            revision=config.revision,
-            without_adapter=config.without_adapter,
-            needs_tokenizer=not config.skip_tokenizer_init,
-        )
+        checkpoint = open_checkpoint(config.model, config, has_weights=has_weights)
     name, of_config = config.model_type, str(checkpoint.config.model_type)
     plain = (name or "").replace("_", "").replace("-", "").lower()  # as gptneox, gpt-j
     if name is not None and plain != of_config.replace("_", ""):
@@ -136,41 +128,29 @@ def open_model(config: ModelOptions, *, has_weights: bool = True) -> Checkpoint:
 
 
 def open_checkpoint(
-    name: str | None,
-    *,
-    has_weights: bool = True,
-    model_config: str | None = None,
-    tokenizer: str | None = None,
-    revision: str | None = None,
-    without_adapter: bool = False,
-    needs_tokenizer: bool = True,
+    name: str | None, options: ModelOptions = NO_OPTIONS, *, has_weights: bool = True
 ) -> Checkpoint:
     """Find a model by folder, GGUF file or hub id (None, demo: the demo model); read its config.
 
-    Args:
-        model_config: as `find_config`; None: the model's own.
-        tokenizer: a folder or hub id; None: the model's own.
-        needs_tokenizer: otherwise a GGUF file may have one of a kind that does not run.
-
     Raises:
-        CheckpointError: nothing there, no config, an architecture that does not run, or something
-            beside the model that would change it.
+        CheckpointError: it does not run, or something beside it would change it.
     """
     folder = folder_of(name) or Path(str(name))
     is_of_hub = folder_of(name) is None
+    revision, tokenizer = options.revision, options.tokenizer
     if revision is not None and not is_of_hub:
         raise CheckpointError(
             f"--revision is {revision!r}, and {name} is a folder; models of the hub have revisions"
         )
     if is_gguf(folder):
-        return _open_gguf(str(name), model_config, tokenizer, needs_tokenizer=needs_tokenizer)
+        return _open_gguf(str(name), options)
     where = None
     if is_of_hub:
         # First: an architecture that does not run is refused before the download of its weights.
         folder = fetch(str(name), ["config.json", *TELLING_FILES], revision)
-    refuse_what_is_beside(str(name or folder), folder, without_adapter=without_adapter)
-    if model_config is not None:
-        config, where = find_config(model_config)
+    refuse_what_is_beside(str(name or folder), folder, without_adapter=options.without_adapter)
+    if options.model_config is not None:
+        config, where = find_config(options.model_config)
     else:
         if is_of_hub:
             refuse_gguf(str(name), folder, revision)
@@ -192,24 +172,20 @@ def open_checkpoint(
     )
 
 
-def _open_gguf(
-    name: str, model_config: str | None, tokenizer: str | None, *, needs_tokenizer: bool
-) -> Checkpoint:
+def _open_gguf(name: str, options: ModelOptions) -> Checkpoint:
     """Open a GGUF file; its metadata are its config and its tokenizer."""
     model = read_model(Path(name))
-    config = text_part(config_of(model) if model_config is None else find_config(model_config)[0])
+    other, tokenizer = options.model_config, options.tokenizer
+    config = text_part(config_of(model) if other is None else find_config(other)[0])
     architecture = gguf_architecture(model, architecture_of(config).model)
-    own = small_files(model, has_tokenizer=tokenizer is None and needs_tokenizer)
+    # A file may have a tokenizer that does not run, if none is loaded.
+    own = small_files(model, has_tokenizer=not (tokenizer or options.skip_tokenizer_init))
     tokenizer_folder = own if tokenizer is None else _find_tokenizer(tokenizer)
     return Checkpoint(name, model.path, config, architecture, tokenizer_folder, own)
 
 
 def open_random(name: str, *, tokenizer: str | None = None) -> Checkpoint:
-    """Make a checkpoint of random weights, of a config and a tokenizer (None: of bytes).
-
-    Raises:
-        CheckpointError: no such config or tokenizer.
-    """
+    """Make a checkpoint of random weights, of a config and a tokenizer (None: of bytes)."""
     config, _ = find_config(name)
     own = None if tokenizer is None else _find_tokenizer(tokenizer)
     return Checkpoint(f"random {name}", None, text_part(config), architecture_of(config), own)
@@ -227,11 +203,7 @@ def text_part(config: Any) -> Any:
 
 
 def find_config(name: str) -> tuple[Any, Path | None]:
-    """Return a config, by a size, a config.json, a folder with one, or a hub id; and its folder.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """Return a config, by a size, a config.json, a folder with one, or a hub id; and its folder."""
     if (fields := size_fields(name)) is not None:
         return transformers.AutoConfig.for_model(fields.pop("model_type"), **fields), None
     path = Path(name)
@@ -303,13 +275,9 @@ def context_length(config: Any) -> int:
         return RELATIVE_LENGTH  # whatever n_positions says
     stated = (getattr(config, field, None) for field in LENGTH_FIELDS)
     length = next((int(value) for value in stated if value), BLOOM_LENGTH)
-    for rope in _ropes(config):
+    own = getattr(config, "rope_parameters", None) or {}
+    of_kinds = [value for value in own.values() if isinstance(value, dict)]  # of layers (Gemma 3)
+    for rope in of_kinds or [own]:
         if rope.get("rope_type") == "longrope" or rope.get("llama_4_scaling_beta"):
             length = min(length, int(rope["original_max_position_embeddings"]))
     return length
-
-
-def _ropes(config: Any) -> list[dict[str, Any]]:
-    """Return a config's rotary settings: one, or one for each kind of layer (Gemma 3)."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return [value for value in rope.values() if isinstance(value, dict)] or [rope]

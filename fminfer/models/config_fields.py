@@ -27,7 +27,7 @@ _BY_REASON = {
         embedding_dropout hidden_dropout layerdrop resid_dropout resid_pdrop residual_dropout
         activation_dropout router_jitter_noise input_jitter_noise hidden_dropout_prob
         attention_probs_dropout_prob qa_dropout seq_classif_dropout mlp_dropout
-        attn_config.attn_pdrop
+        attn_config.attn_pdrop output_router_logits router_aux_loss_coef embedding_fraction
     """,
     "of weights before training": """
         initializer_range init_std init_device initializer_factor embedding_initializer_range
@@ -44,7 +44,6 @@ _BY_REASON = {
         is_encoder_decoder decoder_start_token_id forced_bos_token_id forced_eos_token_id
         encoder_layerdrop decoder_layerdrop
     """,
-    "of training's loss": "output_router_logits router_aux_loss_coef embedding_fraction",
     "of heads that generate nothing": """
         summary_activation summary_first_dropout summary_proj_to_labels summary_type
         summary_use_proj is_decoder decoder_bias sparse_prediction sparse_pred_ignore_index
@@ -53,15 +52,15 @@ _BY_REASON = {
         attention_softmax_in_fp32 scale_attention_softmax_in_fp32 reorder_and_upcast_attn
         attn_config.attn_impl pretraining_tp deterministic_flash_attn reference_compile
     """,
-    "the config's class makes other fields of it: layer_types, sliding_window, dense_act_fn": """
+    "the config's class makes other fields of it, such as layer_types or rope_parameters": """
         use_sliding_window max_window_layers attention_types sliding_window_pattern
         no_rope_layer_interval first_k_dense_replace feed_forward_proj
+        original_max_position_embeddings
     """,
     "of images": """
         vision_config image_token_index boi_token_index eoi_token_index mm_tokens_per_image
         projector_hidden_act vision_feature_layer multimodal_projector_bias spatial_merge_size
     """,
-    "the config's class puts it into rope_parameters": "original_max_position_embeddings",
     "a checkpoint of DistilBERT stores them, too": "sinusoidal_pos_embds",
     "transformers' MPT has ALiBi whatever it says": "learned_pos_emb",
 }
@@ -86,11 +85,7 @@ _OF_ALL = frozenset(field.name for field in dataclasses.fields(transformers.PreT
 
 
 def is_own_folder(quantization: object) -> bool:
-    """Tell whether a `quantization_config` is of a folder that `fminfer quantize` has written.
-
-    Raises:
-        CheckpointError: a later fminfer has written it.
-    """
+    """Tell whether `fminfer quantize` wrote the folder; refuse one that a later fminfer wrote."""
     method, version = OWN_FOLDER.values()
     if not isinstance(quantization, dict) or quantization.get("quant_method") != method:
         return False
@@ -126,11 +121,7 @@ class ReadConfig:
         return self._parts[name]
 
     def refuse_unread(self) -> None:
-        """Refuse a config that sets a field which no row reads.
-
-        Raises:
-            CheckpointError: the message names the field and its value.
-        """
+        """Refuse a config that sets a field which no row reads, by the field and its value."""
         for path, value, usual in self._unread():
             if path.endswith("quantization_config"):
                 how = value.get("quant_method", value) if isinstance(value, dict) else value
@@ -163,13 +154,9 @@ class ReadConfig:
 
 
 def architecture_of(config: Any, pooling: Pooling | None = None) -> Architecture:
-    """Turn a config of transformers into a spec and the sources of its tensors.
+    """Turn a config of transformers into a spec and the sources of its tensors, or refuse it.
 
-    Args:
-        pooling: of a folder of sentence-transformers; None: the config says what a model gives.
-
-    Raises:
-        CheckpointError: the architecture does not run, or no row reads a field that is set.
+    `pooling` is of a folder of sentence-transformers; None: the config says what a model gives.
     """
     check_model_type(config.model_type, config.to_dict())
     read = ReadConfig(config)

@@ -72,10 +72,7 @@ class CudaCapture:
 class DecodeGraphs:
     """Runs steps of one token a row by replaying what was captured for a number of rows.
 
-    Args:
-        cache, kernel: of the stage.
-        capture: made for the device; tests have one that calls again.
-        explain: tells why work cannot be captured, or raises an error.
+    `explain` tells why work cannot be captured, or raises an error.
     """
 
     def __init__(

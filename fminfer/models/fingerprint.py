@@ -101,10 +101,7 @@ def _model_digest(seed: int, checkpoint: Checkpoint) -> str:
 
 
 def digest_files(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return a digest of each weight file, by its name, for processes that must have the same.
-
-    As in a fingerprint, some of each tensor is read.
-    """
+    """Return a digest of each weight file, by its name, of some of each tensor."""
     found = {}
     for name, file in _weight_files(checkpoint).items():
         _add_weights(digest := hashlib.blake2b(digest_size=8), file)

@@ -96,11 +96,7 @@ def folder_of(name: str | None) -> Path | None:
 
 
 def check_split(config: EngineConfig, num_stages: int) -> None:
-    """Refuse a split that cannot be before any rank starts, if config.json counts layers and heads.
-
-    Raises:
-        UsageError: a rank without work, or layers without a rank.
-    """
+    """Refuse a split that cannot be, if config.json tells it: no rank has started yet."""
     num_layers = _count(config, DECODER_NAMES) or _count(config, LAYER_NAMES)
     num_heads = _count(config, HEAD_NAMES)
     num_shards = config.tensor_parallel_size

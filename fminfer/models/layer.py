@@ -26,9 +26,7 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights, float32, and numbers of each token's experts, (tokens, top_k).
 
-    Args:
-        logits: (tokens, experts) float32, of the router.
-        bias: (experts,) float32, added to scores for the choice alone.
+    Logits of the router are (tokens, experts) float32. The bias counts for the choice alone.
     """
     if how.scores == "sparsemixer":
         return _mix_sparsely(how, logits)
@@ -136,9 +134,8 @@ class AttentionOf:
         return found[0], found[1]
 
     def _rotated(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
-        if self._rotate is None:
-            return x
-        return self._rotate(x, step.turns(self._rotate, self._table))
+        turns = self.turns(step)
+        return x if self._rotate is None or turns is None else self._rotate(x, turns)
 
     def turns(self, step: LayerStep) -> torch.Tensor | None:
         """Return the cosines and sines of the step's tokens; None: no rotary positions."""
@@ -259,9 +256,7 @@ class MoeOf:
         self._router = weights["router.weight"].plain
         self._router_bias = weights["router.bias"].plain if how.has_router_bias else None
         self._bias = weights["choice.bias"].plain if how.has_choice_bias else None
-        self._shared = (
-            None if how.shared is None else MlpOf(how.shared, _under("shared.", weights), bodies)
-        )
+        self._shared = MlpOf(how.shared, _under("shared.", weights), bodies) if how.shared else None
         self._shared_gate = weights["shared_gate.weight"].plain if how.has_shared_gate else None
         own = _under("experts.", weights)
         mix = bodies.registry.experts(how, own["up.weight"], own["down.weight"])
@@ -322,6 +317,8 @@ class LayerOf:
             self._before_cross = bodies.norm(how.cross.before, weights, "before_cross")
             self._of_cross_sum = bodies.norm(how.cross.of_sum, weights, "sum_cross")
         self._is_wide = isinstance(how.mlp, Mlp) and how.mlp.is_wide
+        norms = {n: each for n, each in weights.items() if each.spec.use in ("norm", "norm_bias")}
+        self.norm_weights = {name: each.plain.contiguous() for name, each in norms.items()}
 
     @property
     def is_packed(self) -> bool:

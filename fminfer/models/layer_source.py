@@ -17,10 +17,10 @@ from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.families.tensor_names import AS_STORED
 from fminfer.models.formats import Holding
 from fminfer.models.origins import (
-    ModelOrigins,
     Origin,
     Origins,
     Piece,
+    cut_origins,
     drawn_origins,
     find_origins,
     open_files,
@@ -28,7 +28,13 @@ from fminfer.models.origins import (
 from fminfer.models.sharding import WHOLE, ModelShare, outputs_dim
 from fminfer.models.stored.direct_reads import Lent, Span, merge
 from fminfer.models.stored.tensor_table import TensorFiles, Waiting, reading_ahead
-from fminfer.models.tensor_specs import Weights
+from fminfer.models.tensor_specs import (
+    TensorSpecs,
+    Weights,
+    entry_specs,
+    exit_specs,
+    layer_specs,
+)
 
 OnProgress = Callable[[int, int], None]
 MOST_BETWEEN = 64  # rows of other ranks that are read with those around them
@@ -37,40 +43,47 @@ MOST_BETWEEN = 64  # rows of other ranks that are read with those around them
 class LayerSource:
     """Gives the weights of one stage, whenever they are asked for and as often. It keeps none.
 
-    Args:
-        origins: of the whole model.
-        on_progress: called with (bytes made, bytes in all) after each weight that stays.
-        streamed: numbers of the streamed layers.
+    `origins` are of the whole model. `on_progress` is called with (bytes made, bytes in all).
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         part: Part,
-        origins: ModelOrigins,
+        origins: Origins,
         maker: Reader | Drawer,
         on_progress: OnProgress = lambda done, total: None,
         streamed: Collection[int] = (),
     ) -> None:
-        self._origins, self._maker = origins, maker
+        self._maker = maker
         self.dtype, self.device, self.files = maker.holding.dtype, maker.device, maker.files
         self._on_progress, self.numbers = on_progress, part.numbers
         self.streamed = [number for number in part.numbers if number in streamed]
         self.resident = [number for number in part.numbers if number not in streamed]
-        self.is_first, self.is_last = part.is_first, part.is_last
+        self.is_first, self.is_last, model = part.is_first, part.is_last, checkpoint.model
+
+        def group(specs: TensorSpecs, top: str = "") -> Origins:
+            return {name: origins[top + name] for name in specs if top + name in origins}
+
+        self._layers = {
+            n: group(layer_specs(model.layers[n], model.hidden_size), f"{n}.") for n in part.numbers
+        }
+        self._entry = group(entry_specs(model) if part.is_first else {})
+        self._exit = group(exit_specs(model) if part.is_last else {})
+        self._embed = {"embed.weight": origins["embed.weight"]}
+        has_head = part.is_last and not model.is_pooled
+        self._shares_embed = has_head and "head.weight" not in origins
         self._is_tied = bool(checkpoint.config.tie_word_embeddings)
-        self._of_embed = {"embed.weight": origins.entry["embed.weight"]}
-        groups = [*(origins.layers[n] for n in part.numbers), *[origins.exit] * part.is_last]
-        has_embed = part.is_last and not origins.has_own_head
-        groups += [origins.entry] if part.is_first else [self._of_embed] * has_embed
+        groups = [*self._layers.values(), self._exit]
+        groups += [self._entry or (self._embed if self._shares_embed else {})]
         # What all weights take; one that has two names counts once.
         self.num_bytes = sum(map(self._size, groups))
         self._done = 0
-        self._total = self.num_bytes - sum(self._size(origins.layers[n]) for n in self.streamed)
+        self._total = self.num_bytes - sum(self._size(self._layers[n]) for n in self.streamed)
 
     def layer(self, number: int, lent: Lent | None = None) -> Weights:
         """Return the weights of a layer by its number; they may stay in bytes that are lent."""
-        where, origins = f"layer {number} ", self._origins.layers[number]
+        where, origins = f"layer {number} ", self._layers[number]
         if lent is None:
             return self._make(origins, where)
         assert self.files is not None, "a model in files"
@@ -79,7 +92,7 @@ class LayerSource:
 
     def spans(self, number: int) -> tuple[list[Span], list[Span]]:
         """Return where a layer's tensors are in files, and the parts that this rank needs."""
-        reader, origins = self._maker, self._origins.layers[number].values()
+        reader, origins = self._maker, self._layers[number].values()
         assert isinstance(reader, Reader), "a model in files"
         needed = merge(span for each in origins for span in reader.spans(each))
         uncut = (replace(each, cut=WHOLE) for each in origins)
@@ -87,8 +100,8 @@ class LayerSource:
 
     def layers(self) -> Iterator[Weights]:
         """Give those of each layer that stays; read the next ones' meanwhile, then exit's."""
-        groups = [self._origins.layers[n] for n in self.resident]
-        groups += [self._origins.exit] * self.is_last
+        groups = [self._layers[n] for n in self.resident]
+        groups.append(self._exit)
         waiting = [[w for one in g.values() for w in self._maker.waiting(one)] for g in groups]
         with reading_ahead(waiting) as next_group:
             for number in self.resident:
@@ -97,19 +110,14 @@ class LayerSource:
 
     def entry(self) -> Weights:
         """Return the weights before the first layer; none but on the first stage."""
-        return self._make(self._origins.entry) if self.is_first else {}
+        return self._make(self._entry)
 
     def exit(self, entry: Weights) -> Weights:
-        """Return the weights after the last layer; none but on the last stage.
-
-        An embedding that is the head is the same weight as in `entry`.
-        """
-        if not self.is_last:
-            return {}
-        found, embed = self._make(self._origins.exit), entry.get("embed.weight")
+        """Return the weights after the last layer; an embedding that is the head is `entry`'s."""
+        found, embed = self._make(self._exit), entry.get("embed.weight")
         own = found.get("head.weight")
-        if not self._origins.has_own_head:
-            found["head.weight"] = embed or self._make(self._of_embed)["embed.weight"]
+        if self._shares_embed:
+            found["head.weight"] = embed or self._make(self._embed)["embed.weight"]
         elif self._is_tied and embed and own and embed.equals(own):
             found["head.weight"] = embed  # stored twice: kept once
             self.num_bytes -= embed.num_bytes
@@ -117,15 +125,14 @@ class LayerSource:
 
     def leave_products(self, number: int) -> None:
         """Leave memory of the files of a layer's products to others, once they are packed."""
-        self._leave(o for o in self._origins.layers[number].values() if o.spec.use == "product")
+        self._leave(o for o in self._layers[number].values() if o.spec.use == "product")
 
     def leave_head(self, *, is_embedding: bool) -> None:
         """Leave memory of the head's files to others, once it is packed, and the embedding is."""
-        own = self._origins.exit.get("head.weight")
-        if own is not None:
-            self._leave([own])
-        if own is None or is_embedding:
-            self._leave(self._of_embed.values())
+        if not self._shares_embed:
+            self._leave([self._exit["head.weight"]])
+        if self._shares_embed or is_embedding:
+            self._leave(self._embed.values())
 
     def _leave(self, origins: Iterable[Origin]) -> None:
         for name in (name for each in origins for piece in each.pieces for name in piece.stored):
@@ -133,8 +140,8 @@ class LayerSource:
             self.files.drop(name)
 
     def _size(self, origins: Origins) -> int:
-        formats = ((self._maker.format_of(each), each) for each in origins.values())
-        return sum(held.num_bytes(each.held.shape) for held, each in formats)
+        own = origins.values()
+        return sum(self._maker.format_of(each).num_bytes(each.held.shape) for each in own)
 
     def _make(self, origins: Origins, where: str = "") -> Weights:
         found: Weights = {}
@@ -161,8 +168,6 @@ def open_weights(
 
     Args:
         seed: for random weights. They do not depend on how the model is split.
-        share: what this rank holds of each tensor; None: all.
-        on_progress, streamed: as `LayerSource`.
         keeps_parts: products take weights of several parts.
 
     Raises:
@@ -170,10 +175,10 @@ def open_weights(
     """
     if checkpoint.folder is not None:
         files = open_files(checkpoint, checkpoint.folder)
-        origins = find_origins(checkpoint, files.shapes, files.types).cut(share)
-        reader = Reader(files, device, holding, keeps_parts)
+        found = find_origins(checkpoint, files.shapes, files.types)
+        reader, origins = Reader(files, device, holding, keeps_parts), cut_origins(found, share)
         return LayerSource(checkpoint, part, origins, reader, on_progress, streamed)
-    origins = drawn_origins(checkpoint).cut(share)
+    origins = cut_origins(drawn_origins(checkpoint), share)
     spread = float(getattr(checkpoint.config, "initializer_range", 0.02))
     model = checkpoint.model
     norm = model.final_norm or (model.encoder and model.encoder.final_norm)

@@ -19,15 +19,10 @@ from fminfer.models.tensor_specs import Weights, plain_of
 
 @dataclass(slots=True)
 class Bodies:
-    """Makes what computes the parts of layers: norms, products, rotary positions.
-
-    Args:
-        registry: chooses them.
-        num_positions: the longest sequence.
-    """
+    """Makes what computes the parts of layers: norms, products, rotary positions."""
 
     registry: Registry
-    num_positions: int
+    num_positions: int  # of the longest sequence
     _tables: dict[Rope, torch.Tensor] = field(default_factory=dict)
 
     def norm(self, how: Norm | None, weights: Weights, name: str) -> NormBody | None:
@@ -38,10 +33,9 @@ class Bodies:
 
     def norms(
         self, pair: tuple[Norm | None, Norm | None], weights: Weights, side: str
-    ) -> tuple[NormBody | None, NormBody | None]:
-        first, second = pair
-        of_attention = self.norm(first, weights, f"{side}_attention")
-        return of_attention, self.norm(second, weights, f"{side}_mlp")
+    ) -> list[NormBody | None]:
+        sides = zip(pair, ("attention", "mlp"), strict=True)
+        return [self.norm(how, weights, f"{side}_{of}") for how, of in sides]
 
     def product(self, weights: Weights, name: str) -> Function:
         return self.registry.product(weights[f"{name}.weight"], plain_of(weights, f"{name}.bias"))

@@ -44,9 +44,6 @@ class LayerStream:
     To a GPU, a layer is copied while another computes; the GPU holds two at once. The copies have a
     CUDA stream of their own, which waits for no computation. So a layer's memory on the GPU is used
     again only once the GPU is done with that layer.
-
-    Raises:
-        MachineError: a file cannot be opened.
     """
 
     def __init__(self, source: LayerSource, make: MakeLayer, kind: StreamKind) -> None:
@@ -73,11 +70,7 @@ class LayerStream:
 
     @contextmanager
     def layer(self, number: int, following: int) -> Iterator[LayerOf]:
-        """Give a layer to compute with; read the following one meanwhile.
-
-        Raises:
-            MachineError: a file cannot be read, ends too early, or was changed.
-        """
+        """Give a layer to compute with; read the following one meanwhile."""
         while len(self._computing) >= SLOTS:
             self._computing.popleft()[1].synchronize()
         asked_s = time.time()

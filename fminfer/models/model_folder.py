@@ -12,10 +12,11 @@ from typing import Any
 
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import GGUF, gguf_error
+from fminfer.models.known_sizes import folder_of
 from fminfer.models.sentence_folder import DENSE_WEIGHTS
+from fminfer.models.stored.weight_folder import ADAPTER_WEIGHTS, weight_files
 
 ADAPTER = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model"  # what the names of their files begin with
 QUANTIZED = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 TELLING_FILES = [ADAPTER, *QUANTIZED]
 # A * stands for a slash, too: those of folders in it come along, as sentence-transformers' do.
@@ -63,6 +64,20 @@ def fetch_weights(name: str, revision: str | None = None) -> Path:
     return folder  # loading says that it has no weights
 
 
+def find_weight_files(name: str) -> dict[Path, int]:
+    """Return the weight files here of a folder or hub id, and their sizes; broken ones are none."""
+    try:
+        if (folder := folder_of(name)) is None:
+            from huggingface_hub import try_to_load_from_cache  # only for models that are not local
+
+            config = try_to_load_from_cache(name, "config.json")
+            folder = Path(config).parent if isinstance(config, str) else None
+        files = [] if folder is None else weight_files(folder)
+        return {file: file.stat().st_size for file in files}
+    except (CheckpointError, OSError, ValueError):
+        return {}
+
+
 def refuse_gguf(name: str, folder: Path, revision: str | None) -> None:
     """Raise a CheckpointError for a repository that holds no config, but GGUF files."""
     if not (folder / "config.json").exists():
@@ -95,11 +110,7 @@ def _not_found(name: str) -> CheckpointError:
 
 
 def refuse_what_is_beside(name: str, folder: Path, *, without_adapter: bool) -> None:
-    """Refuse an adapter that is not left out, and weights that another file calls quantized.
-
-    Raises:
-        CheckpointError: it says what is there, and what to do.
-    """
+    """Refuse an adapter that is not left out, and weights that another file calls quantized."""
     weights = (f for f in folder.glob("*.safetensors") if not f.name.startswith(ADAPTER_WEIGHTS))
     is_model = (folder / "config.json").exists() or any(weights)
     if (folder / ADAPTER).exists() and not (is_model and without_adapter):

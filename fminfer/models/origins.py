@@ -6,7 +6,7 @@ A tensor that is missing, left over or misshapen is refused by name. No values a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -24,13 +24,7 @@ from fminfer.models.sharding import WHOLE, ModelShare, TensorCut, outputs_dim
 from fminfer.models.stored.stored_tensors import BLOCKS, FLOATS
 from fminfer.models.stored.tensor_table import DTYPES, TensorFiles
 from fminfer.models.stored.weight_folder import indexed_names, weight_files
-from fminfer.models.tensor_specs import (
-    TensorSpecs,
-    entry_specs,
-    exit_specs,
-    layer_specs,
-    model_specs,
-)
+from fminfer.models.tensor_specs import TensorSpecs, model_specs
 
 Parts = list[tuple[Format, int]]  # formats and numbers of rows, as `Holding.of` takes them
 
@@ -95,34 +89,8 @@ class Origin:
         return [(p.format or Dense(DTYPES[types[n]]), p.last - p.first) for p, n in firsts]
 
 
+# By the names of `model_specs`, without the head's weight where the embedding is the head.
 Origins = dict[str, Origin]
-Find = Callable[[TensorSpecs, int | None], Origins]  # of a layer by its number, or of none
-
-
-@dataclass(slots=True, frozen=True)
-class ModelOrigins:
-    """Where all tensors of a model come from."""
-
-    entry: Origins
-    layers: tuple[Origins, ...]
-    exit: Origins  # without the head's weight where the embedding is the head
-    has_own_head: bool
-
-    def by_name(self) -> Origins:
-        """Return all of them; names of a layer's tensors begin with its number."""
-        layers = enumerate(self.layers)
-        inner = {f"{number}.{name}": o for number, own in layers for name, o in own.items()}
-        return self.entry | inner | self.exit
-
-    def cut(self, share: ModelShare | None) -> ModelOrigins:
-        """Return the same with the parts that one rank holds; None: it holds all."""
-        cuts = {} if share is None else share.cuts()
-
-        def cut(origins: Origins, top: str = "") -> Origins:
-            return {n: replace(each, cut=cuts.get(top + n, WHOLE)) for n, each in origins.items()}
-
-        layers = tuple(cut(own, f"{number}.") for number, own in enumerate(self.layers))
-        return replace(self, entry=cut(self.entry), layers=layers, exit=cut(self.exit))
 
 
 def is_left_out(name: str, others: str) -> bool:
@@ -134,47 +102,38 @@ def find_origins(
     checkpoint: Checkpoint,
     stored: Mapping[str, Shape | None],
     types: Mapping[str, str] | None = None,
-) -> ModelOrigins:
-    """Find every tensor of the model among the stored ones.
-
-    A model that stores no head uses the embedding as its head, if its config says so.
-
-    Args:
-        stored, types: of each tensor of the checkpoint; None: not known.
+) -> Origins:
+    """Find every tensor of the model among the stored ones; a shape or types may not be known.
 
     Raises:
         CheckpointError: tensors are missing, of another shape or type, or not part of the model.
     """
     search = _Search(checkpoint, stored, types or {})
-    found = _origins(checkpoint, search.find, search.has_head())
-    search.refuse_what_is_wrong()
+    specs = _own_specs(checkpoint, has_head=search.has_head())
+    found = {name: search.find(name, spec) for name, spec in specs.items()}
+    for wrong in search.find_wrong():
+        raise CheckpointError(f"{checkpoint.name}{wrong}")
     return found
 
 
-def drawn_origins(checkpoint: Checkpoint) -> ModelOrigins:
+def drawn_origins(checkpoint: Checkpoint) -> Origins:
     """Return the tensors of a model that is stored nowhere."""
-
-    def draw(specs: TensorSpecs, number: int | None) -> Origins:
-        return {name: Origin(spec, (), AS_STORED) for name, spec in specs.items()}
-
-    return _origins(checkpoint, draw, has_head=False)
+    specs = _own_specs(checkpoint, has_head=False)
+    return {name: Origin(spec, (), AS_STORED) for name, spec in specs.items()}
 
 
-def _origins(checkpoint: Checkpoint, find: Find, has_head: bool) -> ModelOrigins:
-    """Find the tensors of layers, by their numbers, and those outside them.
+def _own_specs(checkpoint: Checkpoint, *, has_head: bool) -> TensorSpecs:
+    """Return all tensors, without a head that is tied to the embedding, if none is stored."""
+    specs = model_specs(checkpoint.model)
+    if checkpoint.config.tie_word_embeddings and not has_head:
+        specs.pop("head.weight", None)
+    return specs
 
-    Args:
-        has_head: the checkpoint has a weight of the head, though its config ties that to another.
-    """
-    model = checkpoint.model
-    layers = [layer_specs(layer, model.hidden_size) for layer in model.layers]
-    inner = tuple(find(specs, number) for number, specs in enumerate(layers))
-    outside, is_tied = exit_specs(model), checkpoint.config.tie_word_embeddings
-    has_own_head = has_head or model.is_pooled or not is_tied
-    if not has_own_head:
-        del outside["head.weight"]
-    entry, outer = find(entry_specs(model), None), find(outside, None)
-    return ModelOrigins(entry, inner, outer, has_own_head)
+
+def cut_origins(origins: Origins, share: ModelShare | None) -> Origins:
+    """Return the same with the parts that one rank holds; None: it holds all."""
+    cuts = {} if share is None else share.cuts
+    return {name: replace(each, cut=cuts.get(name, WHOLE)) for name, each in origins.items()}
 
 
 def open_files(checkpoint: Checkpoint, folder: Path) -> TensorFiles:
@@ -183,14 +142,7 @@ def open_files(checkpoint: Checkpoint, folder: Path) -> TensorFiles:
 
 
 def check_tensors(checkpoint: Checkpoint, *, has_weights: bool = True) -> None:
-    """Refuse what loading would refuse, by the headers of the weight files alone.
-
-    Args:
-        has_weights: otherwise the names of an index are checked, if there is one.
-
-    Raises:
-        CheckpointError: a file is missing or broken; a tensor is missing, unexpected, or misshapen.
-    """
+    """Refuse what loading would refuse, by the headers of weight files, or by an index alone."""
     if checkpoint.folder is None:
         return
     if has_weights:
@@ -212,7 +164,7 @@ def stored_formats(checkpoint: Checkpoint) -> dict[str, Parts]:
     try:
         if weight_files(folder):
             files = open_files(checkpoint, folder)
-            origins = find_origins(checkpoint, files.shapes, files.types).by_name()
+            origins = find_origins(checkpoint, files.shapes, files.types)
             origins.setdefault("head.weight", origins["embed.weight"])  # one that is tied
             return {name: each.stored_parts(files.types) for name, each in origins.items()}
     except CheckpointError:
@@ -228,7 +180,7 @@ class _Search:
         stored: Mapping[str, Shape | None],
         types: Mapping[str, str],
     ) -> None:
-        self._name, self._architecture = checkpoint.name, checkpoint.architecture
+        self._architecture = checkpoint.architecture
         self._stored, self._types = stored, types
         known = {*types.values()}
         self._forms = [form for form in FORMATS if not types or known.intersection(form.types)]
@@ -247,11 +199,7 @@ class _Search:
         shape = (model.vocab_size, model.embed_size)
         return self._has(self._piece(names, shape, source.layout))
 
-    def refuse_what_is_wrong(self) -> None:
-        for wrong in self._find_wrong():
-            raise CheckpointError(f"{self._name}{wrong}")
-
-    def _find_wrong(self) -> Iterator[str]:
+    def find_wrong(self) -> Iterator[str]:
         """Say what is wrong, in words that follow the name of the model."""
         left_out = self._architecture.left_out
         for tensor, dtype in self._types.items():
@@ -279,24 +227,22 @@ class _Search:
                 f"({len(left)} such tensors); config and weights do not belong together"
             )
 
-    def find(self, specs: TensorSpecs, number: int | None) -> Origins:
-        """Find the tensors of a layer, or those outside of layers."""
-        origins: Origins = {}
-        where, prefix, attention = self._architecture.outer, "", None
-        if number is not None:
-            where, prefix = self._architecture.of_layer(number)
-            attention = self._architecture.model.layers[number].attention
-        for ours, spec in specs.items():
-            source = source_of(ours, where)
-            whole = [prefix + each for each in source.whole.split("|")]
-            pieces: tuple[Piece, ...] = (self._piece(whole, spec.shape, source.layout),)
-            if source.names and not (source.whole and self._has(pieces[0])):
-                form = f"{prefix}{{}}.{ours.rpartition('.')[2]}"
-                pieces = tuple(self._pieces(source, form, spec, attention))
-            for piece in pieces:
-                self._take(piece)
-            origins[ours] = Origin(spec, pieces, source.layout, attention)
-        return origins
+    def find(self, name: str, spec: TensorSpec) -> Origin:
+        """Find what is stored of a tensor."""
+        where, prefix, attention, ours = self._architecture.outer, "", None, name
+        if name[0].isdigit():
+            number, _, ours = name.partition(".")
+            where, prefix = self._architecture.of_layer(int(number))
+            attention = self._architecture.model.layers[int(number)].attention
+        source = source_of(ours, where)
+        whole = [prefix + each for each in source.whole.split("|")]
+        pieces: tuple[Piece, ...] = (self._piece(whole, spec.shape, source.layout),)
+        if source.names and not (source.whole and self._has(pieces[0])):
+            form = f"{prefix}{{}}.{ours.rpartition('.')[2]}"
+            pieces = tuple(self._pieces(source, form, spec, attention))
+        for piece in pieces:
+            self._take(piece)
+        return Origin(spec, pieces, source.layout, attention)
 
     def _pieces(
         self, source: Source, form: str, spec: TensorSpec, attention: Attention | None

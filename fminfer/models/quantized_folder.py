@@ -39,8 +39,7 @@ def write_quantized(
     The folder gets its name once it is complete.
 
     Raises:
-        CheckpointError: the model cannot be loaded, or is quantized already.
-        UsageError: the folder is there, or cannot be written.
+        CheckpointError, UsageError: the model is quantized already; the folder cannot be written.
     """
     output = output.resolve()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):

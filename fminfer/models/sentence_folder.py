@@ -36,11 +36,7 @@ class SentenceFolder:
 
 
 def read_sentence_folder(folder: Path) -> SentenceFolder | None:
-    """Read such a folder; None: it is none.
-
-    Raises:
-        CheckpointError: it is broken, or has a module that does not run.
-    """
+    """Read such a folder, or refuse it; None: it is none."""
     modules = _modules(folder / MODULES)
     kinds = [each["type"].rpartition(".")[2] for each in modules]
     if (kinds[:1] != ["Transformer"] and "Pooling" not in kinds) or "LogitScore" in kinds:
@@ -69,11 +65,7 @@ def read_sentence_folder(folder: Path) -> SentenceFolder | None:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Return what a JSON file beside a model says; {}: there is none.
-
-    Raises:
-        CheckpointError: it is no JSON object.
-    """
+    """Return what a JSON file beside a model says; {}: there is none."""
     try:
         fields = json.loads(file.read_bytes()) if file.exists() else {}
     except (ValueError, RecursionError) as error:

@@ -58,82 +58,25 @@ WHOLE = TensorCut()
 Cuts = Mapping[str, TensorCut]  # by our names; others are whole
 
 
-@dataclass(slots=True, frozen=True)
-class LayerShare:
-    """What one rank has of a layer, by numbers in the whole layer."""
-
-    heads: range
-    kv_heads: range
-    kv_copies: int  # how many ranks have these KV heads, this one included
-    inner: range  # of the MLP, or of each expert
-    shared: range  # of the shared expert
-
-    @property
-    def parts(self) -> dict[str, range]:
-        """The same by the names of `Units`."""
-        own = {"heads": self.heads, "kv_heads": self.kv_heads}
-        return own | {"inner": self.inner, "shared": self.shared}
+Parts = Mapping[str, range]  # what a rank has of a layer, or of the tokens, by the names of `Units`
 
 
 @dataclass(slots=True, frozen=True)
 class ModelShare:
-    """What one rank has of a model; `model` is its spec."""
+    """What one rank has of a model."""
 
-    whole: Model  # the spec of all ranks together
+    model: Model  # the spec of what this rank holds: all sizes follow from it
     shard: int
     tokens: tuple[range, ...]  # of each rank
-    layers: tuple[LayerShare, ...]  # of this rank
-
-    @property
-    def model(self) -> Model:
-        """The spec of what this rank holds: all sizes follow from it."""
-        layers = tuple(map(self.layer, range(len(self.layers))))
-        return replace(self.whole, layers=layers, vocab_size=len(self.tokens[self.shard]))
-
-    def layer(self, number: int) -> Layer:
-        """Return the spec of what this rank holds of a layer."""
-        return _cut_layer(self.whole.layers[number], self.layers[number])
-
-    def layer_cuts(self, number: int) -> Cuts:
-        """Return the cuts of a layer's tensors."""
-        return self._cut(layer_specs(self.whole.layers[number], self.whole.hidden_size), number)
-
-    def cuts(self) -> Cuts:
-        """Return all cuts; names of a layer's tensors begin with its number."""
-        found = self._cut(entry_specs(self.whole) | exit_specs(self.whole))
-        for number in range(len(self.layers)):
-            found |= {f"{number}.{name}": cut for name, cut in self.layer_cuts(number).items()}
-        return found
-
-    def _cut(self, specs: TensorSpecs, number: int | None = None) -> dict[str, TensorCut]:
-        parts = {"tokens": self.tokens[self.shard]}
-        if number is not None:
-            parts |= self.layers[number].parts
-
-        def own(units: Units, first: int = 0) -> range:
-            part = parts[units.of]
-            return range(first + part.start * units.size, first + part.stop * units.size)
-
-        found = {}
-        for name, spec in specs.items():
-            firsts = accumulate((each.total for each in spec.outputs), initial=0)
-            rows = tuple(map(own, spec.outputs, firsts)) or None
-            columns = None if spec.inputs is None else own(spec.inputs)
-            if rows or columns or spec.is_of_sum:
-                found[name] = TensorCut(rows, columns, spec.is_of_sum and self.shard > 0)
-        return found
+    cuts: Cuts  # by the names of `model_specs`
 
 
-@dataclass(slots=True, frozen=True)
-class InputBlocks:
-    """How many neighbouring inputs are quantized together; no cut goes through them."""
-
-    out: int = 1
-    down: int = 1
-
-
-def share_model(model: Model, shard: int, count: int, blocks: InputBlocks) -> ModelShare:
+def share_model(model: Model, shard: int, count: int, blocks: Mapping[str, int]) -> ModelShare:
     """Cut a model for one of the ranks of a stage.
+
+    Args:
+        blocks: how many neighbouring inputs of "out" and "down" are quantized together; no cut
+            goes through them.
 
     Raises:
         UsageError: it cannot be cut into so many parts; the most that it can be is told.
@@ -150,14 +93,39 @@ def share_model(model: Model, shard: int, count: int, blocks: InputBlocks) -> Mo
         raise UsageError(f"{error}, {told}; {MORE_RANKS}") from None
 
 
-def _share_model(model: Model, shard: int, count: int, blocks: InputBlocks) -> ModelShare:
+def _share_model(model: Model, shard: int, count: int, blocks: Mapping[str, int]) -> ModelShare:
     tokens = even_parts(model.vocab_size, count, TOKENS_UNIT)
     _refuse_empty(tokens, count, f"a vocabulary of {model.vocab_size} tokens in eights")
-    layers = tuple(_share_layer(layer, shard, count, blocks) for layer in model.layers)
-    return ModelShare(model, shard, tuple(tokens), layers)
+    outer = entry_specs(model) | exit_specs(model)
+    cuts, layers = _cuts(outer, {"tokens": tokens[shard]}, shard), []
+    for number, layer in enumerate(model.layers):
+        parts, kv_copies = _share_layer(layer, shard, count, blocks)
+        layers.append(_cut_layer(layer, parts, kv_copies))
+        own = _cuts(layer_specs(layer, model.hidden_size), parts, shard)
+        cuts |= {f"{number}.{name}": cut for name, cut in own.items()}
+    held = replace(model, layers=tuple(layers), vocab_size=len(tokens[shard]))
+    return ModelShare(held, shard, tuple(tokens), cuts)
 
 
-def _share_layer(layer: Layer, shard: int, count: int, blocks: InputBlocks) -> LayerShare:
+def _cuts(specs: TensorSpecs, parts: Parts, shard: int) -> dict[str, TensorCut]:
+    def own(units: Units, first: int = 0) -> range:
+        part = parts[units.of]
+        return range(first + part.start * units.size, first + part.stop * units.size)
+
+    found = {}
+    for name, spec in specs.items():
+        firsts = accumulate((each.total for each in spec.outputs), initial=0)
+        rows = tuple(map(own, spec.outputs, firsts)) or None
+        columns = None if spec.inputs is None else own(spec.inputs)
+        if rows or columns or spec.is_of_sum:
+            found[name] = TensorCut(rows, columns, spec.is_of_sum and shard > 0)
+    return found
+
+
+def _share_layer(
+    layer: Layer, shard: int, count: int, blocks: Mapping[str, int]
+) -> tuple[Parts, int]:
+    """Return what a rank has of a layer, and how many ranks have its KV heads, it included."""
     attention, mlp = layer.attention, layer.mlp
     norm = attention.qk_norm
     if norm is not None and attention.qk_norm_over == "all" and not norm.is_rms:
@@ -165,19 +133,16 @@ def _share_layer(layer: Layer, shard: int, count: int, blocks: InputBlocks) -> L
             f"--tensor-parallel-size {count}: this model has a LayerNorm over all heads together, "
             "which is not divided among ranks"
         )
-    of_ranks = _share_heads(attention, count, blocks.out)
+    of_ranks = _share_heads(attention, count, blocks.get("out", 1))
     heads, kv_heads = of_ranks[shard]
-    kv_copies = [own for _, own in of_ranks].count(kv_heads)
     expert, shared = (mlp.expert, mlp.shared) if isinstance(mlp, Moe) else (mlp, None)
-    of_shared = range(0) if shared is None else _share_mlp(shared, count, blocks.down)[shard]
-    inner = _share_mlp(expert, count, blocks.down)[shard]
-    return LayerShare(heads, kv_heads, kv_copies, inner, of_shared)
-
-
-def _share_mlp(mlp: Mlp, count: int, block: int) -> list[range]:
-    parts = even_parts(mlp.size, count, block)
-    blocks = f" in blocks of {block}" * (block > 1)
-    return _refuse_empty(parts, count, f"an MLP or expert of size {mlp.size}{blocks}")
+    parts = {"heads": heads, "kv_heads": kv_heads}
+    for name, each in ("shared", shared), ("inner", expert):
+        if each is not None:
+            block = blocks.get("down", 1)
+            told = f"an MLP or expert of size {each.size}" + f" in blocks of {block}" * (block > 1)
+            parts[name] = _refuse_empty(even_parts(each.size, count, block), count, told)[shard]
+    return parts, [own for _, own in of_ranks].count(kv_heads)
 
 
 def _share_heads(how: Attention, count: int, block: int) -> list[tuple[range, range]]:
@@ -213,29 +178,24 @@ def _refuse_empty(parts: list[range], count: int, told: str) -> list[range]:
     return parts
 
 
-def _cut_layer(layer: Layer, share: LayerShare) -> Layer:
+def _cut_layer(layer: Layer, parts: Parts, kv_copies: int) -> Layer:
     """Return the spec of a layer's part."""
-    attention, mlp = layer.attention, layer.mlp
+    attention, mlp, cross = layer.attention, layer.mlp, layer.cross
+    heads, num_kv = parts["heads"], len(parts["kv_heads"])
+    if cross is not None:  # as wide as the layer's own
+        how = replace(cross.attention, heads=len(heads), kv_heads=num_kv)
+        cross = replace(cross, attention=how)
     alibi = attention.alibi
     if alibi is not None:
-        alibi = replace(alibi, slopes=alibi.slopes[share.heads.start : share.heads.stop])
-    of_all = HeadsOfAll(attention.heads, attention.kv_heads, share.kv_copies)
-    attention = replace(
-        attention,
-        heads=len(share.heads),
-        kv_heads=len(share.kv_heads),
-        alibi=alibi,
-        of_all=of_all if attention.qk_norm_over == "all" else None,
-    )
+        alibi = replace(alibi, slopes=alibi.slopes[heads.start : heads.stop])
+    of_all = None
+    if attention.qk_norm_over == "all":
+        of_all = HeadsOfAll(attention.heads, attention.kv_heads, kv_copies)
+    attention = replace(attention, heads=len(heads), kv_heads=num_kv, alibi=alibi, of_all=of_all)
     cut: Mlp | Moe
     if isinstance(mlp, Moe):
-        shared = mlp.shared and replace(mlp.shared, size=len(share.shared))
-        cut = replace(mlp, expert=replace(mlp.expert, size=len(share.inner)), shared=shared)
+        shared = mlp.shared and replace(mlp.shared, size=len(parts["shared"]))
+        cut = replace(mlp, expert=replace(mlp.expert, size=len(parts["inner"])), shared=shared)
     else:
-        cut = replace(mlp, size=len(share.inner))
-    cross = layer.cross
-    if cross is not None:  # as wide as the layer's own
-        how = cross.attention
-        how = replace(how, heads=len(share.heads), kv_heads=len(share.kv_heads))
-        cross = replace(cross, attention=how)
+        cut = replace(mlp, size=len(parts["inner"]))
     return replace(layer, attention=attention, mlp=cut, cross=cross)

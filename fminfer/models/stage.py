@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -93,17 +94,13 @@ def _new_event() -> torch.cuda.Event:
 # each time, which costs more than a smaller product does. A GPU reads the whole head each time, and
 # what it drew must be waited for.
 MAX_LOGITS = {"cpu": 6 << 20, "cuda": 64 << 20}  # 24 and 256 MB in float32
-NO_MEMORY = np.empty(0, np.uint8)
 
 
 class Stage:
     """A model, or the layers of one stage, over a paged KV cache.
 
     Args:
-        kv_dtype, num_blocks, block_size: of the KV cache.
         kernel: the compiled attention kernel; None: plain tensor operations.
-        ranker: finds normalizers and the best of logits.
-        threads: how many compute; looked at before each step. None: torch's own number.
         graphs: makes what replays decode steps; None: each is launched kernel by kernel.
         tokens: whose logits the head gives; None: the whole vocabulary.
     """
@@ -198,13 +195,9 @@ class Stage:
 
     @torch.inference_mode()
     def forward(self, step: Step, hidden: torch.Tensor | None) -> torch.Tensor:
-        """Run the stage's layers over a step's packed tokens, (tokens, hidden).
+        """Run the stage's layers over a step's packed tokens, (tokens, hidden); None: it is first.
 
-        Args:
-            hidden: of the stage before; None on the first stage.
-
-        Returns:
-            the same; on the last stage normed, and of the tokens in `step.wanted` only.
+        The last stage gives those of the tokens in `step.wanted` only, normed.
         """
         if self._threads is not None:
             self._threads.follow()
@@ -215,19 +208,42 @@ class Stage:
             self.cache.copy_blocks(step.block_copies)
         wanted = step.wanted if self._head is not None else np.arange(step.num_tokens)
 
-        def run_part(first: int, last: int) -> torch.Tensor:
-            before = None if hidden is None else hidden[first:last]
-            kept = wanted
-            if last - first < step.num_tokens:
-                kept = wanted[slice(*np.searchsorted(wanted, (first, last)))] - first
-            some = kept if len(kept) else np.array([last - first - 1])
-            ids, part = step.token_ids[first:last], rows.cut(first, last)
-            cross = self._tables.cross(step, first, last) if len(step.cross_slots) else None
-            memory = step.memory if cross is not None and first == 0 else NO_MEMORY
-            return self._forward(ids, part, before, some, cross, memory)[: len(kept)]
-
+        run_part = partial(self._run_part, step, rows, hidden, wanted)
         parts = self._token_limit.run(step.num_tokens, run_part)
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _run_part(
+        self,
+        step: Step,
+        rows: Rows,
+        hidden: torch.Tensor | None,
+        wanted: np.ndarray,
+        first: int,
+        last: int,
+    ) -> torch.Tensor:
+        """Run the layers over some of a step's tokens; give the wanted ones' hidden states."""
+        if last - first < step.num_tokens:
+            wanted = wanted[slice(*np.searchsorted(wanted, (first, last)))] - first
+        kept = wanted if len(wanted) else np.array([last - first - 1])
+        ids, part = step.token_ids[first:last], rows.cut(first, last)
+        before, is_all = None if hidden is None else hidden[first:last], len(kept) == len(ids)
+        if self.graphs is not None and is_all:
+            found = self.graphs.run(part, ids, before)
+            if found is not None:
+                return found[: len(wanted)]
+        positions, sent_ids, sent_kept = send((part.token_positions, ids, kept), self._device)
+        index = None if is_all else sent_kept
+        layer_step = LayerStep(positions, self.cache.plan(part, index), index)
+        if before is None:
+            before = self._network.embed(sent_ids, positions)
+        if len(step.cross_slots):
+            cross = self._tables.cross(step, first, last)
+            layer_step.cross = self.cache.plan_cross(cross, None if is_all else kept)
+            if first == 0 and len(step.memory):  # which the first part stores
+                memory = torch.from_numpy(step.memory).view(self._network.dtype)
+                size = self._network.model.hidden_size
+                layer_step.memory = memory.view(-1, size).to(self._device)
+        return self._network.run(before, layer_step)[: len(wanted)]
 
     @torch.inference_mode()
     def finish(self, step: Step, hidden: torch.Tensor) -> Results:
@@ -279,39 +295,6 @@ class Stage:
         if self._network.pooling is not None:
             hidden = self._network.pooling(hidden, step.lengths)
         return hidden.contiguous().cpu().view(torch.uint8).numpy()
-
-    def _forward(
-        self,
-        ids: np.ndarray,
-        rows: Rows,
-        before: torch.Tensor | None,
-        kept: np.ndarray,
-        cross: Rows | None,
-        memory: np.ndarray,
-    ) -> torch.Tensor:
-        """Run the layers over rows' tokens; return the hidden states of the `kept` ones.
-
-        Args:
-            cross: the tokens as rows that attend to memory, of which `memory` comes with the step.
-        """
-        is_all = len(kept) == len(ids)
-        if self.graphs is not None and is_all:
-            found = self.graphs.run(rows, ids, before)
-            if found is not None:
-                return found
-        positions, sent_ids, sent_kept = send((rows.token_positions, ids, kept), self._device)
-        index = None if is_all else sent_kept
-        attend = self.cache.plan(rows, index)
-        if before is None:
-            before = self._network.embed(sent_ids, positions)
-        layer_step = LayerStep(positions, attend, index)
-        if cross is not None:
-            layer_step.cross = self.cache.plan_cross(cross, None if is_all else kept)
-            if len(memory):
-                found = torch.from_numpy(memory).view(self._network.dtype)
-                size = self._network.model.hidden_size
-                layer_step.memory = found.view(-1, size).to(self._device)
-        return self._network.run(before, layer_step)
 
     def _sampler(self, step: Step) -> Use:
         """Return a function that draws the tokens of a part of the step's draws."""

@@ -58,40 +58,29 @@ class Head:
             return multiply_plain(hidden.float(), self._weight, self._bias)
         weight = self._weight.plain
         if weight.dtype == torch.float32:
-            return torch.nn.functional.linear(hidden, weight, self._bias)
+            return nn.functional.linear(hidden, weight, self._bias)
         if weight.is_cuda:
             logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-            return logits if self._bias is None else logits.add_(self._bias)
-        return _multiply_widened(hidden, weight, self._bias)
+        else:  # some outputs after the other
+            hidden = hidden.float()
+            logits = hidden.new_empty((len(hidden), len(weight)))
+            size = max(1, WIDENED_BYTES // (4 * weight.shape[1]))
+            for first in range(0, len(weight), size):
+                part = slice(first, first + size)
+                logits[:, part] = hidden @ weight[part].float().t()
+        return logits if self._bias is None else logits.add_(self._bias)
 
 
-def _multiply_widened(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """Return hidden·Wᵀ + b in float32, some outputs after the other, in plain torch."""
-    hidden = hidden.float()
-    logits = hidden.new_empty((len(hidden), len(weight)))
-    size = max(1, WIDENED_BYTES // (4 * weight.shape[1]))
-    for first in range(0, len(weight), size):
-        part = slice(first, first + size)
-        logits[:, part] = hidden @ weight[part].float().t()
-    return logits if bias is None else logits.add_(bias)
-
-
-Join = Callable[[LayerOf, Weights], LayerOf]
+Join = Callable[[LayerOf], LayerOf]
 
 
 class Transformer:
-    """A model, or the layers of one stage.
+    """A model, or the layers of one stage. Each layer's weights go as soon as its bodies are made.
 
     Args:
-        source: of the stage's weights; each layer's go as soon as its bodies are made.
         join: replaces a layer by one compiled call, where it can; None: layers stay as they are.
         shards: the ranks that share the stage; None: this one has it whole.
         tokens: whose rows of embedding and head it has; None: all.
-
-    Raises:
-        MachineError: a streamed layer cannot be read.
     """
 
     def __init__(
@@ -112,7 +101,7 @@ class Transformer:
 
         def make(number: int, weights: Weights) -> LayerOf:
             layer = LayerOf(model.layers[number], weights, bodies)
-            return layer if join is None else join(layer, weights)
+            return layer if join is None else join(layer)
 
         kept: dict[int, LayerOf] = {}
         for each in source.layers():  # zip would hold the last ones while the next are read
@@ -139,7 +128,8 @@ class Transformer:
 
         def stack(how: Model | Encoder, numbers: list[int], name: str = "") -> Stack:
             own = [model.layers[number] for number in numbers]
-            return Stack(how, own, in_order(numbers), self._entry, self._exit, bodies, name)
+            exit = self._exit if source.is_last else None
+            return Stack(how, own, in_order(numbers), self._entry, exit, bodies, name)
 
         cached = [number for number in source.numbers if number < model.num_cached]
         self._decoder = stack(model, cached)
@@ -193,10 +183,7 @@ class Transformer:
         return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype)
 
     def run(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
-        """Run the layers, and on the last stage the final norm and projection.
-
-        (tokens, hidden) become (kept tokens, hidden).
-        """
+        """Run the layers, and on the last stage the final norm: give (kept tokens, hidden)."""
         step.shards = self.shards
         x = self._decoder.run(x, step)
         if "project_out.weight" in self._exit:
@@ -207,10 +194,8 @@ class Transformer:
 class Stack:
     """A decoder's or an encoder's layers of one stage, with what is before and behind them.
 
-    Args:
-        own: the specs of the layers.
-        entry, exit: weights before the first layer and after the last one; {} on other stages.
-        name: what their names begin with.
+    `entry` and `exit` are weights before the first layer and after the last one, named by `name`;
+    `exit` is None where the last layer is on another stage.
     """
 
     def __init__(
@@ -219,16 +204,17 @@ class Stack:
         own: list[Layer],
         layers: Iterable[LayerOf],
         entry: Weights,
-        exit: Weights,
+        exit: Weights | None,
         bodies: Bodies,
         name: str,
     ) -> None:
         self.own, self.layers, self._offset = own, layers, how.position_offset
         self._positions = plain_of(entry, f"{name}positions.weight")
         self._types = plain_of(entry, f"{name}types.weight")
-        norms = (how.embed_norm if entry else None), (how.final_norm if exit else None)
-        self._embed_norm = bodies.norm(norms[0], entry, f"{name}embed_norm")
-        self._final_norm = bodies.norm(norms[1], exit, f"{name}final_norm")
+        embed_norm = how.embed_norm if entry else None
+        self._embed_norm = bodies.norm(embed_norm, entry, f"{name}embed_norm")
+        final_norm = None if exit is None else how.final_norm  # one may have no weights
+        self._final_norm = bodies.norm(final_norm, exit or {}, f"{name}final_norm")
 
     def embed(
         self, x: torch.Tensor, positions: torch.Tensor, types: torch.Tensor | None = None

@@ -26,7 +26,6 @@ from fminfer.compute.step import Rows
 from fminfer.compute.trial import Candidate, Limits, Pair, Trial
 from fminfer.models.layer import LayerOf
 from fminfer.models.layer_step import LayerStep
-from fminfer.models.tensor_specs import Weights
 
 NO_WINDOW = 2**31 - 1
 Tensors = dict[str, torch.Tensor]
@@ -69,8 +68,8 @@ class Spent(ctypes.Structure):
     _fields_ = (("products", ctypes.c_double), ("attention", ctypes.c_double))
 
 
-def describe_layer(parts: LayerOf, tensors: Tensors, dtype: torch.dtype) -> LayerStruct:
-    """Describe a layer that is served, with the tensors of its norms, all but its cache."""
+def describe_layer(parts: LayerOf, dtype: torch.dtype) -> LayerStruct:
+    """Describe a layer that is served, all but its cache."""
     how, attention, mlp = parts.how, parts.how.attention, parts.how.mlp
     products = {name: _linear(product) for name, product in parts.products.items()}
     of_query, of_key, _ = attention.qkv_sizes
@@ -83,11 +82,10 @@ def describe_layer(parts: LayerOf, tensors: Tensors, dtype: torch.dtype) -> Laye
     if slopes is not None:
         assert slopes.shape == (attention.heads,) and slopes.dtype == torch.float32, "slopes"
         assert slopes.is_contiguous(), "slopes"
+    norms = {"before_attention": how.before[0], "before_mlp": how.before[1]}
+    norms |= {"q_norm": attention.qk_norm, "k_norm": attention.qk_norm}
     return LayerStruct(
-        _norm(how.before[0], tensors, "before_attention", dtype),
-        _norm(how.before[1], tensors, "before_mlp", dtype),
-        _norm(attention.qk_norm, tensors, "q_norm", dtype),
-        _norm(attention.qk_norm, tensors, "k_norm", dtype),
+        *[_norm(each, parts.norm_weights, name, dtype) for name, each in norms.items()],
         **products,
         slopes=None if slopes is None else slopes.data_ptr(),
         head_step=attention.head_dim,
@@ -100,14 +98,13 @@ def describe_layer(parts: LayerOf, tensors: Tensors, dtype: torch.dtype) -> Laye
     )
 
 
-def _norm(how: spec.Norm | None, tensors: Tensors, name: str, dtype: torch.dtype) -> NormStruct:
+def _norm(how: spec.Norm | None, weights: Tensors, name: str, dtype: torch.dtype) -> NormStruct:
     if how is None:
         return NormStruct()
-    weight, bias = tensors[f"{name}.weight"], tensors.get(f"{name}.bias")
+    weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
     assert weight.dtype == dtype, "a norm of the hidden states' type"
-    return NormStruct(
-        weight.data_ptr(), None if bias is None else bias.data_ptr(), how.eps, how.offset
-    )
+    address = None if bias is None else bias.data_ptr()
+    return NormStruct(weight.data_ptr(), address, how.eps, how.offset)
 
 
 def _linear(product: object) -> LinearStruct:
@@ -176,7 +173,6 @@ class WholeLayer(LayerOf):
     def __init__(
         self,
         parts: LayerOf,
-        weights: Weights,
         library: ctypes.CDLL,
         step: StepCall,
         dtype: torch.dtype,
@@ -184,10 +180,7 @@ class WholeLayer(LayerOf):
         self._parts, self.step, self._dtype = parts, step, dtype
         self.how, self.attention, self.mlp = parts.how, parts.attention, parts.mlp
         self.products = parts.products
-        norms = {n: each for n, each in weights.items() if each.spec.use in ("norm", "norm_bias")}
-        # The library is told where they lie.
-        self._kept = {name: each.plain.contiguous() for name, each in norms.items()}
-        self.layer = describe_layer(parts, self._kept, dtype)
+        self.layer = describe_layer(parts, dtype)
         self._run = library.fminfer_layer
         self._space = library.fminfer_layer_space(ctypes.byref(self.layer))
         self._cache: torch.Tensor | None = None
@@ -195,11 +188,7 @@ class WholeLayer(LayerOf):
     def __call__(
         self, x: torch.Tensor, more: torch.Tensor | None, number: int, step: LayerStep
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what the parts do.
-
-        Raises:
-            MemoryError, RuntimeError: there was none (`machine.out_of_memory`).
-        """
+        """Return what the parts do; MemoryError, RuntimeError: there was no memory."""
         assert isinstance(step.attend, StepAttention), "the paged cache"
         paged, rows = step.attend.layers[number], step.attend.plan_of(number)
         shards = step.shards
@@ -260,20 +249,12 @@ class WholeLayer(LayerOf):
         self._cache = keys
 
 
-@dataclass(slots=True, frozen=True)
-class Joinable:
-    """A layer that may become one call."""
-
-    parts: LayerOf
-    weights: Weights
-
-
 class WholeLayers:
     """Makes layers of one call, where spec and products allow it."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry, self._dtype, self._step = registry, registry.dtype, StepCall()
-        self._candidates: list[Candidate[Joinable, LayerOf]] = []
+        self._candidates: list[Candidate[LayerOf, LayerOf]] = []
         if registry.library is None:
             return
         self._library = library = registry.library
@@ -288,22 +269,20 @@ class WholeLayers:
         library.fminfer_layer_space.argtypes = [ctypes.POINTER(LayerStruct)]
         library.fminfer_layer_space.restype = ctypes.c_int64
 
-    def join(self, parts: LayerOf, weights: Weights) -> LayerOf:
+    def join(self, parts: LayerOf) -> LayerOf:
         """Return the layer as one call, or as it is."""
-        return self._registry.find(self._candidates, Joinable(parts, weights)) or parts
+        return self._registry.find(self._candidates, parts) or parts
 
-    def _serves(self, asked: Joinable) -> bool:
-        products = asked.parts.products.values()
-        is_packed = all(isinstance(each, PackedProduct) for each in products)
-        has_parts = self._registry.parts.kernels is not None
-        return is_packed and has_parts and serves(asked.parts.how)
+    def _serves(self, parts: LayerOf) -> bool:
+        is_packed = all(isinstance(each, PackedProduct) for each in parts.products.values())
+        return is_packed and self._registry.parts.kernels is not None and serves(parts.how)
 
-    def _make(self, asked: Joinable) -> LayerOf:
-        return WholeLayer(asked.parts, asked.weights, self._library, self._step, self._dtype)
+    def _make(self, parts: LayerOf) -> LayerOf:
+        return WholeLayer(parts, self._library, self._step, self._dtype)
 
-    def _trial(self, asked: Joinable) -> Trial[LayerOf]:
-        pairs = partial(self._pairs, parts=asked.parts)
-        return Trial("whole layers", pairs, MAX_ERROR[self._dtype], asked.parts.how)
+    def _trial(self, parts: LayerOf) -> Trial[LayerOf]:
+        pairs = partial(self._pairs, parts=parts)
+        return Trial("whole layers", pairs, MAX_ERROR[self._dtype], parts.how)
 
     def _pairs(self, whole: LayerOf, parts: LayerOf) -> Iterator[Pair]:
         """Compute a few tokens of two rows with a layer in one call, and part by part."""

@@ -12,7 +12,6 @@ from fminfer.compute.layers.product_kernel import head_takes, kernel_takes
 from fminfer.compute.spec import Mlp, Model, Moe
 from fminfer.compute.weights import Dense
 from fminfer.core.partition import Part
-from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.decode_graphs import can_capture, graph_sizes, input_bytes
 from fminfer.models.families.tensor_names import AS_STORED, Architecture, source_of
 from fminfer.models.layer_stream import SLOTS
@@ -40,13 +39,9 @@ GRAPH_LAYER_BYTES = 1 << 18  # what the driver keeps of a layer in a CUDA graph:
 def expect_bytes(
     plan: RunPlan, part: Part, share: ModelShare | None = None, streamed: Streamed | None = None
 ) -> ExpectedBytes:
-    """Return what the process of one part takes, by the plan's device, dtypes and formats.
-
-    Args:
-        share: what the process has of each layer; None: all.
-    """
+    """Return what the process of one part takes, by the plan's device, dtypes and formats."""
     checkpoint, on_cpu = plan.checkpoint, plan.device.type == "cpu"
-    model, cuts = (checkpoint.model, {}) if share is None else (share.model, share.cuts())
+    model, cuts = (checkpoint.model, {}) if share is None else (share.model, share.cuts)
     specs = part_specs(model, part)
     if checkpoint.config.tie_word_embeddings and part.is_first:
         specs.pop("head.weight", None)  # the embedding is the head
@@ -86,8 +81,10 @@ def expect_bytes(
     libraries = plan.machine.own + RUN_BYTES if on_cpu else GPU_CONTEXT + GPU_RESERVE
     slots, passing, host = (0, 0, 0) if streamed is None else _slots(plan, share, streamed)
     cache_shape = model.layers[0].attention.cache_shape
+    ropes = {model.layers[number].attention.rope for number in part.numbers}
+    row = sum(8 * len(rope.inv_freq) for rope in ropes if rope)  # of cosines and sines
     return ExpectedBytes(
-        libraries=libraries + _table_bytes(checkpoint, part),
+        libraries=libraries + row * checkpoint.context_length,
         weights=weights + slots,
         held_weights=held + slots,
         mapped=mapped,
@@ -112,10 +109,10 @@ class LayerBytes:
 def layer_bytes(plan: RunPlan, share: ModelShare | None, number: int) -> LayerBytes:
     """Return what a layer of a rank takes."""
     model = plan.checkpoint.model
-    cuts = {} if share is None else share.layer_cuts(number)
+    cuts = {} if share is None else share.cuts
     held = read = whole = 0
     for name, spec in layer_specs(model.layers[number], model.hidden_size).items():
-        cut, full = cuts.get(name, WHOLE), f"{number}.{name}"
+        cut = cuts.get(full := f"{number}.{name}", WHOLE)
         stored = plan.stored.get(full, Dense(plan.dtype))
         held += cut.format(plan.held[full]).num_bytes(cut.held(spec).shape)
         size = stored.num_bytes(spec.shape)
@@ -158,21 +155,13 @@ def _is_used_there(plan: RunPlan, number: int) -> bool:
     )
 
 
-def _table_bytes(checkpoint: Checkpoint, part: Part) -> int:
-    """Return what the cosines and sines of all positions take, one table for each kind."""
-    layers = [checkpoint.model.layers[number] for number in part.numbers]
-    ropes = {layer.attention.rope for layer in layers} - {None}
-    return sum(8 * len(rope.inv_freq) for rope in ropes if rope) * checkpoint.context_length
-
-
 def _is_whole(architecture: Architecture, name: str, *, joins: bool = False) -> bool:
     """Tell whether a tensor of a part is a stored one as it is; with `joins`, one or several."""
     number, _, inner = name.partition(".")
-    source = (
-        source_of(inner, architecture.of_layer(int(number))[0])
-        if number.isdigit()
-        else source_of(name, architecture.outer)
-    )
+    if number.isdigit():
+        source = source_of(inner, architecture.of_layer(int(number))[0])
+    else:
+        source = source_of(name, architecture.outer)
     is_one = not source.names or (len(source.names) == 1 and "*" not in source.names[0])
     return (is_one or joins) and source.layout == AS_STORED
 

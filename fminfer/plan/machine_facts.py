@@ -50,14 +50,9 @@ ALONE = Machine()  # one process
 def find_machine(
     config: ComputeOptions, known: Machine = ALONE, *, is_computing: bool = True
 ) -> Machine:
-    """Look up what this machine has for a run.
+    """Look up what this machine has for a run that is spread as `known` says.
 
-    Args:
-        known: its spread over processes, the place of this one, and whether devices are planned.
-        is_computing: otherwise it does not ask for a GPU's free memory, which takes some of it.
-
-    Raises:
-        UsageError: no such device.
+    To ask for a GPU's free memory takes some of it, so that only a process that computes does.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = choose_device(config, machine := replace(known, num_gpus=num_gpus), known.rank)
@@ -88,9 +83,6 @@ def choose_device(
 
     `auto` is the CPU where there is no GPU; `cuda` is an error there. A planned GPU has no number.
     A rank that is elsewhere has the device that it would have here.
-
-    Raises:
-        UsageError: no such device here.
     """
     name, is_planned = config.device, machine.device_bytes is not None
     if config.cuda_ids and name not in ("auto", "cuda"):

@@ -63,6 +63,7 @@ class RankWork:
 def measure_rank(plan: RunPlan, rank: RankPlan) -> RankWork:
     """Count what a rank does in a pass."""
     model, share, streamed = plan.checkpoint.model, rank.share, rank.streamed
+    own = model if share is None else share.model
     head = exit_specs(model).get("head.weight")
     head_size = head.size / plan.machine.num_shards if head and rank.part.is_last else 0.0
     work = RankWork(
@@ -77,7 +78,7 @@ def measure_rank(plan: RunPlan, rank: RankPlan) -> RankWork:
         work.quantized_bytes = streamed.num_bytes
     makes_floats = plan.device.type == "cuda" and not isinstance(plan.formats["product"], Dense)
     for number in rank.part.numbers:
-        layer = model.layers[number] if share is None else share.layer(number)
+        layer = own.layers[number]
         specs = layer_specs(layer, model.hidden_size)
         experts = sum(spec.size for name, spec in specs.items() if name.startswith("experts."))
         numbers = sum(spec.size for spec in specs.values())
@@ -154,13 +155,10 @@ def _between_ranks(plan: RunPlan, load: StepLoad, roofs: Roofs) -> float:
 def predict_run(
     plan: RunPlan, loads: Sequence[tuple[StepLoad, float]], num_rows: float, roofs: Roofs
 ) -> tuple[float, str]:
-    """Predict the seconds of one pipeline's steps, and what bounds most of them.
+    """Predict the seconds of one pipeline's steps, some of each kind, and what bounds most of them.
 
     Stages compute different steps at once, or take turns at one step. With fewer rows than stages,
     some of them wait.
-
-    Args:
-        loads: kinds of steps, and how many there are of each.
     """
     works = [measure_rank(plan, rank) for rank in plan.ranks if rank.part.shard == 0]
     num_stages, bounds = plan.machine.num_stages, Counter[str]()
@@ -186,9 +184,8 @@ def predict_load(plan: RunPlan, roofs: Roofs) -> float:
         specs.pop("head.weight", None)  # the embedding is the head
     forms = {name: plan.stored.get(name, Dense(plan.dtype)) for name in specs}
     sizes = {name: form.num_bytes(specs[name].shape) for name, form in forms.items()}
-    made = sum(
-        size for n, size in sizes.items() if not isinstance(plan.held[n], (Dense, type(forms[n])))
-    )
+    is_made = {n: not isinstance(plan.held[n], (Dense, type(forms[n]))) for n in sizes}
+    made = sum(size for name, size in sizes.items() if is_made[name])
     streamed = [rank.streamed for rank in plan.ranks if rank.streamed]
     later = {n for each in streamed if each.place == "disk" for n in each.numbers}
     size = sum(sizes.values()) - sum(layer_bytes(plan, None, n).whole for n in later)

@@ -19,7 +19,7 @@ from fminfer.core.partition import Part, even_parts, split_layers
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.formats import Holding
 from fminfer.models.origins import stored_formats
-from fminfer.models.sharding import InputBlocks, ModelShare, share_model
+from fminfer.models.sharding import ModelShare, share_model
 from fminfer.models.tensor_specs import TensorSpecs, head_cost, model_specs
 from fminfer.plan.expected_bytes import expect_bytes
 from fminfer.plan.machine_facts import Machine, choose_device, find_machine
@@ -37,8 +37,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
     device = choose_device(config, machine, machine.rank)
     on_cpu, own = device.type == "cpu", checkpoint.config.dtype
     dtype = choose_dtype(config.dtype, own, device.type, machine.is_fast_in_bfloat16)
-    is_asked = config.kernels != "off"
-    has_kernels = on_cpu and machine.has_library and is_asked
+    has_kernels = on_cpu and machine.has_library and config.kernels != "off"
     holding = Holding(dtype, has_kernels and dtype == torch.float32, config.quantized_to)
     stored = stored_formats(checkpoint)
     specs = model_specs(checkpoint.model)
@@ -75,9 +74,8 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
     plan = plan_streams(replace(plan, ranks=tuple(ranks)))
     if machine.free is None and machine.device_bytes is None:
         return plan
-    shortage = find_shortage(plan)
+    shortage, slowness = find_shortage(plan), explain_slowness(plan)
     num_kv_tokens = 0 if shortage else count_kv_tokens(plan)
-    slowness = explain_slowness(plan)
     return replace(plan, shortage=shortage, num_kv_tokens=num_kv_tokens, why_reread=slowness)
 
 
@@ -91,7 +89,7 @@ def share_among(
     for name, each in held.items():
         if isinstance(each, Blocks) and (module := name.split(".")[-2]) in sizes:
             sizes[module] = max(sizes[module], each.block)
-    return [share_model(model, n, num_shards, InputBlocks(**sizes)) for n in range(num_shards)]
+    return [share_model(model, n, num_shards, sizes) for n in range(num_shards)]
 
 
 def _of_most(specs: TensorSpecs, held: Mapping[str, Format], use: Use) -> Format | None:
@@ -120,7 +118,7 @@ def plan_ahead(
 def choose_dtype(
     name: ModelDType, own: torch.dtype | None, device_type: str, is_fast_in_bfloat16: bool
 ) -> torch.dtype:
-    """Return the dtype of the arithmetic, of a name.
+    """Return the dtype of the arithmetic.
 
     `auto` is bfloat16 where the device is fast in it; otherwise the checkpoint's own, but float32
     on a CPU, where 16-bit types are then slower and coarser. GPUs are as fast in float16.

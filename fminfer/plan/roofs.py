@@ -114,11 +114,7 @@ class PlanOptions(Options):
         return self.device_kind == "this" or (self.device_kind is None and none_told)
 
     def roofs_of(self, known: Roofs | None, device_bytes: int | None) -> Roofs:
-        """Return the known figures, replaced by those that flags give.
-
-        Raises:
-            UsageError: no figures are known, and flags give too few.
-        """
+        """Return the known figures, replaced by those that flags give; refuse too few."""
         told = {n: v for each in fields(Roofs) if (v := getattr(self, n := each.name, None))}
         if device_bytes is not None:
             told["device_bytes"] = device_bytes

@@ -69,8 +69,7 @@ def fit_kv_tokens(plan: RunPlan, rooms: Sequence[RankRoom]) -> int:
         each, work = sum(one.kv_token for one in sharers), sum(one.work for one in sharers)
         if plan.config.offload == "off" or room.device != "cpu":
             return auto_budget(each, room.most, room.free, work, room.device)
-        left = max(0, room.free - work)
-        return auto_budget(each, room.most, left, 0, room.device, STREAMED_SHARE)
+        return auto_budget(each, room.most, max(0, room.free - work), 0, "cpu", STREAMED_SHARE)
 
     return _whole_blocks(plan, min(map(fit, rooms)))
 
@@ -83,11 +82,9 @@ def auto_budget(
     device_type: str,
     share: float = CPU_SHARE,
 ) -> int:
-    """Return the tokens of KV cache that a device has room for, at least 1.
+    """Return the tokens of KV cache that a device has room for beside loaded weights, at least 1.
 
-    Args:
-        kv_bytes_per_token, work: of all that share the memory; `work` is that of steps.
-        free: bytes, once the weights are loaded; a CPU's cache has a share of them.
+    Bytes of a token and of steps' work are of all that share the memory.
     """
     room = int(free * share) if device_type == "cpu" else free - work - GPU_RESERVE
     return max(1, min(most_useful, room // max(1, kv_bytes_per_token)))  # encoders cache nothing
@@ -139,8 +136,8 @@ def find_rank_shortage(plan: RunPlan, rooms: Sequence[RankRoom]) -> str:
         need = sum(rooms[number].least for number in here)
         free = min(rooms[number].free for number in here)
         if need > free:
-            who = f"ranks {', '.join(map(str, here))} together"
-            who = f"rank {here[0]}" if len(here) == 1 else who
+            several = f"ranks {', '.join(map(str, here))} together"
+            who = several if len(here) > 1 else f"rank {here[0]}"
             told = f"{who} would take {show_bytes(need)} of {name} for weights in {plan.held_in}"
             return _refusal(plan, told, f"{show_bytes(free)} are free", _remedy(plan))
     return ""

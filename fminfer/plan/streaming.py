@@ -23,11 +23,7 @@ HOST_BYTES = 128 << 30  # of a planned machine, if no flag says it
 
 
 def plan_streams(plan: RunPlan) -> RunPlan:
-    """Choose the layers of each rank that are streamed, if options ask for it.
-
-    Raises:
-        UsageError: --offload cpu, and the CPU computes; or the host has no room for the layers.
-    """
+    """Choose the layers of each rank that are streamed, if options ask for it, or refuse them."""
     offload, on_cpu = plan.config.offload, plan.device.type == "cpu"
     if offload == "off":
         return plan
@@ -110,10 +106,7 @@ def _spread(numbers: list[int], count: int) -> tuple[int, ...]:
 
 
 def describe_streaming(plan: RunPlan, disk_speed: float = 0.0) -> str:
-    """Describe a pass, and the streamed layers of the rank with most of them; "": none are.
-
-    A measured speed of the disk, in bytes a second, tells how long it takes.
-    """
+    """Describe a pass, and the streamed layers of the rank with most of them; "": none are."""
     streamed = [(rank, rank.streamed) for rank in plan.ranks if rank.streamed]
     if not streamed:
         return ""
@@ -130,20 +123,17 @@ def describe_streaming(plan: RunPlan, disk_speed: float = 0.0) -> str:
     told = f"rank {rank.rank}: " * (len(plan.ranks) > 1)
     told += f"{layers} {how}. A pass computes up to {rows:,} rows, or {plan.chunk_size:,} tokens"
     if found := find_conversion(plan, own):
-        told += f". Weights are stored in {found[0]}, and "
-        told += (
-            "quantized again in each pass, which is slow: write them once with fminfer quantize"
-            if plan.config.quantized_to
-            else f"converted to {found[1]} in each pass"
-        )
+        how = f"converted to {found[1]} in each pass"
+        if plan.config.quantized_to:
+            how = (
+                "quantized again in each pass, which is slow: write them once with fminfer quantize"
+            )
+        told += f". Weights are stored in {found[0]}, and {how}"
     return told
 
 
 def find_conversion(plan: RunPlan, own: Streamed) -> tuple[str, str] | None:
-    """Return the formats that weights of products are stored in, and made in each pass.
-
-    None: they are used as they are stored.
-    """
+    """Return the formats that weights are stored in, and made in each pass; None: as stored."""
     of_layer, unknown = f"{own.numbers[0]}.", Dense(plan.dtype)  # that of random weights
     for name, held in plan.held.items():
         stored = plan.stored.get(name, unknown)

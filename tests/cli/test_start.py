@@ -29,7 +29,7 @@ from fminfer.cli import app, process
 from fminfer.core.config import ComputeOptions
 from fminfer.machine import control_groups, host_memory, library_imports
 from fminfer.machine.host_memory import free_host_bytes, read_mapped, reading_files, touching_memory
-from fminfer.models.stored.weight_folder import find_weight_files
+from fminfer.models.model_folder import find_weight_files
 from tests.conftest import FEW, FIELDS, IS_ALL, family_config
 
 UNUSED = (

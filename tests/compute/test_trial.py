@@ -128,12 +128,12 @@ def test_a_whole_layer_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
         registry = Registry("auto", built_library(), torch.bfloat16, torch.device("cpu"))
         whole = WholeLayers(registry)
         for _ in range(2):
-            joined = whole.join(layer, weights)
+            joined = whole.join(layer)
             assert isinstance(joined, Whole if off == 0.0 else LayerOf)
         assert bool(registry.why_plain) == bool(off)
     registry = Registry("require", built_library(), torch.bfloat16, torch.device("cpu"))
     with pytest.raises(UsageError, match=r"whole layers: .* is off by"):
-        WholeLayers(registry).join(layer, weights)
+        WholeLayers(registry).join(layer)
 
 
 def test_what_is_compared() -> None:

@@ -92,15 +92,16 @@ def test_steps_in_parts_give_the_same(
 ) -> None:
     """Memory for 5 tokens at most, found out in the middle of the run."""
     whole = answers(engine, rows)
-    forward, sizes = Stage._forward, list[int]()
+    run_part, sizes = Stage._run_part, list[int]()
 
-    def forward_few(self: Stage, ids: Any, *rest: Any) -> torch.Tensor:
-        sizes.append(len(ids))
+    def run_few(self: Stage, *step: Any) -> torch.Tensor:
+        *_, first, last = step
+        sizes.append(last - first)
         if len(sizes) > 3 and sizes[-1] > 5:
             raise FULL
-        return forward(self, ids, *rest)
+        return run_part(self, *step)
 
-    monkeypatch.setattr(Stage, "_forward", forward_few)
+    monkeypatch.setattr(Stage, "_run_part", run_few)
     other = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", chunk_size=64)
     parts = answers(other, rows)
     other.close()

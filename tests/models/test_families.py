@@ -76,7 +76,8 @@ def test_a_published_model_passes_the_loader(name: str) -> None:
     stored = {key: tuple(value.shape) for key, value in tensors.items()}
     checkpoint = Checkpoint(name, None, config, architecture_of(config))
     found = find_origins(checkpoint, stored)
-    assert len(found.layers) == config.get_text_config().num_hidden_layers
+    numbers = {name.partition(".")[0] for name in found if name[0].isdigit()}
+    assert len(numbers) == config.get_text_config().num_hidden_layers
 
 
 def shorten(fields: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from fminfer.core.config import ModelOptions
 from fminfer.core.errors import CheckpointError
 from fminfer.core.partition import split_layers
 from fminfer.models.checkpoint import open_checkpoint
@@ -23,10 +24,11 @@ from fminfer.models.fingerprint import digest_files
 from fminfer.models.gguf.configs import config_of
 from fminfer.models.gguf.gguf_model import gguf_architecture, read_model
 from fminfer.models.known_sizes import DEMO_MODEL
+from fminfer.models.model_folder import find_weight_files
 from fminfer.models.origins import check_tensors
 from fminfer.models.stored.gguf_file import TYPES, read_gguf
 from fminfer.models.stored.stored_tensors import BLOCKS
-from fminfer.models.stored.weight_folder import find_weight_files, weight_files
+from fminfer.models.stored.weight_folder import weight_files
 from tests.conftest import num_examples
 from tests.gguf_building import (
     ARRAY,
@@ -284,7 +286,7 @@ def test_a_split_model_is_the_whole_one(tmp_path: Path) -> None:
     assert [file.name[:7] for file in weight_files(first)] == ["m-00001", "m-00002", "m-00003"]
     assert find_weight_files(str(first)).keys() == {*tmp_path.iterdir()}
     assert logits(first).equal(logits(whole))
-    names = digest_files(open_checkpoint(str(first), tokenizer=str(DEMO_MODEL)))
+    names = digest_files(open_checkpoint(str(first), ModelOptions(tokenizer=str(DEMO_MODEL))))
     assert names.keys() == {file.name for file in tmp_path.iterdir()}
 
 
@@ -324,4 +326,4 @@ def test_a_type_that_does_not_run_is_named(tmp_path: Path) -> None:
     path = copy("kforms-q8_0", tmp_path / "m.gguf", change)
     says = r"stores 'blk.0.ffn_up.weight' as IQ2_XXS: these types run: .*Q4_K.*F16\. Take a file of"
     with pytest.raises(CheckpointError, match=says):
-        check_tensors(open_checkpoint(str(path), tokenizer=str(DEMO_MODEL)))
+        check_tensors(open_checkpoint(str(path), ModelOptions(tokenizer=str(DEMO_MODEL))))

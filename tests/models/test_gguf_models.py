@@ -16,7 +16,7 @@ import torch
 import transformers
 
 import fminfer
-from fminfer.core.config import EngineConfig
+from fminfer.core.config import EngineConfig, ModelOptions
 from fminfer.core.errors import CheckpointError
 from fminfer.core.partition import split_layers
 from fminfer.models.checkpoint import context_length, open_checkpoint
@@ -229,7 +229,7 @@ def test_biases_of_queries_and_keys_are_put_back_too(tmp_path: Path) -> None:
             tensors[f"blk.{layer}.attn_output.bias"] = f32(np.zeros(32))
 
     path = copy("llama", tmp_path / "m.gguf", with_biases)
-    checkpoint = open_checkpoint(str(path), tokenizer=str(DEMO_MODEL))
+    checkpoint = open_checkpoint(str(path), ModelOptions(tokenizer=str(DEMO_MODEL)))
     (part,) = split_layers(2, 1, head_cost=0.0)
     holding, device = Holding(torch.float32), torch.device("cpu")
     source = open_weights(checkpoint, part, holding=holding, device=device, seed=0)
@@ -243,7 +243,7 @@ def test_biases_of_queries_and_keys_are_put_back_too(tmp_path: Path) -> None:
 def refusal(name: str, path: Path, change: Change) -> str:
     copy(name, path, change)
     with pytest.raises(CheckpointError) as caught:
-        check_tensors(open_checkpoint(str(path), tokenizer=str(DEMO_MODEL)))
+        check_tensors(open_checkpoint(str(path), ModelOptions(tokenizer=str(DEMO_MODEL))))
     return str(caught.value)
 
 
@@ -353,13 +353,14 @@ def test_config_and_tokenizer_may_be_others(cache: Path, tmp_path: Path) -> None
     path = copy("llama", tmp_path / "m.gguf", lambda keys, _: keys.update(other))
     with pytest.raises(CheckpointError, match="of tomorrow"):
         open_checkpoint(str(path))
-    checkpoint = open_checkpoint(str(path), tokenizer=str(DEMO_MODEL))
+    checkpoint = open_checkpoint(str(path), ModelOptions(tokenizer=str(DEMO_MODEL)))
     assert checkpoint.tokenizer_folder == DEMO_MODEL and not [*cache.glob("*/tokenizer*")]
     assert checkpoint.eos_ids == {2}
     fields = told("llama")["config"] | {"rms_norm_eps": 0.5}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     checkpoint = open_checkpoint(
-        str(path), tokenizer=str(DEMO_MODEL), model_config=str(tmp_path / "config.json")
+        str(path),
+        ModelOptions(tokenizer=str(DEMO_MODEL), model_config=str(tmp_path / "config.json")),
     )
     assert checkpoint.model.final_norm is not None and checkpoint.model.final_norm.eps == 0.5
     check_tensors(checkpoint)
@@ -389,7 +390,7 @@ def test_ends_are_the_files_whatever_tokenizer_is_given(
 
     path = copy("llama", tmp_path / "m.gguf", change)
     for _ in range(2):  # the second time from the cache
-        checkpoint = open_checkpoint(str(path), tokenizer=str(DEMO_MODEL))
+        checkpoint = open_checkpoint(str(path), ModelOptions(tokenizer=str(DEMO_MODEL)))
         assert checkpoint.tokenizer_folder == DEMO_MODEL and checkpoint.eos_ids == {2, 9}
         assert checkpoint.generation_fields["temperature"] == 0.5
     with pytest.raises(CheckpointError, match="--tokenizer"):

@@ -85,7 +85,7 @@ def round_weights(folder: Path, quantized: str) -> None:
     checkpoint, path = open_checkpoint(str(folder)), folder / "model.safetensors"
     files = open_files(checkpoint, folder)
     tensors, holding = load_file(path), Holding(torch.float32, quantized=quantized)
-    for origin in find_origins(checkpoint, files.shapes, files.types).by_name().values():
+    for origin in find_origins(checkpoint, files.shapes, files.types).values():
         held = holding.of(origin.spec, origin.stored_parts(files.types))
         for name in [n for piece in origin.pieces for n in piece.stored]:
             if isinstance(held, Blocks):

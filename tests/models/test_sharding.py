@@ -27,9 +27,9 @@ from fminfer.models.checkpoint import open_checkpoint, open_random
 from fminfer.models.formats import Holding
 from fminfer.models.layer_source import Drawer, LayerSource, open_weights
 from fminfer.models.layer_step import Bodies, LayerStep
-from fminfer.models.origins import Origin, drawn_origins
+from fminfer.models.origins import Origin, cut_origins, drawn_origins
 from fminfer.models.quantized_folder import write_quantized
-from fminfer.models.sharding import InputBlocks, ModelShare, TensorCut, share_model
+from fminfer.models.sharding import ModelShare, TensorCut, share_model
 from fminfer.models.tensor_specs import model_specs, part_specs, whole_model
 from fminfer.models.transformer import Transformer
 from fminfer.plan.planning import plan_ahead
@@ -216,10 +216,10 @@ def test_a_group_of_heads_begins_with_a_block(size: int, block: int) -> None:
     model = Model(16, 40, (layer,), None, 16)
     if 4 * size % block:
         with pytest.raises(UsageError, match=r"of 3 and blocks of 8 cannot be .* nor among"):
-            share_model(model, 0, 3, InputBlocks(block, block))
+            share_model(model, 0, 3, {"out": block, "down": block})
         return
-    shares = [share_model(model, n, 3, InputBlocks(block, block)) for n in range(3)]
-    cuts = [share.layer_cuts(0)["out.weight"].columns for share in shares]
+    shares = [share_model(model, n, 3, {"out": block, "down": block}) for n in range(3)]
+    cuts = [share.cuts["0.out.weight"].columns for share in shares]
     assert all(cut and cut.start % block == 0 for cut in cuts)
 
 
@@ -236,7 +236,8 @@ def test_random_specs_are_cut_or_refused(data: st.DataObject) -> None:
     block = data.draw(st.sampled_from([1, 1, 8]))
     try:
         shares = [
-            share_model(model, number, count, InputBlocks(block, block)) for number in range(count)
+            share_model(model, number, count, {"out": block, "down": block})
+            for number in range(count)
         ]
     except UsageError as error:
         assert f"--tensor-parallel-size {count}: " in str(error)
@@ -244,13 +245,13 @@ def test_random_specs_are_cut_or_refused(data: st.DataObject) -> None:
         return
     specs = model_specs(model)
     for share in shares:
-        cuts, own = share.cuts(), model_specs(share.model)
+        cuts, own = share.cuts, model_specs(share.model)
         assert own.keys() == specs.keys()
         for name, spec in specs.items():
             held = cuts[name].held(spec) if name in cuts else spec
             assert held.shape == own[name].shape, name
     for name, spec in specs.items():  # each number is held, and what is added up is held once
-        cut = [share.cuts().get(name) for share in shares]
+        cut = [share.cuts.get(name) for share in shares]
         if cut[0] is None:
             assert not any(cut)
         elif cut[0].columns is not None:
@@ -291,7 +292,7 @@ def compute(model: Model, share: ModelShare | None = None, shards: Any = None) -
     checkpoint: Any = SimpleNamespace(
         model=model, config=SimpleNamespace(tie_word_embeddings=False)
     )
-    origins = drawn_origins(checkpoint).cut(share)
+    origins = cut_origins(drawn_origins(checkpoint), share)
     numbers = Numbers(0, 0.0, 1.0, torch.device("cpu"), Holding(torch.float32))
     source = LayerSource(checkpoint, whole_model(model), origins, numbers)
     tokens = None if share is None else share.tokens[share.shard]
@@ -346,10 +347,10 @@ def test_a_rank_reads_and_holds_its_part_only(tmp_path: Path) -> None:
         specs = part_specs(rank.share.model, rank.part)
         assert sum(each.num_bytes for each in held) == 4 * sum(each.size for each in specs.values())
         sizes.append(source.num_bytes)
-        reader, cuts = source._maker, rank.share.layer_cuts(1)
-        for name, origin in source._origins.layers[1].items():
+        reader, cuts = source._maker, rank.share.cuts
+        for name, origin in source._layers[1].items():
             waiting = reader.waiting(origin)
-            size = origin.spec if cuts.get(name, TensorCut()).columns else origin.held
+            size = origin.spec if cuts.get(f"1.{name}", TensorCut()).columns else origin.held
             assert sum(each.nbytes for each in waiting) == 4 * size.size, name
     (one,) = whole.ranks
     assert sum(rank.takes.kv_token for rank in plan.ranks) == one.takes.kv_token

@@ -106,7 +106,7 @@ def test_the_last_layer_runs_only_for_tokens_that_are_wanted(
     name: str, body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the others it stores keys and values."""
-    monkeypatch.setattr(WholeLayers, "join", lambda self, parts, tensors: parts)  # to see its parts
+    monkeypatch.setattr(WholeLayers, "join", lambda self, parts: parts)  # to see its parts
     make_model(name, num_layers=3).save_pretrained(tmp_path)
     save_byte_tokenizer(tmp_path)
     engine = fminfer.Engine(str(tmp_path), **(OPTIONS | {"kernels": body}))

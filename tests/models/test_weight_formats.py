@@ -77,10 +77,8 @@ def quantize(folder: Path, *, is_stored_so: bool) -> None:
     """Round every matrix of a checkpoint to int8, and store it so or as the floats that it is."""
     checkpoint, path = open_checkpoint(str(folder)), folder / "model.safetensors"
     files = open_files(checkpoint, folder)
-    found = find_origins(checkpoint, files.shapes, files.types)
-    origins = [o for group in (found.entry, *found.layers, found.exit) for o in group.values()]
     tensors = load_file(path)
-    for origin in origins:
+    for origin in find_origins(checkpoint, files.shapes, files.types).values():
         for name in [n for piece in origin.pieces for n in piece.stored]:
             if origin.spec.use in ("product", "moved", "head", "embedding"):
                 _round(

@@ -21,11 +21,11 @@ from safetensors.torch import save_file
 
 from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import open_checkpoint
+from fminfer.models.model_folder import find_weight_files
 from fminfer.models.origins import check_tensors, stored_formats
 from fminfer.models.stored import torch_file
 from fminfer.models.stored.tensor_table import read_weight_file
 from fminfer.models.stored.torch_file import read_torch_file
-from fminfer.models.stored.weight_folder import find_weight_files
 from tests.conftest import make_model
 from tests.forms import FORMS, Files, Tensors, save
 

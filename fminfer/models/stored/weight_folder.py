@@ -11,8 +11,6 @@ from typing import Literal
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import GGUF, broken, gguf_error, is_gguf, refuse_impostor
 from fminfer.core.quantities import counted
-from fminfer.models.known_sizes import folder_of
-from fminfer.models.model_folder import ADAPTER_WEIGHTS
 
 Form = Literal["safetensors", "bin", "layers", "metaseq", "gguf"]
 LAYER = re.compile(r"pytorch_(\d+)\.pt")
@@ -25,6 +23,7 @@ RESHARD = (
     "--output reshard-model_part-0.pt --num-output-shards 1 --skip-optimizer-state True "
     "--unflatten-weights True"
 )
+ADAPTER_WEIGHTS = "adapter_model"  # what the names of an adapter's files begin with
 OTHERS = (".h5", ".msgpack", ".gguf", ".pth", ".ckpt", ".onnx", ".nemo")
 
 
@@ -65,23 +64,6 @@ def indexed_names(folder: Path) -> list[str]:
         if (index := folder / f"{one}.index.json").exists():
             return list(_read_index(index))
     return []
-
-
-def find_weight_files(name: str) -> dict[Path, int]:
-    """Return the weight files of a folder, or of the hub's model in its cache, and their sizes.
-
-    Nothing: they are not there, or are broken, as loading will say.
-    """
-    try:
-        if (folder := folder_of(name)) is None:
-            from huggingface_hub import try_to_load_from_cache  # only for models that are not local
-
-            config = try_to_load_from_cache(name, "config.json")
-            folder = Path(config).parent if isinstance(config, str) else None
-        files = [] if folder is None else weight_files(folder)
-        return {file: file.stat().st_size for file in files}
-    except (CheckpointError, OSError, ValueError):
-        return {}
 
 
 def no_weights_error(folder: Path) -> CheckpointError:
