@@ -1,7 +1,4 @@
-"""Answers that are kept from run to run: found at once, written by a thread, never in the way.
-
-Whatever is wrong with the file costs only its answers: there is a warning, and a run goes on.
-"""
+"""Answers that are kept from run to run: found at once, written by a thread, never in the way."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Submits the jobs of files that are not finished, and no more at a time than is wanted.
-
-Outputs tell what is finished, and the scheduler what is under way.
-"""
+"""Submits the jobs of files that are not finished, and no more at a time than is wanted."""
 
 from __future__ import annotations
 

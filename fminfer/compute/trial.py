@@ -1,7 +1,4 @@
-"""What a kernel offers, and its trial beside plain torch before it is used, as a model loads.
-
-On two busy Zen 3 cores attention, parts and head of llama-160m take 45 ms to try.
-"""
+"""What a kernel offers, and its trial beside plain torch before it is used, as a model loads."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A request's fields, and kinds of values: how each is read, and its JSON Schema.
-
-Every refusal names the field, what was found and what is allowed.
-"""
+"""A request's fields, and kinds of values: how each is read, and its JSON Schema."""
 
 from __future__ import annotations
 

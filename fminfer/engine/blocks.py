@@ -1,7 +1,4 @@
-"""The books of the KV cache: which blocks are free, held by sequences, or kept for later.
-
-Block ids are the same on every stage.
-"""
+"""The books of the KV cache: which blocks are free, held by sequences, or kept for later."""
 
 from __future__ import annotations
 

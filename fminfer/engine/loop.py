@@ -1,7 +1,4 @@
-"""The engine's loop: take requests in, keep the pipeline full, return events.
-
-The pipeline is `submit` and `collect`.
-"""
+"""The engine's loop: take requests in, keep the pipeline full, return events."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The KV blocks of sequences: reserved when a prompt is admitted, shared, copied, given back.
-
-It also asks and feeds the prefix cache, whose prefixes lie in the same blocks.
-"""
+"""The KV blocks of sequences: reserved when a prompt is admitted, shared, copied, given back."""
 
 from __future__ import annotations
 

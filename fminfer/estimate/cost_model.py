@@ -1,7 +1,4 @@
-"""What a step takes, from its shape: a sum of few costs, fitted to measured steps and kept.
-
-They are kept in the user's cache folder: a file for each machine, model shape, dtype and version.
-"""
+"""What a step takes, from its shape: few costs, fitted to measured steps, kept for the user."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Runs the engine's own loop over a pipeline that only pretends to compute, and counts its steps.
-
-Steps come out as in a run in which every row draws all of its max_tokens.
-"""
+"""Runs the engine's own loop over a pipeline that only pretends to compute: counts of steps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which files are to be answered: those that were named, and those of folders that hold requests.
-
-What runs wrote is left out of folders: by its name, or else by its first line.
-"""
+"""Which files are to be answered: those named, and those of folders that no run has written."""
 
 from __future__ import annotations
 

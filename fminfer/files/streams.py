@@ -1,7 +1,4 @@
-"""Opens input files as bytes: plain, gzip, zstd, or stdin; tells by the first ones what they are.
-
-A name may be wrong, and bytes are not.
-"""
+"""Opens input files as bytes (plain, gzip, zstd, stdin), and tells by the first what they are."""
 
 from __future__ import annotations
 

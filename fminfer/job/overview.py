@@ -1,7 +1,4 @@
-"""The state of folders of outputs: progress of each file, its owner, failures, time left.
-
-It reads status files, claims and journals, and changes nothing.
-"""
+"""The state of folders of outputs: progress of each file, its owner, failures, time left."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Who is there, and who lives: what processes use that find each other, as ranks or by claims.
-
-A process beats in turns, and silence counts as death. The system tells of its own processes.
-"""
+"""Who is there, and who lives: what processes use that find each other, as ranks or by claims."""
 
 from __future__ import annotations
 

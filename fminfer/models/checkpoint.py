@@ -1,7 +1,4 @@
-"""Finds a model by folder, GGUF file, hub id or random config, and reads its config.
-
-A model that does not run is refused here, before any weight is read.
-"""
+"""Finds a model by folder, GGUF file, hub id or random config, and reads its config."""
 
 from __future__ import annotations
 

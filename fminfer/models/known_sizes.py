@@ -1,7 +1,4 @@
-"""What a model's name and config.json tell without torch: sizes, folders, and counts of layers.
-
-The shapes of known models are as published. `--random-init` and `--model-config` take their names.
-"""
+"""What a model's name and config.json tell without torch: sizes, folders, and counts of layers."""
 
 from __future__ import annotations
 

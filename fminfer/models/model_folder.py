@@ -1,7 +1,4 @@
-"""A folder of a model: fetched from the hub, and refused for what lies beside its weights.
-
-A machine without a connection uses what the hub's cache holds.
-"""
+"""A folder of a model: fetched from the hub, and refused for what lies beside its weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Lists every tensor of a spec by our name for it: what it is for, and its shape.
-
-Loading, random weights, forecasts of memory and the cost of the head use this list.
-"""
+"""Lists every tensor of a spec by our name for it: what it is for, and its shape."""
 
 from __future__ import annotations
 

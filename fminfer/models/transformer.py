@@ -1,7 +1,4 @@
-"""The one forward: computes any spec over the packed tokens of a step, and an encoder's prompts.
-
-`layer` computes one layer.
-"""
+"""The one forward: computes any spec over the packed tokens of a step, and an encoder's prompts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How a rank and the holder of the ranks' store prove to each other that they have one secret.
-
-The secret never travels: each side sends a digest of two random numbers, one from either side.
-"""
+"""Rank and store prove that they have one secret, by digests of two random numbers."""
 
 from __future__ import annotations
 

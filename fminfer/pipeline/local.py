@@ -1,7 +1,4 @@
-"""The pipeline of one stage: `submit` and `collect` over a thread of this process.
-
-The engine sees nothing else of a pipeline; one of several ranks has the same verbs (ring.py).
-"""
+"""The pipeline of one stage: `submit` and `collect` over a thread of this process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How much memory each process of a run takes, from the model's spec and its files' headers.
-
-The spec gives the shapes of one part's tensors; no weight is read.
-"""
+"""How much memory each process of a run takes, from the model's spec and its files' headers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The facts of a machine that a run is planned from, and which of its devices each rank takes.
-
-They are looked up here only. What is found out later takes the place of a fact.
-"""
+"""The facts of a machine that a run is planned from, and which of its devices each rank takes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a process of the command does by its role: it makes an engine, or is a rank of one.
-
-Ranks beside rank 0, and the members of a team, do not speak to the user.
-"""
+"""What a process of the command does by its role: it makes an engine, or is a rank of one."""
 
 from __future__ import annotations
 

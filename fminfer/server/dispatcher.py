@@ -1,7 +1,4 @@
-"""Requests of an event loop, and the engine that answers them in another thread.
-
-The event loop asks and gets events by `Reply`. The engine's thread calls `run`, which steps.
-"""
+"""Requests of an event loop, and the engine that answers them in another thread."""
 
 from __future__ import annotations
 

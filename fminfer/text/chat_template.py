@@ -1,7 +1,4 @@
-"""Messages to the text of a prompt, by the model's chat template or one of the user's.
-
-transformers renders it, in a sandbox. What a template refuses is an error of its request.
-"""
+"""Messages to a prompt's text, by a chat template that transformers renders in a sandbox."""
 
 from __future__ import annotations
 

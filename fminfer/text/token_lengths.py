@@ -1,7 +1,4 @@
-"""How many tokens a text has at least: one far too long is refused before it is tokenized.
-
-Tokenizing takes 300 bytes of memory for each byte of the text.
-"""
+"""How many tokens a text has at least: one far too long is refused before it is tokenized."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Weights in blocks of neighbouring inputs with scales of their own, and those of several formats.
-
-The rows of a weight stay rows: a block never holds numbers of two outputs.
-"""
+"""Weights in blocks of neighbouring inputs with scales of their own, or in several formats."""
 
 from __future__ import annotations
 

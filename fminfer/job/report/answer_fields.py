@@ -1,7 +1,4 @@
-"""Reads an output's record, of any shape: its fields, its logprobs, and the pieces of its text.
-
-A token that is a part of a character is joined with its neighbours until the character is whole.
-"""
+"""Reads an output's record, of any shape: its fields, its logprobs, and the pieces of its text."""
 
 from __future__ import annotations
 

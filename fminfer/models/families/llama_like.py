@@ -1,7 +1,4 @@
-"""Rows that resemble LLaMA: norms before, rotary positions, a gated MLP or one of two products.
-
-Those that stand in `ROWS` alone differ in fields that do not depend on their config.
-"""
+"""Rows that resemble LLaMA: norms before, rotary positions, a gated MLP or one of two products."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Makes transformers' configs from GGUF metadata, with a row for what each architecture adds.
-
-Fields that a config's class does not declare are never read.
-"""
+"""Makes transformers' configs from GGUF metadata, with a row for what each architecture adds."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The tokenizers that GGUF files hold, as those of the tokenizers package.
-
-A file has the vocabulary, one of three kinds, and the name of a way to cut text before merges.
-"""
+"""The tokenizers that GGUF files hold, as those of the tokenizers package."""
 
 from __future__ import annotations
 

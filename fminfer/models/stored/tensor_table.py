@@ -1,7 +1,4 @@
-"""Reads the weight files of a checkpoint as one table of tensors, whatever their form.
-
-A thread reads ahead of those who use them, so that the disk works while others pack.
-"""
+"""Reads the weight files of a checkpoint as one table of tensors, whatever their form."""
 
 from __future__ import annotations
 

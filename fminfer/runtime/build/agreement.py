@@ -1,7 +1,4 @@
-"""What the ranks of a pipeline tell each other before they compute: room, plan, weights, memory.
-
-A process that runs the model alone looks at the same things by itself.
-"""
+"""What the ranks of a pipeline tell each other before they compute: room, plan, weights, memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Puts together what an engine needs beside weights: tokenizer, limits, a loop over a pipeline.
-
-`one_pipeline` gives it the pipeline that computes, `fminfer check` one that pretends to.
-"""
+"""Puts together what an engine needs beside weights: tokenizer, limits, a loop over a pipeline."""
 
 from __future__ import annotations
 

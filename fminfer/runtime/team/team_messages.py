@@ -1,7 +1,4 @@
-"""What travels between a run and its pipelines, each of which is a process with an engine.
-
-A message is JSON that says what it is, and after it the bytes that it holds, as they are.
-"""
+"""What travels between a run and its pipelines, each of which is a process with an engine."""
 
 from __future__ import annotations
 
