@@ -56,13 +56,13 @@ _FLAGS = {
     "temp": "--temperature for --prompt; each line has its own",
     "n num-return-sequences": "--num-completions for --prompt; each line has its own n",
     "min-p frequency-penalty presence-penalty repetition-penalty logit-bias ignore-eos logprobs "
-    "system-prompt": "It belongs into each line, as docs/contract.md says",
+    "grammar system-prompt": "It belongs into each line, as docs/contract.md says",
     "quantization load-in-8bit": "--quantize int8 (or int4)",
     "load-in-4bit": "--quantize int4",
     "lora-modules enable-lora lora lora-path adapter peft": "Adapters are not applied; merge it by "
     "peft's merge_and_unload, and give that folder by --model-name",
     "speculative-config draft-model": "There is no speculative decoding; leave the flag out",
-    "guided-decoding-backend grammar": "There is no constrained decoding; leave the flag out",
+    "guided-decoding-backend": "There is one, llguidance; leave the flag out",
     "trust-remote-code": "Code of a model's folder is never run; leave the flag out",
     "tokenizer-mode load-format": "The model's own files tell it; leave the flag out",
     "cpu-offload-gb": "--offload auto",
