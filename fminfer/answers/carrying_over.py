@@ -142,7 +142,7 @@ def reopen(
     """
     with told(completed.output):
         if (edit := completed.find_edit(is_read=True)) is not None:
-            raise edited(completed.output, edit, can_stay=True)
+            raise edited(completed.output, edit, can_stay=edit.path != completed.output)
         counter = None if terms.count_lines is None else terms.count_lines()
         _put_journal(completed.output, fingerprint, _rows_again(source, completed, counter))
 

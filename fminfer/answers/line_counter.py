@@ -55,12 +55,13 @@ class Meanings:
 
 
 def _bytes_beside(prompt: str, fields: dict[str, Any]) -> bytes:
-    """Return a request's fields without its prompt; none where one has no UTF-8 form."""
+    """Return a request's fields without its prompt; none where one has no form that reads back."""
     try:
         prompt.encode()
-        return orjson.dumps({name: value for name, value in fields.items() if name != "prompt"})
+        found = orjson.dumps({name: each for name, each in fields.items() if name != "prompt"})
     except (UnicodeEncodeError, orjson.JSONEncodeError):
         return b""
+    return b"" if b"null" in found else found  # 1e400 becomes one
 
 
 class LineCounter:

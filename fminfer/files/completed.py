@@ -131,7 +131,7 @@ def edited(output: Path, edit: Edit, *, can_stay: bool = False) -> UsageError:
         f"{edit.path} is not as it was written ({edit.what}). Put the file back as it was. Or move "
         f"{moved} away, or give --restart, to answer all again"
     )
-    if can_stay and edit.path != errors:
+    if can_stay:
         text += f". To leave the output as it is, remove {errors.name} and keep the --limit that "
         text += "it was made with"
     return UsageError(text)

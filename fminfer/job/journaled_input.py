@@ -18,7 +18,7 @@ from fminfer.contract.envelope import Line, read_clock
 from fminfer.contract.record import Record
 from fminfer.core.errors import OutputError, UsageError
 from fminfer.files.claims import Claim, Hold
-from fminfer.files.completed import find_completed, kept_clock, require_completed
+from fminfer.files.completed import kept_clock, require_completed
 from fminfer.files.disk import told
 from fminfer.files.journal import Journal, journal_path, peek
 from fminfer.files.journal_rows import CLOCK, INPUT, Counts, Row, RowCounts
@@ -200,9 +200,8 @@ class JournaledInput:
     def _reopen(self) -> None:
         """Make the journal of a complete output again."""
         with self.hold.taken():
-            # A run that did so and died meanwhile has left a journal.
-            has_journal = journal_path(self.output).exists()
-            if (completed := None if has_journal else find_completed(self.output)) is not None:
+            if not journal_path(self.output).exists():  # of a run that did so and died meanwhile
+                completed = require_completed(self.output, self.path, self._fingerprint)
                 reopen(self.path, completed, self._fingerprint, self._terms)
 
     def _carry_over(self) -> None:

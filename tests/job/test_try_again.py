@@ -264,6 +264,35 @@ def test_an_output_that_was_changed_is_refused(kind: str, tmp_path: Path) -> Non
     assert not open_one(source, output).is_finished
 
 
+def test_an_output_that_another_run_has_replaced_is_not_tried_again(tmp_path: Path) -> None:
+    """A run took the other's rows as its own if they came after it had looked at the output."""
+    source, output = write_input(tmp_path / "a")
+    answer(open_one(source, output), FAULTS | LASTING)
+    file = JournaledInput(source, 0, output, RunTerms("m", {"--seed": "0"}))
+    terms = RunTerms("m", {"--seed": "1"}, restart=True)
+    (other,) = open_files([source], [output], terms).files
+    assert isinstance(other, JournaledInput)
+    answer(other, FAULTS | LASTING)
+    with pytest.raises(UsageError, match="--seed was 1, is 0"):
+        file.begin()
+    assert not journal_path(output).exists()
+
+
+@pytest.mark.parametrize("of_errors", [True, False])
+def test_an_edit_is_told_with_what_helps(of_errors: bool, tmp_path: Path) -> None:
+    """Without its errors file an output counts as complete, unless it was edited itself."""
+    source, output = write_input(tmp_path / "a")
+    answer(open_one(source, output), FAULTS | LASTING)
+    edited = errors_path(output) if of_errors else output
+    edited.write_bytes(edited.read_bytes() + b"\n")
+    with pytest.raises(UsageError, match="not as it was written") as refused:
+        open_one(source, output)
+    assert ("To leave the output as it is, remove" in str(refused.value)) == of_errors
+    errors_path(output).unlink()
+    if of_errors:
+        assert open_one(source, output).is_finished
+
+
 EDITS = {
     "emptied": (b"", None),
     "cut": (b'{"request":', None),
