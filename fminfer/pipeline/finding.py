@@ -156,11 +156,13 @@ def _may_lead_yet(file: Path, fields: dict[str, Any], age_s: float) -> bool:
         return age_s < TORN_S
     if _is_near(fields) or fields["hosts"] != [LOOPBACK]:
         return False
+    if age_s >= AWAY_S:
+        return False
     try:
         _away(file).touch()
     except OSError as error:
         raise UsageError(f"{file.parent} cannot be written: {error}") from error
-    return age_s < AWAY_S
+    return True
 
 
 def _away(file: Path) -> Path:

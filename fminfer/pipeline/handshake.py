@@ -15,7 +15,7 @@ from fminfer.machine.liveness import create_once, wait_until
 from fminfer.machine.user_cache import cache_path, why_no_cache
 from fminfer.pipeline.ranks import SECRET
 
-GREETING = b"fminfer store 1\n"
+GREETING = b"fminfer store 2\n"
 NONCE_BYTES = DIGEST_BYTES = 32
 REFUSAL = bytes(DIGEST_BYTES)  # in the place of the proof, for who has another secret
 WHOLE_S = 5.0  # time for another process to fill a file that it has created

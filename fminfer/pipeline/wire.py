@@ -29,7 +29,7 @@ from fminfer.compute.step import (
 from fminfer.core.errors import PipelineError
 from fminfer.core.messages import StageSpan
 
-MAGIC = 0x666D696E66657231  # "fminfer1"
+MAGIC = 0x666D696E66657232  # "fminfer2"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Kind = Literal["step", "result", "mark", "stop"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

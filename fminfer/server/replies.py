@@ -15,7 +15,7 @@ from fminfer.engine.engine_core import Delta, Event, Failed, Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.server.http_errors import HttpError, as_http, describe, respond
 
-KEEP_ALIVE_S = 10.0  # between signs of life while a request waits
+KEEP_ALIVE_S = 5.0  # between looks for silence, so that signs of life come within twice that
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b"\n\n"  # no comment: clients that strip pieces would join it to the next event
 HEADERS = {

@@ -40,7 +40,7 @@ def registry_of_wrong_products(asked: Any = "auto") -> Registry:
     """Return a registry whose packed products are off by one."""
 
     def make(asked: Linear) -> Function:
-        return lambda x: x @ asked.tensor.t() + 1
+        return lambda x: x @ asked.weight.plain.t() + 1
 
     registry = Registry(asked, None, torch.float32, CPU)
     registry.of_products[:] = [Candidate(make, lambda asked: asked.trial(torch.float32))]
@@ -152,7 +152,7 @@ def test_the_next_candidate_is_tried_where_the_first_fails() -> None:
     def product_named(name: str, off: float) -> Candidate[Linear, Function]:
         def make(asked: Linear) -> Function:
             calls.append(name)
-            return lambda x: x @ asked.tensor.t() + off
+            return lambda x: x @ asked.weight.plain.t() + off
 
         return Candidate(make, lambda asked: asked.trial(torch.float32))
 

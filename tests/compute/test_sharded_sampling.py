@@ -179,3 +179,22 @@ def test_a_draw_from_the_best_tokens_is_told_once(bodies: tuple[Ranker, Drawer])
         return len(told)
 
     assert on_all(2, count) == [1, 1]
+
+
+def test_top_p_takes_its_part_of_all_tokens_that_other_filters_leave(
+    bodies: tuple[Ranker, Drawer],
+) -> None:
+    """It took a part of what ranks told, 64 tokens each, if top_k or min_p left more."""
+    ranker, drawer = bodies
+    logits = 0.3 * torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(4))
+    for top_k, min_p in ((150, 0.0), (0, 0.01)):
+        draws = make_draws(
+            range(ROWS), temperature=1.0, top_p=0.6, top_k=top_k, min_p=min_p, noise=range(ROWS)
+        )
+        how, rows = SamplingTensors.of(draws, CPU), torch.arange(ROWS)
+
+        def take(own: TokenShard, how: SamplingTensors = how) -> torch.Tensor:
+            part = logits[:, own.own.start : own.own.stop].contiguous()
+            return replace(own, ranker=ranker, drawer=drawer).draw(part, how, torch.arange(ROWS))
+
+        assert all(torch.equal(each, drawer(logits, how, rows)) for each in on_all(2, take))

@@ -114,11 +114,15 @@ class TokenShard(TokenSpan):
         is_kept &= (top_k == 0) | (torch.arange(best.shape[1], device=best.device) < top_k)
         is_kept &= weights >= how.min_p[:, None].double()
         has_others = (how.top_k > 0) | (how.min_p > 0)
+        num_left = is_kept.sum(-1)
         total = torch.where(has_others[:, None], (weights * is_kept).sum(-1, keepdim=True), total)
         is_kept &= weights.cumsum(-1) - weights < how.top_p[:, None].double() * total
         is_whole = (lasts.amax(0) == LOWEST)[:, 0]
         num_known = (best > lasts.amax(0)).sum(-1)
-        is_drawn = (is_whole | (is_kept.sum(-1) < num_known)) & best[:, 0].isfinite()
+        # Of a total of known tokens alone, top_p takes a part of too little.
+        is_weighed = ~has_others | (num_left < num_known)
+        is_drawn = is_whole | (is_weighed & (is_kept.sum(-1) < num_known))
+        is_drawn &= best[:, 0].isfinite()
         scores = (best * scale + gumbel(how.noise, ids)).masked_fill_(~is_kept, LOWEST)
         return ids.gather(-1, scores.argmax(-1, keepdim=True))[:, 0], is_drawn
 

@@ -184,7 +184,7 @@ def granite_like(c: Any, logit_scale: float | None = None, **more: Any) -> Archi
         attention={"scaling": c.attention_multiplier},
         layer={"residual_scale": c.residual_multiplier},
         embed_scale=c.embedding_multiplier,
-        logit_scale=logit_scale or 1 / c.logits_scaling,
+        logit_scale=1 / c.logits_scaling if logit_scale is None else logit_scale,
         **more,
     )
 
