@@ -12,7 +12,7 @@ import pytest
 
 import fminfer
 from fminfer.core.errors import MachineError
-from fminfer.engine.intake import Intake
+from fminfer.engine.prompt_fit import PromptFit
 from fminfer.files.journal import journal_path
 from fminfer.files.ordered_output import errors_path
 from fminfer.runtime.lines.runner import LOOKAHEAD
@@ -80,9 +80,9 @@ def test_no_trouble_of_the_machine_is_a_row_s_error(
 ) -> None:
     """Any exception while a line was prepared became the line's `internal_error`."""
 
-    def fail(self: Intake, *arguments: Any) -> Any:
+    def fail(self: PromptFit, *arguments: Any) -> Any:
         raise trouble
 
-    monkeypatch.setattr(Intake, "_encode", fail)
+    monkeypatch.setattr(PromptFit, "encode", fail)
     with pytest.raises(MachineError, match="line 1"):
         list(engine.run([{"prompt": "x"}]))

@@ -157,7 +157,7 @@ def test_the_thread_of_steps_works_on_its_own_card(monkeypatch: pytest.MonkeyPat
         assert alone.collect() == 1
     part, form = Part(0, 2, 0, 1), HiddenForm(8, torch.float32, device, None)
     for name in ("_Sender", "_Receiver"):
-        neighbour = SimpleNamespace(put=lambda message: None, join=lambda: None)
+        neighbour = SimpleNamespace(put=lambda message: None, join=lambda *limit: None)
         monkeypatch.setattr(ring, name, lambda *given, neighbour=neighbour: neighbour)
     ring.RingPipeline(stage, part, form, explain=str).close()
     assert chosen == [("stage-0", device)] * 2
