@@ -358,15 +358,14 @@ def test_config_and_tokenizer_may_be_others(cache: Path, tmp_path: Path) -> None
     assert checkpoint.eos_ids == {2}
     fields = told("llama")["config"] | {"rms_norm_eps": 0.5}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    checkpoint = open_checkpoint(
-        str(path),
-        ModelOptions(tokenizer=str(DEMO_MODEL), model_config=str(tmp_path / "config.json")),
-    )
+    config = str(tmp_path / "config.json")
+    options = ModelOptions(str(path), tokenizer=str(DEMO_MODEL), model_config=config)
+    checkpoint = open_checkpoint(str(path), options)
     assert checkpoint.model.final_norm is not None and checkpoint.model.final_norm.eps == 0.5
     check_tensors(checkpoint)
     for wrong in ({"revision": "main"}, {"model_config": str(path)}):
         with pytest.raises(CheckpointError, match=r"--revision is|is a GGUF file, no config\.json"):
-            open_checkpoint(str(path), **wrong)
+            open_checkpoint(str(path), ModelOptions(str(path), **wrong))
 
 
 @pytest.mark.parametrize(
