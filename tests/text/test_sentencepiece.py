@@ -187,7 +187,7 @@ def test_a_tokenizer_json_rules_where_there_is_one(tmp_path: Path) -> None:
 
 def test_files_that_are_no_model_of_this_tokenizer(tmp_path: Path) -> None:
     """Tiktoken's tokenizer.model is text; XLM-R's and others' pieces have shifted ids."""
-    backend = byte_level()._backend
+    backend = byte_level().backend
     assert backend is not None
     before = backend.to_str()
     (tmp_path / "a.model").write_text("aGVsbG8= 0\nd29ybGQ= 1\n")
