@@ -267,7 +267,7 @@ def connect(host: str, port: int, secret: str, timeout_s: float, prefix: str = "
         except NoStoreError:
             raise PipelineError(
                 f"something answers at {host}:{port}, but it is no rank 0 of fminfer; is another "
-                "program using the port? Give all ranks another"
+                "program, or another version, using the port? Give all ranks another"
             ) from None
         except (OSError, EOFError) as error:  # not yet there, or just gone
             has_ended = isinstance(error, HolderEndedError)
