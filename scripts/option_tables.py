@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Writes the tables of flags in docs/running.md, from the help of the commands.
+"""Writes the table of flags of run and serve in docs/running.md, from the help of the commands.
 
 scripts/option_tables.py            # after a change of an option
 scripts/option_tables.py --check    # ends with 1 if the docs say something else
@@ -20,7 +20,7 @@ from fminfer.core.option import GROUPS
 
 RUNNING = Path(__file__).parents[1] / "docs" / "running.md"
 START, END = "<!-- flags -->\n", "<!-- end -->"
-OTHERS = "Other commands"  # they have few flags, without groups
+OLD = "Old command lines"  # docs/coming_from.md has these
 
 
 def find_flags() -> dict[str, dict[tuple[str, str], list[str]]]:
@@ -28,25 +28,28 @@ def find_flags() -> dict[str, dict[tuple[str, str], list[str]]]:
 
     A flag that commands show in different groups, such as --grace, stands in the first of them.
     """
-    found: dict[str, dict[tuple[str, str], list[str]]] = {name: {} for name in (*GROUPS, OTHERS)}
-    for name in ("run", "serve", "check", "bench", *main.commands):
-        command = main.commands[name]
-        for option in [] if command.hidden else command.params:
-            if isinstance(option, click.Option) and not option.hidden:
-                record = option.get_help_record(click.Context(command))
+    found: dict[str, dict[tuple[str, str], list[str]]] = {name: {} for name in GROUPS}
+    for name in ("run", "serve"):
+        for option in main.commands[name].params:
+            if isinstance(option, GroupedOption) and not option.hidden:
+                record = option.get_help_record(click.Context(main.commands[name]))
                 assert record is not None, "an option that is not hidden is in the help"
-                group = option.group if isinstance(option, GroupedOption) else OTHERS
                 known = next((rows[record] for rows in found.values() if record in rows), None)
-                commands = found[group].setdefault(record, []) if known is None else known
-                commands += [] if name in commands else [name]
+                commands = found[option.group].setdefault(record, []) if known is None else known
+                commands.append(name)
     return found
 
 
 def split_default(text: str) -> tuple[str, str]:
-    """Return a help's first sentence, and the default that brackets at its end name."""
+    """Return a help's first sentence, and the default that brackets at its end name.
+
+    A help that has a sentence for each value is left whole.
+    """
     text, *notes = re.split(r"\s+\[(?=default:|required|x>=)", text)
     default = "; ".join(note.rstrip("]").removeprefix("default: ") for note in notes)
-    return re.split(r"(?<=[^.]\.)\s+(?=[A-Z-])", text)[0], re.sub(r"(; |^)x>=\d+$", "", default)
+    if not re.match(r"\w+: .*\.\s+\w+: ", text, re.DOTALL):
+        text = re.split(r"(?<=[^.]\.)\s+", text)[0]
+    return text, re.sub(r"(; |^)x>=\d+$", "", default)
 
 
 def cell(text: str) -> str:
@@ -54,29 +57,27 @@ def cell(text: str) -> str:
     return re.sub(r"\s+", " ", text).replace("|", r"\|").replace("<", r"\<")
 
 
-def tables() -> str:
-    """Return the tables, one a group; a row names its commands if they are not the group's."""
-    lines = []
+def table() -> str:
+    """Return the table; below a group's name, a row names its commands if they are others."""
+    lines = ["| flag | what it does | default |", "|---|---|---|"]
     for group, rows in find_flags().items():
-        if not rows:
+        if not rows or group == OLD:
             continue
         usual, _ = Counter(map(tuple, rows.values())).most_common(1)[0]
-        lines += [f"\n### {group}" if lines else f"### {group}"]
-        lines += [] if group == OTHERS else [f"Of {', '.join(usual)}:", ""]
-        lines += ["| flag | what it does | default |", "|---|---|---|"]
+        lines.append(f"| **{group}**, of {', '.join(usual)} | | |")
         for (flag, text), commands in rows.items():
-            flag = flag.removesuffix(" RANGE").replace("|", r"\|")
+            flag = re.sub(r" (INTEGER|FLOAT)( RANGE)?$", " N", flag).replace("|", r"\|")
             help_text, default = map(cell, split_default(text))
-            of = "" if tuple(commands) == usual and group != OTHERS else f"{', '.join(commands)}: "
+            of = "" if tuple(commands) == usual else f"{', '.join(commands)}: "
             lines.append(f"| `{flag}` | {of}{help_text} | {default} |")
     return "\n".join(lines)
 
 
 def fill(text: str) -> str:
-    """Return the page with what stands between its marks replaced by the tables."""
+    """Return the page with what stands between its marks replaced by the table."""
     before, found, rest = text.partition(START)
     assert found, f"the page has the mark {START.strip()}"
-    return before + START + tables() + "\n" + END + rest.partition(END)[2]
+    return before + START + table() + "\n" + END + rest.partition(END)[2]
 
 
 if __name__ == "__main__":
