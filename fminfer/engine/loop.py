@@ -75,7 +75,6 @@ class EngineLoop:
     def _begin(self) -> None:
         self._clock = RowClock()
         self._open: dict[int, RequestState] = {}  # requests without an answer
-        self._leaving: list[Sequence] = []  # of cancelled requests, in a step in flight
         self._finished: list[RequestState] = []  # since the last step returned
         self._streams: dict[int, Deltas] = {}
         self._is_draining = False
@@ -253,16 +252,12 @@ class EngineLoop:
         """Free what a cancelled request holds; steps in flight still bring results of it."""
         state.is_cancelled = True
         for prompt in state.prompts:
-            self._leaving += self._scheduler.cancel(prompt)
+            self._scheduler.cancel(prompt)
             for sequence in prompt.sequences:
                 if sequence.finish_reason is None:
                     self.stats.end(sequence.num_draws_left)
         self._leave(state)
-        self._unlink_if_left(state)
-
-    def _unlink_if_left(self, state: RequestState) -> None:
-        if not any(sequence.prompt.owner is state for sequence in self._leaving):
-            state.unlink()
+        state.unlink()
 
     def _schedule(self) -> None:
         most, stats = self._scheduler.shape.micro_batches, self.stats
@@ -296,10 +291,6 @@ class EngineLoop:
                 self._finish(prompt.owner)
         num_forced = sum(max(0, sequence.num_unfed - 1) for sequence in planned.sequences)
         stats.num_generated_tokens += len(planned.sequences) + num_forced
-        for sequence in [s for s in self._leaving if not self._scheduler.has_in_flight(s)]:
-            self._leaving.remove(sequence)
-            self._scheduler.release(sequence)
-            self._unlink_if_left(sequence.prompt.owner)
 
     def _end(self, sequence: Sequence) -> None:
         self._scheduler.release(sequence)

@@ -81,16 +81,6 @@ class Scheduler:
         """The most tokens that a running row may have the next step feed."""
         return min(MAX_UNFED, self.shape.chunk_size)
 
-    def has_in_flight(self, sequence: Sequence) -> bool:
-        """Return whether a step in flight draws a token of a sequence, or scores its prompt."""
-        prompt = sequence.prompt
-        return any(
-            sequence in planned.sequences
-            or prompt in planned.scored_prompts
-            or prompt in planned.read_prompts
-            for planned in self.in_flight
-        )
-
     def add(self, prompt: PromptState) -> None:
         """Queue a prompt that fits."""
         self.waiting.add(prompt)
@@ -208,12 +198,10 @@ class Scheduler:
         if prompt.params.max_tokens > 0 and not prompt.owner.is_cancelled:
             self.kv.expected.learn(prompt.params.max_tokens, len(sequence.tokens))
 
-    def cancel(self, prompt: PromptState) -> list[Sequence]:
+    def cancel(self, prompt: PromptState) -> None:
         """Forget a prompt, wherever it is; one that is done or unknown is left as it is.
 
-        Its blocks are free at once, but for those of the sequences that are returned: they have
-        something in flight. Take scores of those steps as always, for prompts that share them, but
-        no token; `release` each sequence once `has_in_flight` is False.
+        Of steps in flight take its scores as always, for prompts that share them, but no token.
         """
         if prompt in self._prefilling.prompts:
             self._prefilling.remove(prompt)
@@ -223,13 +211,10 @@ class Scheduler:
         running = [sequence for sequence in prompt.sequences if sequence.block_table]
         if not running:
             self.waiting.discard(prompt)
-        remaining = [sequence for sequence in running if self.has_in_flight(sequence)]
         for sequence in running:
             if sequence in self._ready:
                 self._ready.remove(sequence)
-            if sequence not in remaining:
-                self.release(sequence)
-        return remaining
+            self.release(sequence)
 
     def vouch(self, prompt: PromptState) -> None:
         """Record that a prompt's first result has no nan."""
@@ -306,7 +291,8 @@ class Scheduler:
         others = [*unscored, *self.reading.prompts]
         fed = [sequence for other in others for sequence in other.sequences]
         between = rows_below(prompt.priority, [*self._ready, *fed])
-        drawing = [sequence for planned in self.in_flight for sequence in planned.sequences]
+        drawn = (each for planned in self.in_flight for each in planned.sequences)
+        drawing = [each for each in drawn if each.block_table]  # others were cancelled
         rows = between + rows_below(prompt.priority, drawing)
         match = self.kv.find_prefix(prompt)
 
