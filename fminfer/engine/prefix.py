@@ -7,8 +7,9 @@ evicted first.
 
 from __future__ import annotations
 
+import hashlib
 import heapq
-from collections import OrderedDict
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
@@ -250,49 +251,14 @@ def count_equal(tokens: list[int], ids: list[int], start: int, end: int) -> int:
     return next(i for i, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b)
 
 
-class MemoryCache:
-    """Keeps the blocks of memories in the pool, to be found by prompts of the same ids.
+def memory_key(ids: list[int]) -> list[int]:
+    """Return the path in the tree of what an encoder gave for a prompt.
 
-    An encoder's tokens see each other, so that only whole prompts are alike. Those that were used
-    longest ago are evicted first.
+    An encoder's tokens see each other, so that only whole prompts are alike: one number below 0,
+    which no token has, stands for each of them.
     """
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self.clear()
-
-    def clear(self) -> None:
-        self._blocks: OrderedDict[tuple[int, ...], list[int]] = OrderedDict()
-
-    def find(self, ids: list[int]) -> list[int]:
-        """Return the blocks of a prompt's memory; none: it is not here."""
-        key = tuple(ids)
-        if key not in self._blocks:
-            return []
-        self._blocks.move_to_end(key)
-        return self._blocks[key]
-
-    def keep(self, ids: list[int], blocks: list[int]) -> None:
-        """Keep a memory, which is written by now."""
-        if tuple(ids) not in self._blocks:
-            self._pool.keep(blocks)
-            self._blocks[tuple(ids)] = blocks
-
-    def forget(self, ids: list[int]) -> None:
-        """Forget a memory, as it may be spoiled."""
-        blocks = self._blocks.pop(tuple(ids), None)
-        if blocks is not None:
-            self._pool.drop(blocks)
-
-    def evict(self, num_free: int) -> None:
-        """Forget memories until the pool has so many free blocks, or none is left to forget."""
-        if self._pool.num_free >= num_free:
-            return
-        for key in [*self._blocks]:
-            if not self._pool.is_held(self._blocks[key][0]):
-                self._pool.drop(self._blocks.pop(key))
-                if self._pool.num_free >= num_free:
-                    return
+    digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).digest()
+    return [-1 - int.from_bytes(digest, "little")] * len(ids)
 
 
 class SharedTokens:
