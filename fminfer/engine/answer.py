@@ -1,16 +1,21 @@
-"""Turns a finished request into its answer: choices, logprobs, usage, times (contract, 6 and 8)."""
+"""What is told of a request: its choices as they come, and its answer (contract, 6 and 8).
+
+A choice is all that its deltas tell, taken at once.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 from fminfer.core.config import TokenFormat
 from fminfer.core.timing import RowTimes
-from fminfer.engine.engine_core import Event, Failed, Finished
+from fminfer.engine.engine_core import Delta, Event, Failed, Finished
+from fminfer.engine.results import len_of_possible_stop
 from fminfer.engine.sequence import (
     AnswerKind,
     FinishReason,
@@ -48,21 +53,18 @@ def build_answer(state: RequestState, form: AnswerForm) -> Event:
     """Build the answer of a request whose prompts are all finished."""
     if state.error is not None:
         return Failed(state.id, state.error)
-    kind, wish = state.prepared.kind, state.prepared.vectors
+    prepared = state.prepared
     num_prompt = sum(prompt.num_prompt_tokens for prompt in state.prompts)
     usage: dict[str, Any] = {"prompt_tokens": num_prompt}
-    choices: list[dict[str, Any]] = []
-    if wish is not None:
-        choices = make_of_vectors(state, wish)
+    if prepared.vectors is not None:
+        choices = make_of_vectors(state, prepared.vectors)
     else:
-        spelling = form.spelling(kind)
-        for prompt in state.prompts:
-            for sequence in chosen(prompt):
-                choices.append(_choice(sequence, len(choices), spelling, kind))
+        spelling = form.spelling(prepared.kind)
+        choices = [_choice(delta, state, spelling) for delta in Deltas(state, form).take()]
         usage["completion_tokens"] = sum(_num_drawn(prompt) for prompt in state.prompts)
     usage["total_tokens"] = sum(usage.values())
     usage["prompt_tokens_details"] = _prompt_details(state)
-    return Finished(state.id, choices, usage, _request_time(state), kind)
+    return Finished(state.id, choices, usage, _request_time(state), prepared.kind)
 
 
 def _prompt_details(state: RequestState) -> dict[str, int]:
@@ -71,55 +73,134 @@ def _prompt_details(state: RequestState) -> dict[str, int]:
     return details | ({"truncated_tokens": num_cut} if num_cut else {})
 
 
-def chosen(prompt: PromptState) -> list[Sequence]:
-    """Return the n sequences to answer with: the best of best_of, or copies of a greedy one."""
-    n, best_of = prompt.params.n, prompt.params.best_of
-    if len(prompt.sequences) == 1:
-        return prompt.sequences * n
-    if best_of == n:
-        return prompt.sequences
-    return sorted(prompt.sequences, key=lambda s: s.mean_logprob, reverse=True)[:n]
-
-
 def _num_drawn(prompt: PromptState) -> int:
     """Count completion tokens; a greedy candidate counts as often as it was asked for."""
     copies = prompt.params.best_of if len(prompt.sequences) == 1 else 1
     return copies * sum(len(sequence.tokens) for sequence in prompt.sequences)
 
 
-def _choice(sequence: Sequence, index: int, spelling: Spelling, kind: AnswerKind) -> dict[str, Any]:
-    prompt, params = sequence.prompt, sequence.prompt.params
-    num_listed = len(sequence.listed_tokens)
-    logprobs = list_logprobs(sequence, spelling, 0, num_listed, with_prompt=params.echo)
+def _choice(delta: Delta, state: RequestState, spelling: Spelling) -> dict[str, Any]:
+    """Return a choice of which this is the only delta."""
+    kind, params = state.prepared.kind, state.prepared.params
+    choice: dict[str, Any] = {"text": delta.text, "index": delta.index}
     if kind == "chat":
-        choice = _chat_choice(sequence, index, logprobs)
-    else:
-        text = prompt.encoded.text + sequence.text if params.echo else sequence.text
-        choice = {"text": text, "index": index}
-        # OpenAI's schema has the key always; HELM's client raises on a null.
-        if logprobs is not None or kind == "openai":
-            choice["logprobs"] = logprobs
-        choice["finish_reason"] = sequence.finish_reason
-    if sequence.stop_reason is not None:
-        choice["stop_reason"] = sequence.stop_reason
+        message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+        if delta.tool_calls:
+            names = ("id", "type", "function")  # without its place
+            calls = [{name: call[name] for name in names} for call in delta.tool_calls]
+            message |= {"content": delta.text or None, "tool_calls": calls}
+        choice = {"index": delta.index, "message": message}
+    # OpenAI's schema has the key always; HELM's client raises on a null.
+    if delta.logprobs is not None or kind != "plain":
+        choice["logprobs"] = delta.logprobs
+    choice["finish_reason"] = delta.finish_reason
+    if delta.stop_reason is not None:
+        choice["stop_reason"] = delta.stop_reason
     if params.return_token_ids or not spelling.has_words:
-        choice["prompt_token_ids"] = prompt.ids
-        choice["token_ids"] = [token.token_id for token in sequence.tokens]
+        choice["prompt_token_ids"] = state.prompts[delta.index // params.n].ids
+        choice["token_ids"] = delta.token_ids
     return choice
 
 
-def _chat_choice(sequence: Sequence, index: int, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-    reader = MessageReader(sequence.prompt.owner.prepared)
-    content, calls = reader.read(sequence.text, is_over=True)
-    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if calls:
-        named = [name_call(call, sequence, index, place) for place, call in enumerate(calls)]
-        message |= {"content": content or None, "tool_calls": named}
-    reason = reader.finish_reason_of(sequence)
-    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+@dataclass(slots=True)
+class _Told:
+    """How much of a sequence was returned."""
+
+    reader: MessageReader
+    num_chars: int = 0  # read; of these, some may be held back as the beginning of a call
+    num_listed: int = 0  # tokens in the logprobs arrays
+    num_drawn: int = 0  # tokens in all
+    has_prompt: bool = False  # the echoed prompt
+    is_over: bool = False
 
 
-def list_logprobs(
+class Deltas:
+    """Returns a request's tokens as they come."""
+
+    def __init__(self, state: RequestState, form: AnswerForm) -> None:
+        self._state = state
+        self._is_chat = state.prepared.kind == "chat"
+        self._spelling = form.spelling(state.prepared.kind)
+        self._told: dict[int, _Told] = {}  # by the sequence's id()
+
+    def take(self) -> Iterator[Delta]:
+        """Return what is new since the last call."""
+        if self._state.error is not None:
+            return
+        for prompt in self._state.prompts:
+            first = prompt.index * prompt.params.n
+            for place, sequence in enumerate(_tellable(prompt)):
+                copies = prompt.params.n if len(prompt.sequences) == 1 else 1
+                yield from self._news(sequence, range(first + place, first + place + copies))
+
+    def _news(self, sequence: Sequence, indices: range) -> Iterator[Delta]:
+        told = self._told_of(sequence)
+        params = sequence.prompt.params
+        is_over = sequence.finish_reason is not None
+        if told.is_over or not (sequence.tokens or is_over):
+            return  # before the first token the echoed prompt's scores are not all there
+        num_chars, num_listed = _certain(sequence)
+        new_text = sequence.text[told.num_chars : num_chars]
+        text, calls = told.reader.read(new_text, is_over=is_over)
+        told.num_chars = num_chars
+        tells_prompt = params.echo and not told.has_prompt
+        if tells_prompt:
+            text = sequence.prompt.encoded.text + text
+        # In chat, calls are held back for many tokens, which are not worth an empty delta each.
+        has_listed = num_listed > told.num_listed and not (
+            self._is_chat and params.logprobs is None
+        )
+        if not (text or calls or has_listed or is_over):
+            return
+        new_ids = [token.token_id for token in sequence.tokens[told.num_drawn :]]
+        logprobs = _list_logprobs(
+            sequence, self._spelling, told.num_listed, num_listed, with_prompt=tells_prompt
+        )
+        first_call = told.reader.num_calls - len(calls)
+        for index in indices:
+            named = [
+                {"index": place} | _name_call(call, sequence, index, place)
+                for place, call in enumerate(calls, first_call)
+            ]
+            reason = told.reader.finish_reason_of(sequence)
+            stop_reason = sequence.stop_reason
+            yield Delta(self._state.id, index, text, new_ids, logprobs, reason, stop_reason, named)
+        told.num_listed, told.num_drawn = num_listed, len(sequence.tokens)
+        told.has_prompt, told.is_over = told.has_prompt or tells_prompt, is_over
+
+    def _told_of(self, sequence: Sequence) -> _Told:
+        if id(sequence) not in self._told:
+            self._told[id(sequence)] = _Told(MessageReader(self._state.prepared))
+        return self._told[id(sequence)]
+
+
+def _tellable(prompt: PromptState) -> list[Sequence]:
+    """Return the sequences that are choices: all, or at the end the best n of best_of."""
+    n = prompt.params.n
+    if len(prompt.sequences) == 1 or prompt.params.best_of == n:
+        return prompt.sequences
+    if not prompt.is_finished:
+        return []
+    return sorted(prompt.sequences, key=lambda s: s.mean_logprob, reverse=True)[:n]
+
+
+def _certain(sequence: Sequence) -> tuple[int, int]:
+    """Return how many characters and listed tokens no later token takes back."""
+    if sequence.finish_reason is not None:
+        return len(sequence.text), len(sequence.listed_tokens)
+    detokenizer, params = sequence.detokenizer, sequence.prompt.params
+    num_tokens = len(sequence.tokens)
+    if detokenizer is None or not num_tokens:
+        return 0, 0
+    num_chars = len(sequence.text) - len_of_possible_stop(sequence.text, params.stop)
+    num_listed = num_tokens - detokenizer.num_open
+    if params.stop:  # a stop's cut drops the tokens that start behind it
+        while num_listed and sequence.tokens[num_listed - 1].offset >= num_chars:
+            num_listed -= 1
+    return num_chars, num_listed
+
+
+def _list_logprobs(
     sequence: Sequence, spelling: Spelling, start: int, end: int, *, with_prompt: bool
 ) -> dict[str, Any] | None:
     """Return the logprobs of the drawn tokens from `start` to `end`, or also of the prompt's.
@@ -240,7 +321,7 @@ class MessageReader:
         return "tool_calls" if reason == "stop" and self.num_calls else reason
 
 
-def name_call(call: ToolCall, sequence: Sequence, index: int, place: int) -> dict[str, Any]:
+def _name_call(call: ToolCall, sequence: Sequence, index: int, place: int) -> dict[str, Any]:
     """Return a call as a message has it; its id is the same whenever the request is answered.
 
     `place` is its own among the calls of the choice of that index.

@@ -14,9 +14,8 @@ from fminfer.compute.step import Step, StepResult, StepTrace
 from fminfer.core.errors import StepLimitError
 from fminfer.core.quantities import counted
 from fminfer.core.timing import RowClock
-from fminfer.engine.answer import AnswerForm, build_answer
+from fminfer.engine.answer import AnswerForm, Deltas, build_answer
 from fminfer.engine.counting import count_admitted, count_request, count_shareable
-from fminfer.engine.deltas import Deltas
 from fminfer.engine.engine_core import BEHIND_ALL, Event
 from fminfer.engine.prefix import SharedTokens
 from fminfer.engine.prompt_fit import check_room
