@@ -31,7 +31,7 @@ from fminfer.engine.prompt_fit import (
 )
 from fminfer.engine.sequence import AnswerKind, Prepared
 from fminfer.engine.start import find_bans
-from fminfer.engine.vector_intake import VectorIntake
+from fminfer.engine.vector_intake import Encodings, VectorIntake
 from fminfer.text.chat_template import ChatTemplate
 from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.grammars import find_grammars
@@ -183,10 +183,7 @@ class Intake:
         `repeat` counts the equal requests without a seed that came before.
         """
         if self._vectors is not None:
-            (found,) = self._vectors.prepare([request])
-            if isinstance(found, RequestError):
-                raise found
-            return found
+            return self._vectors.prepare(request, {})
         fit = PromptFit(
             self.tokenizer,
             self.limits,
@@ -219,14 +216,19 @@ class Intake:
 
     def prepare_all(self, asked: Sequence[Asked]) -> list[Prepared | Exception]:
         """Prepare requests; texts for vectors are tokenized together. A wrong one fails alone."""
-        if self._vectors is not None and len(asked) > 1:
+        vectors, encodings = self._vectors, Encodings()
+        if vectors is not None:
             with suppress(Exception):  # of one among them; it is found below
-                return [*self._vectors.prepare([each.request for each in asked])]
+                encodings = vectors.tokenize([each.request for each in asked])
         found: list[Prepared | Exception] = []
         for each in asked:
             try:
-                prepared = self.prepare(each.request, repeat=each.repeat, is_openai=each.is_openai)
-                found.append(prepared)
+                if vectors is not None:
+                    found.append(vectors.prepare(each.request, encodings))
+                else:
+                    found.append(
+                        self.prepare(each.request, repeat=each.repeat, is_openai=each.is_openai)
+                    )
             except Exception as error:
                 found.append(error)
         return found
