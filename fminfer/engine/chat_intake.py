@@ -27,7 +27,7 @@ class ChatIntake:
     template: ChatTemplate
     tool_call_parser: ToolCallParser
 
-    def render(self, chat: ChatRequest, *, is_strict: bool, clock: str = "") -> Request:
+    def render(self, chat: ChatRequest, clock: str) -> Request:
         """Return the request whose prompt is what the template writes, at the time of `clock`."""
         text = self.template.render(
             chat.messages,
@@ -46,11 +46,6 @@ class ChatIntake:
         has_calls = bool(chat.tools) and chat.params.constraint is None
         parser = self._find_parser() if has_calls else None
         warnings = (*chat.warnings, *self._warn(chat, parser, has_calls=has_calls))
-        if warnings and is_strict:
-            raise RequestError(
-                "unsupported_parameter",
-                f"{warnings[0]}; change that, or run without --strict",
-            )
         params = chat.params
         if parser == "hermes" and self.template.tokenizer.special_id(HERMES_OPENING) is not None:
             params = replace(params, skip_special_tokens=False)  # the text would lose its calls

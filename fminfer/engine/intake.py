@@ -105,6 +105,7 @@ class Intake:
                 "decoder_prompt",
             )
         warnings = (
+            *request.warnings,
             *self._check_constraint(request.params, fields, compiles=compiles),
             *self._warn_of_spelling(request),
         )
@@ -112,7 +113,7 @@ class Intake:
             raise RequestError(
                 "unsupported_parameter", f"{warnings[0]}; change that, or run without --strict"
             )
-        return replace(request, warnings=request.warnings + warnings) if warnings else request
+        return replace(request, warnings=warnings)
 
     def _check_constraint(
         self, params: SamplingParams, fields: Mapping[str, Any], *, compiles: bool
@@ -175,7 +176,7 @@ class Intake:
             defaults=limits.defaults,
             max_new_tokens=limits.max_new_tokens or INT64 - 1,
         )
-        return self._chat.render(chat, is_strict=limits.config.strict, clock=clock)
+        return self._chat.render(chat, clock)
 
     def prepare(self, request: Request, *, repeat: int = 0, is_openai: bool = True) -> Prepared:
         """Tokenize a request's prompts, and check that they fit.

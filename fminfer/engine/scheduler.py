@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import sys
-from bisect import bisect_left
 from collections import deque
 
 from fminfer.engine.blocks import BlockPool
@@ -294,19 +293,16 @@ class Scheduler:
         drawn = (each for planned in self.in_flight for each in planned.sequences)
         drawing = [each for each in drawn if each.block_table]  # others were cancelled
         rows = between + rows_below(prompt.priority, drawing)
+        num_sequences = self.kv.num_sequences - len(rows) + len(prompt.sequences)
         match = self.kv.find_prefix(prompt)
-
-        def is_room_without(num_rows: int) -> bool:
-            num_sequences = self.kv.num_sequences - num_rows + len(prompt.sequences)
-            is_row_free = num_sequences <= self.max_rows
-            return is_row_free and self.kv.would_fit(prompt, match, rows[:num_rows])
-
-        if not is_room_without(len(rows)):
+        if num_sequences > self.max_rows or not self.kv.would_fit(prompt, match, rows):
             return False
-        num_victims = bisect_left(range(len(rows)), True, key=is_room_without)
-        for sequence in between[:num_victims]:
-            self._preempt(sequence)
-        return num_victims <= len(between) and self._enter(prompt, match, at_all_costs=True)
+        victims = iter(between)
+        while not self._enter(prompt, match, at_all_costs=True):
+            if (victim := next(victims, None)) is None:
+                return False
+            self._preempt(victim)
+        return True
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take a row's blocks; its prompt waits, before all of its priority, to be fed again."""

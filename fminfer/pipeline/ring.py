@@ -21,7 +21,7 @@ from fminfer.core.errors import FminferError, PipelineError
 from fminfer.core.messages import StageSpan
 from fminfer.core.partition import Part
 from fminfer.machine.device import use_device
-from fminfer.pipeline.local import Mark, QueuedPipeline
+from fminfer.pipeline.local import LAST_TURN, QueuedPipeline
 from fminfer.pipeline.wire import (
     HiddenForm,
     RankMessage,
@@ -239,7 +239,7 @@ class RingPipeline(QueuedPipeline):
         self._explain, self._on_stop, self._release = explain, on_stop, release
         assert part.rank == 0 and part.num_stages * part.num_shards > 1, "a ring has several ranks"
         self._failure: BaseException | None = None  # the first one
-        self._marks: queue.SimpleQueue[Mark] = queue.SimpleQueue()
+        self._turns: queue.SimpleQueue[int] = queue.SimpleQueue()  # of steps, whose results are due
         self._ring: list[_Sender | _Receiver] = []  # of other stages
         self._put: Callable[[RankMessage], None] = self._take  # with one stage
         self._rank_work = _RankWork(stage, part, form, self._take)
@@ -259,7 +259,7 @@ class RingPipeline(QueuedPipeline):
         for each in (*self._ring, *self._rank_work.followers):
             if isinstance(each, _Sender):
                 each.put(None)
-        self._results.put(error)
+        self._results.put((LAST_TURN, error))
 
     def submit(self, step: Step) -> None:
         """Send a step in, or raise what made the pipeline fail: no result would come."""
@@ -281,14 +281,10 @@ class RingPipeline(QueuedPipeline):
 
     def _work(self) -> None:
         try:
-            while (step := self._steps.get()) is not None:
-                message = RankMessage("mark")
-                if isinstance(step, Mark):
-                    self._marks.put(step)
-                else:
-                    sent = RankMessage("step", encode_step(step))
-                    message = self._rank_work.do(sent, step)
-                self._put(message)
+            while (asked := self._steps.get()) is not None:
+                turn, step = asked
+                self._turns.put(turn)
+                self._put(self._rank_work.do(RankMessage("step", encode_step(step)), step))
         except BaseException as error:
             self.fail(error)
         else:
@@ -299,6 +295,5 @@ class RingPipeline(QueuedPipeline):
         if isinstance(message, BaseException):
             self.fail(message)
         elif message.kind == "result":
-            self._results.put(decode_result(message.body, decode_spans(message.spans)))
-        elif message.kind == "mark":
-            self._results.put(self._marks.get())
+            result = decode_result(message.body, decode_spans(message.spans))
+            self._results.put((self._turns.get(), result))

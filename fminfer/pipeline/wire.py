@@ -29,9 +29,9 @@ from fminfer.compute.step import (
 from fminfer.core.errors import PipelineError
 from fminfer.core.messages import StageSpan
 
-MAGIC = 0x666D696E66657232  # "fminfer2"
+MAGIC = 0x666D696E66657233  # "fminfer3"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-Kind = Literal["step", "result", "mark", "stop"]
+Kind = Literal["step", "result", "stop"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 RESULT_KINDS: tuple[ResultKind, ...] = get_args(ResultKind)
 RESULT_COLUMNS = [each.name for each in fields(TokenLogprobs)]
