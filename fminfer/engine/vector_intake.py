@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 from fminfer.contract.endpoints import Endpoint, find_asked
@@ -138,7 +139,6 @@ class VectorIntake:
 
     def _cut(self, encoding: Any, fit: PromptFit) -> EncodedPrompt:
         """Return a text's ids, as its request and then the run cuts them."""
-        params, room, has_types = fit.params, self._limits.context_length, self._facts.has_types
         if not encoding.ids:
             raise RequestError(
                 "missing_prompt",
@@ -146,13 +146,6 @@ class VectorIntake:
                 fit.source,
             )
         check_ids([max(encoding.ids)], self._limits.vocab_size, fit.source, MORE_TOKENS)
-        found = as_prompt(encoding, has_types=has_types)
-        wished = room if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
-        if wished is not None and len(encoding.ids) > wished:
-            side = params.truncation_side
-            found = cut_encoding(encoding, wished, side, has_types=has_types)
-        if len(found.ids) > room and fit.on_too_long != "error":
-            side = fit.on_too_long.removeprefix("truncate-")
-            found = cut_encoding(encoding, room, side, has_types=has_types)
-            fit.warn_of_cut()
-        return fit.fit(found) if len(found.ids) > room else found
+        has_types = self._facts.has_types
+        cut = partial(cut_encoding, encoding, has_types=has_types)
+        return replace(fit, cut=cut).cut_to_fit(as_prompt(encoding, has_types=has_types))
