@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 from fminfer.contract.chat import overwrite, parse_chat
 from fminfer.contract.constraint import CONSTRAINTS
@@ -29,7 +29,7 @@ from fminfer.engine.prompt_fit import (
     check_ids,
     needs_words,
 )
-from fminfer.engine.sequence import AnswerKind, Prepared
+from fminfer.engine.sequence import Prepared
 from fminfer.engine.start import find_bans
 from fminfer.engine.vector_intake import Encodings, VectorIntake
 from fminfer.text.chat_template import ChatTemplate
@@ -208,7 +208,7 @@ class Intake:
             prompts,
             repeat if meaning else 0,
             meaning,
-            kind_of(request, is_openai=is_openai),
+            "chat" if request.endpoint == "chat" else "openai" if is_openai else "plain",
             request.tool_parser,
             request.keeps_one_call,
             sources,
@@ -268,12 +268,6 @@ class Intake:
         bans = find_bans(params, self.tokenizer, self.limits.eos_ids)
         if bans is not None:
             bans.check(0, bans.find(0, []))
-
-
-def kind_of(request: Request, *, is_openai: bool) -> AnswerKind:
-    if request.vectors is not None:
-        return cast(AnswerKind, request.endpoint)
-    return "chat" if request.endpoint == "chat" else "openai" if is_openai else "plain"
 
 
 def _check_logprobs(prompts: list[EncodedPrompt], params: SamplingParams) -> None:

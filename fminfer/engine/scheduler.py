@@ -152,10 +152,8 @@ class Scheduler:
         leaves_behind = has_behind and not is_their_turn and (is_ahead or feeds_others)
         num_drawing = sum(len(planned.sequences) for planned in self.in_flight)
         is_decoding = num_drawing > 0 or len(self._ready) > 0
-        decoded = self._decode_rows(num_drawing, leaves_behind=leaves_behind)
-        chunks = [each for each in decoded if len(each.token_ids) > 1]
-        singles = [each for each in decoded if len(each.token_ids) == 1]
-        num_tokens = sum(len(each.token_ids) for each in decoded)
+        rows = self._decode_rows(num_drawing, leaves_behind=leaves_behind)
+        num_tokens = sum(len(each.token_ids) for each in rows)
         room = self.shape.max_tokens(num_tokens, is_decoding=is_decoding) - num_tokens
         while self._prefilling and room > 0:
             if leaves_behind and self._prefilling.first_priority == BEHIND_ALL:
@@ -166,11 +164,11 @@ class Scheduler:
                 self.kv.keep_memory(prompt)
                 self._forget_reader(prompt)
             room -= row.num_tokens
-            (chunks if len(row.token_ids) > 1 else singles).append(row)
-        if not (chunks or singles):
+            rows.append(row)
+        if not rows:
             return None
         self._num_left_out = self._num_left_out + 1 if leaves_behind else 0
-        rows = chunks + singles
+        rows.sort(key=lambda each: len(each.token_ids) == 1)  # chunks come first
         return pack(self._num_steps, rows, self.kv.take_copies(rows), self.kv.slots)
 
     def take_memory(self, prompt: PromptState, memory: Array) -> None:
@@ -202,18 +200,22 @@ class Scheduler:
 
         Of steps in flight take its scores as always, for prompts that share them, but no token.
         """
-        if prompt in self._prefilling.prompts:
-            self._prefilling.remove(prompt)
-        if prompt in self.reading.prompts:
-            self.reading.remove(prompt)
-        self._forget_reader(prompt)
+        self._take_out(prompt)
         running = [sequence for sequence in prompt.sequences if sequence.block_table]
         if not running:
             self.waiting.discard(prompt)
         for sequence in running:
+            self.release(sequence)
+
+    def _take_out(self, prompt: PromptState) -> None:
+        """Take an admitted prompt out of the lines in which it or its sequences stand."""
+        for line in (self._prefilling, self.reading):
+            if prompt in line.prompts:
+                line.remove(prompt)
+        for sequence in prompt.sequences:
             if sequence in self._ready:
                 self._ready.remove(sequence)
-            self.release(sequence)
+        self._forget_reader(prompt)
 
     def vouch(self, prompt: PromptState) -> None:
         """Record that a prompt's first result has no nan."""
@@ -308,14 +310,8 @@ class Scheduler:
         """Take a row's blocks; its prompt waits, before all of its priority, to be fed again."""
         prompt = sequence.prompt
         is_unread = prompt in self.reading.prompts
-        if is_unread:
-            self.reading.remove(prompt)
-        elif sequence in self._ready:
-            self._ready.remove(sequence)
-        elif prompt in self._prefilling.prompts:
-            self._prefilling.remove(prompt)
+        self._take_out(prompt)
         self.kv.give_back(sequence)
-        self._forget_reader(prompt)
         sequence.num_unfed, prompt.memory = 0, None
         if not is_unread:  # otherwise it begins anew
             prompt.again = prompt.ids + [token.token_id for token in sequence.tokens]
