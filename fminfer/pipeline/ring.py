@@ -238,7 +238,6 @@ class RingPipeline(QueuedPipeline):
         super().__init__(partial(use_device, form.device))
         self._explain, self._on_stop, self._release = explain, on_stop, release
         assert part.rank == 0 and part.num_stages * part.num_shards > 1, "a ring has several ranks"
-        self._failure: BaseException | None = None  # the first one
         self._turns: queue.SimpleQueue[int] = queue.SimpleQueue()  # of steps, whose results are due
         self._ring: list[_Sender | _Receiver] = []  # of other stages
         self._put: Callable[[RankMessage], None] = self._take  # with one stage
@@ -253,20 +252,13 @@ class RingPipeline(QueuedPipeline):
         """Raise an error in whoever waits for a result; nothing more comes."""
         if isinstance(error, PipelineError):
             error = self._explain(str(error))
-        self._failure = self._failure or error
-        self.is_broken = True
+        is_first, self.is_broken = not self.is_broken, True
         self._release()
         for each in (*self._ring, *self._rank_work.followers):
             if isinstance(each, _Sender):
                 each.put(None)
-        self._results.put((LAST_TURN, error))
-
-    def submit(self, step: Step) -> None:
-        """Send a step in, or raise what made the pipeline fail: no result would come."""
-        if self.is_broken:
-            assert self._failure is not None, "it is broken by a failure"
-            raise self._failure
-        super().submit(step)
+        if is_first:
+            self._results.put((LAST_TURN, error))
 
     def close(self) -> None:
         """Tell every rank to stop, and wait until the word has come round."""
