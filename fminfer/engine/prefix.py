@@ -8,17 +8,15 @@ evicted first.
 from __future__ import annotations
 
 import hashlib
-import heapq
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import count
 
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.sequence import ReportSlice, TokenReport
 
 MAX_SCORES = 2_000_000  # logprobs kept with prefixes, some 100 bytes each
-MIN_ENTRIES = 1024  # size of the heap of leaves from which stale ones are removed
 MAX_COUNTED_TOKENS = 500_000  # distinct prefixes over which the optimum is counted; about 40 MB
 
 
@@ -42,8 +40,6 @@ class _Node:
     children: dict[int, _Node] = field(default_factory=dict)  # by their first token
     reports: list[TokenReport] | None = None  # of a whole prompt: [i] is of its token i + 1
     num_top: int = 0  # alternatives in each of the reports
-    last_used: int = 0
-    is_removed: bool = False
 
     @property
     def end(self) -> int:
@@ -60,14 +56,13 @@ class PrefixCache:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._ticks = count(1)
         self.clear()
 
     def clear(self) -> None:
         """Forget everything; the pool's books are the caller's to clear."""
         self._root = _Node(None, 0, [], [])
-        self._leaves: list[tuple[int, _Node]] = []  # a heap of (last_used, node); may be stale
-        self._max_entries = MIN_ENTRIES
+        # In the order in which they were used last; each stands behind those below it.
+        self._nodes: OrderedDict[_Node, None] = OrderedDict()
         self._num_scores = 0  # of all nodes
 
     def match(self, ids: list[int], limit: int, num_top: int | None) -> Match:
@@ -75,7 +70,7 @@ class PrefixCache:
 
         With `num_top` only what was scored with so many alternatives or more is found.
         """
-        found = Match()
+        found, node = Match(), self._root
         for child, num_equal in self._walk(ids, limit):
             if not _has_scores(child, num_top):
                 break
@@ -86,7 +81,8 @@ class PrefixCache:
                 start, end = max(0, found.length - 1), found.length + num_equal - 1
                 found.scores.append((child.reports, start, end))
             found.length += num_equal
-            self._touch(child)
+            node = child
+        self._touch(node)
         return found
 
     def _walk(self, ids: list[int], end: int) -> Iterator[tuple[_Node, int]]:
@@ -149,42 +145,36 @@ class PrefixCache:
             if node.start + num_equal > start:
                 if node.start < start:
                     self._split(node, start - node.start)  # leaves it the lower part
-                self._remove_with_all_below(node)
+                nodes = [node]
+                for each in nodes:
+                    nodes += each.children.values()
+                for each in reversed(nodes):
+                    self._remove(each)
                 return
 
     def drop_all(self) -> None:
         """Forget every prefix. Rows that hold their blocks keep them."""
-        for child in list(self._root.children.values()):
-            self._remove_with_all_below(child)
-
-    def _remove_with_all_below(self, node: _Node) -> None:
-        nodes = [node]
-        for each in nodes:
-            nodes += each.children.values()
-        for each in reversed(nodes):
-            self._remove(each)
+        for node in [*self._nodes]:
+            self._remove(node)
 
     def _evict_while(self, is_too_full: Callable[[], bool]) -> None:
-        in_use: list[tuple[int, _Node]] = []
-        while is_too_full() and self._leaves:
-            last_used, node = heapq.heappop(self._leaves)
-            if not _is_current(last_used, node):
-                continue
-            if self._pool.is_held(node.blocks[-1]):
-                in_use.append((last_used, node))
+        in_use: list[_Node] = []
+        while is_too_full() and self._nodes:
+            node, _ = self._nodes.popitem(last=False)
+            if node.children or self._pool.is_held(node.blocks[-1]):
+                in_use.append(node)
             else:
                 self._remove(node)
-        for leaf in in_use:
-            heapq.heappush(self._leaves, leaf)
+        for node in reversed(in_use):
+            self._nodes[node] = None
+            self._nodes.move_to_end(node, last=False)
 
-    def _touch(self, node: _Node) -> None:
-        node.last_used = next(self._ticks)
-        if not node.children:
-            heapq.heappush(self._leaves, (node.last_used, node))
-        if len(self._leaves) > self._max_entries:
-            self._leaves = [entry for entry in self._leaves if _is_current(*entry)]
-            heapq.heapify(self._leaves)
-            self._max_entries = max(MIN_ENTRIES, 2 * len(self._leaves))
+    def _touch(self, node: _Node | None) -> None:
+        """Note that a node is used, and those above it."""
+        while node is not None and node is not self._root:
+            self._nodes[node] = None
+            self._nodes.move_to_end(node)
+            node = node.parent
 
     def _add_leaf(
         self,
@@ -214,9 +204,9 @@ class PrefixCache:
             {node.tokens[length]: node},
             node.reports,
             node.num_top,
-            next(self._ticks),
         )
         node.parent.children[upper.tokens[0]] = upper
+        self._touch(upper)
         if cut % self._pool.block_size:  # both parts lie in the block that was cut
             self._pool.keep(upper.blocks[-1:])
             num_upper -= 1
@@ -228,15 +218,9 @@ class PrefixCache:
         parent = leaf.parent
         assert parent is not None
         del parent.children[leaf.tokens[0]]
-        leaf.is_removed = True
+        self._nodes.pop(leaf, None)  # it is not there while it is evicted
         self._num_scores -= leaf.num_scores
         self._pool.drop(leaf.blocks)
-        if not parent.children and parent is not self._root:
-            heapq.heappush(self._leaves, (parent.last_used, parent))
-
-
-def _is_current(last_used: int, node: _Node) -> bool:
-    return not (node.is_removed or node.children) and last_used == node.last_used
 
 
 def _has_scores(node: _Node, num_top: int | None) -> bool:
