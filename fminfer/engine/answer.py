@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -121,7 +122,9 @@ class Deltas:
         self._state = state
         self._is_chat = state.prepared.kind == "chat"
         self._spelling = form.spelling(state.prepared.kind)
-        self._told: dict[int, _Told] = {}  # by the sequence's id()
+        self._told: defaultdict[Sequence, _Told] = defaultdict(
+            lambda: _Told(MessageReader(state.prepared))
+        )
 
     def take(self) -> Iterator[Delta]:
         """Return what is new since the last call."""
@@ -134,7 +137,7 @@ class Deltas:
                 yield from self._news(sequence, range(first + place, first + place + copies))
 
     def _news(self, sequence: Sequence, indices: range) -> Iterator[Delta]:
-        told = self._told_of(sequence)
+        told = self._told[sequence]
         params = sequence.prompt.params
         is_over = sequence.finish_reason is not None
         if told.is_over or not (sequence.tokens or is_over):
@@ -167,11 +170,6 @@ class Deltas:
             yield Delta(self._state.id, index, text, new_ids, logprobs, reason, stop_reason, named)
         told.num_listed, told.num_drawn = num_listed, len(sequence.tokens)
         told.has_prompt, told.is_over = told.has_prompt or tells_prompt, is_over
-
-    def _told_of(self, sequence: Sequence) -> _Told:
-        if id(sequence) not in self._told:
-            self._told[id(sequence)] = _Told(MessageReader(self._state.prepared))
-        return self._told[id(sequence)]
 
 
 def _tellable(prompt: PromptState) -> list[Sequence]:
