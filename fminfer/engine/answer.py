@@ -64,14 +64,11 @@ def build_answer(state: RequestState, form: AnswerForm) -> Event:
         choices = [_choice(delta, state, spelling) for delta in Deltas(state, form).take()]
         usage["completion_tokens"] = sum(_num_drawn(prompt) for prompt in state.prompts)
     usage["total_tokens"] = sum(usage.values())
-    usage["prompt_tokens_details"] = _prompt_details(state)
-    return Finished(state.id, choices, usage, _request_time(state), prepared.kind)
-
-
-def _prompt_details(state: RequestState) -> dict[str, int]:
     details = {"cached_tokens": sum(prompt.num_cached for prompt in state.prompts)}
-    num_cut = sum((prompt.source or prompt.encoded).num_cut for prompt in state.prompts)
-    return details | ({"truncated_tokens": num_cut} if num_cut else {})
+    if num_cut := sum((prompt.source or prompt.encoded).num_cut for prompt in state.prompts):
+        details["truncated_tokens"] = num_cut
+    usage["prompt_tokens_details"] = details
+    return Finished(state.id, choices, usage, _request_time(state), prepared.kind)
 
 
 def _num_drawn(prompt: PromptState) -> int:
@@ -206,27 +203,29 @@ def _list_logprobs(
     None: they are not asked for.
     """
     prompt, tokens = sequence.prompt, sequence.tokens[start:end]
-    params, k = prompt.params, prompt.num_top
+    params, k, prepared = prompt.params, prompt.num_top, prompt.owner.prepared
     if params.logprobs is None:
         return None
+    num_start = prepared.num_start  # of no request: not told, but before the rest
     drawn = (token.token_id for token in sequence.tokens)
     first = spelling.find_first(
         chain(prompt.ids, drawn), skip_special_tokens=params.skip_special_tokens
     )
-    if prompt.owner.prepared.kind == "chat":
-        return _chat_logprobs(tokens, k, spelling, first - len(prompt.ids) - start)
+    first -= num_start if with_prompt else len(prompt.ids) + start
+    if prepared.kind == "chat":
+        content = [
+            _chat_entry(token, k, spelling, is_first=place == first)
+            for place, token in enumerate(tokens)
+        ]
+        return {"content": content, "refusal": None}
     ids = [token.token_id for token in tokens]
     reports: list[TokenReport | None] = list(tokens)
     base = len(prompt.encoded.text)
     offsets = [base + token.offset for token in tokens]
     if with_prompt:
-        num_start = prompt.owner.prepared.num_start  # of no request: not told, but before the rest
         ids = prompt.ids[num_start:] + ids
         reports = [None, *prompt.reports, *reports][num_start:]
         offsets = prompt.encoded.offsets[num_start:] + offsets
-        first -= num_start
-    else:
-        first -= len(prompt.ids) + start
     top = [
         None if r is None else _alternatives(r, k, spelling, is_first=place == first)
         for place, r in enumerate(reports)
@@ -239,16 +238,6 @@ def _list_logprobs(
         "top_logprobs": None if k == 0 else top,
         "text_offset": offsets,
     }
-
-
-def _chat_logprobs(
-    tokens: list[TokenReport], num_top: int, spelling: Spelling, first: int
-) -> dict[str, Any]:
-    content = [
-        _chat_entry(token, num_top, spelling, is_first=place == first)
-        for place, token in enumerate(tokens)
-    ]
-    return {"content": content, "refusal": None}
 
 
 def _chat_entry(

@@ -232,13 +232,13 @@ def _add_draws(step: Step, sequences: list[Sequence]) -> None:
         step.draws["noise"][[*noise]] = [*noise.values()]
     edits, banned_ids, masks = list[LogitEdits](), list[int](), dict[bytes, tuple[int, Mask]]()
     for place, sequence in enumerate(sequences):
-        if not sequence.changes_logits:
-            continue
+        mask, bans = sequence.mask, sequence.prompt.bans
+        if sequence.edits is None and mask is None and bans is None:
+            continue  # it draws from the model's logits
         draw = step.draws[place]
         if sequence.edits is not None:
             edits.append(sequence.edits)
             draw["num_edits"] = len(sequence.edits.ids)
-        mask, bans = sequence.mask, sequence.prompt.bans
         if mask is None and bans is not None:
             banned, mask = sequence.banned_ids, bans.mask
             banned_ids += banned

@@ -170,14 +170,6 @@ class KvReservation:
         self.prefixes.withdraw(prompt.ids, num_taken)
         return num_taken > 0
 
-    def replace_prefix(self, prompt: PromptState) -> None:
-        """Replace the spoiled prefix by a sound prompt that was fed apart."""
-        prompt.is_apart = False
-        if prompt.source is not None:
-            self.keep_memory(prompt)
-        self.prefixes.withdraw(prompt.ids, 0)
-        self.keep_prefix(prompt, prompt.num_fed)
-
     def check_idle(self) -> None:
         assert self.num_sequences == 0, "a sequence was forgotten"
         assert not self._copies, "a copy is left over"
@@ -242,12 +234,13 @@ def rows_below(priority: int, sequences: Iterable[Sequence]) -> list[Sequence]:
 
 
 def first_to_go(sequence: Sequence, ready: Iterable[Sequence]) -> Sequence:
-    """Choose the row to preempt when no block is left for a running row: itself or a ready one."""
-    priority = sequence.prompt.priority
-    others = (other for other in ready if _may_go(other.prompt, priority))
-    return max([sequence, *others], key=lambda row: (-row.prompt.priority, row.prompt.number))
+    """Choose the row to preempt when no block is left for a running row: itself or a ready one.
 
-
-def _may_go(prompt: PromptState, priority: int) -> bool:
-    """Return whether a row may be preempted for this priority: once, or for a higher one."""
-    return len(prompt.sequences) == 1 and (not prompt.again or prompt.priority < priority)
+    A row is preempted once, or for one of higher priority.
+    """
+    rows = [sequence]
+    for each in ready:
+        prompt, is_lower = each.prompt, each.prompt.priority < sequence.prompt.priority
+        if len(prompt.sequences) == 1 and (not prompt.again or is_lower):
+            rows.append(each)
+    return max(rows, key=lambda row: (-row.prompt.priority, row.prompt.number))

@@ -218,9 +218,13 @@ class Scheduler:
         self._forget_reader(prompt)
 
     def vouch(self, prompt: PromptState) -> None:
-        """Record that a prompt's first result has no nan."""
+        """Record that a prompt's first result is sound; one fed apart replaces what is spoiled."""
         if prompt.is_apart and not prompt.owner.is_cancelled:
-            self.kv.replace_prefix(prompt)
+            prompt.is_apart = False
+            if prompt.source is not None:
+                self.kv.keep_memory(prompt)
+            self.kv.prefixes.withdraw(prompt.ids, 0)
+            self.kv.keep_prefix(prompt, prompt.num_fed)
 
     def put_apart(self, prompt: PromptState) -> bool:
         """Record that a prompt's first result is nan, and stop sharing what it computed.
