@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -58,14 +57,13 @@ class Intake:
         self.limits = limits
         self.warnings = WarningCounts()
         self.on_warning: Callable[[str], None] = lambda text: None  # told of each one that is new
-        self._lock = threading.Lock()  # of the counts
         self.chat_template = ChatTemplate(tokenizer, limits.chat_template)
         if limits.chat_template is not None:
             self.chat_template.check()
         self._chat = ChatIntake(self.chat_template, limits.config.tool_call_parser)
         self._vectors: VectorIntake | None = None  # of a model that gives them
         if limits.vectors is not None:
-            self._vectors = VectorIntake(tokenizer, limits, limits.vectors, self._count_warning)
+            self._vectors = VectorIntake(tokenizer, limits, limits.vectors, self.warnings.add)
 
     @property
     def has_chat_template(self) -> bool:
@@ -189,7 +187,7 @@ class Intake:
             self.tokenizer,
             self.limits,
             request.params,
-            self._count_warning,
+            self.warnings.add,
             "messages" if request.endpoint == "chat" else "prompt",
             fills_context=request.fills_context,
         )
@@ -237,14 +235,8 @@ class Intake:
     def note(self, *warnings: RowWarning, where: str = "") -> None:
         """Count a request's warnings, and pass on those that are new behind `where`."""
         for warning in warnings:
-            with self._lock:
-                new = self.warnings.add(warning)
-            if new:
+            if new := self.warnings.add(warning):
                 self.on_warning(f"Warning: {where}{new}")
-
-    def _count_warning(self, warning: RowWarning) -> None:
-        with self._lock:
-            self.warnings.add(warning)
 
     def _check_params(self, params: SamplingParams) -> None:
         hint = "Was it written for another model?"

@@ -69,7 +69,7 @@ class PromptFit:
     tokenizer: Tokenizer
     limits: RequestLimits
     params: SamplingParams
-    warn: Callable[[RowWarning], None]
+    warn: Callable[[RowWarning], object]
     source: str = "prompt"
     is_source: bool = False  # an encoder reads them, and a decoder has a context of its own
     fills_context: bool = False  # max_tokens of the params is a bound, lowered to what is left

@@ -38,7 +38,7 @@ class VectorIntake:
         tokenizer: Tokenizer,
         limits: RequestLimits,
         facts: VectorFacts,
-        warn: Callable[[RowWarning], None],
+        warn: Callable[[RowWarning], object],
     ) -> None:
         if tokenizer.backend is None:
             raise CheckpointError(
