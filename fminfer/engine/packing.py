@@ -112,7 +112,6 @@ class PackedRow:
     position: int  # of the first of them in the sequence
     sequences: list[Sequence]  # draw from the row's last token
     is_prompt: bool = False
-    scored: PromptState | None = None
     memory: np.ndarray | None = None  # of its prompt, to be stored by this step
 
     @property
@@ -259,7 +258,8 @@ def _add_scores(planned: PlannedStep, rows: list[PackedRow], firsts: np.ndarray)
     """Ask for the logprobs of the prompt tokens that follow those of each scored row."""
     parts = []
     for place, row in enumerate(rows):
-        if (prompt := row.scored) is None:
+        prompt = row.of.prompt
+        if not (row.is_prompt and prompt.wants_scores):
             continue
         first = int(firsts[place])
         targets = prompt.ids[row.position + 1 : row.position + 1 + len(row.token_ids)]

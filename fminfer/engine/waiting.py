@@ -216,6 +216,5 @@ class PrefillLine(AdmittedLine):
             start,
             list(prompt.sequences) if draws else [],
             is_prompt=True,
-            scored=prompt if prompt.wants_scores else None,
             memory=memory,
         )
