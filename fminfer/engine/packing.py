@@ -237,7 +237,7 @@ def _add_draws(step: Step, sequences: list[Sequence]) -> None:
         draw = step.draws[place]
         if sequence.edits is not None:
             edits.append(sequence.edits)
-            draw["num_edits"] = len(sequence.edits.ids)
+            draw["num_edits"] = len(sequence.edits.columns["edit_ids"])
         if mask is None and bans is not None:
             banned, mask = sequence.banned_ids, bans.mask
             banned_ids += banned

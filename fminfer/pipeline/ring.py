@@ -260,17 +260,6 @@ class RingPipeline(QueuedPipeline):
         if is_first:
             self._results.put((LAST_TURN, error))
 
-    def close(self) -> None:
-        """Tell every rank to stop, and wait until the word has come round."""
-        if self._is_closed:
-            return
-        super().close()
-        if self.is_broken:
-            return
-        self._rank_work.join()
-        for each in self._ring:
-            each.join(CLOSE_TIMEOUT_S)
-
     def _work(self) -> None:
         try:
             while (asked := self._steps.get()) is not None:
@@ -282,6 +271,9 @@ class RingPipeline(QueuedPipeline):
         else:
             self._on_stop()
             self._put(self._rank_work.do(RankMessage("stop")))
+            self._rank_work.join()
+            for each in self._ring:  # which have the word, too, once it has come round
+                each.join(CLOSE_TIMEOUT_S)
 
     def _take(self, message: RankMessage | BaseException) -> None:
         if isinstance(message, BaseException):
