@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -19,8 +18,6 @@ from fminfer.engine.engine_core import Delta, Event, Failed, Finished
 from fminfer.engine.results import len_of_possible_stop
 from fminfer.engine.sequence import (
     AnswerKind,
-    FinishReason,
-    Prepared,
     PromptState,
     RequestState,
     Sequence,
@@ -104,12 +101,24 @@ def _choice(delta: Delta, state: RequestState, spelling: Spelling) -> dict[str, 
 class _Told:
     """How much of a sequence was returned."""
 
-    reader: MessageReader
+    reader: ToolCallReader | None  # None: all of its text is content
+    num_calls: int = 0
     num_chars: int = 0  # read; of these, some may be held back as the beginning of a call
     num_listed: int = 0  # tokens in the logprobs arrays
     num_drawn: int = 0  # tokens in all
     has_prompt: bool = False  # the echoed prompt
     is_over: bool = False
+
+    def read(self, text: str, *, is_over: bool) -> tuple[str, list[ToolCall]]:
+        """Take the next text, or the last; return the content and calls that are now certain."""
+        if self.reader is None:
+            return text, []
+        content, calls = self.reader.feed(text)
+        if is_over:
+            rest, more = self.reader.finish()
+            content, calls = content + rest, [*calls, *more]
+        self.num_calls += len(calls)
+        return content, calls
 
 
 class Deltas:
@@ -117,11 +126,8 @@ class Deltas:
 
     def __init__(self, state: RequestState, form: AnswerForm) -> None:
         self._state = state
-        self._is_chat = state.prepared.kind == "chat"
         self._spelling = form.spelling(state.prepared.kind)
-        self._told: defaultdict[Sequence, _Told] = defaultdict(
-            lambda: _Told(MessageReader(state.prepared))
-        )
+        self._told: dict[Sequence, _Told] = {}
 
     def take(self) -> Iterator[Delta]:
         """Return what is new since the last call."""
@@ -134,35 +140,40 @@ class Deltas:
                 yield from self._news(sequence, range(first + place, first + place + copies))
 
     def _news(self, sequence: Sequence, indices: range) -> Iterator[Delta]:
-        told = self._told[sequence]
-        params = sequence.prompt.params
+        params, prepared = sequence.prompt.params, self._state.prepared
+        if (told := self._told.get(sequence)) is None:
+            parser, reader = prepared.tool_parser, None
+            if parser is not None:
+                reader = ToolCallReader(parser, keeps_one=prepared.keeps_one_call)
+            told = self._told[sequence] = _Told(reader)
         is_over = sequence.finish_reason is not None
         if told.is_over or not (sequence.tokens or is_over):
             return  # before the first token the echoed prompt's scores are not all there
         num_chars, num_listed = _certain(sequence)
         new_text = sequence.text[told.num_chars : num_chars]
-        text, calls = told.reader.read(new_text, is_over=is_over)
+        text, calls = told.read(new_text, is_over=is_over)
         told.num_chars = num_chars
         tells_prompt = params.echo and not told.has_prompt
         if tells_prompt:
             text = sequence.prompt.encoded.text + text
         # In chat, calls are held back for many tokens, which are not worth an empty delta each.
-        has_listed = num_listed > told.num_listed and not (
-            self._is_chat and params.logprobs is None
-        )
+        is_quiet = prepared.kind == "chat" and params.logprobs is None
+        has_listed = num_listed > told.num_listed and not is_quiet
         if not (text or calls or has_listed or is_over):
             return
         new_ids = [token.token_id for token in sequence.tokens[told.num_drawn :]]
         logprobs = _list_logprobs(
             sequence, self._spelling, told.num_listed, num_listed, with_prompt=tells_prompt
         )
-        first_call = told.reader.num_calls - len(calls)
+        first_call = told.num_calls - len(calls)
+        reason = sequence.finish_reason
+        if reason == "stop" and told.num_calls:
+            reason = "tool_calls"
         for index in indices:
             named = [
                 {"index": place} | _name_call(call, sequence, index, place)
                 for place, call in enumerate(calls, first_call)
             ]
-            reason = told.reader.finish_reason_of(sequence)
             stop_reason = sequence.stop_reason
             yield Delta(self._state.id, index, text, new_ids, logprobs, reason, stop_reason, named)
         told.num_listed, told.num_drawn = num_listed, len(sequence.tokens)
@@ -184,11 +195,9 @@ def _certain(sequence: Sequence) -> tuple[int, int]:
     if sequence.finish_reason is not None:
         return len(sequence.text), len(sequence.listed_tokens)
     detokenizer, params = sequence.detokenizer, sequence.prompt.params
-    num_tokens = len(sequence.tokens)
-    if detokenizer is None or not num_tokens:
-        return 0, 0
+    assert detokenizer is not None, "it has drawn a token"
     num_chars = len(sequence.text) - len_of_possible_stop(sequence.text, params.stop)
-    num_listed = num_tokens - detokenizer.num_open
+    num_listed = len(sequence.tokens) - detokenizer.num_open
     if params.stop:  # a stop's cut drops the tokens that start behind it
         while num_listed and sequence.tokens[num_listed - 1].offset >= num_chars:
             num_listed -= 1
@@ -280,32 +289,6 @@ def _request_time(state: RequestState) -> dict[str, float]:
         "prefill_time": first_token_s - times.admitted_s,
         "decode_time": times.finished_s - first_token_s,
     }
-
-
-class MessageReader:
-    """Tells a choice's content from its tool calls, as its text grows."""
-
-    def __init__(self, prepared: Prepared) -> None:
-        self._reader: ToolCallReader | None = None  # all is content
-        if prepared.tool_parser is not None:
-            self._reader = ToolCallReader(prepared.tool_parser, keeps_one=prepared.keeps_one_call)
-        self.num_calls = 0
-
-    def read(self, text: str, *, is_over: bool) -> tuple[str, list[ToolCall]]:
-        """Take the next text, or the last; return the content and calls that are now certain."""
-        if self._reader is None:
-            return text, []
-        content, calls = self._reader.feed(text)
-        if is_over:
-            rest, more = self._reader.finish()
-            content, calls = content + rest, [*calls, *more]
-        self.num_calls += len(calls)
-        return content, calls
-
-    def finish_reason_of(self, sequence: Sequence) -> FinishReason | None:
-        """Return why a choice ended, once all of it is read; None: it goes on."""
-        reason = sequence.finish_reason
-        return "tool_calls" if reason == "stop" and self.num_calls else reason
 
 
 def _name_call(call: ToolCall, sequence: Sequence, index: int, place: int) -> dict[str, Any]:
