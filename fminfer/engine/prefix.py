@@ -120,8 +120,14 @@ class PrefixCache:
                 self._num_scores += child.num_scores
             node = child
         if node.end < end:
-            blocks = block_table[node.end // self._pool.block_size : self._pool.blocks_for(end)]
-            self._add_leaf(node, ids[node.end : end], blocks, reports, num_top)
+            tokens, first = ids[node.end : end], node.end // self._pool.block_size
+            blocks = block_table[first : self._pool.blocks_for(end)]
+            leaf = _Node(node, node.end, tokens, blocks, reports=reports, num_top=num_top)
+            self._pool.keep(blocks)
+            self._num_scores += leaf.num_scores
+            node.children[tokens[0]] = leaf
+            self._touch(leaf)
+            self._evict_while(lambda: self._num_scores > MAX_SCORES)
 
     def evict(self, num_free: int) -> None:
         """Drop the leaves used longest ago until the pool has `num_free` blocks, or no more can."""
@@ -175,21 +181,6 @@ class PrefixCache:
             self._nodes[node] = None
             self._nodes.move_to_end(node)
             node = node.parent
-
-    def _add_leaf(
-        self,
-        parent: _Node,
-        tokens: list[int],
-        blocks: list[int],
-        reports: list[TokenReport] | None,
-        num_top: int,
-    ) -> None:
-        leaf = _Node(parent, parent.end, tokens, blocks, reports=reports, num_top=num_top)
-        self._pool.keep(blocks)
-        self._num_scores += leaf.num_scores
-        parent.children[tokens[0]] = leaf
-        self._touch(leaf)
-        self._evict_while(lambda: self._num_scores > MAX_SCORES)
 
     def _split(self, node: _Node, length: int) -> _Node:
         """Cut a node after `length` of its tokens; return the upper part."""
