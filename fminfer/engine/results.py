@@ -15,6 +15,8 @@ from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import PromptState, Sequence, TokenReport
 from fminfer.text.detokenizer import Detokenizer
 
+MAX_UNFED = 32  # tokens of a row that drew some without an alternative
+
 
 def take_result(
     planned: PlannedStep, result: StepResult, scheduler: Scheduler
@@ -102,7 +104,7 @@ def _go_on(sequence: Sequence, scheduler: Scheduler) -> None:
         if bans is not None and sequence.finish_reason is None:
             bans.check(len(sequence.tokens), sequence.banned_ids)
         return
-    max_unfed = scheduler.max_unfed
+    max_unfed = min(MAX_UNFED, scheduler.shape.chunk_size)  # in one step
     needs_logprobs = params.logprobs is not None or params.best_of > params.n
     while sequence.finish_reason is None:
         matcher.take(sequence.tokens[-1].token_id)

@@ -22,7 +22,6 @@ from fminfer.engine.sequence import Array, PromptState, Sequence
 from fminfer.engine.waiting import PrefillLine, ReadLine, WaitingLine
 
 MAX_LOOKS = 64  # waiting prompts that are passed over before a step
-MAX_UNFED = 32  # tokens of a row that drew some without an alternative
 MAX_LEFT_OUT = 8  # steps in a row that leave out the rows behind all others
 
 
@@ -74,11 +73,6 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         return not (self.waiting or self.reading or self.kv.num_sequences)
-
-    @property
-    def max_unfed(self) -> int:
-        """The most tokens that a running row may have the next step feed."""
-        return min(MAX_UNFED, self.shape.chunk_size)
 
     def add(self, prompt: PromptState) -> None:
         """Queue a prompt that fits."""
