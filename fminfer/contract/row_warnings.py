@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 
 from fminfer.core.errors import printable
@@ -31,21 +32,23 @@ class KindCount:
 
 
 class WarningCounts:
-    """Counts warnings in bounded memory."""
+    """Counts warnings in bounded memory, on any thread."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self.kinds: dict[str, KindCount] = {}
 
     def add(self, warning: RowWarning) -> str:
         """Count a warning of one line; return what is to be told of it: what is new, or ""."""
-        is_new = warning.kind not in self.kinds
-        count = self.kinds.setdefault(warning.kind, KindCount())
-        count.num_rows += 1
-        new = [name for name in dict.fromkeys(warning.names) if name not in count.names]
-        fitting = new[: MAX_NAMES - len(count.names)]
-        count.names += fitting
-        is_full = len(fitting) < len(new) and not count.has_more
-        count.has_more |= is_full
+        with self._lock:
+            is_new = warning.kind not in self.kinds
+            count = self.kinds.setdefault(warning.kind, KindCount())
+            count.num_rows += 1
+            new = [name for name in dict.fromkeys(warning.names) if name not in count.names]
+            fitting = new[: MAX_NAMES - len(count.names)]
+            count.names += fitting
+            is_full = len(fitting) < len(new) and not count.has_more
+            count.has_more |= is_full
         told = fitting + ["others, which are not named"] * is_full
         return _told(warning.kind, told) if told or is_new else ""
 

@@ -1,20 +1,23 @@
-"""Turns a finished request into its answer: choices, logprobs, usage, times (contract, 6 and 8)."""
+"""What is told of a request: its choices as they come, and its answer (contract, 6 and 8).
+
+A choice is all that its deltas tell, taken at once.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 from fminfer.core.config import TokenFormat
 from fminfer.core.timing import RowTimes
-from fminfer.engine.engine_core import Event, Failed, Finished
+from fminfer.engine.engine_core import Delta, Event, Failed, Finished
+from fminfer.engine.results import len_of_possible_stop
 from fminfer.engine.sequence import (
     AnswerKind,
-    FinishReason,
-    Prepared,
     PromptState,
     RequestState,
     Sequence,
@@ -48,37 +51,21 @@ def build_answer(state: RequestState, form: AnswerForm) -> Event:
     """Build the answer of a request whose prompts are all finished."""
     if state.error is not None:
         return Failed(state.id, state.error)
-    kind, wish = state.prepared.kind, state.prepared.vectors
+    prepared = state.prepared
     num_prompt = sum(prompt.num_prompt_tokens for prompt in state.prompts)
     usage: dict[str, Any] = {"prompt_tokens": num_prompt}
-    choices: list[dict[str, Any]] = []
-    if wish is not None:
-        choices = make_of_vectors(state, wish)
+    if prepared.vectors is not None:
+        choices = make_of_vectors(state, prepared.vectors)
     else:
-        spelling = form.spelling(kind)
-        for prompt in state.prompts:
-            for sequence in chosen(prompt):
-                choices.append(_choice(sequence, len(choices), spelling, kind))
+        spelling = form.spelling(prepared.kind)
+        choices = [_choice(delta, state, spelling) for delta in Deltas(state, form).take()]
         usage["completion_tokens"] = sum(_num_drawn(prompt) for prompt in state.prompts)
     usage["total_tokens"] = sum(usage.values())
-    usage["prompt_tokens_details"] = _prompt_details(state)
-    return Finished(state.id, choices, usage, _request_time(state), kind)
-
-
-def _prompt_details(state: RequestState) -> dict[str, int]:
     details = {"cached_tokens": sum(prompt.num_cached for prompt in state.prompts)}
-    num_cut = sum((prompt.source or prompt.encoded).num_cut for prompt in state.prompts)
-    return details | ({"truncated_tokens": num_cut} if num_cut else {})
-
-
-def chosen(prompt: PromptState) -> list[Sequence]:
-    """Return the n sequences to answer with: the best of best_of, or copies of a greedy one."""
-    n, best_of = prompt.params.n, prompt.params.best_of
-    if len(prompt.sequences) == 1:
-        return prompt.sequences * n
-    if best_of == n:
-        return prompt.sequences
-    return sorted(prompt.sequences, key=lambda s: s.mean_logprob, reverse=True)[:n]
+    if num_cut := sum((prompt.source or prompt.encoded).num_cut for prompt in state.prompts):
+        details["truncated_tokens"] = num_cut
+    usage["prompt_tokens_details"] = details
+    return Finished(state.id, choices, usage, _request_time(state), prepared.kind)
 
 
 def _num_drawn(prompt: PromptState) -> int:
@@ -87,39 +74,137 @@ def _num_drawn(prompt: PromptState) -> int:
     return copies * sum(len(sequence.tokens) for sequence in prompt.sequences)
 
 
-def _choice(sequence: Sequence, index: int, spelling: Spelling, kind: AnswerKind) -> dict[str, Any]:
-    prompt, params = sequence.prompt, sequence.prompt.params
-    num_listed = len(sequence.listed_tokens)
-    logprobs = list_logprobs(sequence, spelling, 0, num_listed, with_prompt=params.echo)
+def _choice(delta: Delta, state: RequestState, spelling: Spelling) -> dict[str, Any]:
+    """Return a choice of which this is the only delta."""
+    kind, params = state.prepared.kind, state.prepared.params
+    choice: dict[str, Any] = {"text": delta.text, "index": delta.index}
     if kind == "chat":
-        choice = _chat_choice(sequence, index, logprobs)
-    else:
-        text = prompt.encoded.text + sequence.text if params.echo else sequence.text
-        choice = {"text": text, "index": index}
-        # OpenAI's schema has the key always; HELM's client raises on a null.
-        if logprobs is not None or kind == "openai":
-            choice["logprobs"] = logprobs
-        choice["finish_reason"] = sequence.finish_reason
-    if sequence.stop_reason is not None:
-        choice["stop_reason"] = sequence.stop_reason
+        message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+        if delta.tool_calls:
+            names = ("id", "type", "function")  # without its place
+            calls = [{name: call[name] for name in names} for call in delta.tool_calls]
+            message |= {"content": delta.text or None, "tool_calls": calls}
+        choice = {"index": delta.index, "message": message}
+    # OpenAI's schema has the key always; HELM's client raises on a null.
+    if delta.logprobs is not None or kind != "plain":
+        choice["logprobs"] = delta.logprobs
+    choice["finish_reason"] = delta.finish_reason
+    if delta.stop_reason is not None:
+        choice["stop_reason"] = delta.stop_reason
     if params.return_token_ids or not spelling.has_words:
-        choice["prompt_token_ids"] = prompt.ids
-        choice["token_ids"] = [token.token_id for token in sequence.tokens]
+        choice["prompt_token_ids"] = state.prompts[delta.index // params.n].ids
+        choice["token_ids"] = delta.token_ids
     return choice
 
 
-def _chat_choice(sequence: Sequence, index: int, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-    reader = MessageReader(sequence.prompt.owner.prepared)
-    content, calls = reader.read(sequence.text, is_over=True)
-    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if calls:
-        named = [name_call(call, sequence, index, place) for place, call in enumerate(calls)]
-        message |= {"content": content or None, "tool_calls": named}
-    reason = reader.finish_reason_of(sequence)
-    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+@dataclass(slots=True)
+class _Told:
+    """How much of a sequence was returned."""
+
+    reader: ToolCallReader | None  # None: all of its text is content
+    num_calls: int = 0
+    num_chars: int = 0  # read; of these, some may be held back as the beginning of a call
+    num_listed: int = 0  # tokens in the logprobs arrays
+    num_drawn: int = 0  # tokens in all
+    has_prompt: bool = False  # the echoed prompt
+    is_over: bool = False
+
+    def read(self, text: str, *, is_over: bool) -> tuple[str, list[ToolCall]]:
+        """Take the next text, or the last; return the content and calls that are now certain."""
+        if self.reader is None:
+            return text, []
+        content, calls = self.reader.feed(text)
+        if is_over:
+            rest, more = self.reader.finish()
+            content, calls = content + rest, [*calls, *more]
+        self.num_calls += len(calls)
+        return content, calls
 
 
-def list_logprobs(
+class Deltas:
+    """Returns a request's tokens as they come."""
+
+    def __init__(self, state: RequestState, form: AnswerForm) -> None:
+        self._state = state
+        self._spelling = form.spelling(state.prepared.kind)
+        self._told: dict[Sequence, _Told] = {}
+
+    def take(self) -> Iterator[Delta]:
+        """Return what is new since the last call."""
+        if self._state.error is not None:
+            return
+        for prompt in self._state.prompts:
+            first = prompt.index * prompt.params.n
+            for place, sequence in enumerate(_tellable(prompt)):
+                copies = prompt.params.n if len(prompt.sequences) == 1 else 1
+                yield from self._news(sequence, range(first + place, first + place + copies))
+
+    def _news(self, sequence: Sequence, indices: range) -> Iterator[Delta]:
+        params, prepared = sequence.prompt.params, self._state.prepared
+        if (told := self._told.get(sequence)) is None:
+            parser, reader = prepared.tool_parser, None
+            if parser is not None:
+                reader = ToolCallReader(parser, keeps_one=prepared.keeps_one_call)
+            told = self._told[sequence] = _Told(reader)
+        is_over = sequence.finish_reason is not None
+        if told.is_over or not (sequence.tokens or is_over):
+            return  # before the first token the echoed prompt's scores are not all there
+        num_chars, num_listed = _certain(sequence)
+        new_text = sequence.text[told.num_chars : num_chars]
+        text, calls = told.read(new_text, is_over=is_over)
+        told.num_chars = num_chars
+        tells_prompt = params.echo and not told.has_prompt
+        if tells_prompt:
+            text = sequence.prompt.encoded.text + text
+        # In chat, calls are held back for many tokens, which are not worth an empty delta each.
+        is_quiet = prepared.kind == "chat" and params.logprobs is None
+        has_listed = num_listed > told.num_listed and not is_quiet
+        if not (text or calls or has_listed or is_over):
+            return
+        new_ids = [token.token_id for token in sequence.tokens[told.num_drawn :]]
+        logprobs = _list_logprobs(
+            sequence, self._spelling, told.num_listed, num_listed, with_prompt=tells_prompt
+        )
+        first_call = told.num_calls - len(calls)
+        reason = sequence.finish_reason
+        if reason == "stop" and told.num_calls:
+            reason = "tool_calls"
+        for index in indices:
+            named = [
+                {"index": place} | _name_call(call, sequence, index, place)
+                for place, call in enumerate(calls, first_call)
+            ]
+            stop_reason = sequence.stop_reason
+            yield Delta(self._state.id, index, text, new_ids, logprobs, reason, stop_reason, named)
+        told.num_listed, told.num_drawn = num_listed, len(sequence.tokens)
+        told.has_prompt, told.is_over = told.has_prompt or tells_prompt, is_over
+
+
+def _tellable(prompt: PromptState) -> list[Sequence]:
+    """Return the sequences that are choices: all, or at the end the best n of best_of."""
+    n = prompt.params.n
+    if len(prompt.sequences) == 1 or prompt.params.best_of == n:
+        return prompt.sequences
+    if not prompt.is_finished:
+        return []
+    return sorted(prompt.sequences, key=lambda s: s.mean_logprob, reverse=True)[:n]
+
+
+def _certain(sequence: Sequence) -> tuple[int, int]:
+    """Return how many characters and listed tokens no later token takes back."""
+    if sequence.finish_reason is not None:
+        return len(sequence.text), len(sequence.listed_tokens)
+    detokenizer, params = sequence.detokenizer, sequence.prompt.params
+    assert detokenizer is not None, "it has drawn a token"
+    num_chars = len(sequence.text) - len_of_possible_stop(sequence.text, params.stop)
+    num_listed = len(sequence.tokens) - detokenizer.num_open
+    if params.stop:  # a stop's cut drops the tokens that start behind it
+        while num_listed and sequence.tokens[num_listed - 1].offset >= num_chars:
+            num_listed -= 1
+    return num_chars, num_listed
+
+
+def _list_logprobs(
     sequence: Sequence, spelling: Spelling, start: int, end: int, *, with_prompt: bool
 ) -> dict[str, Any] | None:
     """Return the logprobs of the drawn tokens from `start` to `end`, or also of the prompt's.
@@ -127,27 +212,29 @@ def list_logprobs(
     None: they are not asked for.
     """
     prompt, tokens = sequence.prompt, sequence.tokens[start:end]
-    params, k = prompt.params, prompt.num_top
+    params, k, prepared = prompt.params, prompt.num_top, prompt.owner.prepared
     if params.logprobs is None:
         return None
+    num_start = prepared.num_start  # of no request: not told, but before the rest
     drawn = (token.token_id for token in sequence.tokens)
     first = spelling.find_first(
         chain(prompt.ids, drawn), skip_special_tokens=params.skip_special_tokens
     )
-    if prompt.owner.prepared.kind == "chat":
-        return _chat_logprobs(tokens, k, spelling, first - len(prompt.ids) - start)
+    first -= num_start if with_prompt else len(prompt.ids) + start
+    if prepared.kind == "chat":
+        content = [
+            _chat_entry(token, k, spelling, is_first=place == first)
+            for place, token in enumerate(tokens)
+        ]
+        return {"content": content, "refusal": None}
     ids = [token.token_id for token in tokens]
     reports: list[TokenReport | None] = list(tokens)
     base = len(prompt.encoded.text)
     offsets = [base + token.offset for token in tokens]
     if with_prompt:
-        num_start = prompt.owner.prepared.num_start  # of no request: not told, but before the rest
         ids = prompt.ids[num_start:] + ids
         reports = [None, *prompt.reports, *reports][num_start:]
         offsets = prompt.encoded.offsets[num_start:] + offsets
-        first -= num_start
-    else:
-        first -= len(prompt.ids) + start
     top = [
         None if r is None else _alternatives(r, k, spelling, is_first=place == first)
         for place, r in enumerate(reports)
@@ -160,16 +247,6 @@ def list_logprobs(
         "top_logprobs": None if k == 0 else top,
         "text_offset": offsets,
     }
-
-
-def _chat_logprobs(
-    tokens: list[TokenReport], num_top: int, spelling: Spelling, first: int
-) -> dict[str, Any]:
-    content = [
-        _chat_entry(token, num_top, spelling, is_first=place == first)
-        for place, token in enumerate(tokens)
-    ]
-    return {"content": content, "refusal": None}
 
 
 def _chat_entry(
@@ -214,33 +291,7 @@ def _request_time(state: RequestState) -> dict[str, float]:
     }
 
 
-class MessageReader:
-    """Tells a choice's content from its tool calls, as its text grows."""
-
-    def __init__(self, prepared: Prepared) -> None:
-        self._reader: ToolCallReader | None = None  # all is content
-        if prepared.tool_parser is not None:
-            self._reader = ToolCallReader(prepared.tool_parser, keeps_one=prepared.keeps_one_call)
-        self.num_calls = 0
-
-    def read(self, text: str, *, is_over: bool) -> tuple[str, list[ToolCall]]:
-        """Take the next text, or the last; return the content and calls that are now certain."""
-        if self._reader is None:
-            return text, []
-        content, calls = self._reader.feed(text)
-        if is_over:
-            rest, more = self._reader.finish()
-            content, calls = content + rest, [*calls, *more]
-        self.num_calls += len(calls)
-        return content, calls
-
-    def finish_reason_of(self, sequence: Sequence) -> FinishReason | None:
-        """Return why a choice ended, once all of it is read; None: it goes on."""
-        reason = sequence.finish_reason
-        return "tool_calls" if reason == "stop" and self.num_calls else reason
-
-
-def name_call(call: ToolCall, sequence: Sequence, index: int, place: int) -> dict[str, Any]:
+def _name_call(call: ToolCall, sequence: Sequence, index: int, place: int) -> dict[str, Any]:
     """Return a call as a message has it; its id is the same whenever the request is answered.
 
     `place` is its own among the calls of the choice of that index.

@@ -15,7 +15,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size  # tokens a block
-        self._max_used = 0  # most blocks that were in use at once, which are the first ones
+        self.max_used_tokens = 0  # most tokens whose blocks were in use at once
         self.clear()
 
     def clear(self) -> None:
@@ -28,11 +28,6 @@ class BlockPool:
     @property
     def num_tokens(self) -> int:
         return self.num_blocks * self.block_size
-
-    @property
-    def max_used_tokens(self) -> int:
-        """Most tokens whose blocks were in use at once."""
-        return self._max_used * self.block_size
 
     @property
     def num_free(self) -> int:
@@ -62,7 +57,8 @@ class BlockPool:
         blocks = [self._free.pop() for _ in range(count)]
         for block in blocks:
             self._num_holders[block] = 1
-        self._max_used = max(self._max_used, self.num_blocks - len(self._free))
+        num_used = self.num_tokens - len(self._free) * self.block_size
+        self.max_used_tokens = max(self.max_used_tokens, num_used)
         return blocks
 
     def share(self, blocks: list[int]) -> None:

@@ -27,7 +27,7 @@ class ChatIntake:
     template: ChatTemplate
     tool_call_parser: ToolCallParser
 
-    def render(self, chat: ChatRequest, *, is_strict: bool, clock: str = "") -> Request:
+    def render(self, chat: ChatRequest, clock: str) -> Request:
         """Return the request whose prompt is what the template writes, at the time of `clock`."""
         text = self.template.render(
             chat.messages,
@@ -44,13 +44,13 @@ class ChatIntake:
                 "messages",
             )
         has_calls = bool(chat.tools) and chat.params.constraint is None
-        parser = self._find_parser() if has_calls else None
+        parser: KnownParser | None = None
+        if has_calls:
+            if self.tool_call_parser == "auto":
+                parser = find_parser(self.template.find_text(has_tools=True) or "")
+            elif self.tool_call_parser != "none":
+                parser = self.tool_call_parser
         warnings = (*chat.warnings, *self._warn(chat, parser, has_calls=has_calls))
-        if warnings and is_strict:
-            raise RequestError(
-                "unsupported_parameter",
-                f"{warnings[0]}; change that, or run without --strict",
-            )
         params = chat.params
         if parser == "hermes" and self.template.tokenizer.special_id(HERMES_OPENING) is not None:
             params = replace(params, skip_special_tokens=False)  # the text would lose its calls
@@ -63,13 +63,6 @@ class ChatIntake:
             tool_parser=parser,
             keeps_one_call=parser is not None and chat.keeps_one_call,
         )
-
-    def _find_parser(self) -> KnownParser | None:
-        if self.tool_call_parser == "none":
-            return None
-        if self.tool_call_parser != "auto":
-            return self.tool_call_parser
-        return find_parser(self.template.find_text(has_tools=True) or "")
 
     def _warn(
         self, chat: ChatRequest, parser: KnownParser | None, *, has_calls: bool

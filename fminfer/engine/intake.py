@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 from fminfer.contract.chat import overwrite, parse_chat
 from fminfer.contract.constraint import CONSTRAINTS
@@ -29,9 +28,9 @@ from fminfer.engine.prompt_fit import (
     check_ids,
     needs_words,
 )
-from fminfer.engine.sequence import AnswerKind, Prepared
+from fminfer.engine.sequence import Prepared
 from fminfer.engine.start import find_bans
-from fminfer.engine.vector_intake import VectorIntake
+from fminfer.engine.vector_intake import Encodings, VectorIntake
 from fminfer.text.chat_template import ChatTemplate
 from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.grammars import find_grammars
@@ -58,14 +57,13 @@ class Intake:
         self.limits = limits
         self.warnings = WarningCounts()
         self.on_warning: Callable[[str], None] = lambda text: None  # told of each one that is new
-        self._lock = threading.Lock()  # of the counts
         self.chat_template = ChatTemplate(tokenizer, limits.chat_template)
         if limits.chat_template is not None:
             self.chat_template.check()
         self._chat = ChatIntake(self.chat_template, limits.config.tool_call_parser)
         self._vectors: VectorIntake | None = None  # of a model that gives them
         if limits.vectors is not None:
-            self._vectors = VectorIntake(tokenizer, limits, limits.vectors, self._count_warning)
+            self._vectors = VectorIntake(tokenizer, limits, limits.vectors, self.warnings.add)
 
     @property
     def has_chat_template(self) -> bool:
@@ -105,6 +103,7 @@ class Intake:
                 "decoder_prompt",
             )
         warnings = (
+            *request.warnings,
             *self._check_constraint(request.params, fields, compiles=compiles),
             *self._warn_of_spelling(request),
         )
@@ -112,7 +111,7 @@ class Intake:
             raise RequestError(
                 "unsupported_parameter", f"{warnings[0]}; change that, or run without --strict"
             )
-        return replace(request, warnings=request.warnings + warnings) if warnings else request
+        return replace(request, warnings=warnings)
 
     def _check_constraint(
         self, params: SamplingParams, fields: Mapping[str, Any], *, compiles: bool
@@ -175,7 +174,7 @@ class Intake:
             defaults=limits.defaults,
             max_new_tokens=limits.max_new_tokens or INT64 - 1,
         )
-        return self._chat.render(chat, is_strict=limits.config.strict, clock=clock)
+        return self._chat.render(chat, clock)
 
     def prepare(self, request: Request, *, repeat: int = 0, is_openai: bool = True) -> Prepared:
         """Tokenize a request's prompts, and check that they fit.
@@ -183,15 +182,12 @@ class Intake:
         `repeat` counts the equal requests without a seed that came before.
         """
         if self._vectors is not None:
-            (found,) = self._vectors.prepare([request])
-            if isinstance(found, RequestError):
-                raise found
-            return found
+            return self._vectors.prepare(request, {})
         fit = PromptFit(
             self.tokenizer,
             self.limits,
             request.params,
-            self._count_warning,
+            self.warnings.add,
             "messages" if request.endpoint == "chat" else "prompt",
             fills_context=request.fills_context,
         )
@@ -210,7 +206,7 @@ class Intake:
             prompts,
             repeat if meaning else 0,
             meaning,
-            kind_of(request, is_openai=is_openai),
+            "chat" if request.endpoint == "chat" else "openai" if is_openai else "plain",
             request.tool_parser,
             request.keeps_one_call,
             sources,
@@ -219,14 +215,19 @@ class Intake:
 
     def prepare_all(self, asked: Sequence[Asked]) -> list[Prepared | Exception]:
         """Prepare requests; texts for vectors are tokenized together. A wrong one fails alone."""
-        if self._vectors is not None and len(asked) > 1:
+        vectors, encodings = self._vectors, Encodings()
+        if vectors is not None:
             with suppress(Exception):  # of one among them; it is found below
-                return [*self._vectors.prepare([each.request for each in asked])]
+                encodings = vectors.tokenize([each.request for each in asked])
         found: list[Prepared | Exception] = []
         for each in asked:
             try:
-                prepared = self.prepare(each.request, repeat=each.repeat, is_openai=each.is_openai)
-                found.append(prepared)
+                if vectors is not None:
+                    found.append(vectors.prepare(each.request, encodings))
+                else:
+                    found.append(
+                        self.prepare(each.request, repeat=each.repeat, is_openai=each.is_openai)
+                    )
             except Exception as error:
                 found.append(error)
         return found
@@ -234,14 +235,8 @@ class Intake:
     def note(self, *warnings: RowWarning, where: str = "") -> None:
         """Count a request's warnings, and pass on those that are new behind `where`."""
         for warning in warnings:
-            with self._lock:
-                new = self.warnings.add(warning)
-            if new:
+            if new := self.warnings.add(warning):
                 self.on_warning(f"Warning: {where}{new}")
-
-    def _count_warning(self, warning: RowWarning) -> None:
-        with self._lock:
-            self.warnings.add(warning)
 
     def _check_params(self, params: SamplingParams) -> None:
         hint = "Was it written for another model?"
@@ -265,12 +260,6 @@ class Intake:
         bans = find_bans(params, self.tokenizer, self.limits.eos_ids)
         if bans is not None:
             bans.check(0, bans.find(0, []))
-
-
-def kind_of(request: Request, *, is_openai: bool) -> AnswerKind:
-    if request.vectors is not None:
-        return cast(AnswerKind, request.endpoint)
-    return "chat" if request.endpoint == "chat" else "openai" if is_openai else "plain"
 
 
 def _check_logprobs(prompts: list[EncodedPrompt], params: SamplingParams) -> None:

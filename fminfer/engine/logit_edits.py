@@ -81,24 +81,17 @@ class LogitEdits:
         self._params = params
         self._place: dict[int, int] = {}  # token id -> its place in the columns
         self._num_drawn: dict[int, int] = {}
-        self.ids = array("q")
-        self._bias = array("f")  # logit_bias
-        self._factor = array("f")  # repetition_penalty
-        self._minus = array("f")  # frequency and presence
+        self.columns: dict[str, array[Any]] = {
+            "edit_ids": array("q"),
+            "edit_bias": array("f"),  # logit_bias
+            "edit_factor": array("f"),  # repetition_penalty
+            "edit_minus": array("f"),  # frequency and presence
+        }
         for token_id, bias in params.logit_bias:
-            self._bias[self._find(token_id)] = bias
+            self.columns["edit_bias"][self._find(token_id)] = bias
         if params.repetition_penalty != 1:
             for token_id in prompt_ids:
-                self._factor[self._find(token_id)] = params.repetition_penalty
-
-    @property
-    def columns(self) -> dict[str, array[Any]]:
-        return {
-            "edit_ids": self.ids,
-            "edit_bias": self._bias,
-            "edit_factor": self._factor,
-            "edit_minus": self._minus,
-        }
+                self.columns["edit_factor"][self._find(token_id)] = params.repetition_penalty
 
     def count(self, token_id: int) -> None:
         """Note one more drawn token."""
@@ -107,15 +100,15 @@ class LogitEdits:
             return
         place = self._find(token_id)
         num_drawn = self._num_drawn[token_id] = self._num_drawn.get(token_id, 0) + 1
-        self._factor[place] = params.repetition_penalty
-        self._minus[place] = params.frequency_penalty * num_drawn + params.presence_penalty
+        self.columns["edit_factor"][place] = params.repetition_penalty
+        self.columns["edit_minus"][place] = (
+            params.frequency_penalty * num_drawn + params.presence_penalty
+        )
 
     def _find(self, token_id: int) -> int:
         """Return the token's place; a new place changes nothing yet."""
         place = self._place.setdefault(token_id, len(self._place))
-        if place == len(self.ids):
-            self.ids.append(token_id)
-            self._bias.append(0.0)
-            self._factor.append(1.0)
-            self._minus.append(0.0)
+        if place == len(self.columns["edit_ids"]):
+            for column, value in zip(self.columns.values(), (token_id, 0.0, 1.0, 0.0), strict=True):
+                column.append(value)
         return place

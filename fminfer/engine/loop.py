@@ -14,15 +14,13 @@ from fminfer.compute.step import Step, StepResult, StepTrace
 from fminfer.core.errors import StepLimitError
 from fminfer.core.quantities import counted
 from fminfer.core.timing import RowClock
-from fminfer.engine.answer import AnswerForm, build_answer
-from fminfer.engine.counting import count_admitted, count_request, count_shareable
-from fminfer.engine.deltas import Deltas
+from fminfer.engine.answer import AnswerForm, Deltas, build_answer
 from fminfer.engine.engine_core import BEHIND_ALL, Event
 from fminfer.engine.prefix import SharedTokens
 from fminfer.engine.prompt_fit import check_room
 from fminfer.engine.results import take_result
 from fminfer.engine.scheduler import Scheduler
-from fminfer.engine.sequence import Prepared, RequestState, Sequence
+from fminfer.engine.sequence import Prepared, PromptState, RequestState, Sequence
 from fminfer.engine.start import Starter
 from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.engine.waiting import plan_order
@@ -75,7 +73,6 @@ class EngineLoop:
     def _begin(self) -> None:
         self._clock = RowClock()
         self._open: dict[int, RequestState] = {}  # requests without an answer
-        self._leaving: list[Sequence] = []  # of cancelled requests, in a step in flight
         self._finished: list[RequestState] = []  # since the last step returned
         self._streams: dict[int, Deltas] = {}
         self._is_draining = False
@@ -230,14 +227,14 @@ class EngineLoop:
             if state.is_streamed:
                 self._streams[state.id] = Deltas(state, self._form)
             if not state.is_counted:
-                count_request(self.stats, state.prepared)
+                self.stats.count_request(state.prepared)
             for prompt in plan_order(state.prompts):
                 if prompt.is_pooled:
                     self._scheduler.add(prompt)
                 elif prompt.num_to_feed > 0:
                     # Of a run over lines, whose summary tells it; memories are shared whole.
                     if state.is_counted and prompt.source is None:
-                        count_shareable(self.stats, prompt, self._shared_tokens)
+                        self._count_shareable(prompt)
                     self._scheduler.add(prompt)
                 else:  # nothing to compute: max_tokens 0 without scores, or one token to score
                     for sequence in prompt.sequences:
@@ -249,26 +246,30 @@ class EngineLoop:
             if cancelled is not None:
                 self._forget(cancelled)
 
+    def _count_shareable(self, prompt: PromptState) -> None:
+        """Count what the best possible prefix cache would save of a prompt."""
+        if not self._shared_tokens.is_full:
+            prompt.is_counted = True
+            num_shared = self._shared_tokens.add(prompt.ids[: prompt.num_to_feed])
+            self.stats.num_counted_tokens += prompt.num_to_feed
+            self.stats.num_counted_shareable += min(num_shared, prompt.num_to_feed - 1)
+
     def _forget(self, state: RequestState) -> None:
         """Free what a cancelled request holds; steps in flight still bring results of it."""
         state.is_cancelled = True
         for prompt in state.prompts:
-            self._leaving += self._scheduler.cancel(prompt)
+            self._scheduler.cancel(prompt)
             for sequence in prompt.sequences:
                 if sequence.finish_reason is None:
                     self.stats.end(sequence.num_draws_left)
         self._leave(state)
-        self._unlink_if_left(state)
-
-    def _unlink_if_left(self, state: RequestState) -> None:
-        if not any(sequence.prompt.owner is state for sequence in self._leaving):
-            state.unlink()
+        state.unlink()
 
     def _schedule(self) -> None:
         most, stats = self._scheduler.shape.micro_batches, self.stats
         while self._pipeline.num_in_flight < most and not self._is_at_limit:
             for prompt in self._scheduler.admit(is_stopping=self._is_draining):
-                count_admitted(stats, prompt)
+                stats.count_admitted(prompt)
                 if prompt.owner.times is None:
                     prompt.owner.times = self._clock.start(time.perf_counter())
                     self._count_begun(prompt.owner)
@@ -296,10 +297,6 @@ class EngineLoop:
                 self._finish(prompt.owner)
         num_forced = sum(max(0, sequence.num_unfed - 1) for sequence in planned.sequences)
         stats.num_generated_tokens += len(planned.sequences) + num_forced
-        for sequence in [s for s in self._leaving if not self._scheduler.has_in_flight(s)]:
-            self._leaving.remove(sequence)
-            self._scheduler.release(sequence)
-            self._unlink_if_left(sequence.prompt.owner)
 
     def _end(self, sequence: Sequence) -> None:
         self._scheduler.release(sequence)

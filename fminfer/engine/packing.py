@@ -112,7 +112,6 @@ class PackedRow:
     position: int  # of the first of them in the sequence
     sequences: list[Sequence]  # draw from the row's last token
     is_prompt: bool = False
-    scored: PromptState | None = None
     memory: np.ndarray | None = None  # of its prompt, to be stored by this step
 
     @property
@@ -232,13 +231,13 @@ def _add_draws(step: Step, sequences: list[Sequence]) -> None:
         step.draws["noise"][[*noise]] = [*noise.values()]
     edits, banned_ids, masks = list[LogitEdits](), list[int](), dict[bytes, tuple[int, Mask]]()
     for place, sequence in enumerate(sequences):
-        if not sequence.changes_logits:
-            continue
+        mask, bans = sequence.mask, sequence.prompt.bans
+        if sequence.edits is None and mask is None and bans is None:
+            continue  # it draws from the model's logits
         draw = step.draws[place]
         if sequence.edits is not None:
             edits.append(sequence.edits)
-            draw["num_edits"] = len(sequence.edits.ids)
-        mask, bans = sequence.mask, sequence.prompt.bans
+            draw["num_edits"] = len(sequence.edits.columns["edit_ids"])
         if mask is None and bans is not None:
             banned, mask = sequence.banned_ids, bans.mask
             banned_ids += banned
@@ -259,7 +258,8 @@ def _add_scores(planned: PlannedStep, rows: list[PackedRow], firsts: np.ndarray)
     """Ask for the logprobs of the prompt tokens that follow those of each scored row."""
     parts = []
     for place, row in enumerate(rows):
-        if (prompt := row.scored) is None:
+        prompt = row.of.prompt
+        if not (row.is_prompt and prompt.wants_scores):
             continue
         first = int(firsts[place])
         targets = prompt.ids[row.position + 1 : row.position + 1 + len(row.token_ids)]

@@ -7,17 +7,16 @@ evicted first.
 
 from __future__ import annotations
 
-import heapq
+import hashlib
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import count
 
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.sequence import ReportSlice, TokenReport
 
 MAX_SCORES = 2_000_000  # logprobs kept with prefixes, some 100 bytes each
-MIN_ENTRIES = 1024  # size of the heap of leaves from which stale ones are removed
 MAX_COUNTED_TOKENS = 500_000  # distinct prefixes over which the optimum is counted; about 40 MB
 
 
@@ -41,8 +40,6 @@ class _Node:
     children: dict[int, _Node] = field(default_factory=dict)  # by their first token
     reports: list[TokenReport] | None = None  # of a whole prompt: [i] is of its token i + 1
     num_top: int = 0  # alternatives in each of the reports
-    last_used: int = 0
-    is_removed: bool = False
 
     @property
     def end(self) -> int:
@@ -59,14 +56,13 @@ class PrefixCache:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._ticks = count(1)
         self.clear()
 
     def clear(self) -> None:
         """Forget everything; the pool's books are the caller's to clear."""
         self._root = _Node(None, 0, [], [])
-        self._leaves: list[tuple[int, _Node]] = []  # a heap of (last_used, node); may be stale
-        self._max_entries = MIN_ENTRIES
+        # In the order in which they were used last; each stands behind those below it.
+        self._nodes: OrderedDict[_Node, None] = OrderedDict()
         self._num_scores = 0  # of all nodes
 
     def match(self, ids: list[int], limit: int, num_top: int | None) -> Match:
@@ -74,7 +70,7 @@ class PrefixCache:
 
         With `num_top` only what was scored with so many alternatives or more is found.
         """
-        found = Match()
+        found, node = Match(), self._root
         for child, num_equal in self._walk(ids, limit):
             if not _has_scores(child, num_top):
                 break
@@ -85,7 +81,8 @@ class PrefixCache:
                 start, end = max(0, found.length - 1), found.length + num_equal - 1
                 found.scores.append((child.reports, start, end))
             found.length += num_equal
-            self._touch(child)
+            node = child
+        self._touch(node)
         return found
 
     def _walk(self, ids: list[int], end: int) -> Iterator[tuple[_Node, int]]:
@@ -123,8 +120,14 @@ class PrefixCache:
                 self._num_scores += child.num_scores
             node = child
         if node.end < end:
-            blocks = block_table[node.end // self._pool.block_size : self._pool.blocks_for(end)]
-            self._add_leaf(node, ids[node.end : end], blocks, reports, num_top)
+            tokens, first = ids[node.end : end], node.end // self._pool.block_size
+            blocks = block_table[first : self._pool.blocks_for(end)]
+            leaf = _Node(node, node.end, tokens, blocks, reports=reports, num_top=num_top)
+            self._pool.keep(blocks)
+            self._num_scores += leaf.num_scores
+            node.children[tokens[0]] = leaf
+            self._touch(leaf)
+            self._evict_while(lambda: self._num_scores > MAX_SCORES)
 
     def evict(self, num_free: int) -> None:
         """Drop the leaves used longest ago until the pool has `num_free` blocks, or no more can."""
@@ -148,57 +151,36 @@ class PrefixCache:
             if node.start + num_equal > start:
                 if node.start < start:
                     self._split(node, start - node.start)  # leaves it the lower part
-                self._remove_with_all_below(node)
+                nodes = [node]
+                for each in nodes:
+                    nodes += each.children.values()
+                for each in reversed(nodes):
+                    self._remove(each)
                 return
 
     def drop_all(self) -> None:
         """Forget every prefix. Rows that hold their blocks keep them."""
-        for child in list(self._root.children.values()):
-            self._remove_with_all_below(child)
-
-    def _remove_with_all_below(self, node: _Node) -> None:
-        nodes = [node]
-        for each in nodes:
-            nodes += each.children.values()
-        for each in reversed(nodes):
-            self._remove(each)
+        for node in [*self._nodes]:
+            self._remove(node)
 
     def _evict_while(self, is_too_full: Callable[[], bool]) -> None:
-        in_use: list[tuple[int, _Node]] = []
-        while is_too_full() and self._leaves:
-            last_used, node = heapq.heappop(self._leaves)
-            if not _is_current(last_used, node):
-                continue
-            if self._pool.is_held(node.blocks[-1]):
-                in_use.append((last_used, node))
+        in_use: list[_Node] = []
+        while is_too_full() and self._nodes:
+            node, _ = self._nodes.popitem(last=False)
+            if node.children or self._pool.is_held(node.blocks[-1]):
+                in_use.append(node)
             else:
                 self._remove(node)
-        for leaf in in_use:
-            heapq.heappush(self._leaves, leaf)
+        for node in reversed(in_use):
+            self._nodes[node] = None
+            self._nodes.move_to_end(node, last=False)
 
-    def _touch(self, node: _Node) -> None:
-        node.last_used = next(self._ticks)
-        if not node.children:
-            heapq.heappush(self._leaves, (node.last_used, node))
-        if len(self._leaves) > self._max_entries:
-            self._leaves = [entry for entry in self._leaves if _is_current(*entry)]
-            heapq.heapify(self._leaves)
-            self._max_entries = max(MIN_ENTRIES, 2 * len(self._leaves))
-
-    def _add_leaf(
-        self,
-        parent: _Node,
-        tokens: list[int],
-        blocks: list[int],
-        reports: list[TokenReport] | None,
-        num_top: int,
-    ) -> None:
-        leaf = _Node(parent, parent.end, tokens, blocks, reports=reports, num_top=num_top)
-        self._pool.keep(blocks)
-        self._num_scores += leaf.num_scores
-        parent.children[tokens[0]] = leaf
-        self._touch(leaf)
-        self._evict_while(lambda: self._num_scores > MAX_SCORES)
+    def _touch(self, node: _Node | None) -> None:
+        """Note that a node is used, and those above it."""
+        while node is not None and node is not self._root:
+            self._nodes[node] = None
+            self._nodes.move_to_end(node)
+            node = node.parent
 
     def _split(self, node: _Node, length: int) -> _Node:
         """Cut a node after `length` of its tokens; return the upper part."""
@@ -213,9 +195,9 @@ class PrefixCache:
             {node.tokens[length]: node},
             node.reports,
             node.num_top,
-            next(self._ticks),
         )
         node.parent.children[upper.tokens[0]] = upper
+        self._touch(upper)
         if cut % self._pool.block_size:  # both parts lie in the block that was cut
             self._pool.keep(upper.blocks[-1:])
             num_upper -= 1
@@ -227,15 +209,9 @@ class PrefixCache:
         parent = leaf.parent
         assert parent is not None
         del parent.children[leaf.tokens[0]]
-        leaf.is_removed = True
+        self._nodes.pop(leaf, None)  # it is not there while it is evicted
         self._num_scores -= leaf.num_scores
         self._pool.drop(leaf.blocks)
-        if not parent.children and parent is not self._root:
-            heapq.heappush(self._leaves, (parent.last_used, parent))
-
-
-def _is_current(last_used: int, node: _Node) -> bool:
-    return not (node.is_removed or node.children) and last_used == node.last_used
 
 
 def _has_scores(node: _Node, num_top: int | None) -> bool:
@@ -250,49 +226,14 @@ def count_equal(tokens: list[int], ids: list[int], start: int, end: int) -> int:
     return next(i for i, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b)
 
 
-class MemoryCache:
-    """Keeps the blocks of memories in the pool, to be found by prompts of the same ids.
+def memory_key(ids: list[int]) -> list[int]:
+    """Return the path in the tree of what an encoder gave for a prompt.
 
-    An encoder's tokens see each other, so that only whole prompts are alike. Those that were used
-    longest ago are evicted first.
+    An encoder's tokens see each other, so that only whole prompts are alike: one number below 0,
+    which no token has, stands for each of them.
     """
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self.clear()
-
-    def clear(self) -> None:
-        self._blocks: OrderedDict[tuple[int, ...], list[int]] = OrderedDict()
-
-    def find(self, ids: list[int]) -> list[int]:
-        """Return the blocks of a prompt's memory; none: it is not here."""
-        key = tuple(ids)
-        if key not in self._blocks:
-            return []
-        self._blocks.move_to_end(key)
-        return self._blocks[key]
-
-    def keep(self, ids: list[int], blocks: list[int]) -> None:
-        """Keep a memory, which is written by now."""
-        if tuple(ids) not in self._blocks:
-            self._pool.keep(blocks)
-            self._blocks[tuple(ids)] = blocks
-
-    def forget(self, ids: list[int]) -> None:
-        """Forget a memory, as it may be spoiled."""
-        blocks = self._blocks.pop(tuple(ids), None)
-        if blocks is not None:
-            self._pool.drop(blocks)
-
-    def evict(self, num_free: int) -> None:
-        """Forget memories until the pool has so many free blocks, or none is left to forget."""
-        if self._pool.num_free >= num_free:
-            return
-        for key in [*self._blocks]:
-            if not self._pool.is_held(self._blocks[key][0]):
-                self._pool.drop(self._blocks.pop(key))
-                if self._pool.num_free >= num_free:
-                    return
+    digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).digest()
+    return [-1 - int.from_bytes(digest, "little")] * len(ids)
 
 
 class SharedTokens:

@@ -69,11 +69,13 @@ class PromptFit:
     tokenizer: Tokenizer
     limits: RequestLimits
     params: SamplingParams
-    warn: Callable[[RowWarning], None]
+    warn: Callable[[RowWarning], object]
     source: str = "prompt"
     is_source: bool = False  # an encoder reads them, and a decoder has a context of its own
     fills_context: bool = False  # max_tokens of the params is a bound, lowered to what is left
     is_cut: bool = True  # the run may cut it by --on-too-long
+    # Cuts it to so many tokens on a side; None: here, by its ids alone.
+    cut: Callable[[int, str], EncodedPrompt] | None = None
 
     @property
     def on_too_long(self) -> OnTooLong:
@@ -87,9 +89,9 @@ class PromptFit:
     def encode(self, prompt: str | list[int]) -> EncodedPrompt:
         """Return a prompt as ids that fit the context, with the text and offsets that it needs."""
         if isinstance(prompt, str):
-            return self._cut_to_fit(self._encode_text(prompt, self.params.add_special_tokens))
+            return self.cut_to_fit(self._encode_text(prompt, self.params.add_special_tokens))
         check_ids(prompt, self.limits.vocab_size, self.source, OTHER_MODEL)
-        encoded = self._cut_to_fit(EncodedPrompt(prompt, "", []))
+        encoded = self.cut_to_fit(EncodedPrompt(prompt, "", []))
         return encoded if encoded.num_cut else self._describe_if_told(prompt)
 
     def encode_source(self, prompt: str | list[int]) -> EncodedPrompt:
@@ -116,7 +118,7 @@ class PromptFit:
             own = fit._describe_if_told([*(given or ())])
         text = source.text if self.params.echo and not given else own.text
         offsets = [0] * len(start) + own.offsets if own.offsets else []
-        return fit.fit(replace(own, ids=start + own.ids, text=text, offsets=offsets))
+        return fit._fit(replace(own, ids=start + own.ids, text=text, offsets=offsets))
 
     def _encode_text(self, text: str, adds_special_tokens: bool) -> EncodedPrompt:
         if not self.tokenizer.has_words:
@@ -139,16 +141,13 @@ class PromptFit:
         needs_text = bool(ids) and (self.params.echo or self.params.logprobs is not None)
         return self.describe(ids) if needs_text else EncodedPrompt(ids, "", [])
 
-    def _cut_to_fit(self, encoded: EncodedPrompt) -> EncodedPrompt:
+    def cut_to_fit(self, encoded: EncodedPrompt) -> EncodedPrompt:
         """Return a prompt as its request and then the run cuts it."""
-        wished = self.truncate(encoded)
-        fitting = self.fit(wished)
+        wished = self._truncate(encoded)
+        fitting = self._fit(wished)
         if fitting is not wished:
-            self.warn_of_cut()
+            self.warn(RowWarning(f"prompts were cut by --on-too-long {self.on_too_long}"))
         return fitting
-
-    def warn_of_cut(self) -> None:
-        self.warn(RowWarning(f"prompts were cut by --on-too-long {self.on_too_long}"))
 
     def refuse_giant(self, prompt: str) -> None:
         """Refuse what cannot fit before it is tokenized, which takes 300 times its size."""
@@ -168,7 +167,7 @@ class PromptFit:
                 self.source,
             )
 
-    def truncate(self, encoded: EncodedPrompt) -> EncodedPrompt:
+    def _truncate(self, encoded: EncodedPrompt) -> EncodedPrompt:
         """Return the prompt as `truncate_prompt_tokens` wishes it.
 
         As in vLLM, a BOS in front stays if the tokenizer has put it there.
@@ -181,7 +180,7 @@ class PromptFit:
         has_bos = encoded.is_whole_text and self.params.add_special_tokens
         return self._cut(encoded, wished, self.params.truncation_side, keeps_bos=has_bos)
 
-    def fit(self, encoded: EncodedPrompt) -> EncodedPrompt:
+    def _fit(self, encoded: EncodedPrompt) -> EncodedPrompt:
         """Return the prompt if it fits the context; cut or refuse it otherwise."""
         if len(encoded.ids) <= self._room:
             return encoded
@@ -265,6 +264,8 @@ class PromptFit:
 
         A BOS in front may stay when the left is cut, and EOS that ends what an encoder reads.
         """
+        if self.cut is not None:
+            return self.cut(room, side)
         ids, num_cut = encoded.ids, len(encoded.ids) - room
         if side == "right":
             has_end = self.is_source and encoded.is_whole_text and ids[-1] == self.tokenizer.eos_id

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.packing import Copies, PackedRow, Slots
-from fminfer.engine.prefix import Match, MemoryCache, PrefixCache
+from fminfer.engine.prefix import Match, PrefixCache, memory_key
 from fminfer.engine.sequence import PromptState, Sequence
 
 MIN_SEEN = 8  # ended rows before their lengths tell anything
@@ -47,8 +47,8 @@ class KvReservation:
 
     def __init__(self, pool: BlockPool, *, shares: bool) -> None:
         self._pool = pool
-        self.shares = shares  # prefixes, or what an encoder gave; otherwise the caches stay empty
-        self.prefixes, self._memories = PrefixCache(pool), MemoryCache(pool)
+        self.shares = shares  # prefixes, or what an encoder gave; otherwise the cache stays empty
+        self.prefixes = PrefixCache(pool)
         self.expected = ExpectedLengths()
         self.slots = Slots()  # of sequences that hold blocks
         self.clear()
@@ -56,7 +56,6 @@ class KvReservation:
     def clear(self) -> None:
         self._pool.clear()
         self.prefixes.clear()
-        self._memories.clear()
         self._copies: Copies = []  # to be made by the next step
         self.slots.clear()
 
@@ -156,27 +155,20 @@ class KvReservation:
     def keep_memory(self, prompt: PromptState) -> None:
         """Let later prompts share the memory that the step being formed stores."""
         if self.shares and not prompt.is_apart:
-            self._memories.keep(prompt.ids_to_read, prompt.sequences[0].cross_table)
+            key, table = memory_key(prompt.ids_to_read), prompt.sequences[0].cross_table
+            self.prefixes.insert(key, len(key), table, None, 0)
 
     def withdraw_prefix(self, prompt: PromptState) -> bool:
         """Stop sharing what a prompt computed, which may be spoiled; return whether it shared."""
         if prompt.is_apart:
             return False
         if prompt.source is not None:
-            self._memories.forget(prompt.source.ids)
+            self.prefixes.withdraw(memory_key(prompt.source.ids), 0)
             return prompt.has_taken_memory
         # The last token of a scored prefix was fed again.
         num_taken = prompt.num_taken + prompt.wants_scores if prompt.num_taken else 0
         self.prefixes.withdraw(prompt.ids, num_taken)
         return num_taken > 0
-
-    def replace_prefix(self, prompt: PromptState) -> None:
-        """Replace the spoiled prefix by a sound prompt that was fed apart."""
-        prompt.is_apart = False
-        if prompt.source is not None:
-            self.keep_memory(prompt)
-        self.prefixes.withdraw(prompt.ids, 0)
-        self.keep_prefix(prompt, prompt.num_fed)
 
     def check_idle(self) -> None:
         assert self.num_sequences == 0, "a sequence was forgotten"
@@ -193,7 +185,8 @@ class KvReservation:
         """Return the blocks of a memory that need not be made; none: it must be."""
         if prompt.source is None or prompt.is_apart:
             return []
-        return self._memories.find(prompt.source.ids)
+        key = memory_key(prompt.source.ids)
+        return self.prefixes.match(key, len(key), None).blocks
 
     def _num_common(self, prompt: PromptState) -> int:
         """Return how many full blocks of the prompt all its sequences share."""
@@ -209,7 +202,6 @@ class KvReservation:
         """Free so many blocks by evicting prefixes; False: there are not enough."""
         if self._pool.num_free + self._pool.num_idle < num_blocks:
             return False
-        self._memories.evict(num_blocks)
         self.prefixes.evict(num_blocks)
         # A prefix that goes on in blocks that are held is not evicted, though itself idle.
         if at_all_costs and self._pool.num_free < num_blocks:
@@ -242,12 +234,13 @@ def rows_below(priority: int, sequences: Iterable[Sequence]) -> list[Sequence]:
 
 
 def first_to_go(sequence: Sequence, ready: Iterable[Sequence]) -> Sequence:
-    """Choose the row to preempt when no block is left for a running row: itself or a ready one."""
-    priority = sequence.prompt.priority
-    others = (other for other in ready if _may_go(other.prompt, priority))
-    return max([sequence, *others], key=lambda row: (-row.prompt.priority, row.prompt.number))
+    """Choose the row to preempt when no block is left for a running row: itself or a ready one.
 
-
-def _may_go(prompt: PromptState, priority: int) -> bool:
-    """Return whether a row may be preempted for this priority: once, or for a higher one."""
-    return len(prompt.sequences) == 1 and (not prompt.again or prompt.priority < priority)
+    A row is preempted once, or for one of higher priority.
+    """
+    rows = [sequence]
+    for each in ready:
+        prompt, is_lower = each.prompt, each.prompt.priority < sequence.prompt.priority
+        if len(prompt.sequences) == 1 and (not prompt.again or is_lower):
+            rows.append(each)
+    return max(rows, key=lambda row: (-row.prompt.priority, row.prompt.number))

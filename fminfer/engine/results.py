@@ -15,6 +15,8 @@ from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import PromptState, Sequence, TokenReport
 from fminfer.text.detokenizer import Detokenizer
 
+MAX_UNFED = 32  # tokens of a row that drew some without an alternative
+
 
 def take_result(
     planned: PlannedStep, result: StepResult, scheduler: Scheduler
@@ -53,10 +55,8 @@ def _take_score(
     prompt: PromptState, report: TokenReport, scheduler: Scheduler
 ) -> Iterator[Sequence]:
     if prompt.shared_scores:
-        _take_shared_scores(prompt)
+        prompt.take_shared_scores()
     prompt.reports.append(report)
-    if math.isnan(report.logprob):
-        prompt.nan_at = prompt.nan_at or f"prompt token {len(prompt.reports)}"
     is_last = len(prompt.reports) == len(prompt.ids) - 1
     if prompt.params.max_tokens > 0 or not is_last or prompt.owner.is_cancelled:
         return
@@ -71,7 +71,7 @@ def _take_token(
 ) -> Iterator[Sequence]:
     prompt, state = sequence.prompt, sequence.prompt.owner
     if prompt.shared_scores:
-        _take_shared_scores(prompt)
+        prompt.take_shared_scores()
     if math.isnan(report.logprob):
         prompt.nan_at = prompt.nan_at or f"generated token {len(sequence.tokens)}"
     if _feeds_again(prompt, scheduler):
@@ -104,7 +104,7 @@ def _go_on(sequence: Sequence, scheduler: Scheduler) -> None:
         if bans is not None and sequence.finish_reason is None:
             bans.check(len(sequence.tokens), sequence.banned_ids)
         return
-    max_unfed = scheduler.max_unfed
+    max_unfed = min(MAX_UNFED, scheduler.shape.chunk_size)  # in one step
     needs_logprobs = params.logprobs is not None or params.best_of > params.n
     while sequence.finish_reason is None:
         matcher.take(sequence.tokens[-1].token_id)
@@ -118,13 +118,6 @@ def _go_on(sequence: Sequence, scheduler: Scheduler) -> None:
         sequence.is_cut_off = not matcher.is_complete
 
 
-def _take_shared_scores(prompt: PromptState) -> None:
-    prompt.take_shared_scores()
-    for place, report in enumerate(prompt.reports, start=1):
-        if math.isnan(report.logprob):
-            prompt.nan_at = prompt.nan_at or f"prompt token {place}"
-
-
 def _feeds_again(prompt: PromptState, scheduler: Scheduler) -> bool:
     """Judge a prompt by its first result since it was admitted.
 
@@ -133,6 +126,9 @@ def _feeds_again(prompt: PromptState, scheduler: Scheduler) -> bool:
     """
     if prompt.is_unproven:
         prompt.is_unproven = False
+        is_nan = [math.isnan(report.logprob) for report in prompt.reports]
+        if any(is_nan):
+            prompt.nan_at = f"prompt token {is_nan.index(True) + 1}"
         if not prompt.nan_at:
             scheduler.vouch(prompt)
         elif scheduler.put_apart(prompt):

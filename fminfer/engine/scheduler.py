@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import sys
-from bisect import bisect_left
 from collections import deque
 
 from fminfer.engine.blocks import BlockPool
@@ -23,7 +22,6 @@ from fminfer.engine.sequence import Array, PromptState, Sequence
 from fminfer.engine.waiting import PrefillLine, ReadLine, WaitingLine
 
 MAX_LOOKS = 64  # waiting prompts that are passed over before a step
-MAX_UNFED = 32  # tokens of a row that drew some without an alternative
 MAX_LEFT_OUT = 8  # steps in a row that leave out the rows behind all others
 
 
@@ -75,21 +73,6 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         return not (self.waiting or self.reading or self.kv.num_sequences)
-
-    @property
-    def max_unfed(self) -> int:
-        """The most tokens that a running row may have the next step feed."""
-        return min(MAX_UNFED, self.shape.chunk_size)
-
-    def has_in_flight(self, sequence: Sequence) -> bool:
-        """Return whether a step in flight draws a token of a sequence, or scores its prompt."""
-        prompt = sequence.prompt
-        return any(
-            sequence in planned.sequences
-            or prompt in planned.scored_prompts
-            or prompt in planned.read_prompts
-            for planned in self.in_flight
-        )
 
     def add(self, prompt: PromptState) -> None:
         """Queue a prompt that fits."""
@@ -163,10 +146,8 @@ class Scheduler:
         leaves_behind = has_behind and not is_their_turn and (is_ahead or feeds_others)
         num_drawing = sum(len(planned.sequences) for planned in self.in_flight)
         is_decoding = num_drawing > 0 or len(self._ready) > 0
-        decoded = self._decode_rows(num_drawing, leaves_behind=leaves_behind)
-        chunks = [each for each in decoded if len(each.token_ids) > 1]
-        singles = [each for each in decoded if len(each.token_ids) == 1]
-        num_tokens = sum(len(each.token_ids) for each in decoded)
+        rows = self._decode_rows(num_drawing, leaves_behind=leaves_behind)
+        num_tokens = sum(len(each.token_ids) for each in rows)
         room = self.shape.max_tokens(num_tokens, is_decoding=is_decoding) - num_tokens
         while self._prefilling and room > 0:
             if leaves_behind and self._prefilling.first_priority == BEHIND_ALL:
@@ -177,11 +158,11 @@ class Scheduler:
                 self.kv.keep_memory(prompt)
                 self._forget_reader(prompt)
             room -= row.num_tokens
-            (chunks if len(row.token_ids) > 1 else singles).append(row)
-        if not (chunks or singles):
+            rows.append(row)
+        if not rows:
             return None
         self._num_left_out = self._num_left_out + 1 if leaves_behind else 0
-        rows = chunks + singles
+        rows.sort(key=lambda each: len(each.token_ids) == 1)  # chunks come first
         return pack(self._num_steps, rows, self.kv.take_copies(rows), self.kv.slots)
 
     def take_memory(self, prompt: PromptState, memory: Array) -> None:
@@ -208,33 +189,36 @@ class Scheduler:
         if prompt.params.max_tokens > 0 and not prompt.owner.is_cancelled:
             self.kv.expected.learn(prompt.params.max_tokens, len(sequence.tokens))
 
-    def cancel(self, prompt: PromptState) -> list[Sequence]:
+    def cancel(self, prompt: PromptState) -> None:
         """Forget a prompt, wherever it is; one that is done or unknown is left as it is.
 
-        Its blocks are free at once, but for those of the sequences that are returned: they have
-        something in flight. Take scores of those steps as always, for prompts that share them, but
-        no token; `release` each sequence once `has_in_flight` is False.
+        Of steps in flight take its scores as always, for prompts that share them, but no token.
         """
-        if prompt in self._prefilling.prompts:
-            self._prefilling.remove(prompt)
-        if prompt in self.reading.prompts:
-            self.reading.remove(prompt)
-        self._forget_reader(prompt)
+        self._take_out(prompt)
         running = [sequence for sequence in prompt.sequences if sequence.block_table]
         if not running:
             self.waiting.discard(prompt)
-        remaining = [sequence for sequence in running if self.has_in_flight(sequence)]
         for sequence in running:
+            self.release(sequence)
+
+    def _take_out(self, prompt: PromptState) -> None:
+        """Take an admitted prompt out of the lines in which it or its sequences stand."""
+        for line in (self._prefilling, self.reading):
+            if prompt in line.prompts:
+                line.remove(prompt)
+        for sequence in prompt.sequences:
             if sequence in self._ready:
                 self._ready.remove(sequence)
-            if sequence not in remaining:
-                self.release(sequence)
-        return remaining
+        self._forget_reader(prompt)
 
     def vouch(self, prompt: PromptState) -> None:
-        """Record that a prompt's first result has no nan."""
+        """Record that a prompt's first result is sound; one fed apart replaces what is spoiled."""
         if prompt.is_apart and not prompt.owner.is_cancelled:
-            self.kv.replace_prefix(prompt)
+            prompt.is_apart = False
+            if prompt.source is not None:
+                self.kv.keep_memory(prompt)
+            self.kv.prefixes.withdraw(prompt.ids, 0)
+            self.kv.keep_prefix(prompt, prompt.num_fed)
 
     def put_apart(self, prompt: PromptState) -> bool:
         """Record that a prompt's first result is nan, and stop sharing what it computed.
@@ -306,34 +290,26 @@ class Scheduler:
         others = [*unscored, *self.reading.prompts]
         fed = [sequence for other in others for sequence in other.sequences]
         between = rows_below(prompt.priority, [*self._ready, *fed])
-        drawing = [sequence for planned in self.in_flight for sequence in planned.sequences]
+        drawn = (each for planned in self.in_flight for each in planned.sequences)
+        drawing = [each for each in drawn if each.block_table]  # others were cancelled
         rows = between + rows_below(prompt.priority, drawing)
+        num_sequences = self.kv.num_sequences - len(rows) + len(prompt.sequences)
         match = self.kv.find_prefix(prompt)
-
-        def is_room_without(num_rows: int) -> bool:
-            num_sequences = self.kv.num_sequences - num_rows + len(prompt.sequences)
-            is_row_free = num_sequences <= self.max_rows
-            return is_row_free and self.kv.would_fit(prompt, match, rows[:num_rows])
-
-        if not is_room_without(len(rows)):
+        if num_sequences > self.max_rows or not self.kv.would_fit(prompt, match, rows):
             return False
-        num_victims = bisect_left(range(len(rows)), True, key=is_room_without)
-        for sequence in between[:num_victims]:
-            self._preempt(sequence)
-        return num_victims <= len(between) and self._enter(prompt, match, at_all_costs=True)
+        victims = iter(between)
+        while not self._enter(prompt, match, at_all_costs=True):
+            if (victim := next(victims, None)) is None:
+                return False
+            self._preempt(victim)
+        return True
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take a row's blocks; its prompt waits, before all of its priority, to be fed again."""
         prompt = sequence.prompt
         is_unread = prompt in self.reading.prompts
-        if is_unread:
-            self.reading.remove(prompt)
-        elif sequence in self._ready:
-            self._ready.remove(sequence)
-        elif prompt in self._prefilling.prompts:
-            self._prefilling.remove(prompt)
+        self._take_out(prompt)
         self.kv.give_back(sequence)
-        self._forget_reader(prompt)
         sequence.num_unfed, prompt.memory = 0, None
         if not is_unread:  # otherwise it begins anew
             prompt.again = prompt.ids + [token.token_id for token in sequence.tokens]

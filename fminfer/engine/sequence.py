@@ -242,11 +242,6 @@ class Sequence:
     stop_reason: str | int | None = None  # the stop string or stop token id
 
     @property
-    def changes_logits(self) -> bool:
-        """Whether it draws from other logits than the model's."""
-        return not (self.edits is None and self.mask is None and self.prompt.bans is None)
-
-    @property
     def position(self) -> int:
         """Where its newest token stands in the sequence."""
         return len(self.prompt.ids) + len(self.tokens) - 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from fminfer.core.messages import StageSpan
+from fminfer.engine.sequence import Prepared, PromptState
 
 MUCH_READ = 1 << 26  # bytes: the speed of fewer says little
 
@@ -92,6 +93,27 @@ class EngineStats:
             for name in (each.name for each in fields(mine)):
                 if name != "read":
                     setattr(mine, name, getattr(mine, name) + getattr(its, name))
+
+    def count_request(self, prepared: Prepared) -> None:
+        """Count what a request asks for."""
+        params = prepared.params
+        for place, prompt in enumerate(prepared.prompts):
+            num_tokens = len(prompt.ids)
+            num_to_feed = num_tokens if prepared.is_pooled else params.num_to_feed(num_tokens)
+            if num_to_feed and prepared.sources:
+                num_to_feed += len(prepared.sources[place].ids)
+            if num_to_feed:
+                self.read.add(num_to_feed, params.num_candidates, params.max_tokens)
+
+    def count_admitted(self, prompt: PromptState) -> None:
+        """Count a prompt that is to be fed, perhaps once more."""
+        if prompt.has_run:
+            self.num_put_back += not prompt.is_apart
+            self.num_apart += prompt.is_apart
+            self.num_again_tokens += prompt.num_unfed
+        else:
+            self.num_cached_tokens += prompt.num_cached
+            self.num_counted_cached += prompt.num_cached * prompt.is_counted
 
     def end(self, num_undrawn: int) -> None:
         self.num_ended += 1

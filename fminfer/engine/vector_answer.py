@@ -26,23 +26,17 @@ def make_of_vectors(state: RequestState, wish: VectorWish) -> list[dict[str, Any
     return _ranking(scores, wish)
 
 
-def as_base64(vector: Array) -> str:
-    """Return a vector as the base64 of its float32 numbers, little-endian."""
-    return b64encode(np.asarray(vector, "<f4").tobytes()).decode()
-
-
 def _embeddings(vectors: Array, wish: VectorWish) -> list[dict[str, Any]]:
     if wish.dimensions is not None:
         vectors = vectors[:, : wish.dimensions]
         if wish.facts.is_normalized:
             vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    told: list[Any] = [*np.ascontiguousarray(vectors)]
+    if wish.is_base64:  # of float32 numbers, little-endian
+        told = [b64encode(np.asarray(vector, "<f4").tobytes()).decode() for vector in vectors]
     return [
-        {
-            "object": "embedding",
-            "index": index,
-            "embedding": as_base64(vector) if wish.is_base64 else np.ascontiguousarray(vector),
-        }
-        for index, vector in enumerate(vectors)
+        {"object": "embedding", "index": index, "embedding": each}
+        for index, each in enumerate(told)
     ]
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 from fminfer.contract.endpoints import Endpoint, find_asked
@@ -21,26 +23,11 @@ from fminfer.engine.prompt_fit import (
 )
 from fminfer.engine.sequence import AnswerKind, Prepared
 from fminfer.text.encoded_prompt import EncodedPrompt
-from fminfer.text.pairs import as_prompt, cut_encoding, encode_texts
+from fminfer.text.pairs import as_prompt, cut_encoding
 from fminfer.text.tokenizer import Tokenizer
 
-
-@dataclass(slots=True)
-class _Text:
-    """A text, or a pair of texts, and what the tokenizer makes of it."""
-
-    first: str
-    second: str | None = None
-    encoding: Any = None
-
-
-@dataclass(slots=True)
-class _Asked:
-    """A request that is being prepared."""
-
-    request: Request
-    fit: PromptFit
-    prompts: list[_Text | list[int]] = field(default_factory=list)
+Text = str | tuple[str, str]  # or a pair of texts
+Encodings = dict[tuple[bool, Text], Any]  # with special tokens or not: a `tokenizers.Encoding`
 
 
 class VectorIntake:
@@ -51,13 +38,14 @@ class VectorIntake:
         tokenizer: Tokenizer,
         limits: RequestLimits,
         facts: VectorFacts,
-        warn: Callable[[RowWarning], None],
+        warn: Callable[[RowWarning], object],
     ) -> None:
         if tokenizer.backend is None:
             raise CheckpointError(
                 "this model's tokenizer has no fast form (tokenizer.json), which vectors need; "
                 "convert it by transformers' AutoTokenizer, or name another by --tokenizer"
             )
+        self._backend = tokenizer.backend
         tokenizer.backend.no_truncation()  # its file may name some, which are the run's to choose
         tokenizer.backend.no_padding()
         if tokenizer.hf is not None and "token_type_ids" not in tokenizer.hf.model_input_names:
@@ -92,72 +80,65 @@ class VectorIntake:
                 "input",
             )
 
-    def prepare(self, requests: Sequence[Request]) -> list[Prepared | RequestError]:
-        """Tokenize the texts of requests; return each one, or what is wrong with it."""
-        asked = [self._read(request) for request in requests]
-        groups: dict[tuple[bool, bool], list[_Text]] = {}
-        for each in asked:
-            if isinstance(each, _Asked):
-                adds = each.request.params.add_special_tokens
-                for text in each.prompts:
-                    if isinstance(text, _Text):
-                        groups.setdefault((adds, text.second is not None), []).append(text)
-        for (adds, _), texts in groups.items():
-            seconds = [text.second for text in texts if text.second is not None]
-            given = [text.first for text in texts], seconds
-            if self._facts.is_lowercased:
-                given = [text.lower() for text in given[0]], [text.lower() for text in seconds]
-            found = encode_texts(self._tokenizer, *given, add_special_tokens=adds)
-            for text, encoding in zip(texts, found, strict=True):
-                text.encoding = encoding
-        return [each if isinstance(each, RequestError) else self._finish(each) for each in asked]
+    def tokenize(self, requests: Sequence[Request]) -> Encodings:
+        """Return what the tokenizer makes of the texts of all requests that `prepare` may pass."""
+        texts: dict[bool, list[Text]] = {True: [], False: []}
+        for request in requests:
+            with suppress(RequestError):
+                listed = self._list(request, self._fit(request))
+                texts[request.params.add_special_tokens] += [
+                    each for each in listed if not isinstance(each, list)
+                ]
+        encodings: Encodings = {}
+        for adds, own in texts.items():
+            found = self._backend.encode_batch(own, add_special_tokens=adds)
+            encodings |= {(adds, text): each for text, each in zip(own, found, strict=True)}
+        return encodings
 
-    def _read(self, request: Request) -> _Asked | RequestError:
+    def prepare(self, request: Request, encodings: Encodings) -> Prepared:
+        """Return a request that can run; `encodings` has its texts, or nothing."""
+        fit, prompts = self._fit(request), list[EncodedPrompt]()
+        listed, adds = self._list(request, fit), request.params.add_special_tokens
+        encodings = encodings or self.tokenize([request])
+        try:
+            for each in listed:
+                if isinstance(each, list):
+                    prompts.append(fit.encode(each))
+                else:
+                    prompts.append(self._cut(encodings[adds, each], fit))
+        except RequestError as error:
+            if len(listed) == 1 or fit.source != "input":
+                raise
+            text = f"input[{len(prompts)}]: {error.message}"
+            raise RequestError(error.code, text, error.param) from None
+        kind = cast(AnswerKind, request.endpoint)
+        return Prepared(request.params, prompts, kind=kind, vectors=request.vectors)
+
+    def _fit(self, request: Request) -> PromptFit:
+        source = {"score": "text_1", "rerank": "documents"}.get(request.endpoint, "input")
+        return PromptFit(
+            self._tokenizer, self._limits, request.params, self._warn, source, is_source=True
+        )
+
+    def _list(self, request: Request, fit: PromptFit) -> Sequence[Text | list[int]]:
         """List a request's prompts: its pairs if the model scores them, or each of its texts."""
         wish = request.vectors
         assert wish is not None, "a request that draws"
-        source = {"score": "text_1", "rerank": "documents"}.get(request.endpoint, "input")
-        fit = PromptFit(
-            self._tokenizer, self._limits, request.params, self._warn, source, is_source=True
-        )
-        asked, firsts, seconds = _Asked(request, fit), request.prompts, wish.seconds
-        try:
-            for text in (*firsts, *seconds):
-                if isinstance(text, str):
-                    fit.refuse_giant(text)
-                    if not self._tokenizer.has_words:
-                        raise needs_words(f"{source} is text", source)
-        except RequestError as error:
-            return error
+        firsts, seconds = request.prompts, wish.seconds
+        for text in (*firsts, *seconds):
+            if isinstance(text, str):
+                fit.refuse_giant(text)
+                if not self._tokenizer.has_words:
+                    raise needs_words(f"{fit.source} is text", fit.source)
+        lower = str.lower if self._facts.is_lowercased else str
         if seconds and wish.facts.is_scored:
             firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
             pairs = zip(firsts, seconds, strict=True)
-            asked.prompts = [_Text(str(first), second) for first, second in pairs]
-        else:
-            prompts = (*firsts, *seconds)
-            asked.prompts = [_Text(each) if isinstance(each, str) else each for each in prompts]
-        return asked
+            return [(lower(str(first)), lower(second)) for first, second in pairs]
+        return [lower(each) if isinstance(each, str) else each for each in (*firsts, *seconds)]
 
-    def _finish(self, asked: _Asked) -> Prepared | RequestError:
-        request = asked.request
-        prompts: list[EncodedPrompt] = []
-        try:
-            for prompt in asked.prompts:
-                prompts.append(self._encode(prompt, asked.fit))
-        except RequestError as error:
-            if len(asked.prompts) > 1 and asked.fit.source == "input":
-                text = f"input[{len(prompts)}]: {error.message}"
-                return RequestError(error.code, text, error.param)
-            return error
-        kind, wish = cast(AnswerKind, request.endpoint), request.vectors
-        return Prepared(request.params, prompts, kind=kind, vectors=wish)
-
-    def _encode(self, prompt: _Text | list[int], fit: PromptFit) -> EncodedPrompt:
-        """Return a prompt's ids, as its request and then the run cuts them."""
-        if isinstance(prompt, list):
-            return fit.encode(prompt)
-        encoding, has_types = prompt.encoding, self._facts.has_types
-        params, room = fit.params, self._limits.context_length
+    def _cut(self, encoding: Any, fit: PromptFit) -> EncodedPrompt:
+        """Return a text's ids, as its request and then the run cuts them."""
         if not encoding.ids:
             raise RequestError(
                 "missing_prompt",
@@ -165,13 +146,6 @@ class VectorIntake:
                 fit.source,
             )
         check_ids([max(encoding.ids)], self._limits.vocab_size, fit.source, MORE_TOKENS)
-        found = as_prompt(encoding, has_types=has_types)
-        wished = room if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
-        if wished is not None and len(encoding.ids) > wished:
-            side = params.truncation_side
-            found = cut_encoding(encoding, wished, side, has_types=has_types)
-        if len(found.ids) > room and fit.on_too_long != "error":
-            side = fit.on_too_long.removeprefix("truncate-")
-            found = cut_encoding(encoding, room, side, has_types=has_types)
-            fit.warn_of_cut()
-        return fit.fit(found) if len(found.ids) > room else found
+        has_types = self._facts.has_types
+        cut = partial(cut_encoding, encoding, has_types=has_types)
+        return replace(fit, cut=cut).cut_to_fit(as_prompt(encoding, has_types=has_types))

@@ -144,10 +144,7 @@ class AdmittedLine:
 
     def add(self, prompt: PromptState) -> None:
         """Queue an admitted prompt behind those of its priority."""
-        place = len(self.prompts)
-        while place > 0 and self.prompts[place - 1].priority < prompt.priority:
-            place -= 1
-        self.prompts.insert(place, prompt)
+        insort(self.prompts, prompt, key=lambda each: -each.priority)
         self.num_unfed += self.size(prompt)
 
     def remove(self, prompt: PromptState) -> None:
@@ -219,6 +216,5 @@ class PrefillLine(AdmittedLine):
             start,
             list(prompt.sequences) if draws else [],
             is_prompt=True,
-            scored=prompt if prompt.wants_scores else None,
             memory=memory,
         )

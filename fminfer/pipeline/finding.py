@@ -229,7 +229,8 @@ def listen(host: str, port: int) -> socket.socket:
     """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    is_own = is_loopback(host) or (address_of(host) == host and is_here(host))
+    is_address = host.replace(".", "").isdigit()
+    is_own = is_loopback(host) or (is_address and is_here(host))
     try:
         listener.bind((host if is_own else "", port))
         listener.listen(BACKLOG)
@@ -276,25 +277,6 @@ def is_here(host: str) -> bool:
 def machine_id() -> str:
     """Name what shares this process's loopback interface: a machine, or a container of it."""
     return f"{socket.gethostname()} {machine_name('net')}"
-
-
-def address_of(host: str) -> str:
-    """Return a host's IPv4 address; a name that leads nowhere is returned as it is."""
-    try:
-        return socket.gethostbyname(host)
-    except OSError:
-        return host
-
-
-def own_address(towards: str) -> str:
-    """Return this machine's address on the way to another; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((towards, 9))
-            address: str = probe.getsockname()[0]
-        except OSError:
-            return LOOPBACK
-    return address
 
 
 def interfaces() -> dict[str, str]:

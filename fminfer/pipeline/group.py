@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fminfer.core.errors import FminferError, PipelineError, StoppedError, UsageError, printable
 from fminfer.machine.liveness import wait_until
-from fminfer.pipeline.finding import address_of, interfaces, open_store, own_address
+from fminfer.pipeline.finding import interfaces, open_store
 from fminfer.pipeline.ranks import RankFacts, Spread
 from fminfer.pipeline.store import TELL_AFTER_S
 from fminfer.pipeline.watch import HEAR_S, Fault, Watch
@@ -119,12 +119,8 @@ class Meeting:
 
     def _meet(self, deadline_s: float) -> None:
         """Wait for the others, and learn on which machine each is."""
-        address = address_of(self._store.host)
-        self._where = {
-            "host": socket.gethostname(),
-            "store": address,  # as this rank reaches it
-            "own": address if self._is_holder else own_address(address),
-        }
+        own, store = self._store.ends
+        self._where = {"host": socket.gethostname(), "store": store, "own": own}
         self._set("joined", self._where)
         self._await_all(deadline_s)
         self._joined: list[dict[str, str]] = self.gather("joined")

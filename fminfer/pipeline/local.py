@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import queue
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -11,9 +12,8 @@ from collections.abc import Callable
 from fminfer.compute.step import Step, StepResult
 from fminfer.core.errors import UsageError
 
-
-class Mark:
-    """Goes through the pipeline behind the steps, and comes out when they are done."""
+Result = tuple[int, StepResult | BaseException]  # in whose turn it was asked for, and what came
+LAST_TURN = sys.maxsize  # of what ends a pipeline
 
 
 class QueuedPipeline(ABC):
@@ -21,8 +21,9 @@ class QueuedPipeline(ABC):
 
     def __init__(self, on_start: Callable[[], None]) -> None:
         self._on_start = on_start
-        self._steps: queue.SimpleQueue[Step | Mark | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[StepResult | Mark | BaseException] = queue.SimpleQueue()
+        self._turn = 0  # `drop` begins another one
+        self._steps: queue.SimpleQueue[tuple[int, Step] | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._begin, name="stage-0", daemon=True)
         # Before Python ends, which stops daemon threads wherever they are: a run that is still
         # open would wait for this one for ever.
@@ -36,29 +37,28 @@ class QueuedPipeline(ABC):
         if self._is_closed:
             raise UsageError("the engine is closed; make a new one")
         self.num_in_flight += 1
-        self._steps.put(step)
+        self._steps.put((self._turn, step))
 
     def collect(self) -> StepResult:
         """Wait for the oldest step's result; what a stage raised is raised here."""
         assert self.num_in_flight, "nothing is in flight"
-        result = self._results.get()
-        assert not isinstance(result, Mark), "drop() waits for its own mark"
+        turn = -1
+        while turn < self._turn:
+            turn, result = self._results.get()
         self.num_in_flight -= 1
+        if turn == LAST_TURN:
+            self._results.put((turn, result))  # whoever asks again is told again
         if isinstance(result, BaseException):
             raise result
         return result
 
     def drop(self) -> None:
-        """Wait for the steps in flight and throw their results away.
+        """Throw the results of the steps in flight away; later steps are done behind them.
 
         It relies on no count: an interrupt (KeyboardInterrupt) can fall between a result's arrival
-        and its counting, and waiting for one more would then last for ever.
+        and its counting.
         """
-        if not (self._is_closed or self.is_broken):
-            mark = Mark()
-            self._steps.put(mark)
-            while self._results.get() is not mark and not self.is_broken:
-                pass
+        self._turn += 1
         self.num_in_flight = 0
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class QueuedPipeline(ABC):
             self._on_start()
         except BaseException as error:
             self.is_broken = True
-            self._results.put(error)
+            self._results.put((LAST_TURN, error))
         else:
             self._work()
 
@@ -96,11 +96,9 @@ class LocalPipeline(QueuedPipeline):
         self._thread.start()
 
     def _work(self) -> None:
-        while (step := self._steps.get()) is not None:
-            if isinstance(step, Mark):
-                self._results.put(step)
-                continue
+        while (asked := self._steps.get()) is not None:
+            turn, step = asked
             try:
-                self._results.put(self._run(step))
+                self._results.put((turn, self._run(step)))
             except BaseException as error:
-                self._results.put(error)
+                self._results.put((turn, error))

@@ -21,7 +21,7 @@ from fminfer.core.errors import FminferError, PipelineError
 from fminfer.core.messages import StageSpan
 from fminfer.core.partition import Part
 from fminfer.machine.device import use_device
-from fminfer.pipeline.local import Mark, QueuedPipeline
+from fminfer.pipeline.local import LAST_TURN, QueuedPipeline
 from fminfer.pipeline.wire import (
     HiddenForm,
     RankMessage,
@@ -238,8 +238,7 @@ class RingPipeline(QueuedPipeline):
         super().__init__(partial(use_device, form.device))
         self._explain, self._on_stop, self._release = explain, on_stop, release
         assert part.rank == 0 and part.num_stages * part.num_shards > 1, "a ring has several ranks"
-        self._failure: BaseException | None = None  # the first one
-        self._marks: queue.SimpleQueue[Mark] = queue.SimpleQueue()
+        self._turns: queue.SimpleQueue[int] = queue.SimpleQueue()  # of steps, whose results are due
         self._ring: list[_Sender | _Receiver] = []  # of other stages
         self._put: Callable[[RankMessage], None] = self._take  # with one stage
         self._rank_work = _RankWork(stage, part, form, self._take)
@@ -253,52 +252,32 @@ class RingPipeline(QueuedPipeline):
         """Raise an error in whoever waits for a result; nothing more comes."""
         if isinstance(error, PipelineError):
             error = self._explain(str(error))
-        self._failure = self._failure or error
-        self.is_broken = True
+        is_first, self.is_broken = not self.is_broken, True
         self._release()
         for each in (*self._ring, *self._rank_work.followers):
             if isinstance(each, _Sender):
                 each.put(None)
-        self._results.put(error)
-
-    def submit(self, step: Step) -> None:
-        """Send a step in, or raise what made the pipeline fail: no result would come."""
-        if self.is_broken:
-            assert self._failure is not None, "it is broken by a failure"
-            raise self._failure
-        super().submit(step)
-
-    def close(self) -> None:
-        """Tell every rank to stop, and wait until the word has come round."""
-        if self._is_closed:
-            return
-        super().close()
-        if self.is_broken:
-            return
-        self._rank_work.join()
-        for each in self._ring:
-            each.join(CLOSE_TIMEOUT_S)
+        if is_first:
+            self._results.put((LAST_TURN, error))
 
     def _work(self) -> None:
         try:
-            while (step := self._steps.get()) is not None:
-                message = RankMessage("mark")
-                if isinstance(step, Mark):
-                    self._marks.put(step)
-                else:
-                    sent = RankMessage("step", encode_step(step))
-                    message = self._rank_work.do(sent, step)
-                self._put(message)
+            while (asked := self._steps.get()) is not None:
+                turn, step = asked
+                self._turns.put(turn)
+                self._put(self._rank_work.do(RankMessage("step", encode_step(step)), step))
         except BaseException as error:
             self.fail(error)
         else:
             self._on_stop()
             self._put(self._rank_work.do(RankMessage("stop")))
+            self._rank_work.join()
+            for each in self._ring:  # which have the word, too, once it has come round
+                each.join(CLOSE_TIMEOUT_S)
 
     def _take(self, message: RankMessage | BaseException) -> None:
         if isinstance(message, BaseException):
             self.fail(message)
         elif message.kind == "result":
-            self._results.put(decode_result(message.body, decode_spans(message.spans)))
-        elif message.kind == "mark":
-            self._results.put(self._marks.get())
+            result = decode_result(message.body, decode_spans(message.spans))
+            self._results.put((self._turns.get(), result))

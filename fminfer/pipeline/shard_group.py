@@ -51,9 +51,8 @@ def connect_shards(
     for stage in range(part.num_stages):  # torch has all ranks make each group
         ranks = [*replace(part, stage=stage).ranks]
         made = dist.new_group(ranks, timeout=FOREVER, backend=way)
-        own = made if stage == part.stage else None
-        if own is not None:
-            shards = TorchGroup(own, part.shard, part.num_shards, is_nccl=way == "nccl")
+        if stage == part.stage:
+            shards = TorchGroup(made, part.shard, part.num_shards, is_nccl=way == "nccl")
     shards.sum(torch.zeros(1, device=device))  # NCCL connects here, before there is work
     return shards
 

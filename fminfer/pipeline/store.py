@@ -162,6 +162,11 @@ class Store(dist.Store):
         """Open another connection, whose calls do not wait for those on this one."""
         return connect(self.host, self.port, self.secret, timeout_s, self._prefix)
 
+    @property
+    def ends(self) -> tuple[str, str]:
+        """The addresses of this rank and of the store, as this rank reaches it."""
+        return self._socket.getsockname()[0], self._socket.getpeername()[0]
+
     def hide(self) -> None:
         """Take its address away, so that no other run finds it."""
         self.has_all.set()

@@ -26,16 +26,13 @@ from fminfer.compute.step import (
     StepResult,
     TokenLogprobs,
 )
-from fminfer.core.errors import PipelineError
 from fminfer.core.messages import StageSpan
 
-MAGIC = 0x666D696E66657232  # "fminfer2"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-Kind = Literal["step", "result", "mark", "stop"]
+Kind = Literal["step", "result", "stop"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 RESULT_KINDS: tuple[ResultKind, ...] = get_args(ResultKind)
 RESULT_COLUMNS = [each.name for each in fields(TokenLogprobs)]
-HEADER_FIELDS = 7  # magic, kind, span bytes, body bytes, tokens, hidden size, dtype
+HEADER_FIELDS = 4  # kind, span bytes, body bytes, tokens
 
 
 @dataclass(slots=True)
@@ -55,7 +52,7 @@ class RankMessage:
 
 @dataclass(slots=True, frozen=True)
 class HiddenForm:
-    """What both ends of a link must agree on."""
+    """What both ends of a link have agreed on before they compute."""
 
     hidden_size: int
     dtype: torch.dtype
@@ -77,54 +74,35 @@ def use_own_stream(form: HiddenForm) -> AbstractContextManager[object]:
 def send(message: RankMessage, rank: int, form: HiddenForm) -> None:
     """Send a message; it returns when the memory may be used again."""
     hidden = message.hidden
-    tokens, size, dtype = 0, 0, 0
-    if hidden is not None:
-        tokens, size = hidden.shape
-        dtype = DTYPES.index(hidden.dtype)
-    kind = KINDS.index(message.kind)
-    header = [MAGIC, kind, len(message.spans), len(message.body), tokens, size, dtype]
+    tokens = 0 if hidden is None else len(hidden)
+    header = [KINDS.index(message.kind), len(message.spans), len(message.body), tokens]
     dist.send(torch.tensor(header, dtype=torch.int64), rank)
     if message.spans or message.body:
         data = bytearray(message.spans + message.body)
         dist.send(torch.frombuffer(data, dtype=torch.uint8), rank)
     if hidden is not None and tokens:
-        if form.group is not None:
-            dist.send(hidden.contiguous(), rank, group=form.group)
-        else:
-            dist.send(hidden.to("cpu").contiguous(), rank)
+        sent = hidden if form.group is not None else hidden.to("cpu")
+        dist.send(sent.contiguous(), rank, group=form.group)
         _await_stream(form)
 
 
 def receive(rank: int, form: HiddenForm) -> RankMessage:
-    """Wait for a rank's next message.
-
-    Raises:
-        PipelineError: what arrives is not what this rank expects.
-    """
+    """Wait for a rank's next message."""
     header = torch.empty(HEADER_FIELDS, dtype=torch.int64)
     dist.recv(header, rank)
-    magic, kind, num_spans, num_body, tokens, size, dtype = header.tolist()
-    if magic != MAGIC or not 0 <= kind < len(KINDS):
-        raise PipelineError(f"rank {rank} sent something that is no message of this version")
+    kind, num_spans, num_body, tokens = header.tolist()
     data, hidden = torch.empty(num_spans + num_body, dtype=torch.uint8), None
     if len(data):
         dist.recv(data, rank)
     if tokens:
-        hidden = _receive_hidden(rank, form, (tokens, size), DTYPES[dtype])
+        hidden = _receive_hidden(rank, form, tokens)
     told = data.numpy().tobytes()
     return RankMessage(KINDS[kind], told[num_spans:], told[:num_spans], hidden)
 
 
-def _receive_hidden(
-    rank: int, form: HiddenForm, shape: tuple[int, int], dtype: torch.dtype
-) -> torch.Tensor:
-    if shape[1] != form.hidden_size or dtype != form.dtype:
-        raise PipelineError(
-            f"rank {rank} sends hidden states of size {shape[1]} in {dtype}; this rank expects "
-            f"{form.hidden_size} in {form.dtype}. Start every rank with the same model and --dtype"
-        )
+def _receive_hidden(rank: int, form: HiddenForm, tokens: int) -> torch.Tensor:
     device = form.device if form.group is not None else torch.device("cpu")
-    hidden = torch.empty(shape, dtype=dtype, device=device)
+    hidden = torch.empty((tokens, form.hidden_size), dtype=form.dtype, device=device)
     dist.recv(hidden, rank, group=form.group)
     hidden = hidden.to(form.device)
     _await_stream(form)

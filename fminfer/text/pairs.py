@@ -1,25 +1,10 @@
-"""Texts and pairs of texts for an encoder: many at once, and cut between their special tokens."""
+"""Texts and pairs of texts for an encoder, cut between their special tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from fminfer.text.encoded_prompt import EncodedPrompt
-from fminfer.text.tokenizer import Tokenizer
-
-
-def encode_texts(
-    tokenizer: Tokenizer,
-    texts: Sequence[str],
-    seconds: Sequence[str] = (),
-    *,
-    add_special_tokens: bool = True,
-) -> list[Any]:
-    """Return the `tokenizers.Encoding` of each text, or of each pair if there are seconds."""
-    assert tokenizer.backend is not None, "a tokenizer of sentencepiece has no batches"
-    given: list[Any] = [*zip(texts, seconds, strict=True)] if seconds else [*texts]
-    return list(tokenizer.backend.encode_batch(given, add_special_tokens=add_special_tokens))
 
 
 def as_prompt(encoding: Any, *, has_types: bool) -> EncodedPrompt:

@@ -84,7 +84,6 @@ class Driver:
         self.in_flight: deque[PlannedStep] = deque()
         self.prompts: list[PromptState] = []
         self.admitted: list[PromptState] = []  # in order, also those that were preempted
-        self.remaining: list[Sequence] = []  # cancelled, with something in flight
 
     def add(self, *prompts: PromptState) -> None:
         for prompt in prompts:
@@ -94,11 +93,8 @@ class Driver:
 
     def cancel(self, prompt: PromptState) -> None:
         prompt.owner.is_cancelled = True
-        remaining = self.scheduler.cancel(prompt)
-        assert all(self.scheduler.has_in_flight(sequence) for sequence in remaining)
-        holding = [sequence for sequence in prompt.sequences if sequence.block_table]
-        assert holding == remaining, "blocks are given back at once where nothing is in flight"
-        self.remaining += [sequence for sequence in remaining if sequence not in self.remaining]
+        self.scheduler.cancel(prompt)
+        assert not any(each.block_table for each in prompt.sequences), "blocks are given back"
         self.check_books()
 
     def waiting(self) -> list[PromptState]:
@@ -135,10 +131,6 @@ class Driver:
         for sequence, token_id in zip(planned.sequences, drawn, strict=True):
             if not sequence.prompt.owner.is_cancelled:
                 self.take(sequence, token_id)
-        done = [s for s in self.remaining if not self.scheduler.has_in_flight(s)]
-        self.remaining = [s for s in self.remaining if self.scheduler.has_in_flight(s)]
-        for sequence in done:
-            self.scheduler.release(sequence)
         self.check_books()
 
     def take(self, sequence: Sequence, token_id: int) -> None:
@@ -466,12 +458,10 @@ def test_a_prompt_is_cancelled_wherever_it_is() -> None:
     driver.collect()
     for prompt in (waiting, fed, fed):  # the second time it is gone, and nothing happens
         driver.cancel(prompt)
-        assert not driver.remaining and not any(s.block_table for s in prompt.sequences)
     driver.fill()
     assert len(driver.scheduler.waiting) == 0 and driver.scheduler.kv.num_sequences == 1
     driver.cancel(drawing)
-    assert driver.remaining == drawing.sequences, "it draws in a step in flight"
-    assert not driver.scheduler.is_idle
+    assert driver.in_flight, "it draws in a step in flight"
     while driver.in_flight:
         driver.collect()
     driver.scheduler.check_idle()
@@ -547,7 +537,7 @@ def test_scores_of_a_cancelled_prompt_are_complete_for_those_who_share_them() ->
     driver.fill()
     assert sharing.num_cached == 39 and sharing.shared_scores
     driver.cancel(scored)
-    assert driver.remaining == scored.sequences, "its scores are in flight"
+    assert driver.in_flight, "its scores are in flight"
     driver.run()
     assert len(scored.reports) < 80, "what was not fed is not scored"
 

@@ -13,7 +13,6 @@ from fminfer.answers.answer_index import AnswerIndex
 from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import StoppedError, row_error
-from fminfer.engine.counting import count_request
 from fminfer.engine.engine_core import Delta, EngineCore, Event, Failed, Finished, RequestCore
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.waiting import plan_order
@@ -236,7 +235,7 @@ class LineRunner:
         if prepared is not None:
             stats.read.num_seeded += prepared.params.own_seed is not None
             if origin == "computed":
-                count_request(stats, prepared)
+                stats.count_request(prepared)
 
     def _give(self, asked: LineRequest) -> None:
         asked.added_s = time.perf_counter()
