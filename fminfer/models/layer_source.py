@@ -28,13 +28,7 @@ from fminfer.models.origins import (
 from fminfer.models.sharding import WHOLE, ModelShare, outputs_dim
 from fminfer.models.stored.direct_reads import Lent, Span, merge
 from fminfer.models.stored.tensor_table import TensorFiles, Waiting, reading_ahead
-from fminfer.models.tensor_specs import (
-    TensorSpecs,
-    Weights,
-    entry_specs,
-    exit_specs,
-    layer_specs,
-)
+from fminfer.models.tensor_specs import TensorSpecs, Weights, entry_specs, exit_specs, layer_specs
 
 OnProgress = Callable[[int, int], None]
 MOST_BETWEEN = 64  # rows of other ranks that are read with those around them
