@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -238,27 +238,22 @@ def reading_ahead(groups: Sequence[Sequence[Waiting]]) -> Iterator[Callable[[], 
         what is to be called when a group has been used.
     """
     largest = max((sum(part.nbytes for part in group) for group in groups), default=0)
-    room = threading.Semaphore(max(1, AHEAD // max(1, largest)))
-    is_over = threading.Event()
+    waiting = iter(groups)
+    with ThreadPoolExecutor(1, "fminfer weights") as thread:
 
-    def read() -> None:
-        for group in groups:
-            room.acquire()
-            for part in group:
-                if is_over.is_set():
-                    return
-                part.fetch()
+        def read_next() -> None:
+            for part in next(waiting, ()):
+                thread.submit(part.fetch)
 
-    thread = threading.Thread(target=read, name="fminfer weights", daemon=True)
-    thread.start()
-    try:
-        yield room.release
-    except BaseException:
-        is_over.set()
-        raise
-    finally:
-        room.release(len(groups) or 1)
-        thread.join()
+        for _ in range(max(1, AHEAD // max(1, largest))):
+            read_next()
+        try:
+            yield read_next
+        except BaseException:
+            thread.shutdown(cancel_futures=True)
+            raise
+        for _ in groups:
+            read_next()
 
 
 def _is_aligned(tensor: StoredTensor) -> bool:
