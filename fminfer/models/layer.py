@@ -239,7 +239,7 @@ class MlpOf:
             self._act = (parts.gate if how.is_gated else parts.activation)(how.activation)
         self._is_wide = how.is_wide
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, step: LayerStep | None = None) -> torch.Tensor:
         x = self._act(self.products["up"](x))
         if self._is_wide and x.dtype == torch.float16:
             return self.products["down"](x.float()).clamp(-WIDEST, WIDEST).half()
@@ -348,7 +348,7 @@ class LayerOf:
         if how.is_parallel:
             if self._before[1]:
                 normed = self._before[1](x)
-            out = self._scaled(self.run_mlp(normed, step))
+            out = self._scaled(self.mlp(normed, step))
             return x, step.sum(attended + out) if is_summed_once else attended + step.sum(out)
         x, more = self._added(self._of_sum[0], normed if how.adds_normed else x, attended)
         if self._cross is not None:
@@ -356,13 +356,10 @@ class LayerOf:
             out = step.sum(self._cross(normed, number, step))
             x, more = self._added(self._of_cross_sum, x, out)
         x, normed = normed_sum(self._before[1], x, more)
-        out = step.sum(self.run_mlp(normed, step))
+        out = step.sum(self.mlp(normed, step))
         if self._after[1]:
             out = self._after[1](out)
         return self._added(self._of_sum[1], normed if how.adds_normed else x, self._scaled(out))
-
-    def run_mlp(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
-        return self.mlp(x, step) if isinstance(self.mlp, MoeOf) else self.mlp(x)
 
     def _added(
         self, norm: NormBody | None, x: torch.Tensor, more: torch.Tensor

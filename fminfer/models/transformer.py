@@ -68,9 +68,6 @@ class Head:
         return logits if self._bias is None else logits.add_(self._bias)
 
 
-Join = Callable[[LayerOf], LayerOf]
-
-
 class Transformer:
     """A model, or the layers of one stage. Each layer's weights go as soon as its bodies are made.
 
@@ -86,7 +83,7 @@ class Transformer:
         source: LayerSource,
         *,
         bodies: Bodies,
-        join: Join | None = None,
+        join: Callable[[LayerOf], LayerOf] | None = None,
         shards: ShardGroup | None = None,
         tokens: range | None = None,
         streams: StreamKind = "disk",

@@ -27,6 +27,7 @@ from fminfer.models.stored.stored_tensors import StoredTensor
 from fminfer.models.stored.weight_folder import weight_files
 
 LAST_NORM = "output_norm.weight"
+ONLY_WITH = "and fminfer computes such a model only with"
 MOST = 1 << 20  # of whole numbers, so that a broken file asks for no endless lists
 # Keys of an architecture that nothing reads → why they change no answer.
 HARMLESS = {
@@ -94,7 +95,7 @@ class GgufModel:
         found = self.find(key)
         if isinstance(found, list) and found:
             if any(each != found[0] for each in found):
-                raise self._unlike(key, found, "one number for all layers")
+                raise self._refusal(key, found, f"{ONLY_WITH} one number for all layers")
             found = found[0]
         found = default if found is None else found
         if type(found) is not int or not least <= found <= max(most, default or 0):
@@ -114,7 +115,8 @@ class GgufModel:
         found = self.find(key)
         if found is not None and found not in allowed:
             *first, last = map(str, allowed)
-            raise self._unlike(key, found, f"{', '.join(first)} or {last}" if first else last)
+            allowed_ones = f"{', '.join(first)} or {last}" if first else last
+            raise self._refusal(key, found, f"{ONLY_WITH} {allowed_ones}")
 
     def rows(self, tensor: str) -> int:
         """Return the outputs of a stored matrix."""
@@ -134,9 +136,6 @@ class GgufModel:
     def _refusal(self, key: str, found: object, why: str) -> CheckpointError:
         said = f"{self.path} sets {self.arch}.{key} to {f'{found!r:.60}'}"
         return CheckpointError(f"{said}, {why}; take the same model in safetensors")
-
-    def _unlike(self, key: str, found: object, allowed: str) -> CheckpointError:
-        return self._refusal(key, found, f"and fminfer computes such a model only with {allowed}")
 
     def _wrong(self, key: str, found: object, kind: str) -> CheckpointError:
         if found is None:
