@@ -11,7 +11,7 @@ from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import GGUF, gguf_error
 from fminfer.models.known_sizes import folder_of
 from fminfer.models.sentence_folder import DENSE_WEIGHTS
-from fminfer.models.stored.weight_folder import ADAPTER_WEIGHTS, weight_files
+from fminfer.models.stored.weight_folder import ADAPTER_WEIGHTS, find_weights
 
 ADAPTER = "adapter_config.json"
 QUANTIZED = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
@@ -69,7 +69,7 @@ def find_weight_files(name: str) -> dict[Path, int]:
 
             config = try_to_load_from_cache(name, "config.json")
             folder = Path(config).parent if isinstance(config, str) else None
-        files = [] if folder is None else weight_files(folder)
+        files = [] if folder is None else find_weights(folder).files
         return {file: file.stat().st_size for file in files}
     except (CheckpointError, OSError, ValueError):
         return {}

@@ -21,9 +21,9 @@ from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.families.tensor_names import AS_STORED, Layout, Source, source_of
 from fminfer.models.sharding import WHOLE, ModelShare, TensorCut, outputs_dim
-from fminfer.models.stored.stored_tensors import BLOCKS, FLOATS
-from fminfer.models.stored.tensor_table import DTYPES, TensorFiles
-from fminfer.models.stored.weight_folder import indexed_names, weight_files
+from fminfer.models.stored.stored_tensors import BLOCKS, DTYPES, FLOATS
+from fminfer.models.stored.tensor_table import TensorFiles
+from fminfer.models.stored.weight_folder import find_weights, indexed_names
 from fminfer.models.tensor_specs import TensorSpecs, model_specs
 
 
@@ -186,7 +186,7 @@ def stored_formats(checkpoint: Checkpoint) -> dict[str, Parts]:
     if folder is None:
         return {}
     try:
-        if weight_files(folder):
+        if find_weights(folder).files:
             files = open_files(checkpoint, folder)
             origins = find_origins(checkpoint, files.shapes, files.types)
             origins.setdefault("head.weight", origins["embed.weight"])  # one that is tied

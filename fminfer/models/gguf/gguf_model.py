@@ -24,7 +24,7 @@ from fminfer.models.families.tensor_names import (
 )
 from fminfer.models.stored.gguf_file import Metadata, read_gguf
 from fminfer.models.stored.stored_tensors import StoredTensor
-from fminfer.models.stored.weight_folder import weight_files
+from fminfer.models.stored.weight_folder import find_weights
 
 LAST_NORM = "output_norm.weight"
 ONLY_WITH = "and fminfer computes such a model only with"
@@ -145,7 +145,7 @@ class GgufModel:
 
 def read_model(path: Path) -> GgufModel:
     """Read the headers of a model's files; the first one's metadata count."""
-    found = [read_gguf(file) for file in weight_files(path)]
+    found = [read_gguf(file) for file in find_weights(path).files]
     first, metadata = found[0]
     tensors = {name: each for file, _ in found for name, each in file.tensors.items()}
     model = GgufModel(path, metadata, tensors, first.header)

@@ -21,7 +21,7 @@ from fminfer.models.stored.direct_reads import FileFacts, Lent, Span, facts_of
 from fminfer.models.stored.gguf_file import read_gguf
 from fminfer.models.stored.stored_tensors import (
     BITS,
-    BLOCKS,
+    DTYPES,
     JoinedTensor,
     StoredFile,
     StoredTensor,
@@ -36,9 +36,6 @@ from fminfer.models.stored.weight_folder import (
     unsharded_error,
 )
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-DTYPES |= {"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn}
-DTYPES |= dict.fromkeys(BLOCKS, torch.uint8)
 PAGE = mmap.PAGESIZE
 COPIED_BYTES = 1 << 18  # at once, of what is not aligned
 AHEAD = 1 << 29  # bytes that are read before they are asked for; one group is in any case

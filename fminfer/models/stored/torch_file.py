@@ -19,7 +19,14 @@ from typing import Any, BinaryIO
 
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import broken
-from fminfer.models.stored.stored_tensors import BITS, MOST_HEADER_BYTES, StoredFile, StoredTensor
+from fminfer.models.stored.stored_tensors import (
+    BITS,
+    BLOCKS,
+    DTYPES,
+    MOST_HEADER_BYTES,
+    StoredFile,
+    StoredTensor,
+)
 
 MOST_STEPS = 5_000_000  # 100,000 tensors have about 4 million
 STORAGES = {
@@ -28,12 +35,8 @@ STORAGES = {
     **{"IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8"},
     **{"ByteStorage": "U8", "BoolStorage": "BOOL", "UntypedStorage": "U8"},
 }
-DTYPES = {
-    **{"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"},
-    **{"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8"},
-    **{"uint64": "U64", "uint32": "U32", "uint16": "U16", "float8_e8m0fnu": "F8_E8M0"},
-    **{"float8_e4m3fn": "F8_E4M3", "float8_e4m3fnuz": "F8_E4M3FNUZ"},
-    **{"float8_e5m2": "F8_E5M2", "float8_e5m2fnuz": "F8_E5M2FNUZ"},
+OF_DTYPES = {
+    str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items() if name not in BLOCKS
 }
 DICTS = {"collections.OrderedDict", "builtins.dict", "__builtin__.dict"}
 TENSORS = {f"torch._utils._rebuild_tensor{version}" for version in ("", "_v2", "_v3")}
@@ -269,7 +272,7 @@ def _named(parts: list[str]) -> Name:
     path = ".".join(map(str, parts))
     of_torch = next((path.removeprefix(top) for top in IN_TORCH if path.startswith(top)), "")
     is_known = path in DICTS | TENSORS | PARAMETERS | PASSED_OVER
-    is_known = is_known or of_torch in STORAGES or of_torch in DTYPES
+    is_known = is_known or of_torch in STORAGES or of_torch in OF_DTYPES
     if not is_known and not path.startswith(PASSED_OVER_FROM):
         raise UnsafePickleError(path)
     return Name(path)
@@ -294,7 +297,7 @@ def _called(call: list[Any]) -> object:
         raise ValueError("a tensor without a storage")
     dtype = storage.dtype
     if name.endswith("_v3"):
-        dtype = DTYPES[arguments[6].rpartition(".")[2]]
+        dtype = OF_DTYPES[arguments[6].rpartition(".")[2]]
     return PickledTensor(storage, dtype, offset, shape, strides)
 
 

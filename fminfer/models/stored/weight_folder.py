@@ -16,7 +16,6 @@ Form = Literal["safetensors", "bin", "layers", "metaseq", "gguf"]
 LAYER = re.compile(r"pytorch_(\d+)\.pt")
 BEFORE, AFTER = "pytorch_embs.pt", "pytorch_lm_head.pt"  # of a folder with a file a layer
 PART = re.compile(r"reshard-model_part-(\d+)\.pt")  # of metaseq
-SHARD = re.compile(r".*-shard\d+\.pt")
 SHARD_OF = re.compile(r"(.*-)(\d+)-of-(\d+)(\.\w+)")
 RESHARD = (
     "python -m metaseq.scripts.reshard_fsdp --input 'checkpoint_last-model_part-0-shard*.pt' "
@@ -51,11 +50,6 @@ def find_weights(folder: Path) -> WeightFiles:
         or _find_metaseq(folder)
         or WeightFiles("safetensors", [])
     )
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """List the files that make up the model, as `find_weights`."""
-    return find_weights(folder).files
 
 
 def indexed_names(folder: Path) -> list[str]:
@@ -169,9 +163,8 @@ def _find_metaseq(folder: Path) -> WeightFiles | None:
     if numbers := _numbers(folder, PART):
         parts = [f"reshard-model_part-{number}.pt" for number in range(max(numbers) + 1)]
         return WeightFiles("metaseq", _all_there(folder, parts))
-    for file in sorted(folder.glob("*-shard*.pt")):
-        if SHARD.fullmatch(file.name):
-            raise unsharded_error(file.name)
+    for file in sorted(folder.glob("*-shard[0-9]*.pt")):
+        raise unsharded_error(file.name)
     return None
 
 
