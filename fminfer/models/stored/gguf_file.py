@@ -44,8 +44,6 @@ def read_gguf(path: Path) -> tuple[StoredFile, Metadata]:
     """
     refuse_impostor(path)
     try:
-        if not path.stat().st_size:
-            raise ValueError("it is empty")
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _read_header(path, _Cursor(data))
     except (OSError, ValueError) as error:

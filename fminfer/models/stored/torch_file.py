@@ -217,9 +217,9 @@ class _Machine:
             stack.append(make(self._pop(num)))
         elif name in ADDED:
             items = self._pop(ADDED[name])
-            if isinstance(stack[-1], dict):
+            if isinstance(stack[-1], dict) and name.startswith("SETITEM"):
                 _add_pairs(stack[-1], items)
-            elif isinstance(stack[-1], list):
+            elif isinstance(stack[-1], list) and name.startswith("APPEND"):
                 stack[-1].extend(items)
         elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
             self._memo[len(self._memo) if argument is None else argument] = stack[-1]
