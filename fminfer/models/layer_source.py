@@ -21,8 +21,7 @@ from fminfer.models.origins import (
     Piece,
     cut_origins,
     drawn_origins,
-    find_origins,
-    open_files,
+    read_origins,
 )
 from fminfer.models.sharding import WHOLE, ModelShare, outputs_dim
 from fminfer.models.stored.direct_reads import Lent, Span, merge
@@ -174,8 +173,7 @@ def open_weights(
         CheckpointError: a tensor is missing, unexpected, of another shape, or a file is broken.
     """
     if checkpoint.folder is not None:
-        files = open_files(checkpoint, checkpoint.folder)
-        found = find_origins(checkpoint, files.shapes, files.types)
+        files, found = read_origins(checkpoint, checkpoint.folder)
         reader, origins = Reader(files, device, holding, keeps_parts), cut_origins(found, share)
         return LayerSource(checkpoint, part, origins, reader, on_progress, streamed)
     origins = cut_origins(drawn_origins(checkpoint), share)
