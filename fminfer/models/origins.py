@@ -134,9 +134,9 @@ def find_origins(
     """
     search, specs = _Search(checkpoint, stored, types or {}), model_specs(checkpoint.model)
     found = {name: search.find(name, spec) for name, spec in specs.items()}
-    if (head := found.get("head.weight")) and checkpoint.config.tie_word_embeddings:
-        if not all(map(search.has, head.pieces)):
-            del found["head.weight"]  # the embedding is the head
+    head = found.get("head.weight") if checkpoint.config.tie_word_embeddings else None
+    if head is not None and not all(map(search.has, head.pieces)):
+        del found["head.weight"]  # the embedding is the head
     for wrong in search.find_wrong(found):
         raise CheckpointError(f"{checkpoint.name}{wrong}")
     return found

@@ -83,7 +83,7 @@ def save_both(
 def round_weights(folder: Path, quantized: str) -> None:
     """Make each stored matrix what its blocks stand for; a row of ours is a row of a stored one."""
     checkpoint, path = open_checkpoint(str(folder)), folder / "model.safetensors"
-    _, origins = read_origins(checkpoint, folder)
+    files, origins = read_origins(checkpoint, folder)
     tensors, holding = load_file(path), Holding(torch.float32, quantized=quantized)
     for origin in origins.values():
         held = holding.of(origin.spec, origin.stored_parts(files.types))
