@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -32,22 +31,17 @@ def route(
         return _mix_sparsely(how, logits)
     scores = logits.sigmoid() if how.scores == "sigmoid" else logits.softmax(-1)
     rated = scores if bias is None else scores + bias
-    if how.groups > 1:
-        rated = _best_groups(how, rated)
+    if how.groups > 1:  # those outside the best groups are not chosen
+        grouped = rated.view(len(rated), how.groups, -1)
+        best = grouped.topk(how.rated_by).values.sum(-1).topk(how.top_groups).indices
+        is_out = torch.ones(grouped.shape[:2], dtype=torch.bool, device=rated.device)
+        is_out.scatter_(1, best, False)
+        rated = grouped.masked_fill(is_out[..., None], float("-inf")).flatten(1)
     chosen = rated.topk(how.top_k).indices
     weights = scores.gather(1, chosen)
     if how.is_normalized:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights * how.scale, chosen
-
-
-def _best_groups(how: Moe, rated: torch.Tensor) -> torch.Tensor:
-    """Return the ratings of experts, -inf outside the best groups."""
-    grouped = rated.view(len(rated), how.groups, -1)
-    best = grouped.topk(how.rated_by).values.sum(-1).topk(how.top_groups).indices
-    is_out = torch.ones(grouped.shape[:2], dtype=torch.bool, device=rated.device)
-    is_out.scatter_(1, best, False)
-    return grouped.masked_fill(is_out[..., None], float("-inf")).flatten(1)
 
 
 def _mix_sparsely(how: Moe, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -372,21 +366,6 @@ class LayerOf:
 
     def _scaled(self, out: torch.Tensor) -> torch.Tensor:
         return out if self.how.residual_scale == 1.0 else out * self.how.residual_scale
-
-
-def run_layers(
-    layers: Iterable[LayerOf], num_layers: int, x: torch.Tensor, step: LayerStep
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run layers one after another, the last one for the kept tokens; return what it returns."""
-    more: torch.Tensor | None = None
-    kept, step.kept, number = step.kept, None, 0
-    for layer in layers:
-        if number == num_layers - 1:
-            step.kept = kept
-        x, more = layer(x, more, number, step)
-        number += 1  # noqa: SIM113  # enumerate would hold the layer while the next one is made
-        del layer
-    return x, more
 
 
 def normed_sum(

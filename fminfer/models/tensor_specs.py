@@ -14,7 +14,6 @@ from fminfer.compute.quantized.forms import quantized_forms
 from fminfer.compute.spec import (
     ACTIVATION_SHAPES,
     Attention,
-    Encoder,
     Latent,
     Layer,
     Mlp,
@@ -99,7 +98,11 @@ def exit_specs(model: Model) -> TensorSpecs:
     found: TensorSpecs = {}
     if model.encoder is not None:
         found |= _of_norm("encoder.final_norm", model.encoder.final_norm, (hidden,))
-        found |= _of_pooling(model.encoder, hidden)
+        pooling, inputs = model.encoder.pooling, hidden
+        for number, each in enumerate(pooling.readings if pooling else ()):
+            found |= _of_product(f"reading_{number}", each.size, inputs, each.has_bias, "other")
+            found |= _of_norm(f"reading_{number}_norm", each.norm, (each.size,))
+            inputs = each.size
     if model.is_pooled:
         return found
     found |= _of_norm("final_norm", model.final_norm, (hidden,))
@@ -164,15 +167,6 @@ def _of_latent(how: Attention, latent: Latent, hidden: int) -> TensorSpecs:
     found |= _of_norm("kv_norm", latent.norm, (latent.rank,))
     of_heads = (replace(heads, size=latent.key_dim + latent.value_dim),)
     return found | _of_product("kv_up", of_heads, latent.rank, False, "moved")
-
-
-def _of_pooling(encoder: Encoder, inputs: int) -> TensorSpecs:
-    found: TensorSpecs = {}
-    for number, each in enumerate(encoder.pooling.readings if encoder.pooling else ()):
-        found |= _of_product(f"reading_{number}", each.size, inputs, each.has_bias, "other")
-        found |= _of_norm(f"reading_{number}_norm", each.norm, (each.size,))
-        inputs = each.size
-    return found
 
 
 def _of_mlp(mlp: Mlp, hidden: int, of: Literal["inner", "shared"] = "inner") -> TensorSpecs:
@@ -256,7 +250,10 @@ class Holding:
         held = [(self._held(each, form), num) for each, num in stored]
         if len({each for each, _ in held}) == 1:
             return held[0][0]
-        one = _of_one(held, spec.shape[-2])
+        # The parts of one expert, which all others must have; none: they differ.
+        outputs, ends = spec.shape[-2], [*accumulate(num for _, num in held)]
+        one = held[: ends.index(outputs) + 1] if outputs in ends else []
+        one = one if one and held == one * (len(held) // len(one)) else []
         has_blocks = any(isinstance(each, Blocks) for each, _ in one)
         return join(one) if has_blocks else form or Dense(self.dtype)
 
@@ -266,10 +263,3 @@ class Holding:
             return stored
         is_kept = self.keeps_bfloat16 and stored == Dense(torch.bfloat16)
         return quantized or (stored if is_kept else Dense(self.dtype))
-
-
-def _of_one(parts: list[tuple[Format, int]], outputs: int) -> list[tuple[Format, int]]:
-    """Return the parts of one expert, which all others must have; none: they differ."""
-    ends = [*accumulate(num for _, num in parts)]
-    one = parts[: ends.index(outputs) + 1] if outputs in ends else []
-    return one if one and parts == one * (len(parts) // len(one)) else []

@@ -129,7 +129,12 @@ def _read_header(path: Path, cursor: _Cursor) -> tuple[StoredFile, Metadata]:
             "again with a current llama.cpp"
         )
     num_tensors, num_keys = cursor.numbers("Q", 2)
-    metadata = _read_metadata(cursor, num_keys)
+    metadata: Metadata = {}
+    for _ in range(num_keys):
+        (key,) = cursor.texts(1)
+        if key in metadata:
+            raise ValueError(f"the key {key!r} is there twice")
+        metadata[key] = cursor.value()
     tensors = [_read_entry(path, cursor) for _ in range(num_tensors)]
     end, step = cursor.at, metadata.get(ALIGNMENT, 32)
     if type(step) is not int or step < 1 or step & (step - 1):
@@ -142,16 +147,6 @@ def _read_header(path: Path, cursor: _Cursor) -> tuple[StoredFile, Metadata]:
             raise ValueError(f"tensor {name!r} is there twice")
         parts[name] = replace(part, start=first + part.start)
     return StoredFile(path, parts, (0, end)), metadata
-
-
-def _read_metadata(cursor: _Cursor, num: int) -> Metadata:
-    metadata: Metadata = {}
-    for _ in range(num):
-        (key,) = cursor.texts(1)
-        if key in metadata:
-            raise ValueError(f"the key {key!r} is there twice")
-        metadata[key] = cursor.value()
-    return metadata
 
 
 def _read_entry(path: Path, cursor: _Cursor) -> tuple[str, StoredTensor]:

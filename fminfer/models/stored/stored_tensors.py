@@ -115,7 +115,14 @@ def read_safetensors(path: Path) -> StoredFile:
             tensors = {name: _place(path, entry, start) for name, entry in header.items()}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise broken(path, f"its header: {error or type(error).__name__}") from error
-    _check_order(path, tensors, start, size)
+    end = start
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].span):
+        first, last = tensor.span
+        if first != end:
+            raise broken(path, f"tensor {name!r} begins at byte {first} instead of {end}")
+        end = last
+    if end != size:
+        raise broken(path, f"it has {size} bytes, and its header tells of {end}")
     return StoredFile(path, tensors, (0, start))
 
 
@@ -136,15 +143,3 @@ def _place(path: Path, entry: dict[str, Any], start: int) -> StoredTensor:
     if math.prod(shape) * BITS.get(dtype, 8) != 8 * (last - first):
         raise ValueError(f"{dtype} of the shape {shape} does not take {last - first} bytes")
     return StoredTensor(path, dtype, shape, start + first, plain_strides(shape))
-
-
-def _check_order(path: Path, tensors: dict[str, StoredTensor], start: int, size: int) -> None:
-    """Refuse tensors that overlap, holes between them, and a file that ends too early or late."""
-    end = start
-    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].span):
-        first, last = tensor.span
-        if first != end:
-            raise broken(path, f"tensor {name!r} begins at byte {first} instead of {end}")
-        end = last
-    if end != size:
-        raise broken(path, f"it has {size} bytes, and its header tells of {end}")

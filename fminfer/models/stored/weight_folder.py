@@ -98,7 +98,12 @@ def _find_saved(folder: Path, form: Form, one: str, several: str) -> WeightFiles
         return WeightFiles(form, files, homes, index.name)
     files = [folder / one] if (folder / one).exists() else sorted(folder.glob(several))
     files = [file for file in files if not file.name.startswith(ADAPTER_WEIGHTS)]
-    _refuse_gaps(folder, [file.name for file in files])
+    names = [file.name for file in files]
+    for name in names:
+        parts = _part_names(name)
+        missing = [other for other in parts if other not in names]
+        if missing and len(names) < len(parts):  # some count from 0
+            raise CheckpointError(f"{folder} lacks {missing[0]}, a part beside {name}; fetch it")
     return WeightFiles(form, files, {}, index.name) if files else None
 
 
@@ -115,15 +120,6 @@ def _find_gguf(file: Path) -> list[Path]:
         first = file.with_name(parts[0])
         raise CheckpointError(f"{file} is one part of a model; give the first, {first}")
     return _all_there(file.parent, parts)
-
-
-def _refuse_gaps(folder: Path, names: list[str]) -> None:
-    """Refuse files of which one is missing, by what their names say: model-00001-of-00002."""
-    for name in names:
-        parts = _part_names(name)
-        missing = [other for other in parts if other not in names]
-        if missing and len(names) < len(parts):  # some count from 0
-            raise CheckpointError(f"{folder} lacks {missing[0]}, a part beside {name}; fetch it")
 
 
 def _part_names(name: str) -> list[str]:
