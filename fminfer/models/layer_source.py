@@ -15,14 +15,7 @@ from fminfer.compute.weights import Dense, Format, Tensors, Weight
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.families.tensor_names import AS_STORED
-from fminfer.models.origins import (
-    Origin,
-    Origins,
-    Piece,
-    cut_origins,
-    drawn_origins,
-    read_origins,
-)
+from fminfer.models.origins import Origin, Origins, Piece, cut_origins, drawn_origins, read_origins
 from fminfer.models.sharding import WHOLE, ModelShare, outputs_dim
 from fminfer.models.stored.direct_reads import Lent, Span, merge
 from fminfer.models.stored.tensor_table import TensorFiles, Waiting, reading_ahead

@@ -11,16 +11,7 @@ import torch
 
 from fminfer.compute.quantized.block_format import Blocks, join
 from fminfer.compute.quantized.forms import quantized_forms
-from fminfer.compute.spec import (
-    ACTIVATION_SHAPES,
-    Attention,
-    Latent,
-    Layer,
-    Mlp,
-    Model,
-    Moe,
-    Norm,
-)
+from fminfer.compute.spec import ACTIVATION_SHAPES, Attention, Latent, Layer, Mlp, Model, Moe, Norm
 from fminfer.compute.weights import Dense, Format, TensorSpec, Units, Use, Weight
 from fminfer.core.partition import Part
 

@@ -17,7 +17,6 @@ from fminfer.models.families.tensor_names import (
     BY_PAIRS,
     WITH_ONE,
     Architecture,
-    Sources,
     laid_out,
     parameter,
     sources,
@@ -211,30 +210,27 @@ LEFT_OUT = r"rope_freqs\.weight$|rope_factors_(long|short)\.weight$|blk\.\d+\.at
 
 
 def gguf_architecture(model: GgufModel, spec: Model) -> Architecture:
-    """Return where a GGUF file has the tensors of a spec."""
-    outer, inner = OUTER, INNER | _of_file(model)
+    """Return where a GGUF file has the tensors of a spec.
+
+    Some differ by architecture, and a file may have joined what others have in parts.
+    """
+    modules = {name.partition(".")[2].partition(".")[2] for name in model.tensors}
+    outer, inner = OUTER, dict(INNER)
+    if "attn_qkv.weight" in modules:
+        inner |= sources(qkv="attn_qkv")
+    if "ffn_gate.weight" not in modules:
+        inner |= sources(up="ffn_up")
+    if "ffn_gate_up_exps.0.weight" in modules:
+        inner |= sources(experts__up="ffn_gate_up_exps.*")
+    if model.arch == "falcon" and "attn_norm_2.weight" in modules:
+        inner |= sources(before_attention="attn_norm_2", before_mlp="attn_norm")
+    if model.arch == "gpt-oss":
+        inner |= sources(before_mlp="post_attention_norm|ffn_norm")
+    if model.arch == "deepseek2":
+        is_old = "attn_kv_b.weight" in modules
+        inner |= LATENT | sources(kv_up="attn_kv_b" if is_old else "attn_k_b.* attn_v_b.*")
     if model.arch in PAIRED:
         inner = laid_out(BY_PAIRS, inner, "qkv")
     if model.arch in WITH_ONES:
         inner, outer = laid_out(WITH_ONE, inner, *NORMS), laid_out(WITH_ONE, outer, "final_norm")
     return Architecture(spec, outer, inner, "blk.{}.", "blk.", left_out=LEFT_OUT)
-
-
-def _of_file(model: GgufModel) -> Sources:
-    """Return what differs by architecture, and what a file has joined that others have in parts."""
-    modules = {name.partition(".")[2].partition(".")[2] for name in model.tensors}
-    found: Sources = {}
-    if "attn_qkv.weight" in modules:
-        found |= sources(qkv="attn_qkv")
-    if "ffn_gate.weight" not in modules:
-        found |= sources(up="ffn_up")
-    if "ffn_gate_up_exps.0.weight" in modules:
-        found |= sources(experts__up="ffn_gate_up_exps.*")
-    if model.arch == "falcon" and "attn_norm_2.weight" in modules:
-        found |= sources(before_attention="attn_norm_2", before_mlp="attn_norm")
-    if model.arch == "gpt-oss":
-        found |= sources(before_mlp="post_attention_norm|ffn_norm")
-    if model.arch == "deepseek2":
-        is_old = "attn_kv_b.weight" in modules
-        found |= LATENT | sources(kv_up="attn_kv_b" if is_old else "attn_k_b.* attn_v_b.*")
-    return found
