@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -201,7 +201,7 @@ def check_model_type(model_type: str, fields: dict[str, Any]) -> None:
         raise CheckpointError(
             f"the architecture {model_type!r} {kind}; 'fminfer families' lists what runs"
         )
-    nearest = nearest_family(model_type, fields, ROWS)
+    nearest = nearest_family(model_type, fields)
     near = f". By name and config the nearest is {nearest!r}; if" if nearest else "; if"
     raise CheckpointError(
         f"the architecture {model_type!r} is none of the {len(ROWS)} that fminfer runs "
@@ -233,15 +233,14 @@ def other_kind(model_type: str, fields: Mapping[str, Any]) -> str:
     return ""
 
 
-def nearest_family(model_type: str, fields: Iterable[str], families: Iterable[str]) -> str:
+def nearest_family(model_type: str, fields: Mapping[str, Any]) -> str:
     """Return the family whose name and fields of config.json are nearest; "": none is near."""
-    found = frozenset(fields)
 
     def likeness(family: str) -> tuple[float, float]:
-        shared = len(found & _declared(CONFIG_MAPPING[family])) / max(1, len(found))
+        shared = len(fields.keys() & _declared(CONFIG_MAPPING[family])) / max(1, len(fields))
         return SequenceMatcher(None, model_type.lower(), family).ratio(), shared
 
-    nearest = max(families, key=lambda family: likeness(family)[0] + 2 * likeness(family)[1])
+    nearest = max(ROWS, key=lambda family: likeness(family)[0] + 2 * likeness(family)[1])
     name, shared = likeness(nearest)
     return nearest if name >= _LIKE_NAME or shared >= _LIKE_FIELDS else ""
 

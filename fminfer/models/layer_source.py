@@ -216,7 +216,10 @@ class Reader:
             is_other = piece.is_turned or origin.layout.is_transposed or origin.layout.is_row
             needed: list[tuple[int, int] | None] = [None]
             if rows is not None and not (is_stacked or is_other):
-                needed = [*_spans_of(rows)]
+                rows = rows.sort().values
+                ends = (rows.diff() > MOST_BETWEEN).nonzero()[:, 0] + 1
+                parts = torch.tensor_split(rows, ends)
+                needed = [(int(part[0]), int(part[-1]) + 1) for part in parts]
             for name, some in product(piece.stored, needed):
                 yield from self.files.spans(name, some)
 
@@ -321,14 +324,6 @@ def _placed(origin: Origin) -> Iterator[tuple[Piece, int | None, torch.Tensor | 
             rows = order[(order >= piece.first) & (order < piece.last)] - piece.first
             if len(rows):
                 yield piece, piece.item, rows
-
-
-def _spans_of(rows: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Give (first, end) spans that cover the rows; gaps of up to MOST_BETWEEN are read, too."""
-    rows = rows.sort().values
-    ends = (rows.diff() > MOST_BETWEEN).nonzero()[:, 0] + 1
-    for part in torch.tensor_split(rows, ends):
-        yield int(part[0]), int(part[-1]) + 1
 
 
 def _cut_columns(values: torch.Tensor, held: Format, columns: range | None) -> torch.Tensor:

@@ -194,10 +194,7 @@ def stored_formats(checkpoint: Checkpoint) -> dict[str, Parts]:
 
 class _Search:
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        stored: Mapping[str, Shape | None],
-        types: Mapping[str, str],
+        self, checkpoint: Checkpoint, stored: Mapping[str, Shape | None], types: Mapping[str, str]
     ) -> None:
         self._architecture = checkpoint.architecture
         self._stored, self._types = stored, types

@@ -139,8 +139,13 @@ class TensorFiles:
             target.copy_(self._view(tensor.parts[0]))
             return
         for part in tensor.parts:
-            size = part.shape[tensor.dim]
-            self._copy(part, target.narrow(tensor.dim, first, size))
+            size, rows = part.shape[tensor.dim], part.shape[0]
+            own = target.narrow(tensor.dim, first, size)
+            step = rows if _is_aligned(part) else -(-rows * COPIED_BYTES // max(1, own.nbytes))
+            for row in range(0, rows, step or 1):
+                last = min(row + step, rows)
+                own[row:last] = self._view(part.rows(row, last))
+            self._drop(part)
             first += size
 
     def drop(self, name: str) -> None:
@@ -190,14 +195,6 @@ class TensorFiles:
         if last > len(mapped):
             raise broken(file, "it was cut off meanwhile")
         return torch.frombuffer(mapped, dtype=torch.uint8, count=last - first, offset=first)
-
-    def _copy(self, tensor: StoredTensor, target: torch.Tensor) -> None:
-        rows = tensor.shape[0]
-        step = rows if _is_aligned(tensor) else -(-rows * COPIED_BYTES // max(1, target.nbytes))
-        for first in range(0, rows, step or 1):
-            last = min(first + step, rows)
-            target[first:last] = self._view(tensor.rows(first, last))
-        self._drop(tensor)
 
     def _map(self, path: Path) -> mmap.mmap:
         if path not in self._maps:
