@@ -70,16 +70,14 @@ def entry_specs(model: Model) -> TensorSpecs:
     found = {"embed.weight": TensorSpec(shape, "embedding", outputs=(tokens,))}
     if model.embed_size != hidden:
         found["project_in.weight"] = TensorSpec((hidden, model.embed_size), "other")
-    tables = {"positions": 0 if model.has_sinusoids else model.num_positions}
-    norms = {"embed_norm": model.embed_norm}
+    if model.num_positions and not model.has_sinusoids:
+        found["positions.weight"] = TensorSpec((model.num_positions, hidden), "other")
+    found |= _of_norm("embed_norm", model.embed_norm, (hidden,))
     if (encoder := model.encoder) is not None:
-        tables |= {"encoder.positions": encoder.num_positions, "encoder.types": encoder.num_types}
-        norms["encoder.embed_norm"] = encoder.embed_norm
-    for name, rows in tables.items():
-        if rows:
-            found[f"{name}.weight"] = TensorSpec((rows, hidden), "other")
-    for name, norm in norms.items():
-        found |= _of_norm(name, norm, (hidden,))
+        for name, rows in ("positions", encoder.num_positions), ("types", encoder.num_types):
+            if rows:
+                found[f"encoder.{name}.weight"] = TensorSpec((rows, hidden), "other")
+        found |= _of_norm("encoder.embed_norm", encoder.embed_norm, (hidden,))
     return found
 
 
