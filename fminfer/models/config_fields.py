@@ -201,8 +201,15 @@ def check_model_type(model_type: str, fields: dict[str, Any]) -> None:
         raise CheckpointError(
             f"the architecture {model_type!r} {kind}; 'fminfer families' lists what runs"
         )
-    nearest = nearest_family(model_type, fields)
-    near = f". By name and config the nearest is {nearest!r}; if" if nearest else "; if"
+
+    def likeness(family: str) -> tuple[float, float]:
+        shared = len(fields.keys() & _declared(CONFIG_MAPPING[family])) / max(1, len(fields))
+        return SequenceMatcher(None, model_type.lower(), family).ratio(), shared
+
+    nearest = max(ROWS, key=lambda family: likeness(family)[0] + 2 * likeness(family)[1])
+    name, shared = likeness(nearest)
+    is_near = name >= _LIKE_NAME or shared >= _LIKE_FIELDS
+    near = f". By name and config the nearest is {nearest!r}; if" if is_near else "; if"
     raise CheckpointError(
         f"the architecture {model_type!r} is none of the {len(ROWS)} that fminfer runs "
         f"('fminfer families' lists them){near} it is a decoder with attention, "
@@ -231,18 +238,6 @@ def other_kind(model_type: str, fields: Mapping[str, Any]) -> str:
     if is_masked or model_type in MASKED:
         return f"is an encoder, which writes no text; of these {', '.join(encoders.ROWS)} run"
     return ""
-
-
-def nearest_family(model_type: str, fields: Mapping[str, Any]) -> str:
-    """Return the family whose name and fields of config.json are nearest; "": none is near."""
-
-    def likeness(family: str) -> tuple[float, float]:
-        shared = len(fields.keys() & _declared(CONFIG_MAPPING[family])) / max(1, len(fields))
-        return SequenceMatcher(None, model_type.lower(), family).ratio(), shared
-
-    nearest = max(ROWS, key=lambda family: likeness(family)[0] + 2 * likeness(family)[1])
-    name, shared = likeness(nearest)
-    return nearest if name >= _LIKE_NAME or shared >= _LIKE_FIELDS else ""
 
 
 def _declared(config: Any) -> set[str]:

@@ -255,9 +255,18 @@ class _Search:
         self, source: Source, form: str, spec: TensorSpec, attention: Attention | None
     ) -> Iterator[Piece]:
         is_joined, is_stacked = len(source.names) > 1, "*" in source.names[0]
-        if spec.use == "moved" and is_joined:
-            assert attention is not None, "a latent is of a layer"
-            yield from self._pieces_by_head(source, form, attention)
+        first = 0
+        if spec.use == "moved" and is_joined:  # of each head, for its keys, turned, and its values
+            assert attention is not None and attention.latent is not None, "there is a kv_up"
+            latent = attention.latent
+            of_keys, of_values = source.names
+            kinds = ((of_keys, latent.key_dim, True), (of_values, latent.value_dim, False))
+            for head, (name, size, is_turned) in product(range(attention.heads), kinds):
+                shape = (latent.rank, size) if is_turned else (size, latent.rank)
+                own = form.format(name.replace("*", str(head)))
+                piece = self._piece([own], shape, source.layout)
+                yield replace(piece, first=first, last=first + size, is_turned=is_turned)
+                first += size
             return
         of_item = spec.shape[1:] if is_stacked else spec.shape
         sizes = [each.total for each in spec.outputs] if is_joined else [sum(of_item[:1])]
@@ -269,17 +278,6 @@ class _Search:
                 names = [each.rpartition("/")[2] for each in names]  # what is whole
                 yield self._piece(names, part, source.layout, item, first)
                 first += size
-
-    def _pieces_by_head(self, source: Source, form: str, how: Attention) -> Iterator[Piece]:
-        """Give each head's rows for its keys, which are stored turned, and for its values."""
-        latent, first = how.latent, 0
-        assert latent is not None, "there is a kv_up"
-        sizes = zip(source.names, (latent.key_dim, latent.value_dim), (True, False), strict=True)
-        for head, (name, size, is_turned) in product(range(how.heads), [*sizes]):
-            shape = (latent.rank, size) if is_turned else (size, latent.rank)
-            piece = self._piece([form.format(name.replace("*", str(head)))], shape, source.layout)
-            yield replace(piece, first=first, last=first + size, is_turned=is_turned)
-            first += size
 
     def _piece(
         self,
