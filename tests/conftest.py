@@ -40,9 +40,9 @@ from fminfer.compute.spec import Alibi, Attention  # noqa: E402
 from fminfer.compute.trial import compare  # noqa: E402
 from fminfer.core.partition import Part  # noqa: E402
 from fminfer.models.checkpoint import open_checkpoint  # noqa: E402
+from fminfer.models.formats import Holding  # noqa: E402
 from fminfer.models.layer_source import open_weights  # noqa: E402
 from fminfer.models.layer_step import Bodies  # noqa: E402
-from fminfer.models.tensor_specs import Holding  # noqa: E402
 from fminfer.models.transformer import Transformer  # noqa: E402
 from tests.further_families import BIGGER, FURTHER, GROUPED, VISION  # noqa: E402
 

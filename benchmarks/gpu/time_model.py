@@ -27,8 +27,8 @@ from fminfer.compute.step import StepTrace
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint, open_model
+from fminfer.models.formats import Holding
 from fminfer.models.layer_source import OnProgress, open_weights
-from fminfer.models.tensor_specs import Holding
 from fminfer.runtime.build.agreement import plan_run
 from fminfer.runtime.build.builder import LoadedPart, load_part
 from fminfer.runtime.build.one_pipeline import OnePipeline

@@ -15,18 +15,12 @@ from fminfer.compute.weights import Dense, Format, Tensors, Weight
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.families.tensor_names import AS_STORED
+from fminfer.models.formats import Holding
 from fminfer.models.origins import Origin, Origins, Piece, cut_origins, drawn_origins, read_origins
 from fminfer.models.sharding import WHOLE, ModelShare, outputs_dim
 from fminfer.models.stored.direct_reads import Lent, Span, merge
 from fminfer.models.stored.tensor_table import TensorFiles, Waiting, reading_ahead
-from fminfer.models.tensor_specs import (
-    Holding,
-    TensorSpecs,
-    Weights,
-    entry_specs,
-    exit_specs,
-    layer_specs,
-)
+from fminfer.models.tensor_specs import TensorSpecs, Weights, entry_specs, exit_specs, layer_specs
 
 OnProgress = Callable[[int, int], None]
 MOST_BETWEEN = 64  # rows of other ranks that are read with those around them

@@ -6,50 +6,26 @@ A tensor that is missing, left over or misshapen is refused by name. No values a
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
-from fminfer.compute.quantized.forms import GGUF_FORMS, OWN_FORMS
+from fminfer.compute.quantized.forms import OWN_FORMS
 from fminfer.compute.spec import Attention
-from fminfer.compute.weights import Dense, Format, Shape, Tensors, TensorSpec
+from fminfer.compute.weights import Dense, Format, Shape, TensorSpec
 from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.families.tensor_names import AS_STORED, Layout, Source, source_of
+from fminfer.models.formats import FORMATS, StoredFormat
 from fminfer.models.sharding import WHOLE, ModelShare, TensorCut, outputs_dim
 from fminfer.models.stored.stored_tensors import BLOCKS, DTYPES, FLOATS
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.stored.weight_folder import find_weights, indexed_names
 from fminfer.models.tensor_specs import model_specs
 
-
-class StoredFormat(Format, Protocol):
-    """A format in which checkpoints store matrices, beside plain floats."""
-
-    @property
-    def types(self) -> Collection[str]:
-        """Return the types of its stored tensors that are no plain floats, as safetensors does."""
-
-    def stored(
-        self, name: str, shape: Shape, *, is_transposed: bool
-    ) -> Mapping[str, tuple[str, Shape]]:
-        """Return the stored tensors that one matrix is read from: name → type and shape.
-
-        Args:
-            name: that a plain one has, such as "….weight".
-            is_transposed: a plain one is stored as (inputs, outputs).
-        """
-
-    def read(self, stored: Tensors, *, is_transposed: bool) -> Tensors:
-        """Return the tensors of a weight, outputs first, of what is stored of it."""
-
-
-# A row for each; the first that fits what is stored counts.
-FORMATS: list[StoredFormat] = [*GGUF_FORMS, *OWN_FORMS]
 Parts = list[tuple[Format, int]]  # formats and numbers of rows, as `Holding.of` takes them
 
 # Old checkpoints hold causal masks and tables of positions, which nothing reads.

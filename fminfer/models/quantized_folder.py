@@ -21,11 +21,12 @@ from fminfer.core.errors import CheckpointError, UsageError
 from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.models.config_fields import OWN_FOLDER
 from fminfer.models.fingerprint import FURTHER_TEMPLATES
+from fminfer.models.formats import Holding
 from fminfer.models.layer_source import LayerSource, OnProgress, open_weights
 from fminfer.models.model_folder import SMALL_FILES, TELLING_FILES
 from fminfer.models.origins import stored_formats
 from fminfer.models.sentence_folder import MODULES, sentence_files
-from fminfer.models.tensor_specs import Holding, Weights, whole_model
+from fminfer.models.tensor_specs import Weights, whole_model
 
 CPU = torch.device("cpu")
 

@@ -1,18 +1,14 @@
-"""Lists every tensor of a spec by our name for it: what it is for, its shape, how it is held."""
+"""Lists every tensor of a spec by our name for it: what it is for, and its shape."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import replace
 from typing import Literal
 
 import torch
 
-from fminfer.compute.quantized.block_format import Blocks, join
-from fminfer.compute.quantized.forms import quantized_forms
 from fminfer.compute.spec import ACTIVATION_SHAPES, Attention, Latent, Layer, Mlp, Model, Moe, Norm
-from fminfer.compute.weights import Dense, Format, TensorSpec, Units, Use, Weight
+from fminfer.compute.weights import TensorSpec, Units, Use, Weight
 from fminfer.core.partition import Part
 
 TensorSpecs = dict[str, TensorSpec]
@@ -211,44 +207,3 @@ def _of_qk_norm(name: str, how: Attention, heads: Units) -> TensorSpecs:
     shape, outputs = shapes[how.qk_norm_over]
     found = _of_norm(name, how.qk_norm, shape)
     return {leaf: replace(spec, outputs=outputs) for leaf, spec in found.items()}
-
-
-@dataclass(slots=True, frozen=True)
-class Holding:
-    """In which format each tensor is held: loading and forecasts ask it."""
-
-    dtype: torch.dtype  # of the arithmetic
-    keeps_bfloat16: bool = False  # what is stored so and multiplied or looked up stays so
-    quantized: str = ""  # what floats become, --quantize; "": they stay floats
-
-    def of(self, spec: TensorSpec, stored: Iterable[tuple[Format, int]]) -> Format:
-        """Return the format of a tensor.
-
-        Args:
-            stored: the formats of what it is made of, and how many rows each has, from its first
-                row to its last; of experts those of all of them. Nothing: it is drawn at random.
-        """
-        if spec.is_precise:
-            return Dense(torch.float32)
-        if spec.is_wide and self.dtype == torch.float16:
-            return replace(self, dtype=torch.float32).of(replace(spec, is_wide=False), stored)
-        if not spec.is_widened:
-            return Dense(self.dtype)
-        forms = quantized_forms(self.quantized, spec.use) if self.quantized else ()
-        form = next((each for each in forms if each.takes(spec.shape[-1])), None)
-        held = [(self._held(each, form), num) for each, num in stored]
-        if len({each for each, _ in held}) == 1:
-            return held[0][0]
-        # The parts of one expert, which all others must have; none: they differ.
-        outputs, ends = spec.shape[-2], [*accumulate(num for _, num in held)]
-        one = held[: ends.index(outputs) + 1] if outputs in ends else []
-        one = one if one and held == one * (len(held) // len(one)) else []
-        has_blocks = any(isinstance(each, Blocks) for each, _ in one)
-        return join(one) if has_blocks else form or Dense(self.dtype)
-
-    def _held(self, stored: Format, quantized: Format | None) -> Format:
-        """Return the format of rows. Those that are quantized already stay so."""
-        if not isinstance(stored, Dense) and getattr(stored, "kind", 0) is not None:
-            return stored
-        is_kept = self.keeps_bfloat16 and stored == Dense(torch.bfloat16)
-        return quantized or (stored if is_kept else Dense(self.dtype))

@@ -17,9 +17,10 @@ from fminfer.core.config import BITS, EngineConfig, ModelDType
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part, even_parts, split_layers
 from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.formats import Holding
 from fminfer.models.origins import stored_formats
 from fminfer.models.sharding import ModelShare, share_model
-from fminfer.models.tensor_specs import Holding, TensorSpecs, head_cost, model_specs
+from fminfer.models.tensor_specs import TensorSpecs, head_cost, model_specs
 from fminfer.plan.expected_bytes import expect_bytes
 from fminfer.plan.machine_facts import Machine, choose_device, find_machine
 from fminfer.plan.run_plan import RankPlan, RunPlan

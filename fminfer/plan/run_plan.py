@@ -16,8 +16,8 @@ from fminfer.core.partition import Part
 from fminfer.core.version import __version__
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import config_text, fingerprint_of
+from fminfer.models.formats import Holding
 from fminfer.models.sharding import ModelShare
-from fminfer.models.tensor_specs import Holding
 from fminfer.plan.machine_facts import Machine
 
 

@@ -23,8 +23,8 @@ from fminfer.compute.quantized.forms import (
     quantized_forms,
 )
 from fminfer.compute.weights import Dense, Format, TensorSpec, Use
+from fminfer.models.formats import Holding
 from fminfer.models.stored.gguf_file import read_gguf
-from fminfer.models.tensor_specs import Holding
 from tests.random_blocks import FORMS, random_blocks, random_weight
 
 CPU = torch.device("cpu")

@@ -19,10 +19,11 @@ from fminfer.compute.registry import Registry
 from fminfer.compute.spec import Mlp, Moe
 from fminfer.compute.weights import Weight, dense
 from fminfer.models.checkpoint import open_checkpoint
+from fminfer.models.formats import Holding
 from fminfer.models.layer import MoeOf
 from fminfer.models.layer_source import open_weights
 from fminfer.models.layer_step import Bodies, LayerStep
-from fminfer.models.tensor_specs import Holding, Weights
+from fminfer.models.tensor_specs import Weights
 from fminfer.models.transformer import Transformer
 from tests.conftest import VOCAB, built_library, make_model, plain_registry, some_families
 from tests.models.test_transformer import CPU, Dense, logits_of, one_stage

@@ -12,10 +12,10 @@ import transformers
 
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_checkpoint
+from fminfer.models.formats import Holding
 from fminfer.models.layer import MoeOf
 from fminfer.models.layer_source import open_weights
 from fminfer.models.layer_step import Bodies
-from fminfer.models.tensor_specs import Holding
 from fminfer.models.transformer import Transformer
 from tests.conftest import make_model, plain_registry
 

@@ -16,8 +16,9 @@ from fminfer.core.errors import CheckpointError
 from fminfer.core.partition import split_layers
 from fminfer.models.checkpoint import open_checkpoint, text_part
 from fminfer.models.config_fields import architecture_of
+from fminfer.models.formats import Holding
 from fminfer.models.layer_source import LayerSource, open_weights
-from fminfer.models.tensor_specs import Holding, entry_specs, exit_specs, layer_specs
+from fminfer.models.tensor_specs import entry_specs, exit_specs, layer_specs
 from tests.conftest import make_model
 from tests.published_configs import PUBLISHED
 

@@ -17,9 +17,9 @@ import fminfer
 from fminfer.core.errors import CheckpointError, UsageError
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_checkpoint, open_random
+from fminfer.models.formats import Holding
 from fminfer.models.layer_source import open_weights
 from fminfer.models.origins import check_tensors
-from fminfer.models.tensor_specs import Holding
 from tests.conftest import make_model, save_byte_tokenizer
 from tests.models.test_transformer import logits_of
 

@@ -44,10 +44,10 @@ from fminfer.models.decode_graphs import (
     find_graphs,
     graph_sizes,
 )
+from fminfer.models.formats import Holding
 from fminfer.models.layer_source import open_weights
 from fminfer.models.layer_step import Bodies, LayerStep
 from fminfer.models.stage import Stage
-from fminfer.models.tensor_specs import Holding
 from fminfer.models.transformer import Transformer
 from fminfer.runtime.build import builder
 from fminfer.runtime.build.builder import LoadedPart

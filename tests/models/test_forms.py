@@ -20,12 +20,13 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part, parts_of
 from fminfer.models.checkpoint import open_checkpoint, open_model
 from fminfer.models.fingerprint import digest_files, name_differences
+from fminfer.models.formats import Holding
 from fminfer.models.layer_source import LayerSource, open_weights
 from fminfer.models.model_folder import find_weight_files
 from fminfer.models.origins import check_tensors, stored_formats
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.stored.weight_folder import find_weights
-from fminfer.models.tensor_specs import Holding, Weights
+from fminfer.models.tensor_specs import Weights
 from fminfer.plan.planning import plan_ahead
 from tests.conftest import make_model, save_byte_tokenizer, some_families
 from tests.forked import run_forked

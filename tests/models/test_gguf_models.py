@@ -22,11 +22,11 @@ from fminfer.core.partition import split_layers
 from fminfer.models.checkpoint import context_length, open_checkpoint
 from fminfer.models.config_fields import architecture_of
 from fminfer.models.fingerprint import fingerprint_of
+from fminfer.models.formats import Holding
 from fminfer.models.gguf.gguf_model import HARMLESS
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.models.layer_source import open_weights
 from fminfer.models.origins import check_tensors, stored_formats
-from fminfer.models.tensor_specs import Holding
 from tests.conftest import more
 from tests.gguf_building import (
     ARRAY,

@@ -19,10 +19,10 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import split_layers
 from fminfer.models.checkpoint import open_checkpoint, open_random
+from fminfer.models.formats import Holding
 from fminfer.models.layer_source import open_weights
 from fminfer.models.layer_step import Bodies
 from fminfer.models.origins import read_origins
-from fminfer.models.tensor_specs import Holding
 from fminfer.plan.planning import plan_ahead
 from tests import conftest
 from tests.conftest import (

@@ -17,12 +17,12 @@ import torch
 from fminfer.compute.registry import Registry
 from fminfer.compute.weights import Function, Weight
 from fminfer.models.checkpoint import open_checkpoint
+from fminfer.models.formats import Holding
 from fminfer.models.layer import LayerOf
 from fminfer.models.layer_source import open_weights
 from fminfer.models.layer_step import Bodies
 from fminfer.models.stored import tensor_table
 from fminfer.models.stored.tensor_table import Waiting, reading_ahead
-from fminfer.models.tensor_specs import Holding
 from fminfer.models.transformer import Transformer
 from tests.models.test_transformer import one_stage
 

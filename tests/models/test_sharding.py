@@ -24,12 +24,13 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_checkpoint, open_random
+from fminfer.models.formats import Holding
 from fminfer.models.layer_source import Drawer, LayerSource, open_weights
 from fminfer.models.layer_step import Bodies, LayerStep
 from fminfer.models.origins import Origin, cut_origins, drawn_origins
 from fminfer.models.quantized_folder import write_quantized
 from fminfer.models.sharding import ModelShare, TensorCut, share_model
-from fminfer.models.tensor_specs import Holding, model_specs, part_specs, whole_model
+from fminfer.models.tensor_specs import model_specs, part_specs, whole_model
 from fminfer.models.transformer import Transformer
 from fminfer.plan.planning import plan_ahead
 from tests.conftest import FIELDS, make_model, num_examples, plain_registry, save_byte_tokenizer

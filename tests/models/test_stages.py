@@ -15,10 +15,10 @@ from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.step import Step, StepResult, StepTrace
 from fminfer.core.partition import Part, parts_of, split_layers
 from fminfer.models.checkpoint import open_checkpoint, open_random
+from fminfer.models.formats import Holding
 from fminfer.models.layer_source import open_weights
 from fminfer.models.stage import Stage
 from fminfer.models.stored.tensor_table import TensorFiles
-from fminfer.models.tensor_specs import Holding
 from fminfer.models.whole_layers import WholeLayers
 from tests.conftest import FEW, FIELDS, IS_ALL, VOCAB, load_network, make_model, save_byte_tokenizer
 from tests.models.test_oracle import mixed_requests

@@ -22,9 +22,9 @@ from fminfer.compute.spec import Model, Norm
 from fminfer.core.partition import Part, split_layers
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.config_fields import ROWS
+from fminfer.models.formats import Holding
 from fminfer.models.layer_source import open_weights
 from fminfer.models.layer_step import Bodies, LayerStep
-from fminfer.models.tensor_specs import Holding
 from fminfer.models.transformer import Transformer
 from tests.conftest import FIELDS, VOCAB, built_library, make_model, plain_registry
 from tests.encoder_families import ENCODERS, PAIRS

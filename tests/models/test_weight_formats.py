@@ -22,9 +22,10 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import CheckpointError
 from fminfer.core.partition import split_layers
 from fminfer.models.checkpoint import open_checkpoint, open_random
+from fminfer.models.formats import FORMATS, Holding
 from fminfer.models.layer_source import LayerSource, open_weights
-from fminfer.models.origins import FORMATS, check_tensors, read_origins, stored_formats
-from fminfer.models.tensor_specs import Holding, part_specs
+from fminfer.models.origins import check_tensors, read_origins, stored_formats
+from fminfer.models.tensor_specs import part_specs
 from fminfer.plan.planning import plan_ahead
 from tests.conftest import make_model, save_byte_tokenizer
 from tests.models.test_transformer import MAX_ERROR, error_of, logits_of, one_stage

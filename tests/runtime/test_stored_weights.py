@@ -26,10 +26,11 @@ from fminfer.compute.weights import Dense, dense
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part, split_layers
 from fminfer.models.checkpoint import open_checkpoint
+from fminfer.models.formats import Holding
 from fminfer.models.layer_source import LayerSource, open_weights
 from fminfer.models.layer_step import Bodies
 from fminfer.models.stored.tensor_table import TensorFiles
-from fminfer.models.tensor_specs import Holding, Weights, layer_specs
+from fminfer.models.tensor_specs import Weights, layer_specs
 from fminfer.models.transformer import Transformer
 from fminfer.plan import expected_bytes
 from fminfer.plan.planning import plan_ahead

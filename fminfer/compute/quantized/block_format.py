@@ -85,7 +85,7 @@ class Blocks:
         first, last = (end + self.block_bytes for end in (columns.start, columns.stop))
         return torch.cat([packed[..., : self.block_bytes], packed[..., first:last]], -1)
 
-    # What checkpoints store so; see models/origins.StoredFormat.
+    # What checkpoints store so; see models/formats.StoredFormat.
 
     @property
     def types(self) -> tuple[str, ...]:

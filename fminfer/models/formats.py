@@ -1,0 +1,80 @@
+"""In which formats checkpoints store matrices, and in which each tensor of ours is held."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+
+from fminfer.compute.quantized.block_format import Blocks, join
+from fminfer.compute.quantized.forms import GGUF_FORMS, OWN_FORMS, quantized_forms
+from fminfer.compute.weights import Dense, Format, Shape, Tensors, TensorSpec
+
+
+class StoredFormat(Format, Protocol):
+    """A format in which checkpoints store matrices, beside plain floats."""
+
+    @property
+    def types(self) -> Collection[str]:
+        """Return the types of its stored tensors that are no plain floats, as safetensors does."""
+
+    def stored(
+        self, name: str, shape: Shape, *, is_transposed: bool
+    ) -> Mapping[str, tuple[str, Shape]]:
+        """Return the stored tensors that one matrix is read from: name → type and shape.
+
+        Args:
+            name: that a plain one has, such as "….weight".
+            is_transposed: a plain one is stored as (inputs, outputs).
+        """
+
+    def read(self, stored: Tensors, *, is_transposed: bool) -> Tensors:
+        """Return the tensors of a weight, outputs first, of what is stored of it."""
+
+
+# A row for each; the first that fits what is stored counts.
+FORMATS: list[StoredFormat] = [*GGUF_FORMS, *OWN_FORMS]
+
+
+@dataclass(slots=True, frozen=True)
+class Holding:
+    """In which format each tensor is held: loading and forecasts ask it."""
+
+    dtype: torch.dtype  # of the arithmetic
+    keeps_bfloat16: bool = False  # what is stored so and multiplied or looked up stays so
+    quantized: str = ""  # what floats become, --quantize; "": they stay floats
+
+    def of(self, spec: TensorSpec, stored: Iterable[tuple[Format, int]]) -> Format:
+        """Return the format of a tensor.
+
+        Args:
+            stored: the formats of what it is made of, and how many rows each has, from its first
+                row to its last; of experts those of all of them. Nothing: it is drawn at random.
+        """
+        if spec.is_precise:
+            return Dense(torch.float32)
+        if spec.is_wide and self.dtype == torch.float16:
+            return replace(self, dtype=torch.float32).of(replace(spec, is_wide=False), stored)
+        if not spec.is_widened:
+            return Dense(self.dtype)
+        forms = quantized_forms(self.quantized, spec.use) if self.quantized else ()
+        form = next((each for each in forms if each.takes(spec.shape[-1])), None)
+        held = [(self._held(each, form), num) for each, num in stored]
+        if len({each for each, _ in held}) == 1:
+            return held[0][0]
+        # The parts of one expert, which all others must have; none: they differ.
+        outputs, ends = spec.shape[-2], [*accumulate(num for _, num in held)]
+        one = held[: ends.index(outputs) + 1] if outputs in ends else []
+        one = one if one and held == one * (len(held) // len(one)) else []
+        has_blocks = any(isinstance(each, Blocks) for each, _ in one)
+        return join(one) if has_blocks else form or Dense(self.dtype)
+
+    def _held(self, stored: Format, quantized: Format | None) -> Format:
+        """Return the format of rows. Those that are quantized already stay so."""
+        if not isinstance(stored, Dense) and getattr(stored, "kind", 0) is not None:
+            return stored
+        is_kept = self.keeps_bfloat16 and stored == Dense(torch.bfloat16)
+        return quantized or (stored if is_kept else Dense(self.dtype))
