@@ -239,7 +239,7 @@ def reading_ahead(groups: Sequence[Sequence[Waiting]]) -> Iterator[Callable[[], 
             for part in next(waiting, ()):
                 thread.submit(part.fetch)
 
-        for _ in range(max(1, AHEAD // max(1, largest))):
+        for _ in groups[: max(1, AHEAD // max(1, largest))]:
             read_next()
         try:
             yield read_next
