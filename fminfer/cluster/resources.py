@@ -20,7 +20,7 @@ from fminfer.files.output_paths import STDOUT
 from fminfer.machine.stopper import check_times
 from fminfer.models.known_sizes import check_split
 from fminfer.models.model_folder import refuse_what_is_beside
-from fminfer.models.stored.weight_folder import weight_files
+from fminfer.models.stored.weight_folder import find_weights
 from fminfer.pipeline.ranks import RankConfig
 
 # Of the time limit: what the job's start takes before `fminfer run` counts, and its end after.
@@ -148,7 +148,7 @@ def check_model_path(config: ModelOptions) -> None:
     if config.model is None:
         return
     if is_gguf(config.model):
-        weight_files(Path(config.model))
+        find_weights(Path(config.model))
         return
     folder, is_path = Path(config.model), config.model.startswith(("/", "./", "../", "~"))
     if folder.is_dir() or is_path or config.model.count("/") > 1:

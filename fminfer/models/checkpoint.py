@@ -14,8 +14,7 @@ from fminfer.compute.spec import Model
 from fminfer.core.config import ModelOptions
 from fminfer.core.errors import CheckpointError, UsageError
 from fminfer.core.impostors import GGUF, broken, gguf_error, is_gguf, refuse_impostor
-from fminfer.models.config_fields import TEXT_PART, architecture_of, is_own_folder
-from fminfer.models.families.table import check_model_type
+from fminfer.models.config_fields import TEXT_PART, architecture_of, check_model_type, is_own_folder
 from fminfer.models.families.tensor_names import Architecture
 from fminfer.models.gguf.configs import config_of
 from fminfer.models.gguf.gguf_model import gguf_architecture, read_model

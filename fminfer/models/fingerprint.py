@@ -16,7 +16,7 @@ from fminfer.core.version import DRAWING, __version__
 from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.models.sentence_folder import sentence_files
 from fminfer.models.stored.tensor_table import read_weight_file
-from fminfer.models.stored.weight_folder import weight_files
+from fminfer.models.stored.weight_folder import find_weights
 
 # Of a weight file what names its tensors, and of each of them this much in its middle and at its
 # end: training changes a tensor everywhere, new tokens its end. To read 350 GB would take minutes.
@@ -113,7 +113,7 @@ def _weight_files(checkpoint: Checkpoint) -> dict[str, Path]:
     folders = checkpoint.dense_folders
     if checkpoint.folder is not None:
         folders = {"": checkpoint.folder} | folders
-    return {start + f.name: f for start, each in folders.items() for f in weight_files(each)}
+    return {start + f.name: f for start, each in folders.items() for f in find_weights(each).files}
 
 
 def name_differences(mine: dict[str, str], theirs: dict[str, str]) -> str:

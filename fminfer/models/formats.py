@@ -65,7 +65,10 @@ class Holding:
         held = [(self._held(each, form), num) for each, num in stored]
         if len({each for each, _ in held}) == 1:
             return held[0][0]
-        one = _of_one(held, spec.shape[-2])
+        # The parts of one expert, which all others must have; none: they differ.
+        outputs, ends = spec.shape[-2], [*accumulate(num for _, num in held)]
+        one = held[: ends.index(outputs) + 1] if outputs in ends else []
+        one = one if one and held == one * (len(held) // len(one)) else []
         has_blocks = any(isinstance(each, Blocks) for each, _ in one)
         return join(one) if has_blocks else form or Dense(self.dtype)
 
@@ -75,10 +78,3 @@ class Holding:
             return stored
         is_kept = self.keeps_bfloat16 and stored == Dense(torch.bfloat16)
         return quantized or (stored if is_kept else Dense(self.dtype))
-
-
-def _of_one(parts: list[tuple[Format, int]], outputs: int) -> list[tuple[Format, int]]:
-    """Return the parts of one expert, which all others must have; none: they differ."""
-    ends = [*accumulate(num for _, num in parts)]
-    one = parts[: ends.index(outputs) + 1] if outputs in ends else []
-    return one if one and parts == one * (len(parts) // len(one)) else []

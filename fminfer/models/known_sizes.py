@@ -24,51 +24,43 @@ _FIELDS = {
     "gpt2": "n_embd n_layer n_head n_positions",
     "llama": "hidden_size intermediate_size num_hidden_layers num_attention_heads "
     "num_key_value_heads vocab_size max_position_embeddings",
-    "opt": "hidden_size num_hidden_layers num_attention_heads",
+    "opt": "hidden_size word_embed_proj_dim ffn_dim num_hidden_layers num_attention_heads",
     "t5": "d_model d_ff num_layers num_heads d_kv",
+}
+_OF_ALL: dict[str, Fields] = {
+    "bloom": {"vocab_size": 250880},
+    "llama": {"tie_word_embeddings": False},
 }
 
 
 def _size(model_type: str, *values: int, **more: Any) -> Fields:
     fields = zip(_FIELDS[model_type].split(), values, strict=True)
-    return {"model_type": model_type, **dict(fields)} | more
-
-
-def _llama(*values: int, **more: Any) -> Fields:
-    return _size("llama", *values, tie_word_embeddings=False, **more)
-
-
-def _bloom(*values: int) -> Fields:
-    return _size("bloom", *values, vocab_size=250880)
-
-
-def _opt(hidden: int, *values: int) -> Fields:
-    return _size("opt", hidden, *values, word_embed_proj_dim=hidden, ffn_dim=4 * hidden)
+    return {"model_type": model_type, **_OF_ALL.get(model_type, {}), **dict(fields)} | more
 
 
 OF_LLAMA3: Fields = {"rms_norm_eps": 1e-5, "rope_theta": 500000.0}
 # `llama-160m` is the benchmarks' own; a made-up text of it has no end.
 SIZES: dict[str, Fields] = {
-    "llama-160m": _llama(768, 3072, 12, 12, 12, 32000, 2048)
+    "llama-160m": _size("llama", 768, 3072, 12, 12, 12, 32000, 2048)
     | {"bos_token_id": None, "eos_token_id": None},
-    "llama-7b": _llama(4096, 11008, 32, 32, 32, 32000, 4096, rms_norm_eps=1e-5),
-    "llama-8b": _llama(4096, 14336, 32, 32, 8, 128256, 8192, **OF_LLAMA3),
-    "llama-70b": _llama(8192, 28672, 80, 64, 8, 128256, 8192, **OF_LLAMA3),
-    "llama-405b": _llama(16384, 53248, 126, 128, 8, 128256, 8192, **OF_LLAMA3),
-    "bloom-560m": _bloom(1024, 24, 16),
-    "bloom-7b1": _bloom(4096, 30, 32),
-    "bloom-176b": _bloom(14336, 70, 112),
+    "llama-7b": _size("llama", 4096, 11008, 32, 32, 32, 32000, 4096, rms_norm_eps=1e-5),
+    "llama-8b": _size("llama", 4096, 14336, 32, 32, 8, 128256, 8192, **OF_LLAMA3),
+    "llama-70b": _size("llama", 8192, 28672, 80, 64, 8, 128256, 8192, **OF_LLAMA3),
+    "llama-405b": _size("llama", 16384, 53248, 126, 128, 8, 128256, 8192, **OF_LLAMA3),
+    "bloom-560m": _size("bloom", 1024, 24, 16),
+    "bloom-7b1": _size("bloom", 4096, 30, 32),
+    "bloom-176b": _size("bloom", 14336, 70, 112),
     "bert-base": {"model_type": "bert"},
     "deepseek-v3": {"model_type": "deepseek_v3"},
     "gpt-j-6b": {"model_type": "gptj"},
     "gpt-neox-20b": {"model_type": "gpt_neox"},
     "gpt3-175b": _size("gpt2", 12288, 96, 96, 2048),
-    "opt-125m": _opt(768, 12, 12),
-    "opt-1.3b": _opt(2048, 24, 32),
-    "opt-6.7b": _opt(4096, 32, 32),
-    "opt-30b": _opt(7168, 48, 56),
-    "opt-66b": _opt(9216, 64, 72),
-    "opt-175b": _opt(12288, 96, 96),
+    "opt-125m": _size("opt", 768, 768, 3072, 12, 12),
+    "opt-1.3b": _size("opt", 2048, 2048, 8192, 24, 32),
+    "opt-6.7b": _size("opt", 4096, 4096, 16384, 32, 32),
+    "opt-30b": _size("opt", 7168, 7168, 28672, 48, 56),
+    "opt-66b": _size("opt", 9216, 9216, 36864, 64, 72),
+    "opt-175b": _size("opt", 12288, 12288, 49152, 96, 96),
     "t5-small": _size("t5", 512, 2048, 6, 8, 64),
     "t5-11b": _size("t5", 1024, 65536, 24, 128, 128),
     "ul2": _size("t5", 4096, 16384, 32, 16, 256)

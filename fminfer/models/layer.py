@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -32,22 +31,17 @@ def route(
         return _mix_sparsely(how, logits)
     scores = logits.sigmoid() if how.scores == "sigmoid" else logits.softmax(-1)
     rated = scores if bias is None else scores + bias
-    if how.groups > 1:
-        rated = _best_groups(how, rated)
+    if how.groups > 1:  # those outside the best groups are not chosen
+        grouped = rated.view(len(rated), how.groups, -1)
+        best = grouped.topk(how.rated_by).values.sum(-1).topk(how.top_groups).indices
+        is_out = torch.ones(grouped.shape[:2], dtype=torch.bool, device=rated.device)
+        is_out.scatter_(1, best, False)
+        rated = grouped.masked_fill(is_out[..., None], float("-inf")).flatten(1)
     chosen = rated.topk(how.top_k).indices
     weights = scores.gather(1, chosen)
     if how.is_normalized:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights * how.scale, chosen
-
-
-def _best_groups(how: Moe, rated: torch.Tensor) -> torch.Tensor:
-    """Return the ratings of experts, -inf outside the best groups."""
-    grouped = rated.view(len(rated), how.groups, -1)
-    best = grouped.topk(how.rated_by).values.sum(-1).topk(how.top_groups).indices
-    is_out = torch.ones(grouped.shape[:2], dtype=torch.bool, device=rated.device)
-    is_out.scatter_(1, best, False)
-    return grouped.masked_fill(is_out[..., None], float("-inf")).flatten(1)
 
 
 def _mix_sparsely(how: Moe, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -239,7 +233,7 @@ class MlpOf:
             self._act = (parts.gate if how.is_gated else parts.activation)(how.activation)
         self._is_wide = how.is_wide
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, step: LayerStep | None = None) -> torch.Tensor:
         x = self._act(self.products["up"](x))
         if self._is_wide and x.dtype == torch.float16:
             return self.products["down"](x.float()).clamp(-WIDEST, WIDEST).half()
@@ -348,7 +342,7 @@ class LayerOf:
         if how.is_parallel:
             if self._before[1]:
                 normed = self._before[1](x)
-            out = self._scaled(self.run_mlp(normed, step))
+            out = self._scaled(self.mlp(normed, step))
             return x, step.sum(attended + out) if is_summed_once else attended + step.sum(out)
         x, more = self._added(self._of_sum[0], normed if how.adds_normed else x, attended)
         if self._cross is not None:
@@ -356,13 +350,10 @@ class LayerOf:
             out = step.sum(self._cross(normed, number, step))
             x, more = self._added(self._of_cross_sum, x, out)
         x, normed = normed_sum(self._before[1], x, more)
-        out = step.sum(self.run_mlp(normed, step))
+        out = step.sum(self.mlp(normed, step))
         if self._after[1]:
             out = self._after[1](out)
         return self._added(self._of_sum[1], normed if how.adds_normed else x, self._scaled(out))
-
-    def run_mlp(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
-        return self.mlp(x, step) if isinstance(self.mlp, MoeOf) else self.mlp(x)
 
     def _added(
         self, norm: NormBody | None, x: torch.Tensor, more: torch.Tensor
@@ -375,21 +366,6 @@ class LayerOf:
 
     def _scaled(self, out: torch.Tensor) -> torch.Tensor:
         return out if self.how.residual_scale == 1.0 else out * self.how.residual_scale
-
-
-def run_layers(
-    layers: Iterable[LayerOf], num_layers: int, x: torch.Tensor, step: LayerStep
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run layers one after another, the last one for the kept tokens; return what it returns."""
-    more: torch.Tensor | None = None
-    kept, step.kept, number = step.kept, None, 0
-    for layer in layers:
-        if number == num_layers - 1:
-            step.kept = kept
-        x, more = layer(x, more, number, step)
-        number += 1  # noqa: SIM113  # enumerate would hold the layer while the next one is made
-        del layer
-    return x, more
 
 
 def normed_sum(

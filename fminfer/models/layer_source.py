@@ -16,25 +16,11 @@ from fminfer.core.partition import Part
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.families.tensor_names import AS_STORED
 from fminfer.models.formats import Holding
-from fminfer.models.origins import (
-    Origin,
-    Origins,
-    Piece,
-    cut_origins,
-    drawn_origins,
-    find_origins,
-    open_files,
-)
+from fminfer.models.origins import Origin, Origins, Piece, cut_origins, drawn_origins, read_origins
 from fminfer.models.sharding import WHOLE, ModelShare, outputs_dim
 from fminfer.models.stored.direct_reads import Lent, Span, merge
 from fminfer.models.stored.tensor_table import TensorFiles, Waiting, reading_ahead
-from fminfer.models.tensor_specs import (
-    TensorSpecs,
-    Weights,
-    entry_specs,
-    exit_specs,
-    layer_specs,
-)
+from fminfer.models.tensor_specs import TensorSpecs, Weights, entry_specs, exit_specs, layer_specs
 
 OnProgress = Callable[[int, int], None]
 MOST_BETWEEN = 64  # rows of other ranks that are read with those around them
@@ -174,8 +160,7 @@ def open_weights(
         CheckpointError: a tensor is missing, unexpected, of another shape, or a file is broken.
     """
     if checkpoint.folder is not None:
-        files = open_files(checkpoint, checkpoint.folder)
-        found = find_origins(checkpoint, files.shapes, files.types)
+        files, found = read_origins(checkpoint, checkpoint.folder)
         reader, origins = Reader(files, device, holding, keeps_parts), cut_origins(found, share)
         return LayerSource(checkpoint, part, origins, reader, on_progress, streamed)
     origins = cut_origins(drawn_origins(checkpoint), share)
@@ -225,7 +210,10 @@ class Reader:
             is_other = piece.is_turned or origin.layout.is_transposed or origin.layout.is_row
             needed: list[tuple[int, int] | None] = [None]
             if rows is not None and not (is_stacked or is_other):
-                needed = [*_spans_of(rows)]
+                rows = rows.sort().values
+                ends = (rows.diff() > MOST_BETWEEN).nonzero()[:, 0] + 1
+                parts = torch.tensor_split(rows, ends)
+                needed = [(int(part[0]), int(part[-1]) + 1) for part in parts]
             for name, some in product(piece.stored, needed):
                 yield from self.files.spans(name, some)
 
@@ -330,14 +318,6 @@ def _placed(origin: Origin) -> Iterator[tuple[Piece, int | None, torch.Tensor | 
             rows = order[(order >= piece.first) & (order < piece.last)] - piece.first
             if len(rows):
                 yield piece, piece.item, rows
-
-
-def _spans_of(rows: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Give (first, end) spans that cover the rows; gaps of up to MOST_BETWEEN are read, too."""
-    rows = rows.sort().values
-    ends = (rows.diff() > MOST_BETWEEN).nonzero()[:, 0] + 1
-    for part in torch.tensor_split(rows, ends):
-        yield int(part[0]), int(part[-1]) + 1
 
 
 def _cut_columns(values: torch.Tensor, held: Format, columns: range | None) -> torch.Tensor:

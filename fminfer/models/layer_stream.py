@@ -78,7 +78,11 @@ class LayerStream:
         finish(slot.reading)
         if self._find(following) is None:
             self._bring(following, used=slot)
-        layer = self._make_of(slot, number)
+        lent = Lent(self._spans[number][0], slot.buffer)
+        with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
+            layer = self._make(number, self._source.layer(number, lent))
+        if self._copies is not None:  # the GPU then has a copy of all the slot's bytes
+            self._copies.synchronize()
         came_s = time.time()
         yield layer
         if self._copies is not None:
@@ -131,15 +135,6 @@ class LayerStream:
         wholes, needed = self._spans[number]
         slot.number = number
         slot.reading = self.reads.start(Lent(wholes, slot.buffer), needed)
-
-    def _make_of(self, slot: Slot, number: int) -> LayerOf:
-        """Make a layer from a slot's bytes. A GPU then has a copy of all of them."""
-        lent = Lent(self._spans[number][0], slot.buffer)
-        with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
-            layer = self._make(number, self._source.layer(number, lent))
-        if self._copies is not None:
-            self._copies.synchronize()
-        return layer
 
 
 @dataclass(slots=True, frozen=True)

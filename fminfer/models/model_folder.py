@@ -11,7 +11,7 @@ from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import GGUF, gguf_error
 from fminfer.models.known_sizes import folder_of
 from fminfer.models.sentence_folder import DENSE_WEIGHTS
-from fminfer.models.stored.weight_folder import ADAPTER_WEIGHTS, weight_files
+from fminfer.models.stored.weight_folder import ADAPTER_WEIGHTS, find_weights
 
 ADAPTER = "adapter_config.json"
 QUANTIZED = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
@@ -69,7 +69,7 @@ def find_weight_files(name: str) -> dict[Path, int]:
 
             config = try_to_load_from_cache(name, "config.json")
             folder = Path(config).parent if isinstance(config, str) else None
-        files = [] if folder is None else weight_files(folder)
+        files = [] if folder is None else find_weights(folder).files
         return {file: file.stat().st_size for file in files}
     except (CheckpointError, OSError, ValueError):
         return {}
@@ -111,7 +111,16 @@ def refuse_what_is_beside(name: str, folder: Path, *, without_adapter: bool) -> 
     weights = (f for f in folder.glob("*.safetensors") if not f.name.startswith(ADAPTER_WEIGHTS))
     is_model = (folder / "config.json").exists() or any(weights)
     if (folder / ADAPTER).exists() and not (is_model and without_adapter):
-        raise _adapter_error(name, _read(folder / ADAPTER), is_model=is_model)
+        adapter = _read(folder / ADAPTER)
+        fields = adapter if isinstance(adapter, dict) else {}
+        kind, base = fields.get("peft_type", "LoRA"), fields.get("base_model_name_or_path")
+        holds = f"a model and beside it a {kind} adapter" if is_model else f"a {kind} adapter alone"
+        flag = "; or give --without-adapter, and the model answers without it" if is_model else ""
+        raise CheckpointError(
+            f"{name} holds {holds} ({ADAPTER}), which fminfer does not apply. Its base model is "
+            f"{base or 'not named'}. Merge the two by peft's merge_and_unload, save that by "
+            f"save_pretrained, and give its folder{flag}"
+        )
     for file in QUANTIZED:
         if (folder / file).exists() and not _names_none(_read(folder / file)):
             raise CheckpointError(
@@ -134,15 +143,3 @@ def _read(file: Path) -> Any:
         return json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-
-
-def _adapter_error(name: str, adapter: Any, *, is_model: bool) -> CheckpointError:
-    fields = adapter if isinstance(adapter, dict) else {}
-    kind, base = fields.get("peft_type", "LoRA"), fields.get("base_model_name_or_path")
-    holds = f"a model and beside it a {kind} adapter" if is_model else f"a {kind} adapter alone"
-    flag = "; or give --without-adapter, and the model answers without it" if is_model else ""
-    return CheckpointError(
-        f"{name} holds {holds} ({ADAPTER}), which fminfer does not apply. Its base model is "
-        f"{base or 'not named'}. Merge the two by peft's merge_and_unload, save that by "
-        f"save_pretrained, and give its folder{flag}"
-    )

@@ -21,10 +21,10 @@ from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.families.tensor_names import AS_STORED, Layout, Source, source_of
 from fminfer.models.formats import FORMATS, StoredFormat
 from fminfer.models.sharding import WHOLE, ModelShare, TensorCut, outputs_dim
-from fminfer.models.stored.stored_tensors import BLOCKS, FLOATS
-from fminfer.models.stored.tensor_table import DTYPES, TensorFiles
-from fminfer.models.stored.weight_folder import indexed_names, weight_files
-from fminfer.models.tensor_specs import TensorSpecs, model_specs
+from fminfer.models.stored.stored_tensors import BLOCKS, DTYPES, FLOATS
+from fminfer.models.stored.tensor_table import TensorFiles
+from fminfer.models.stored.weight_folder import find_weights, indexed_names
+from fminfer.models.tensor_specs import model_specs
 
 Parts = list[tuple[Format, int]]  # formats and numbers of rows, as `Holding.of` takes them
 
@@ -108,26 +108,28 @@ def find_origins(
     Raises:
         CheckpointError: tensors are missing, of another shape or type, or not part of the model.
     """
-    search = _Search(checkpoint, stored, types or {})
-    specs = _own_specs(checkpoint, has_head=search.has_head())
+    search, specs = _Search(checkpoint, stored, types or {}), model_specs(checkpoint.model)
     found = {name: search.find(name, spec) for name, spec in specs.items()}
-    for wrong in search.find_wrong():
+    head = found.get("head.weight") if checkpoint.config.tie_word_embeddings else None
+    if head is not None and not all(map(search.has, head.pieces)):
+        del found["head.weight"]  # the embedding is the head
+    for wrong in search.find_wrong(found):
         raise CheckpointError(f"{checkpoint.name}{wrong}")
     return found
 
 
+def read_origins(checkpoint: Checkpoint, folder: Path) -> tuple[TensorFiles, Origins]:
+    """Find every tensor of the model by the headers of all weight files, as `find_origins`."""
+    files = TensorFiles(folder, checkpoint.architecture.prefix, checkpoint.dense_folders)
+    return files, find_origins(checkpoint, files.shapes, files.types)
+
+
 def drawn_origins(checkpoint: Checkpoint) -> Origins:
     """Return the tensors of a model that is stored nowhere."""
-    specs = _own_specs(checkpoint, has_head=False)
-    return {name: Origin(spec, (), AS_STORED) for name, spec in specs.items()}
-
-
-def _own_specs(checkpoint: Checkpoint, *, has_head: bool) -> TensorSpecs:
-    """Return all tensors, without a head that is tied to the embedding, if none is stored."""
     specs = model_specs(checkpoint.model)
-    if checkpoint.config.tie_word_embeddings and not has_head:
+    if checkpoint.config.tie_word_embeddings:
         specs.pop("head.weight", None)
-    return specs
+    return {name: Origin(spec, (), AS_STORED) for name, spec in specs.items()}
 
 
 def cut_origins(origins: Origins, share: ModelShare | None) -> Origins:
@@ -136,18 +138,12 @@ def cut_origins(origins: Origins, share: ModelShare | None) -> Origins:
     return {name: replace(each, cut=cuts.get(name, WHOLE)) for name, each in origins.items()}
 
 
-def open_files(checkpoint: Checkpoint, folder: Path) -> TensorFiles:
-    """Read the headers of all weight files."""
-    return TensorFiles(folder, checkpoint.architecture.prefix, checkpoint.dense_folders)
-
-
 def check_tensors(checkpoint: Checkpoint, *, has_weights: bool = True) -> None:
     """Refuse what loading would refuse, by the headers of weight files, or by an index alone."""
     if checkpoint.folder is None:
         return
     if has_weights:
-        files = open_files(checkpoint, checkpoint.folder)
-        find_origins(checkpoint, files.shapes, files.types)
+        read_origins(checkpoint, checkpoint.folder)
     elif names := indexed_names(checkpoint.folder):
         find_origins(checkpoint, dict.fromkeys(names))
 
@@ -162,9 +158,8 @@ def stored_formats(checkpoint: Checkpoint) -> dict[str, Parts]:
     if folder is None:
         return {}
     try:
-        if weight_files(folder):
-            files = open_files(checkpoint, folder)
-            origins = find_origins(checkpoint, files.shapes, files.types)
+        if find_weights(folder).files:
+            files, origins = read_origins(checkpoint, folder)
             origins.setdefault("head.weight", origins["embed.weight"])  # one that is tied
             return {name: each.stored_parts(files.types) for name, each in origins.items()}
     except CheckpointError:
@@ -175,10 +170,7 @@ def stored_formats(checkpoint: Checkpoint) -> dict[str, Parts]:
 
 class _Search:
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        stored: Mapping[str, Shape | None],
-        types: Mapping[str, str],
+        self, checkpoint: Checkpoint, stored: Mapping[str, Shape | None], types: Mapping[str, str]
     ) -> None:
         self._architecture = checkpoint.architecture
         self._stored, self._types = stored, types
@@ -186,40 +178,33 @@ class _Search:
         self._forms = [form for form in FORMATS if not types or known.intersection(form.types)]
         self._prefixes = tuple(dict.fromkeys((*PREFIXES, *self._architecture.base.split("|"))))
         self._by_core = {self._core(each): each for each in stored}
-        self._used: dict[str, StoredFormat | None] = {}
-        self._missing: list[str] = []
-        self._misshapen: list[str] = []
 
-    def has_head(self) -> bool:
-        """Tell whether the checkpoint has a weight of the head."""
-        model, source = self._architecture.model, self._architecture.outer.get("head")
-        if source is None:
-            return False
-        names = [f"{name}.weight" for name in source.names[0].split("|")]
-        shape = (model.vocab_size, model.embed_size)
-        return self._has(self._piece(names, shape, source.layout))
-
-    def find_wrong(self) -> Iterator[str]:
+    def find_wrong(self, origins: Origins) -> Iterator[str]:
         """Say what is wrong, in words that follow the name of the model."""
         left_out = self._architecture.left_out
+        pieces = [piece for each in origins.values() for piece in each.pieces]
+        used = {name: piece.format for piece in pieces for name in piece.stored}
         for tensor, dtype in self._types.items():
-            is_read = dtype in FLOATS or self._used.get(tensor) is not None
+            is_read = dtype in FLOATS or used.get(tensor) is not None
             if not is_read and not is_left_out(tensor, left_out):
                 yield f" stores {tensor!r} as {dtype}: {_why_not_read(tensor, dtype)}"
-        yield from (f": {wrong}" for wrong in self._misshapen)
-        left = [n for n in self._stored if n not in self._used and not is_left_out(n, left_out)]
-        for name in self._missing:
+        for name, shape in (each for piece in pieces for each in piece.stored.items()):
+            if (found := self._stored.get(name)) not in (None, shape):
+                why = "; it seems to be transposed" * (found == shape[::-1])
+                yield f": tensor {name!r} has shape {found}, and config.json asks for {shape}{why}"
+        left = [n for n in self._stored if n not in used and not is_left_out(n, left_out)]
+        missing = [name for name in used if name not in self._stored]
+        for name in missing:
             why = "the checkpoint is incomplete, fetch it again"
             if left:
                 why = (
                     f"it holds {left[0]!r}, which a model of this config does not have. Config and "
                     "weights do not belong together, or names were changed"
                 )
-            num = len(self._missing)
-            yield f" lacks {num} of the model's tensors, such as {name!r}; {why}"
-        used = {self._core(each): each for each in self._used}
+            yield f" lacks {len(missing)} of the model's tensors, such as {name!r}; {why}"
+        by_core = {self._core(each): each for each in used}
         for name in left:
-            if other := used.get(self._core(name)):
+            if other := by_core.get(self._core(name)):
                 yield f" holds a tensor twice, as {other!r} and as {name!r}; take one of them away"
         for name in left:
             yield (
@@ -237,20 +222,27 @@ class _Search:
         source = source_of(ours, where)
         whole = [prefix + each for each in source.whole.split("|")]
         pieces: tuple[Piece, ...] = (self._piece(whole, spec.shape, source.layout),)
-        if source.names and not (source.whole and self._has(pieces[0])):
+        if source.names and not (source.whole and self.has(pieces[0])):
             form = f"{prefix}{{}}.{ours.rpartition('.')[2]}"
             pieces = tuple(self._pieces(source, form, spec, attention))
-        for piece in pieces:
-            self._take(piece)
         return Origin(spec, pieces, source.layout, attention)
 
     def _pieces(
         self, source: Source, form: str, spec: TensorSpec, attention: Attention | None
     ) -> Iterator[Piece]:
         is_joined, is_stacked = len(source.names) > 1, "*" in source.names[0]
-        if spec.use == "moved" and is_joined:
-            assert attention is not None, "a latent is of a layer"
-            yield from self._pieces_by_head(source, form, attention)
+        first = 0
+        if spec.use == "moved" and is_joined:  # of each head, for its keys, turned, and its values
+            assert attention is not None and attention.latent is not None, "there is a kv_up"
+            latent = attention.latent
+            of_keys, of_values = source.names
+            kinds = ((of_keys, latent.key_dim, True), (of_values, latent.value_dim, False))
+            for head, (name, size, is_turned) in product(range(attention.heads), kinds):
+                shape = (latent.rank, size) if is_turned else (size, latent.rank)
+                own = form.format(name.replace("*", str(head)))
+                piece = self._piece([own], shape, source.layout)
+                yield replace(piece, first=first, last=first + size, is_turned=is_turned)
+                first += size
             return
         of_item = spec.shape[1:] if is_stacked else spec.shape
         sizes = [each.total for each in spec.outputs] if is_joined else [sum(of_item[:1])]
@@ -262,17 +254,6 @@ class _Search:
                 names = [each.rpartition("/")[2] for each in names]  # what is whole
                 yield self._piece(names, part, source.layout, item, first)
                 first += size
-
-    def _pieces_by_head(self, source: Source, form: str, how: Attention) -> Iterator[Piece]:
-        """Give each head's rows for its keys, which are stored turned, and for its values."""
-        latent, first = how.latent, 0
-        assert latent is not None, "there is a kv_up"
-        sizes = zip(source.names, (latent.key_dim, latent.value_dim), (True, False), strict=True)
-        for head, (name, size, is_turned) in product(range(how.heads), [*sizes]):
-            shape = (latent.rank, size) if is_turned else (size, latent.rank)
-            piece = self._piece([form.format(name.replace("*", str(head)))], shape, source.layout)
-            yield replace(piece, first=first, last=first + size, is_turned=is_turned)
-            first += size
 
     def _piece(
         self,
@@ -294,7 +275,7 @@ class _Search:
                 return Piece(found, form, *place)
         return Piece({self._resolve(*names): layout.stored_shape(shape)}, None, *place)
 
-    def _has(self, piece: Piece) -> bool:
+    def has(self, piece: Piece) -> bool:
         return all(name in self._stored for name in piece.stored)
 
     def _resolve(self, *names: str) -> str:
@@ -312,18 +293,6 @@ class _Search:
             name = name.removeprefix(prefix)
         stem, dot, leaf = name.rpartition(".")
         return stem + _OLD_LEAVES.get(dot + leaf, dot + leaf)
-
-    def _take(self, piece: Piece) -> None:
-        for name, shape in piece.stored.items():
-            found = self._stored.get(name)
-            self._used[name] = piece.format
-            if name not in self._stored:
-                self._missing.append(name)
-            elif found is not None and found != shape:
-                self._misshapen.append(
-                    f"tensor {name!r} has shape {found}, and config.json asks for {shape}"
-                    + "; it seems to be transposed" * (found == shape[::-1])
-                )
 
 
 def _why_not_read(tensor: str, dtype: str) -> str:

@@ -41,7 +41,11 @@ def read_sentence_folder(folder: Path) -> SentenceFolder | None:
     kinds = [each["type"].rpartition(".")[2] for each in modules]
     if (kinds[:1] != ["Transformer"] and "Pooling" not in kinds) or "LogitScore" in kinds:
         return None
-    _refuse_others(folder / MODULES, kinds)
+    if others := sorted({*kinds} - {"Transformer", "Pooling", "Dense", "Normalize", "Dropout"}):
+        raise _not_run(folder / MODULES, f"the module {others[0]}")
+    order = " ".join(kind for kind in kinds if kind != "Dropout")  # only training applies it
+    if not re.fullmatch("Transformer( Pooling( Dense)*( Normalize)?)?", order):
+        raise _not_run(folder / MODULES, f"the modules {order} in this order")
     own = [folder / str(each.get("path", "")) for each in modules]
     if own[0] != folder:
         raise _not_run(folder / MODULES, f"its model in a folder below, {own[0].name}; move it up")
@@ -89,14 +93,6 @@ def _modules(file: Path) -> list[dict[str, Any]]:
         return [each | {"type": str(each["type"])} for each in found]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return []
-
-
-def _refuse_others(file: Path, kinds: list[str]) -> None:
-    if others := sorted({*kinds} - {"Transformer", "Pooling", "Dense", "Normalize", "Dropout"}):
-        raise _not_run(file, f"the module {others[0]}")
-    order = " ".join(kind for kind in kinds if kind != "Dropout")  # only training applies it
-    if not re.fullmatch("Transformer( Pooling( Dense)*( Normalize)?)?", order):
-        raise _not_run(file, f"the modules {order} in this order")
 
 
 def _mode_of(file: Path) -> str:

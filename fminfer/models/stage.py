@@ -253,10 +253,23 @@ class Stage:
         results: Results = {}
         if len(step.draws):
             places = np.searchsorted(step.wanted, step.draws["token_index"])
-            results["tokens"] = self._by_parts(hidden, places, self._sampler(step))
+            tokens, most_top = self._tokens, int(step.draws["num_top"].max())
+            edits = StepEdits(step, tokens.size, self._device, tokens.own)
+
+            def draw_part(logits: torch.Tensor, part: slice) -> Draws:
+                how = SamplingTensors.of(step.draws[part], self._device)
+                return sample(logits, how, most_top, edits.part(part), tokens)
+
+            results["tokens"] = self._by_parts(hidden, places, draw_part)
         if len(step.scores):
             places = np.searchsorted(step.wanted, step.scores["token_index"])
-            results["prompt scores"] = self._by_parts(hidden, places, self._scorer(step))
+            (targets,) = send([step.scores["target_id"].copy()], self._device)
+            num_top = int(step.scores["num_top"].max())
+
+            def score_part(logits: torch.Tensor, part: slice) -> Draws:
+                return score(logits, targets[part], num_top, self._tokens)
+
+            results["prompt scores"] = self._by_parts(hidden, places, score_part)
         return results
 
     def _encode(self, step: Step, hidden: torch.Tensor | None) -> torch.Tensor:
@@ -295,24 +308,6 @@ class Stage:
         if self._network.pooling is not None:
             hidden = self._network.pooling(hidden, step.lengths)
         return hidden.contiguous().cpu().view(torch.uint8).numpy()
-
-    def _sampler(self, step: Step) -> Use:
-        """Return a function that draws the tokens of a part of the step's draws."""
-        tokens = self._tokens
-        edits = StepEdits(step, tokens.size, self._device, tokens.own)
-        num_top = int(step.draws["num_top"].max())
-
-        def choose(logits: torch.Tensor, part: slice) -> Draws:
-            how = SamplingTensors.of(step.draws[part], self._device)
-            return sample(logits, how, num_top, edits.part(part), tokens)
-
-        return choose
-
-    def _scorer(self, step: Step) -> Use:
-        """Return a function that finds the logprobs of a part of the step's scores."""
-        (targets,) = send([step.scores["target_id"].copy()], self._device)
-        num_top = int(step.scores["num_top"].max())
-        return lambda logits, part: score(logits, targets[part], num_top, self._tokens)
 
     def _by_parts(self, hidden: torch.Tensor, places: np.ndarray, use: Use) -> TokenLogprobs:
         """Run the head and `use` its logits a bounded number of rows at a time."""

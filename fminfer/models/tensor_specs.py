@@ -7,17 +7,7 @@ from typing import Literal
 
 import torch
 
-from fminfer.compute.spec import (
-    ACTIVATION_SHAPES,
-    Attention,
-    Encoder,
-    Latent,
-    Layer,
-    Mlp,
-    Model,
-    Moe,
-    Norm,
-)
+from fminfer.compute.spec import ACTIVATION_SHAPES, Attention, Latent, Layer, Mlp, Model, Moe, Norm
 from fminfer.compute.weights import TensorSpec, Units, Use, Weight
 from fminfer.core.partition import Part
 
@@ -93,7 +83,11 @@ def exit_specs(model: Model) -> TensorSpecs:
     found: TensorSpecs = {}
     if model.encoder is not None:
         found |= _of_norm("encoder.final_norm", model.encoder.final_norm, (hidden,))
-        found |= _of_pooling(model.encoder, hidden)
+        pooling, inputs = model.encoder.pooling, hidden
+        for number, each in enumerate(pooling.readings if pooling else ()):
+            found |= _of_product(f"reading_{number}", each.size, inputs, each.has_bias, "other")
+            found |= _of_norm(f"reading_{number}_norm", each.norm, (each.size,))
+            inputs = each.size
     if model.is_pooled:
         return found
     found |= _of_norm("final_norm", model.final_norm, (hidden,))
@@ -158,15 +152,6 @@ def _of_latent(how: Attention, latent: Latent, hidden: int) -> TensorSpecs:
     found |= _of_norm("kv_norm", latent.norm, (latent.rank,))
     of_heads = (replace(heads, size=latent.key_dim + latent.value_dim),)
     return found | _of_product("kv_up", of_heads, latent.rank, False, "moved")
-
-
-def _of_pooling(encoder: Encoder, inputs: int) -> TensorSpecs:
-    found: TensorSpecs = {}
-    for number, each in enumerate(encoder.pooling.readings if encoder.pooling else ()):
-        found |= _of_product(f"reading_{number}", each.size, inputs, each.has_bias, "other")
-        found |= _of_norm(f"reading_{number}_norm", each.norm, (each.size,))
-        inputs = each.size
-    return found
 
 
 def _of_mlp(mlp: Mlp, hidden: int, of: Literal["inner", "shared"] = "inner") -> TensorSpecs:

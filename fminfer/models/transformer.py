@@ -17,7 +17,7 @@ from fminfer.compute.spec import Encoder, Layer, Model, Pooling
 from fminfer.compute.step import ranges
 from fminfer.compute.weights import Function, Weight, dense
 from fminfer.machine.device import send
-from fminfer.models.layer import LayerOf, normed_sum, run_layers
+from fminfer.models.layer import LayerOf, normed_sum
 from fminfer.models.layer_source import LayerSource
 from fminfer.models.layer_step import Bodies, LayerStep
 from fminfer.models.layer_stream import LayerStream, StreamedLayers, StreamKind
@@ -68,9 +68,6 @@ class Head:
         return logits if self._bias is None else logits.add_(self._bias)
 
 
-Join = Callable[[LayerOf], LayerOf]
-
-
 class Transformer:
     """A model, or the layers of one stage. Each layer's weights go as soon as its bodies are made.
 
@@ -86,7 +83,7 @@ class Transformer:
         source: LayerSource,
         *,
         bodies: Bodies,
-        join: Join | None = None,
+        join: Callable[[LayerOf], LayerOf] | None = None,
         shards: ShardGroup | None = None,
         tokens: range | None = None,
         streams: StreamKind = "disk",
@@ -224,8 +221,16 @@ class Stack:
         return x if self._embed_norm is None else self._embed_norm(x)
 
     def run(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
-        """Run the layers, and behind the last of all the final norm, on (tokens, hidden)."""
-        return normed_sum(self._final_norm, *run_layers(self.layers, len(self.own), x, step))[1]
+        """Run the layers, the last one for the kept tokens, and behind that of all the norm."""
+        more: torch.Tensor | None = None
+        kept, step.kept, number = step.kept, None, 0
+        for layer in self.layers:
+            if number == len(self.own) - 1:
+                step.kept = kept
+            x, more = layer(x, more, number, step)
+            number += 1  # noqa: SIM113  # enumerate would hold it while the next one is made
+            del layer
+        return normed_sum(self._final_norm, x, more)[1]
 
 
 class PoolingOf:

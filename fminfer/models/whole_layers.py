@@ -229,7 +229,7 @@ class WholeLayer(LayerOf):
             self.step.workspace.drop()  # for the halves of the step
             raise MemoryError("no memory for a layer's working space")
         raise_failure(failed)
-        return out, None if normed is None else step.sum(self.run_mlp(normed, step))
+        return out, None if normed is None else step.sum(self.mlp(normed, step))
 
     def _turn(self, step: LayerStep, tokens: int) -> torch.Tensor | None:
         """Return cosines and sines, (2, tokens, turned) float32; None: no rotary positions."""

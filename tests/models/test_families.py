@@ -15,9 +15,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from fminfer.cli.app import main
 from fminfer.cli.families_command import EXAMPLES
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.config_fields import architecture_of
+from fminfer.models.config_fields import ROWS, architecture_of
 from fminfer.models.families import encoders
-from fminfer.models.families.table import ROWS
 from fminfer.models.origins import find_origins
 from tests.conftest import model_class
 from tests.published_configs import PUBLISHED

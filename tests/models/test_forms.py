@@ -25,7 +25,7 @@ from fminfer.models.layer_source import LayerSource, open_weights
 from fminfer.models.model_folder import find_weight_files
 from fminfer.models.origins import check_tensors, stored_formats
 from fminfer.models.stored.tensor_table import TensorFiles
-from fminfer.models.stored.weight_folder import weight_files
+from fminfer.models.stored.weight_folder import find_weights
 from fminfer.models.tensor_specs import Weights
 from fminfer.plan.planning import plan_ahead
 from tests.conftest import make_model, save_byte_tokenizer, some_families
@@ -170,7 +170,7 @@ def test_every_form_tells_its_type_and_size(form: str, dtype: torch.dtype, tmp_p
     folder = save(form, make_model("opt").to(dtype), tmp_path)
     stored = stored_formats(open_checkpoint(str(folder)))
     assert {each for parts in stored.values() for each, _ in parts} == {Dense(dtype)}
-    files = weight_files(folder)
+    files = find_weights(folder).files
     assert {file.name for file in files} == {
         file.name for file in folder.iterdir() if file.suffix != ".json"
     }

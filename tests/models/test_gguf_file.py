@@ -28,7 +28,7 @@ from fminfer.models.model_folder import find_weight_files
 from fminfer.models.origins import check_tensors
 from fminfer.models.stored.gguf_file import TYPES, read_gguf
 from fminfer.models.stored.stored_tensors import BLOCKS
-from fminfer.models.stored.weight_folder import weight_files
+from fminfer.models.stored.weight_folder import find_weights
 from tests.conftest import num_examples
 from tests.gguf_building import (
     ARRAY,
@@ -283,7 +283,11 @@ def split(name: str, folder: Path, num: int, *, says: int | None = None) -> Path
 
 def test_a_split_model_is_the_whole_one(tmp_path: Path) -> None:
     first, whole = split("llama", tmp_path, 3), SAMPLES / "llama.gguf"
-    assert [file.name[:7] for file in weight_files(first)] == ["m-00001", "m-00002", "m-00003"]
+    assert [file.name[:7] for file in find_weights(first).files] == [
+        "m-00001",
+        "m-00002",
+        "m-00003",
+    ]
     assert find_weight_files(str(first)).keys() == {*tmp_path.iterdir()}
     assert logits(first).equal(logits(whole))
     names = digest_files(open_checkpoint(str(first), ModelOptions(tokenizer=str(DEMO_MODEL))))

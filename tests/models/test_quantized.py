@@ -22,7 +22,7 @@ from fminfer.models.checkpoint import open_checkpoint, open_random
 from fminfer.models.formats import Holding
 from fminfer.models.layer_source import open_weights
 from fminfer.models.layer_step import Bodies
-from fminfer.models.origins import find_origins, open_files
+from fminfer.models.origins import read_origins
 from fminfer.plan.planning import plan_ahead
 from tests import conftest
 from tests.conftest import (
@@ -83,9 +83,9 @@ def save_both(
 def round_weights(folder: Path, quantized: str) -> None:
     """Make each stored matrix what its blocks stand for; a row of ours is a row of a stored one."""
     checkpoint, path = open_checkpoint(str(folder)), folder / "model.safetensors"
-    files = open_files(checkpoint, folder)
+    files, origins = read_origins(checkpoint, folder)
     tensors, holding = load_file(path), Holding(torch.float32, quantized=quantized)
-    for origin in find_origins(checkpoint, files.shapes, files.types).values():
+    for origin in origins.values():
         held = holding.of(origin.spec, origin.stored_parts(files.types))
         for name in [n for piece in origin.pieces for n in piece.stored]:
             if isinstance(held, Blocks):

@@ -21,7 +21,7 @@ from fminfer.compute.layers.products import library_products
 from fminfer.compute.spec import Model, Norm
 from fminfer.core.partition import Part, split_layers
 from fminfer.models.checkpoint import open_checkpoint
-from fminfer.models.families.table import ROWS
+from fminfer.models.config_fields import ROWS
 from fminfer.models.formats import Holding
 from fminfer.models.layer_source import open_weights
 from fminfer.models.layer_step import Bodies, LayerStep

@@ -24,7 +24,7 @@ from fminfer.core.partition import split_layers
 from fminfer.models.checkpoint import open_checkpoint, open_random
 from fminfer.models.formats import FORMATS, Holding
 from fminfer.models.layer_source import LayerSource, open_weights
-from fminfer.models.origins import check_tensors, find_origins, open_files, stored_formats
+from fminfer.models.origins import check_tensors, read_origins, stored_formats
 from fminfer.models.tensor_specs import part_specs
 from fminfer.plan.planning import plan_ahead
 from tests.conftest import make_model, save_byte_tokenizer
@@ -76,9 +76,9 @@ def int8() -> Iterator[RowsOfInt8]:
 def quantize(folder: Path, *, is_stored_so: bool) -> None:
     """Round every matrix of a checkpoint to int8, and store it so or as the floats that it is."""
     checkpoint, path = open_checkpoint(str(folder)), folder / "model.safetensors"
-    files = open_files(checkpoint, folder)
+    _, origins = read_origins(checkpoint, folder)
     tensors = load_file(path)
-    for origin in find_origins(checkpoint, files.shapes, files.types).values():
+    for origin in origins.values():
         for name in [n for piece in origin.pieces for n in piece.stored]:
             if origin.spec.use in ("product", "moved", "head", "embedding"):
                 _round(

@@ -165,12 +165,6 @@ def head_dim_of(c: Any) -> int:
     return int(getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads)
 
 
-def window_of(c: Any, layer: int) -> int | None:
-    types = getattr(c, "layer_types", None)
-    window: int | None = getattr(c, "sliding_window", None)
-    return None if types and types[layer] != "sliding_attention" else window
-
-
 def attention_of(c: Any, layer: int, **changes: Any) -> Attention:
     """Return a layer's attention by the fields of most configs, with changes."""
     heads, head_dim = c.num_attention_heads, head_dim_of(c)
@@ -179,7 +173,8 @@ def attention_of(c: Any, layer: int, **changes: Any) -> Attention:
     if "rope" not in changes and getattr(c, "rope_parameters", None):
         changes["rope"] = rope_of(c, layer)
     if "window" not in changes:
-        changes["window"] = window_of(c, layer)
+        types, window = getattr(c, "layer_types", None), getattr(c, "sliding_window", None)
+        changes["window"] = None if types and types[layer] != "sliding_attention" else window
     how = Attention(heads, changes.pop("kv_heads"), head_dim, head_dim**-0.5)
     return replace(how, **changes)
 

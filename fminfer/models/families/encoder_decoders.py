@@ -9,13 +9,7 @@ from fminfer.compute.spec import Attention, Cross, Encoder, Layer, Mlp, Model, N
 from fminfer.core.errors import CheckpointError
 from fminfer.models.families.config_parts import Row, like, places_of
 from fminfer.models.families.gpt_like import FAIRSEQ_INNER, FAIRSEQ_NORM, embed_scale
-from fminfer.models.families.tensor_names import (
-    AS_ROW,
-    Architecture,
-    Sources,
-    parameter,
-    sources,
-)
+from fminfer.models.families.tensor_names import AS_ROW, Architecture, Sources, parameter, sources
 
 
 def t5(c: Any, *, is_shared: bool = True) -> Architecture:

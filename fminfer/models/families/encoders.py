@@ -6,26 +6,15 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from fminfer.compute.spec import (
-    Attention,
-    Encoder,
-    Layer,
-    Mlp,
-    Model,
-    Norm,
-    Pooling,
-    Reading,
-    Relative,
-)
+from fminfer.compute.spec import Encoder, Layer, Mlp, Norm, Pooling, Reading, Relative
 from fminfer.core.errors import CheckpointError
 from fminfer.models.families.config_parts import (
     Changes,
     Row,
-    attention_of,
+    assemble,
     like,
     mlp_of,
     norm_of,
-    places_of,
     rope_of,
 )
 from fminfer.models.families.tensor_names import AS_STORED, Architecture, Source, Sources, sources
@@ -55,40 +44,25 @@ def _bert_like(
     *,
     base: str,  # what names begin with, where a head was saved, too
     norm: Norm | None = None,
-    attention: Attention | None = None,
-    mlp: Mlp | None = None,
     head: Sources = POOLER,  # that scores classes
     activation: str = "tanh",  # of that head
-    prefix: str = "encoder.layer.{}.",
-    inner: Sources = BERT_INNER,
-    outer: Sources = BERT_OUTER,
-    **encoder: Any,  # fields of `Encoder` that differ
+    **more: Any,  # as for `assemble`
 ) -> Architecture:
     """Return a BERT (Devlin et al. 2018) with what differs."""
     norm = norm or norm_of(c)
-    mlp = mlp or mlp_of(c, is_gated=False, has_bias=True)
-    layer = Layer(attention or _attention(c), mlp, **places_of(norm, "of_sum"))
-    how: Changes = {"num_positions": c.max_position_embeddings, "embed_norm": norm}
-    how["num_types"] = getattr(c, "type_vocab_size", 0)
-    readings = Reading(c.hidden_size, activation), Reading(c.num_labels)
-    scored = Pooling("cls", readings, is_scored=True), head
-    found = _encoder(c, (layer,) * c.num_hidden_layers, **how | encoder)
-    left_out = rf"({base})?pooler\."
-    return Architecture(found, outer, inner, prefix, base, left_out=left_out, scored=scored)
-
-
-def _encoder(c: Any, layers: tuple[Layer, ...], **how: Any) -> Model:
-    """Return the spec of an encoder with these fields of `Encoder`."""
-    encoder = Encoder(len(layers), pooling=MEAN, **how)
-    size = c.hidden_size
-    return Model(size, c.vocab_size, layers, None, embed_size=size, encoder=encoder)
-
-
-def _attention(c: Any, **changes: Any) -> Attention:
     usual: Changes = {"kv_heads": c.num_attention_heads, "rope": None, "window": None}
     usual |= {"has_qkv_bias": True, "has_out_bias": True}
     usual["is_causal"] = getattr(c, "is_decoder", False)
-    return attention_of(c, 0, **usual | changes)
+    own: Changes = {"num_positions": c.max_position_embeddings, "embed_norm": norm}
+    own |= {"prefix": "encoder.layer.{}.", "inner": BERT_INNER, "outer": BERT_OUTER}
+    own |= {"left_out": rf"({base})?pooler\.", "norms": "of_sum", "final_norm": None}
+    if "mlp" not in more:
+        own["mlp"] = mlp_of(c, is_gated=False, has_bias=True)
+    num_types = getattr(c, "type_vocab_size", 0)
+    found = pooled(assemble(c, norm=norm, usual=usual, **own | more), MEAN, num_types=num_types)
+    readings = Reading(c.hidden_size, activation), Reading(c.num_labels)
+    scored = Pooling("cls", readings, is_scored=True), head
+    return replace(found, base=base, scored=scored)
 
 
 def roberta(c: Any) -> Architecture:
@@ -133,7 +107,7 @@ def mpnet(c: Any) -> Architecture:
         c,
         base="mpnet.",
         head=CLASSIFIER,
-        attention=_attention(c, relative=Relative(32, 128, is_causal=False)),
+        attention={"relative": Relative(32, 128, is_causal=False)},
         inner=BERT_INNER | inner,
         position_offset=2,
     )
@@ -154,7 +128,7 @@ def nomic_bert(c: Any) -> Architecture:
     return _bert_like(
         c,
         base="nomic_bert.|encoder.",
-        attention=_attention(c, rope=rope_of(c), has_qkv_bias=False, has_out_bias=False),
+        attention={"rope": rope_of(c), "has_qkv_bias": False, "has_out_bias": False},
         mlp=mlp_of(c),
         prefix="layers.{}.",
         inner=inner,
@@ -165,16 +139,10 @@ def nomic_bert(c: Any) -> Architecture:
 
 def modernbert(c: Any) -> Architecture:
     """Return ModernBERT (Warner et al. 2024): some layers see a window on both sides."""
-    norm, mlp = norm_of(c, has_bias=c.norm_bias), mlp_of(c)
-    own = {"has_qkv_bias": c.attention_bias, "has_out_bias": c.attention_bias}
+    norm, has_bias = norm_of(c, has_bias=c.norm_bias), c.attention_bias
+    usual = {"has_qkv_bias": has_bias, "has_out_bias": has_bias, "is_causal": False}
     span = c.local_attention // 2 + 1  # itself, and so many on either side
-
-    def one(number: int) -> Layer:
-        window = span if c.layer_types[number] == "sliding_attention" else None
-        how = attention_of(c, number, window=window, is_causal=False, **own)
-        return Layer(how, mlp, before=(norm if number else None, norm))
-
-    layers = tuple(one(number) for number in range(c.num_hidden_layers))
+    windows = [span if kind == "sliding_attention" else None for kind in c.layer_types]
     dense = Reading(c.hidden_size, c.classifier_activation, c.classifier_bias, norm)
     head = sources(reading_0="head.dense", reading_0_norm="head.norm", reading_1="classifier")
     pooling = Pooling(c.classifier_pooling, (dense, Reading(c.num_labels)), is_scored=True)
@@ -191,8 +159,21 @@ def modernbert(c: Any) -> Architecture:
         up="mlp.Wi",
         down="mlp.Wo",
     )
-    model = _encoder(c, layers, embed_norm=norm, final_norm=norm)
-    return Architecture(model, outer, inner, "layers.{}.", "model.", scored=(pooling, head))
+    found = assemble(
+        c,
+        norm=norm,
+        mlp=mlp_of(c),
+        outer=outer,
+        inner=inner,
+        prefix="layers.{}.",
+        usual=usual,
+        attention=[{"window": window} for window in windows],
+        embed_norm=norm,
+    )
+    first, *others = found.model.layers  # the first one gets what is normed
+    layers = (replace(first, before=(None, norm)), *others)
+    found = pooled(replace(found, model=replace(found.model, layers=layers)), MEAN)
+    return replace(found, base="model.", scored=(pooling, head))
 
 
 ROWS: dict[str, Row] = {
@@ -258,6 +239,7 @@ def pooled(
     architecture: Architecture,
     pooling: Pooling,
     readings: Sources | None = None,  # where the tensors of the pooling's dense layers are
+    num_types: int = 0,  # of tokens
 ) -> Architecture:
     """Return an encoder that pools. A decoder's layers become the encoder's, and stay causal."""
     model, outer, encoder = architecture.model, architecture.outer, architecture.model.encoder
@@ -274,6 +256,7 @@ def pooled(
             model.embed_norm,
             model.num_positions,
             model.position_offset,
+            num_types,
         )
         outer = {f"encoder.{n}" if n in _MOVED else n: where for n, where in outer.items()}
     elif not model.is_pooled:

@@ -98,9 +98,7 @@ def gpt_like(
 def _fairseq(c: Any, *, top: str, outer: Sources | None = None, **more: Any) -> Architecture:
     """Return a GPT with the names, positions and eps of fairseq, whatever the config says of it."""
     own = sources(
-        embed=f"{top}embed_tokens",
-        positions=f"{top}embed_positions",
-        final_norm=f"{top}layer_norm",
+        embed=f"{top}embed_tokens", positions=f"{top}embed_positions", final_norm=f"{top}layer_norm"
     )
     usual: Changes = {
         "norm": FAIRSEQ_NORM,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import transformers
@@ -54,7 +56,11 @@ def config_of(model: GgufModel) -> Any:
     model.only("pooling_type", 0)
     model.only("nextn_predict_layers", 0)
     try:
-        fields = _of_all(model) | row(model)
+        fields = _of_all(model)
+        if callable(row):
+            fields |= row(model)
+        else:
+            fields |= {name: own(model) if callable(own) else own for name, own in row.items()}
         fields |= {name: fields[own] for name, own in ALIASES.items() if own in fields}
         model.refuse_unread()
         return transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
@@ -88,11 +94,6 @@ def _of_all(m: GgufModel) -> Fields:
         if m.arch not in OF_ONE_SIZE:
             fields["head_dim"] = _head_dim(m)
     return fields
-
-
-def _plain(m: GgufModel) -> Fields:
-    """Add nothing: an architecture of the same name, with the fields of all."""
-    return {}
 
 
 def _llama(m: GgufModel) -> Fields:
@@ -137,16 +138,6 @@ def _query_scalar(m: GgufModel, layers_of_27b: int) -> int:
     return m.hidden_size // m.heads if m.num_layers == layers_of_27b else _head_dim(m)
 
 
-def _gemma2(m: GgufModel) -> Fields:
-    return {
-        "query_pre_attn_scalar": _query_scalar(m, 46),
-        "sliding_window": m.whole("attention.sliding_window", 4096),
-        "layer_types": _kinds_of_layers(m, 2),
-        "attn_logit_softcapping": m.real("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": m.real("final_logit_softcapping", 30.0),
-    }
-
-
 def _gemma3(m: GgufModel) -> Fields:
     return {
         "model_type": "gemma3_text",
@@ -156,11 +147,6 @@ def _gemma3(m: GgufModel) -> Fields:
         "layer_types": _kinds_of_layers(m, 6 if _window(m) else 1),
         "final_logit_softcapping": m.real("final_logit_softcapping", 0.0) or None,
     }
-
-
-def _phi3(m: GgufModel) -> Fields:
-    original = _original_length(m)
-    return {"sliding_window": _window(m), "original_max_position_embeddings": original}
 
 
 def _refuse_grouped(m: GgufModel) -> None:
@@ -189,10 +175,6 @@ def _falcon(m: GgufModel) -> Fields:
         "new_decoder_architecture": is_new,
         "num_ln_in_parallel_attn": 2 if has_two else 1 if is_new else None,
     }
-
-
-def _starcoder2(m: GgufModel) -> Fields:
-    return {"sliding_window": _window(m)}
 
 
 def _command_r(m: GgufModel) -> Fields:
@@ -361,18 +343,25 @@ def _if_set(m: GgufModel, **keys: str) -> Fields:
     return {name: m.real(key) for name, key in found.items() if m.find(key) is not None}
 
 
-ROWS: dict[str, Callable[[GgufModel], Fields]] = {
+# The fields that each adds to those of all; what is a function finds them, or one of them.
+ROWS: dict[str, Callable[[GgufModel], Fields] | Fields] = {
     "llama": _llama,
-    **dict.fromkeys(("qwen2", "qwen3", "gemma", "gpt2"), _plain),
+    **{name: {} for name in ("qwen2", "qwen3", "gemma", "gpt2")},
     "qwen2moe": _qwen2moe,
     "qwen3moe": _qwen3moe,
-    "gemma2": _gemma2,
+    "gemma2": {
+        "query_pre_attn_scalar": partial(_query_scalar, layers_of_27b=46),
+        "sliding_window": methodcaller("whole", "attention.sliding_window", 4096),
+        "layer_types": partial(_kinds_of_layers, every=2),
+        "attn_logit_softcapping": methodcaller("real", "attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": methodcaller("real", "final_logit_softcapping", 30.0),
+    },
     "gemma3": _gemma3,
-    "phi3": _phi3,
+    "phi3": {"sliding_window": _window, "original_max_position_embeddings": _original_length},
     "bloom": _bloom,
     "gptneox": _gptneox,
     "falcon": _falcon,
-    "starcoder2": _starcoder2,
+    "starcoder2": {"sliding_window": _window},
     "command-r": _command_r,
     "olmo2": _olmo2,
     "granite": _granite,

@@ -17,16 +17,16 @@ from fminfer.models.families.tensor_names import (
     BY_PAIRS,
     WITH_ONE,
     Architecture,
-    Sources,
     laid_out,
     parameter,
     sources,
 )
 from fminfer.models.stored.gguf_file import Metadata, read_gguf
 from fminfer.models.stored.stored_tensors import StoredTensor
-from fminfer.models.stored.weight_folder import weight_files
+from fminfer.models.stored.weight_folder import find_weights
 
 LAST_NORM = "output_norm.weight"
+ONLY_WITH = "and fminfer computes such a model only with"
 MOST = 1 << 20  # of whole numbers, so that a broken file asks for no endless lists
 # Keys of an architecture that nothing reads → why they change no answer.
 HARMLESS = {
@@ -94,7 +94,7 @@ class GgufModel:
         found = self.find(key)
         if isinstance(found, list) and found:
             if any(each != found[0] for each in found):
-                raise self._unlike(key, found, "one number for all layers")
+                raise self._refusal(key, found, f"{ONLY_WITH} one number for all layers")
             found = found[0]
         found = default if found is None else found
         if type(found) is not int or not least <= found <= max(most, default or 0):
@@ -114,7 +114,8 @@ class GgufModel:
         found = self.find(key)
         if found is not None and found not in allowed:
             *first, last = map(str, allowed)
-            raise self._unlike(key, found, f"{', '.join(first)} or {last}" if first else last)
+            allowed_ones = f"{', '.join(first)} or {last}" if first else last
+            raise self._refusal(key, found, f"{ONLY_WITH} {allowed_ones}")
 
     def rows(self, tensor: str) -> int:
         """Return the outputs of a stored matrix."""
@@ -135,9 +136,6 @@ class GgufModel:
         said = f"{self.path} sets {self.arch}.{key} to {f'{found!r:.60}'}"
         return CheckpointError(f"{said}, {why}; take the same model in safetensors")
 
-    def _unlike(self, key: str, found: object, allowed: str) -> CheckpointError:
-        return self._refusal(key, found, f"and fminfer computes such a model only with {allowed}")
-
     def _wrong(self, key: str, found: object, kind: str) -> CheckpointError:
         if found is None:
             return broken(self.path, f"it lacks the key {self.arch}.{key}")
@@ -146,7 +144,7 @@ class GgufModel:
 
 def read_model(path: Path) -> GgufModel:
     """Read the headers of a model's files; the first one's metadata count."""
-    found = [read_gguf(file) for file in weight_files(path)]
+    found = [read_gguf(file) for file in find_weights(path).files]
     first, metadata = found[0]
     tensors = {name: each for file, _ in found for name, each in file.tensors.items()}
     model = GgufModel(path, metadata, tensors, first.header)
@@ -212,30 +210,27 @@ LEFT_OUT = r"rope_freqs\.weight$|rope_factors_(long|short)\.weight$|blk\.\d+\.at
 
 
 def gguf_architecture(model: GgufModel, spec: Model) -> Architecture:
-    """Return where a GGUF file has the tensors of a spec."""
-    outer, inner = OUTER, INNER | _of_file(model)
+    """Return where a GGUF file has the tensors of a spec.
+
+    Some differ by architecture, and a file may have joined what others have in parts.
+    """
+    modules = {name.partition(".")[2].partition(".")[2] for name in model.tensors}
+    outer, inner = OUTER, dict(INNER)
+    if "attn_qkv.weight" in modules:
+        inner |= sources(qkv="attn_qkv")
+    if "ffn_gate.weight" not in modules:
+        inner |= sources(up="ffn_up")
+    if "ffn_gate_up_exps.0.weight" in modules:
+        inner |= sources(experts__up="ffn_gate_up_exps.*")
+    if model.arch == "falcon" and "attn_norm_2.weight" in modules:
+        inner |= sources(before_attention="attn_norm_2", before_mlp="attn_norm")
+    if model.arch == "gpt-oss":
+        inner |= sources(before_mlp="post_attention_norm|ffn_norm")
+    if model.arch == "deepseek2":
+        is_old = "attn_kv_b.weight" in modules
+        inner |= LATENT | sources(kv_up="attn_kv_b" if is_old else "attn_k_b.* attn_v_b.*")
     if model.arch in PAIRED:
         inner = laid_out(BY_PAIRS, inner, "qkv")
     if model.arch in WITH_ONES:
         inner, outer = laid_out(WITH_ONE, inner, *NORMS), laid_out(WITH_ONE, outer, "final_norm")
     return Architecture(spec, outer, inner, "blk.{}.", "blk.", left_out=LEFT_OUT)
-
-
-def _of_file(model: GgufModel) -> Sources:
-    """Return what differs by architecture, and what a file has joined that others have in parts."""
-    modules = {name.partition(".")[2].partition(".")[2] for name in model.tensors}
-    found: Sources = {}
-    if "attn_qkv.weight" in modules:
-        found |= sources(qkv="attn_qkv")
-    if "ffn_gate.weight" not in modules:
-        found |= sources(up="ffn_up")
-    if "ffn_gate_up_exps.0.weight" in modules:
-        found |= sources(experts__up="ffn_gate_up_exps.*")
-    if model.arch == "falcon" and "attn_norm_2.weight" in modules:
-        found |= sources(before_attention="attn_norm_2", before_mlp="attn_norm")
-    if model.arch == "gpt-oss":
-        found |= sources(before_mlp="post_attention_norm|ffn_norm")
-    if model.arch == "deepseek2":
-        is_old = "attn_kv_b.weight" in modules
-        found |= LATENT | sources(kv_up="attn_kv_b" if is_old else "attn_k_b.* attn_v_b.*")
-    return found

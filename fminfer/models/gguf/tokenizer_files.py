@@ -107,7 +107,12 @@ def write_tokenizer_files(metadata: Metadata, folder: Path) -> None:
     adds_bos = kind == "llama" if cuts is None else cuts.adds_bos
     before = vocabulary.special("bos") if vocabulary.find("add_bos_token", adds_bos) else None
     behind = vocabulary.special("eos") if vocabulary.find("add_eos_token", kind == "t5") else None
-    backend.post_processor = _post_processor(vocabulary, before, behind)
+    first, second = (
+        [piece for piece in (before, text, behind) if piece is not None] for text in ("$A", "$B")
+    )
+    special = {piece: vocabulary.ids[piece] for piece in (before, behind) if piece is not None}
+    special_ids = [*special.items()]
+    backend.post_processor = processors.TemplateProcessing(first, first + second, special_ids)
     content: dict[str, Any] = json.loads(backend.to_str())
     content["added_tokens"] = vocabulary.added_tokens()
     content["model"] |= pieces
@@ -130,17 +135,6 @@ def write_generation_config(metadata: Metadata, folder: Path) -> None:
         "pad_token_id": vocabulary.special_id("padding"),
     }
     _write(folder / "generation_config.json", _without_none(fields))
-
-
-def _post_processor(
-    vocabulary: StoredVocabulary, before: str | None, behind: str | None
-) -> processors.PostProcessor:
-    """Put a token before each text and one behind it, where the tokenizer has such."""
-    first, second = (
-        [piece for piece in (before, text, behind) if piece is not None] for text in ("$A", "$B")
-    )
-    special = {piece: vocabulary.ids[piece] for piece in (before, behind) if piece is not None}
-    return processors.TemplateProcessing(first, first + second, list(special.items()))
 
 
 def _config(vocabulary: StoredVocabulary) -> Json:

@@ -76,11 +76,6 @@ class StoredVocabulary:
         return {piece: i for i, piece in enumerate(self.pieces) if piece is not None}
 
     @property
-    def has_bytes(self) -> bool:
-        """Whether text without a piece becomes pieces of bytes."""
-        return BYTE in self.types
-
-    @property
     def leads_with_space(self) -> bool:
         """Whether a text gets a space before it."""
         return bool(self.find("add_space_prefix", self.kind == "llama"))
@@ -258,7 +253,7 @@ def scored_merges(vocabulary: StoredVocabulary) -> tuple[BackendTokenizer, Json]
 
     ids, leads = vocabulary.ids, vocabulary.leads_with_space
     merges = generate_merges(ids, {piece: vocabulary.scores[i] for piece, i in ids.items()})
-    unknown, has_bytes = vocabulary.special("unknown"), vocabulary.has_bytes
+    unknown, has_bytes = vocabulary.special("unknown"), BYTE in vocabulary.types
     backend = BackendTokenizer(
         models.BPE(unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes)
     )
@@ -274,7 +269,7 @@ def unigram(vocabulary: StoredVocabulary) -> tuple[BackendTokenizer, Json]:
     """Make sentencepiece's Unigram, T5's kind: the pieces with the best sum of scores."""
     named = (piece or f"[PAD{i}]" for i, piece in enumerate(vocabulary.pieces))
     scored = list(zip(named, vocabulary.scores, strict=False))
-    unknown, has_bytes = vocabulary.special_id("unknown"), vocabulary.has_bytes
+    unknown, has_bytes = vocabulary.special_id("unknown"), BYTE in vocabulary.types
     backend = BackendTokenizer(models.Unigram(scored, unknown, has_bytes))
     leads = vocabulary.leads_with_space
     scheme = "always" if leads else "never"

@@ -6,14 +6,13 @@ there in the next pass either.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import mmap
 import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -99,12 +98,9 @@ class OpenFile:
     """
 
     def __init__(self, path: Path, *, is_direct: bool, seen: FileFacts | None) -> None:
-        self._path, self._is_direct = path, is_direct
+        self._path = path
         try:
-            try:
-                self._file = FileIO(path, opener=_open_direct if is_direct else None)
-            except OSError:  # some file systems, such as those in memory, refuse
-                self._file = FileIO(path)
+            self._file = (is_direct and _open_direct(path)) or FileIO(path)
         except OSError as error:
             raise MachineError(f"{path} cannot be read: {error.strerror}") from error
         self._was = seen or facts_of(self._file.fileno())
@@ -113,14 +109,10 @@ class OpenFile:
         """Read bytes from `start` on, until the target is full, or the file ends behind `least`."""
         number, done, facts = self._file.fileno(), 0, self._was
         while done < least:
-            is_direct = self._is_direct  # before the read: another thread may change it
             try:
                 num = os.preadv(number, [target[done:]], start + done)
                 facts = facts_of(number)
             except OSError as error:
-                if error.errno == errno.EINVAL and is_direct:
-                    self._leave_direct()
-                    continue
                 raise self._trouble(f"cannot be read ({error.strerror})") from error
             if num == 0:
                 raise self._trouble(f"ends at byte {start + done}; it was cut off")
@@ -131,12 +123,6 @@ class OpenFile:
     def close(self) -> None:
         self._file.close()
 
-    def _leave_direct(self) -> None:
-        """Read through the system's cache from now on."""
-        number = self._file.fileno()
-        fcntl.fcntl(number, fcntl.F_SETFL, fcntl.fcntl(number, fcntl.F_GETFL) & ~O_DIRECT)
-        self._is_direct = False
-
     def _trouble(self, what: str) -> MachineError:
         return MachineError(
             f"{self._path} {what} while its weights were read in each step (--offload). Finished "
@@ -144,8 +130,15 @@ class OpenFile:
         )
 
 
-def _open_direct(path: str, flags: int) -> int:
-    return os.open(path, flags | O_DIRECT)
+def _open_direct(path: Path) -> FileIO | None:
+    """Open a file past the system's cache; None: its file system refuses that, or such a read."""
+    with suppress(OSError), ExitStack() as stack:
+        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | O_DIRECT)
+        file = stack.enter_context(FileIO(number))
+        os.preadv(number, [mmap.mmap(-1, UNIT)], 0)
+        stack.pop_all()
+        return file
+    return None
 
 
 Reading = Sequence["Future[None]"]  # of the pieces of spans that are being read

@@ -15,6 +15,7 @@ from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import MAGIC, broken, refuse_impostor
 from fminfer.models.stored.stored_tensors import (
     BLOCKS,
+    GGUF_TYPES,
     MOST_HEADER_BYTES,
     StoredFile,
     StoredTensor,
@@ -25,14 +26,7 @@ Metadata = dict[str, object]
 FLOAT, STRING, ARRAY = 6, 8, 9  # kinds of values
 # Values of the metadata: number → letter of numpy. 8 is a string, 9 an array.
 NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
-# Tensors: type by its number, from 0 on. Those behind _4_ or _8_ were interleaved for some
-# processors, and ggml has given them up.
-_NAMES = """
-F32 F16 Q4_0 Q4_1 - - Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS
-IQ1_S IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16 Q4_0_4_4 Q4_0_4_8 Q4_0_8_8 TQ1_0
-TQ2_0 IQ4_NL_4_4 IQ4_NL_4_8 IQ4_NL_8_8 MXFP4 NVFP4 Q1_0 Q2_0
-"""
-TYPES = {number: name for number, name in enumerate(_NAMES.split()) if name != "-"}
+TYPES = {number: name for number, (name, *_) in enumerate(GGUF_TYPES) if name != "-"}
 ALIGNMENT = "general.alignment"
 MOST_DIMENSIONS = 4
 # Tensors whose first dimension counts experts, or heads.
@@ -50,8 +44,6 @@ def read_gguf(path: Path) -> tuple[StoredFile, Metadata]:
     """
     refuse_impostor(path)
     try:
-        if not path.stat().st_size:
-            raise ValueError("it is empty")
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _read_header(path, _Cursor(data))
     except (OSError, ValueError) as error:
@@ -137,7 +129,12 @@ def _read_header(path: Path, cursor: _Cursor) -> tuple[StoredFile, Metadata]:
             "again with a current llama.cpp"
         )
     num_tensors, num_keys = cursor.numbers("Q", 2)
-    metadata = _read_metadata(cursor, num_keys)
+    metadata: Metadata = {}
+    for _ in range(num_keys):
+        (key,) = cursor.texts(1)
+        if key in metadata:
+            raise ValueError(f"the key {key!r} is there twice")
+        metadata[key] = cursor.value()
     tensors = [_read_entry(path, cursor) for _ in range(num_tensors)]
     end, step = cursor.at, metadata.get(ALIGNMENT, 32)
     if type(step) is not int or step < 1 or step & (step - 1):
@@ -150,16 +147,6 @@ def _read_header(path: Path, cursor: _Cursor) -> tuple[StoredFile, Metadata]:
             raise ValueError(f"tensor {name!r} is there twice")
         parts[name] = replace(part, start=first + part.start)
     return StoredFile(path, parts, (0, end)), metadata
-
-
-def _read_metadata(cursor: _Cursor, num: int) -> Metadata:
-    metadata: Metadata = {}
-    for _ in range(num):
-        (key,) = cursor.texts(1)
-        if key in metadata:
-            raise ValueError(f"the key {key!r} is there twice")
-        metadata[key] = cursor.value()
-    return metadata
 
 
 def _read_entry(path: Path, cursor: _Cursor) -> tuple[str, StoredTensor]:

@@ -8,33 +8,34 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fminfer.core.impostors import broken
 
-# Of GGUF: inputs of a block → types, each with the bytes of one. A row is blocks after each other.
-_SIZES = {
-    32: "Q4_0 18 Q4_1 20 Q5_0 22 Q5_1 24 Q8_0 34 Q8_1 40 IQ4_NL 18 MXFP4 17 Q4_0_4_4 18"
-    " Q4_0_4_8 18 Q4_0_8_8 18 IQ4_NL_4_4 18 IQ4_NL_4_8 18 IQ4_NL_8_8 18",
-    64: "NVFP4 36 Q2_0 18",
-    128: "Q1_0 18",
-    256: "Q2_K 84 Q3_K 110 Q4_K 144 Q5_K 176 Q6_K 210 Q8_K 292 IQ1_S 50 IQ1_M 56 IQ2_XXS 66"
-    " IQ2_XS 74 IQ2_S 82 IQ3_XXS 98 IQ3_S 110 IQ4_XS 136 TQ1_0 54 TQ2_0 66",
+# Types of GGUF by their numbers, from 0 on: name, and of those in blocks the inputs and the bytes
+# of one. A row is blocks after each other. Those behind _4_ or _8_ were interleaved for some
+# processors, and ggml has given them up.
+_GGUF = """
+F32 F16 Q4_0/32/18 Q4_1/32/20 - - Q5_0/32/22 Q5_1/32/24 Q8_0/32/34 Q8_1/32/40 Q2_K/256/84
+Q3_K/256/110 Q4_K/256/144 Q5_K/256/176 Q6_K/256/210 Q8_K/256/292 IQ2_XXS/256/66 IQ2_XS/256/74
+IQ3_XXS/256/98 IQ1_S/256/50 IQ4_NL/32/18 IQ3_S/256/110 IQ2_S/256/82 IQ4_XS/256/136 I8 I16 I32 I64
+F64 IQ1_M/256/56 BF16 Q4_0_4_4/32/18 Q4_0_4_8/32/18 Q4_0_8_8/32/18 TQ1_0/256/54 TQ2_0/256/66
+IQ4_NL_4_4/32/18 IQ4_NL_4_8/32/18 IQ4_NL_8_8/32/18 MXFP4/32/17 NVFP4/64/36 Q1_0/128/18 Q2_0/64/18
+"""
+GGUF_TYPES = [each.split("/") for each in _GGUF.split()]
+BLOCKS = {name: (int(sizes[0]), int(sizes[1])) for name, *sizes in GGUF_TYPES if sizes}
+# Of values, by the type's name in safetensors; those in blocks have shapes in bytes.
+DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
+    **{"BOOL": torch.bool, "C64": torch.complex64, "F8_E8M0": torch.float8_e8m0fnu},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz},
+    **{"F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz},
+    **dict.fromkeys(BLOCKS, torch.uint8),
 }
-BLOCKS: dict[str, tuple[int, int]] = {
-    name: (size, int(num_bytes))
-    for size, words in _SIZES.items()
-    for name, num_bytes in zip(words.split()[::2], words.split()[1::2], strict=True)
-}
-# Bits of a value, by the type's name in safetensors.
-BITS = {
-    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
-    **dict.fromkeys(("F32", "I32", "U32"), 32),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
-    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
-    **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
-    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-    "F4": 4,
-    **dict.fromkeys(BLOCKS, 8),  # whose shapes are in bytes
-}
+BITS = {name: 8 * dtype.itemsize for name, dtype in DTYPES.items()}
+BITS |= {"F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}
 FLOATS = ("F64", "F32", "BF16", "F16")  # the types in which weights run
 MOST_HEADER_BYTES = 100_000_000  # of what names the tensors of a file
 
@@ -114,7 +115,14 @@ def read_safetensors(path: Path) -> StoredFile:
             tensors = {name: _place(path, entry, start) for name, entry in header.items()}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise broken(path, f"its header: {error or type(error).__name__}") from error
-    _check_order(path, tensors, start, size)
+    end = start
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].span):
+        first, last = tensor.span
+        if first != end:
+            raise broken(path, f"tensor {name!r} begins at byte {first} instead of {end}")
+        end = last
+    if end != size:
+        raise broken(path, f"it has {size} bytes, and its header tells of {end}")
     return StoredFile(path, tensors, (0, start))
 
 
@@ -135,15 +143,3 @@ def _place(path: Path, entry: dict[str, Any], start: int) -> StoredTensor:
     if math.prod(shape) * BITS.get(dtype, 8) != 8 * (last - first):
         raise ValueError(f"{dtype} of the shape {shape} does not take {last - first} bytes")
     return StoredTensor(path, dtype, shape, start + first, plain_strides(shape))
-
-
-def _check_order(path: Path, tensors: dict[str, StoredTensor], start: int, size: int) -> None:
-    """Refuse tensors that overlap, holes between them, and a file that ends too early or late."""
-    end = start
-    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].span):
-        first, last = tensor.span
-        if first != end:
-            raise broken(path, f"tensor {name!r} begins at byte {first} instead of {end}")
-        end = last
-    if end != size:
-        raise broken(path, f"it has {size} bytes, and its header tells of {end}")

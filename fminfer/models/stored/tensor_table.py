@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from fminfer.models.stored.direct_reads import FileFacts, Lent, Span, facts_of
 from fminfer.models.stored.gguf_file import read_gguf
 from fminfer.models.stored.stored_tensors import (
     BITS,
-    BLOCKS,
+    DTYPES,
     JoinedTensor,
     StoredFile,
     StoredTensor,
@@ -36,9 +36,6 @@ from fminfer.models.stored.weight_folder import (
     unsharded_error,
 )
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-DTYPES |= {"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn}
-DTYPES |= dict.fromkeys(BLOCKS, torch.uint8)
 PAGE = mmap.PAGESIZE
 COPIED_BYTES = 1 << 18  # at once, of what is not aligned
 AHEAD = 1 << 29  # bytes that are read before they are asked for; one group is in any case
@@ -142,8 +139,13 @@ class TensorFiles:
             target.copy_(self._view(tensor.parts[0]))
             return
         for part in tensor.parts:
-            size = part.shape[tensor.dim]
-            self._copy(part, target.narrow(tensor.dim, first, size))
+            size, rows = part.shape[tensor.dim], part.shape[0]
+            own = target.narrow(tensor.dim, first, size)
+            step = rows if _is_aligned(part) else -(-rows * COPIED_BYTES // max(1, own.nbytes))
+            for row in range(0, rows, step or 1):
+                last = min(row + step, rows)
+                own[row:last] = self._view(part.rows(row, last))
+            self._drop(part)
             first += size
 
     def drop(self, name: str) -> None:
@@ -194,14 +196,6 @@ class TensorFiles:
             raise broken(file, "it was cut off meanwhile")
         return torch.frombuffer(mapped, dtype=torch.uint8, count=last - first, offset=first)
 
-    def _copy(self, tensor: StoredTensor, target: torch.Tensor) -> None:
-        rows = tensor.shape[0]
-        step = rows if _is_aligned(tensor) else -(-rows * COPIED_BYTES // max(1, target.nbytes))
-        for first in range(0, rows, step or 1):
-            last = min(first + step, rows)
-            target[first:last] = self._view(tensor.rows(first, last))
-        self._drop(tensor)
-
     def _map(self, path: Path) -> mmap.mmap:
         if path not in self._maps:
             try:
@@ -238,27 +232,22 @@ def reading_ahead(groups: Sequence[Sequence[Waiting]]) -> Iterator[Callable[[], 
         what is to be called when a group has been used.
     """
     largest = max((sum(part.nbytes for part in group) for group in groups), default=0)
-    room = threading.Semaphore(max(1, AHEAD // max(1, largest)))
-    is_over = threading.Event()
+    waiting = iter(groups)
+    with ThreadPoolExecutor(1, "fminfer weights") as thread:
 
-    def read() -> None:
-        for group in groups:
-            room.acquire()
-            for part in group:
-                if is_over.is_set():
-                    return
-                part.fetch()
+        def read_next() -> None:
+            for part in next(waiting, ()):
+                thread.submit(part.fetch)
 
-    thread = threading.Thread(target=read, name="fminfer weights", daemon=True)
-    thread.start()
-    try:
-        yield room.release
-    except BaseException:
-        is_over.set()
-        raise
-    finally:
-        room.release(len(groups) or 1)
-        thread.join()
+        for _ in groups[: max(1, AHEAD // max(1, largest))]:
+            read_next()
+        try:
+            yield read_next
+        except BaseException:
+            thread.shutdown(cancel_futures=True)
+            raise
+        for _ in groups:
+            read_next()
 
 
 def _is_aligned(tensor: StoredTensor) -> bool:

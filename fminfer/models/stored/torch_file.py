@@ -19,7 +19,14 @@ from typing import Any, BinaryIO
 
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import broken
-from fminfer.models.stored.stored_tensors import BITS, MOST_HEADER_BYTES, StoredFile, StoredTensor
+from fminfer.models.stored.stored_tensors import (
+    BITS,
+    BLOCKS,
+    DTYPES,
+    MOST_HEADER_BYTES,
+    StoredFile,
+    StoredTensor,
+)
 
 MOST_STEPS = 5_000_000  # 100,000 tensors have about 4 million
 STORAGES = {
@@ -28,12 +35,8 @@ STORAGES = {
     **{"IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8"},
     **{"ByteStorage": "U8", "BoolStorage": "BOOL", "UntypedStorage": "U8"},
 }
-DTYPES = {
-    **{"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"},
-    **{"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8"},
-    **{"uint64": "U64", "uint32": "U32", "uint16": "U16", "float8_e8m0fnu": "F8_E8M0"},
-    **{"float8_e4m3fn": "F8_E4M3", "float8_e4m3fnuz": "F8_E4M3FNUZ"},
-    **{"float8_e5m2": "F8_E5M2", "float8_e5m2fnuz": "F8_E5M2FNUZ"},
+OF_DTYPES = {
+    str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items() if name not in BLOCKS
 }
 DICTS = {"collections.OrderedDict", "builtins.dict", "__builtin__.dict"}
 TENSORS = {f"torch._utils._rebuild_tensor{version}" for version in ("", "_v2", "_v3")}
@@ -84,25 +87,21 @@ class PickledTensor:
     strides: Any
 
 
-@dataclass(slots=True, frozen=True)
-class Name:
+class Name(str):
     """What a pickle would import."""
-
-    path: str
 
 
 THING = object()  # stands for one that nobody needs
 MARK = object()
-# Instructions that push their argument, a fixed value, or a new list or dict.
+TO_MARK = -1
+# Instructions that push their argument, or a fixed value.
 PUSHED = {
     *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE"),
     *("BINUNICODE8", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "INT", "LONG"),
 }
-FIXED: dict[str, object] = {
-    **{"NONE": None, "NEWTRUE": True, "NEWFALSE": False},
-    **{"EMPTY_TUPLE": (), "EMPTY_SET": THING, "MARK": MARK},
-}
-NEW: dict[str, Callable[[], object]] = {"EMPTY_DICT": dict, "EMPTY_LIST": list}
+FIXED = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_SET": THING, "MARK": MARK}
+# Instructions that add so many of the last values to a list, a dict or a thing before them.
+ADDED = {"APPEND": 1, "SETITEM": 2, **dict.fromkeys(("APPENDS", "SETITEMS", "ADDITEMS"), TO_MARK)}
 
 
 def read_torch_file(path: Path) -> StoredFile:
@@ -208,71 +207,46 @@ class _Machine:
         return self._stack.pop()
 
     def _do(self, name: str, argument: Any) -> None:
-        if name in PUSHED:
-            self._stack.append(argument)
-        elif name in FIXED:
-            self._stack.append(FIXED[name])
-        elif name in NEW:
-            self._stack.append(NEW[name]())
-        elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
-            self._memo[len(self._memo) if argument is None else argument] = self._stack[-1]
-        elif name in ("BINGET", "LONG_BINGET"):
-            self._stack.append(self._memo[argument])
-        elif name not in ("PROTO", "FRAME", "STOP"):
-            self._build(name, argument)
-
-    def _build(self, name: str, argument: Any) -> None:
-        """Make one value of others."""
         stack = self._stack
-        match name:
-            case "TUPLE":
-                stack.append(tuple(self._pop_to_mark()))
-            case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                stack.append(tuple(self._pop(int(name[-1]))))
-            case "LIST":
-                stack.append(self._pop_to_mark())
-            case "APPEND" | "APPENDS":
-                items = self._pop(1) if name == "APPEND" else self._pop_to_mark()
-                if isinstance(stack[-1], list):
-                    stack[-1].extend(items)
-            case "SETITEM" | "SETITEMS":
-                items = self._pop(2) if name == "SETITEM" else self._pop_to_mark()
-                if isinstance(stack[-1], dict):
-                    _add_pairs(stack[-1], items)
-            case "ADDITEMS":  # of a set
-                self._pop_to_mark()
-            case "GLOBAL":
-                stack.append(_named(argument.replace(" ", ".", 1)))
-            case "STACK_GLOBAL":
-                stack.append(_named(".".join(map(str, self._pop(2)))))
-            case "REDUCE" | "NEWOBJ":
-                callee, arguments = self._pop(2)
-                stack.append(_made_by(callee, arguments))
-            case "BUILD":  # with a state such as the _metadata of an OrderedDict
-                stack.pop()
-            case "BINPERSID":
-                stack.append(self._storage(stack.pop()))
-            case _:
-                raise ValueError(f"the instruction {name} is not of torch.save")
+        if name in PUSHED:
+            stack.append(argument)
+        elif name in FIXED:
+            stack.append(FIXED[name])
+        elif name in MADE:
+            num, make = MADE[name]
+            stack.append(make(self._pop(num)))
+        elif name in ADDED:
+            items = self._pop(ADDED[name])
+            if isinstance(stack[-1], dict) and name.startswith("SETITEM"):
+                _add_pairs(stack[-1], items)
+            elif isinstance(stack[-1], list) and name.startswith("APPEND"):
+                stack[-1].extend(items)
+        elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            self._memo[len(self._memo) if argument is None else argument] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(self._memo[argument])
+        elif name == "GLOBAL":
+            stack.append(_named(argument.split(" ", 1)))
+        elif name == "BUILD":  # with a state such as the _metadata of an OrderedDict
+            stack.pop()
+        elif name == "BINPERSID":
+            stack.append(self._storage(stack.pop()))
+        elif name not in ("PROTO", "FRAME", "STOP"):
+            raise ValueError(f"the instruction {name} is not of torch.save")
 
     def _pop(self, num: int) -> list[Any]:
+        """Return the last values; TO_MARK: those behind the last mark."""
+        if num == TO_MARK:
+            return [*iter(self._stack.pop, MARK)][::-1]
         if len(self._stack) < num:
             raise ValueError("a value is missing")
-        items = self._stack[-num:]
-        del self._stack[-num:]
-        return items
-
-    def _pop_to_mark(self) -> list[Any]:
-        items = []
-        while (item := self._stack.pop()) is not MARK:
-            items.append(item)
-        return items[::-1]
+        return [self._stack.pop() for _ in range(num)][::-1]
 
     def _storage(self, told: Any) -> Storage:
         kind, what, key, _place, num_values, *view = told
         if kind not in ("storage", b"storage") or not isinstance(what, Name):
             raise ValueError(f"it holds a {kind} of {what}, which is no storage of values")
-        dtype, (part,) = STORAGES[what.path.rpartition(".")[2]], view or (None,)
+        dtype, (part,) = STORAGES[what.rpartition(".")[2]], view or (None,)
         first, size = (part[1], part[2]) if part is not None else (0, num_values)
         if not all(type(number) is int and number >= 0 for number in (num_values, first, size)):
             raise ValueError(f"a storage of {num_values} values")
@@ -293,36 +267,47 @@ def _add_pairs(target: dict[Any, Any], items: list[Any]) -> None:
             target[key] = value
 
 
-def _named(path: str) -> Name:
-    """Return a name that a pickle may have, which is not imported."""
+def _named(parts: list[str]) -> Name:
+    """Return a name that a pickle may have, of module and member, which is not imported."""
+    path = ".".join(map(str, parts))
     of_torch = next((path.removeprefix(top) for top in IN_TORCH if path.startswith(top)), "")
     is_known = path in DICTS | TENSORS | PARAMETERS | PASSED_OVER
-    is_known = is_known or of_torch in STORAGES or of_torch in DTYPES
+    is_known = is_known or of_torch in STORAGES or of_torch in OF_DTYPES
     if not is_known and not path.startswith(PASSED_OVER_FROM):
         raise UnsafePickleError(path)
     return Name(path)
 
 
-def _made_by(name: object, arguments: Any) -> object:
+def _called(call: list[Any]) -> object:
     """Return what a known name would make of arguments."""
+    name, arguments = call
     if not isinstance(name, Name) or not isinstance(arguments, tuple):
         raise ValueError("it calls what is no name")
-    if name.path in DICTS:
+    if name in DICTS:
         items = arguments[0] if arguments else []
         found: dict[Any, Any] = {}
         _add_pairs(found, [each for key, value in items for each in (key, value)])
         return found
-    if name.path in PARAMETERS:
+    if name in PARAMETERS:
         return arguments[0]
-    if name.path not in TENSORS:
+    if name not in TENSORS:
         return THING
     storage, offset, shape, strides = arguments[:4]
     if not isinstance(storage, Storage):
         raise ValueError("a tensor without a storage")
     dtype = storage.dtype
-    if name.path.endswith("_v3"):
-        dtype = DTYPES[arguments[6].path.rpartition(".")[2]]
+    if name.endswith("_v3"):
+        dtype = OF_DTYPES[arguments[6].rpartition(".")[2]]
     return PickledTensor(storage, dtype, offset, shape, strides)
+
+
+# Instructions that make a value of so many of the last ones.
+MADE: dict[str, tuple[int, Callable[[list[Any]], object]]] = {
+    **{"EMPTY_TUPLE": (0, tuple), "TUPLE1": (1, tuple), "TUPLE2": (2, tuple), "TUPLE3": (3, tuple)},
+    **{"TUPLE": (TO_MARK, tuple), "EMPTY_LIST": (0, list), "LIST": (TO_MARK, list)},
+    **{"EMPTY_DICT": (0, dict), "STACK_GLOBAL": (2, _named)},
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), (2, _called)),
+}
 
 
 def _find_tensors(

@@ -16,7 +16,6 @@ Form = Literal["safetensors", "bin", "layers", "metaseq", "gguf"]
 LAYER = re.compile(r"pytorch_(\d+)\.pt")
 BEFORE, AFTER = "pytorch_embs.pt", "pytorch_lm_head.pt"  # of a folder with a file a layer
 PART = re.compile(r"reshard-model_part-(\d+)\.pt")  # of metaseq
-SHARD = re.compile(r".*-shard\d+\.pt")
 SHARD_OF = re.compile(r"(.*-)(\d+)-of-(\d+)(\.\w+)")
 RESHARD = (
     "python -m metaseq.scripts.reshard_fsdp --input 'checkpoint_last-model_part-0-shard*.pt' "
@@ -51,11 +50,6 @@ def find_weights(folder: Path) -> WeightFiles:
         or _find_metaseq(folder)
         or WeightFiles("safetensors", [])
     )
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """List the files that make up the model, as `find_weights`."""
-    return find_weights(folder).files
 
 
 def indexed_names(folder: Path) -> list[str]:
@@ -104,7 +98,12 @@ def _find_saved(folder: Path, form: Form, one: str, several: str) -> WeightFiles
         return WeightFiles(form, files, homes, index.name)
     files = [folder / one] if (folder / one).exists() else sorted(folder.glob(several))
     files = [file for file in files if not file.name.startswith(ADAPTER_WEIGHTS)]
-    _refuse_gaps(folder, [file.name for file in files])
+    names = [file.name for file in files]
+    for name in names:
+        parts = _part_names(name)
+        missing = [other for other in parts if other not in names]
+        if missing and len(names) < len(parts):  # some count from 0
+            raise CheckpointError(f"{folder} lacks {missing[0]}, a part beside {name}; fetch it")
     return WeightFiles(form, files, {}, index.name) if files else None
 
 
@@ -121,15 +120,6 @@ def _find_gguf(file: Path) -> list[Path]:
         first = file.with_name(parts[0])
         raise CheckpointError(f"{file} is one part of a model; give the first, {first}")
     return _all_there(file.parent, parts)
-
-
-def _refuse_gaps(folder: Path, names: list[str]) -> None:
-    """Refuse files of which one is missing, by what their names say: model-00001-of-00002."""
-    for name in names:
-        parts = _part_names(name)
-        missing = [other for other in parts if other not in names]
-        if missing and len(names) < len(parts):  # some count from 0
-            raise CheckpointError(f"{folder} lacks {missing[0]}, a part beside {name}; fetch it")
 
 
 def _part_names(name: str) -> list[str]:
@@ -169,9 +159,8 @@ def _find_metaseq(folder: Path) -> WeightFiles | None:
     if numbers := _numbers(folder, PART):
         parts = [f"reshard-model_part-{number}.pt" for number in range(max(numbers) + 1)]
         return WeightFiles("metaseq", _all_there(folder, parts))
-    for file in sorted(folder.glob("*-shard*.pt")):
-        if SHARD.fullmatch(file.name):
-            raise unsharded_error(file.name)
+    for file in sorted(folder.glob("*-shard[0-9]*.pt")):
+        raise unsharded_error(file.name)
     return None
 
 
