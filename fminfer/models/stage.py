@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from fminfer.compute.attention.kv_cache import KvCache, WholeRows
+from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.attention.paged_attention import AttentionBody
 from fminfer.compute.attention.scoring import soft_cap
 from fminfer.compute.sampling.masks import StepEdits
@@ -135,10 +135,11 @@ class Stage:
             device=device,
             kernel=kernel,
         )
-        self._whole: WholeRows | None = None
+        self._whole: KvCache | None = None  # of one layer, which holds the prompts of a step
         if network.encoder is not None and network.encoder.own:
-            self._whole = WholeRows(
-                network.encoder.own[0].attention,
+            self._whole = KvCache(
+                [network.encoder.own[0].attention],
+                num_blocks=0,
                 block_size=block_size,
                 dtype=network.dtype,
                 device=device,
@@ -282,7 +283,7 @@ class Stage:
                 before = hidden[part]
             if self._whole is None:  # none of its layers is here
                 return before
-            attend = self._whole.plan(lengths, len(encoder.own), index)
+            attend = self._whole.plan_whole(lengths, len(encoder.own), index)
             return encoder.run(
                 before, LayerStep(sent_positions, attend, index, self._network.shards)
             )

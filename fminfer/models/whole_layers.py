@@ -190,7 +190,7 @@ class WholeLayer(LayerOf):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what the parts do; MemoryError, RuntimeError: there was no memory."""
         assert isinstance(step.attend, StepAttention), "the paged cache"
-        paged, rows = step.attend.layers[number], step.attend.plan_of(number)
+        (keys, values), rows = step.attend.layers[number], step.attend.plan_of(number)
         shards = step.shards
         is_served = shards is None or isinstance(shards, SharedMemoryGroup)
         if not (isinstance(rows, KernelRows) and is_served):
@@ -198,9 +198,9 @@ class WholeLayer(LayerOf):
         assert x.dtype == self._dtype, "hidden states"
         x = (x if more is None else x + more).contiguous()
         attention, how = self.how.attention, self.layer
-        if paged.keys is not self._cache:
-            self._use(paged.keys, paged.values)
-        self.step.see(rows, attention.heads, paged.keys, self._dtype)
+        if keys is not self._cache:
+            self._use(keys, values)
+        self.step.see(rows, attention.heads, keys, self._dtype)
         tokens, width = x.shape
         kept, turn = rows.kept, self._turn(step, tokens)
         cos, sin = (None, None) if turn is None else (turn[0].data_ptr(), turn[1].data_ptr())

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from fminfer.compute.attention.scoring import AttentionCall, Scoring, soft_cap, weigh_values
+from fminfer.compute.attention.scoring import AttentionCall, Scoring, weigh_values
 from fminfer.compute.step import Column, Rows, ranges
 from fminfer.machine.device import send
 
@@ -169,15 +169,9 @@ def chunk_attention(
         return torch.cat(parts)
     grouped = (query * how.scaling).reshape(kv_heads, -1, head_dim)
     scores = (grouped @ keys.transpose(1, 2)).view(heads, queries, num_keys)
-    if how.softcap is not None:
-        scores = soft_cap(scores, how.softcap)
     places = torch.arange(max(num_keys, position + queries), device=query.device)
     distance = places[position : position + queries, None] - places[:num_keys]
-    if how.slopes is not None:
-        scores = scores - how.slopes[:, None, None] * distance
-    if how.relative is not None:
-        scores = scores + how.biases(distance)
-    is_hidden = how.hides(distance)
+    scores, is_hidden = how.bend(scores, distance)
     scores = scores.masked_fill(is_hidden, float("-inf"))
     if how.sinks is not None:
         scores = torch.cat([scores, how.sinks.to(scores)[:, None, None].expand(-1, queries, 1)], -1)
@@ -236,16 +230,8 @@ def _weigh(
 
     Hidden keys have a finite lowest score, so that nothing becomes nan.
     """
-    if how.softcap is not None:
-        scores = soft_cap(scores, how.softcap)
-    if how.slopes is not None:
-        slopes = how.slopes.view(scores.shape[1], -1, 1)
-        scores = scores - slopes * distance[:, None, None]
-    if how.relative is not None:
-        biases = how.biases(distance).view(*scores.shape[1:3], *distance.shape)
-        scores = scores + biases.movedim(2, 0)
-    is_hidden = how.hides(distance)
-    scores = torch.where(is_hidden[:, None, None], LOWEST, scores)
+    bent, is_hidden = how.bend(scores.flatten(1, 2).transpose(0, 1), distance)
+    scores = bent.masked_fill(is_hidden, LOWEST).transpose(0, 1).reshape(scores.shape)
     largest = scores.amax(-1)
     return is_hidden, largest, torch.exp(scores - largest[..., None])
 
@@ -384,18 +370,3 @@ def _gather(chunk: ChunkRow, new: torch.Tensor, cache: torch.Tensor) -> torch.Te
     num_keys = chunk.position + chunk.last - chunk.first
     kept = cache.index_select(0, chunk.blocks).transpose(0, 1).flatten(1, 2)[:, :num_keys]
     return kept.to(new.dtype)
-
-
-@dataclass(slots=True)
-class PagedAttention:
-    """One layer's keys and values in blocks, and attention over them."""
-
-    keys: torch.Tensor  # (blocks, kv_heads, block_size, head_dim)
-    values: torch.Tensor  # the same; or the very keys, where one of both is kept
-    body: AttentionBody
-
-    def __call__(
-        self, plan: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Scoring
-    ) -> torch.Tensor:
-        """Store the new keys and values, then attend, by a plan of the body."""
-        return self.body(AttentionCall(query, key, value, self.keys, self.values, plan, how))

@@ -37,15 +37,21 @@ class Scoring:
         """How far `relative` reaches; 0: there is none."""
         return 0 if self.relative is None else self.relative.shape[1] // 2
 
-    def hides(self, distance: torch.Tensor) -> torch.Tensor:
-        """Tell which keys a query must not see, by query position - key position."""
-        is_hidden = distance < -self.ahead
-        return is_hidden if self.window is None else is_hidden | (distance >= self.window)
+    def bend(
+        self, scores: torch.Tensor, distance: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return bent scores with their biases, (heads, …, keys), and which keys are hidden.
 
-    def biases(self, distance: torch.Tensor) -> torch.Tensor:
-        """Return what `relative` adds, (heads, …), by query position - key position."""
-        assert self.relative is not None, "biases by distance"
-        return self.relative[:, self.reach + distance.clamp(-self.reach, self.reach)]
+        The distance is query position - key position, (…, keys), with as many dimensions as here.
+        """
+        if self.softcap is not None:
+            scores = soft_cap(scores, self.softcap)
+        if self.slopes is not None:
+            scores = scores - self.slopes[:, None, None] * distance
+        if self.relative is not None:
+            scores = scores + self.relative[:, self.reach + distance.clamp(-self.reach, self.reach)]
+        is_hidden = distance < -self.ahead
+        return scores, is_hidden if self.window is None else is_hidden | (distance >= self.window)
 
 
 @dataclass(slots=True)
