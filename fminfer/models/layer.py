@@ -12,7 +12,7 @@ from fminfer.compute.attention.scoring import scoring_of
 from fminfer.compute.layers import plain
 from fminfer.compute.layers.bodies import NormBody
 from fminfer.compute.layers.experts import Mix, PlainExperts
-from fminfer.compute.layers.products import PlainProduct
+from fminfer.compute.layers.products import Linear
 from fminfer.compute.spec import Attention, Cross, Layer, Mlp, Moe
 from fminfer.compute.weights import Function
 from fminfer.models.layer_step import Bodies, LayerStep
@@ -326,7 +326,7 @@ class LayerOf:
         products = [*self.products.values()]
         if isinstance(self.mlp, MoeOf):
             products += self.mlp.products
-        return not any(isinstance(product, PlainProduct) for product in products)
+        return not any(isinstance(product, Linear) for product in products)
 
     def __call__(
         self, x: torch.Tensor, more: torch.Tensor | None, number: int, step: LayerStep

@@ -225,7 +225,7 @@ class Parts:
         return partial(self.kernels.gelu, activation=self.kernels.activations[name])
 
 
-def parts_trial(dtype: torch.dtype, device: torch.device) -> Trial[PartKernels]:
+def parts_trial(_: None, dtype: torch.dtype, device: torch.device) -> Trial[PartKernels]:
     pairs = partial(part_pairs, dtype=dtype, device=device)
     return Trial("norms and activations", pairs, PART_ERRORS[dtype])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +10,7 @@ from functools import partial
 import torch
 
 from fminfer.compute.kernels.calls import PackedCall, ProductCall
-from fminfer.compute.layers.products import Linear, product_pairs
+from fminfer.compute.layers.products import Linear, is_on_cpu, product_pairs
 from fminfer.compute.quantized.block_format import Blocks, Joined, parts_of
 from fminfer.compute.trial import Candidate, Pair, Trial
 from fminfer.compute.weights import KERNEL_TYPES, Dense, Format, Function, Weight
@@ -103,10 +102,9 @@ class ProductKernel:
     @staticmethod
     def can_pack(weight: Weight) -> bool:
         """Tell whether it can multiply with such a weight at all: of whole units of 32 bits."""
-        if weight.device.type != "cpu" or math.prod(weight.shape) == 0:
-            return False
         held, is_even = [each for each, _ in parts_of(weight)], weight.shape[-1] % 2 == 0
-        return all(head_takes(h) and (is_even or h == Dense(torch.float32)) for h in held)
+        fits = all(head_takes(h) and (is_even or h == Dense(torch.float32)) for h in held)
+        return fits and is_on_cpu(weight)
 
     def make(self, asked: Linear) -> PackedProduct:
         return self.pack(asked.weight, asked.bias)
@@ -157,16 +155,13 @@ def kernel_takes(held: Format, dtype: torch.dtype) -> bool:
 
     Of bfloat16 with rows of bfloat16 oneDNN's are, where the processor has tiles (AMX).
     """
-    if isinstance(held, Joined):
-        return all(_fits(each, dtype) for each, _ in held.parts)
-    is_bfloat16 = held == Dense(torch.bfloat16) and dtype == torch.bfloat16
-    return _fits(held, dtype) and not (is_bfloat16 and has_unit("amx_bf16"))
-
-
-def _fits(held: Format, dtype: torch.dtype) -> bool:
-    """Tell whether rows of a dtype can be multiplied by weights of a format."""
-    is_narrower = isinstance(held, Dense) and dtype not in (torch.float32, held.dtype)
-    return head_takes(held) and dtype in KERNEL_TYPES and not is_narrower
+    own = [each for each, _ in held.parts] if isinstance(held, Joined) else [held]
+    if dtype not in KERNEL_TYPES or not all(map(head_takes, own)):
+        return False
+    if dtype == torch.float32:
+        return True
+    is_best = held != Dense(torch.bfloat16) or not has_unit("amx_bf16")
+    return is_best and Dense(torch.float32) not in own  # which is never rounded
 
 
 def head_takes(held: Format) -> bool:

@@ -31,16 +31,19 @@ NARROW, MOST_NARROW_ROWS = range(512, 897), 448
 
 @dataclass(slots=True, frozen=True)
 class Linear:
-    """The product x·Wᵀ + b that is asked for, of x of (…, inputs)."""
+    """The product x·Wᵀ + b of x, (…, inputs): what is asked for, and itself its plain form."""
 
     weight: Weight  # (outputs, inputs)
     bias: torch.Tensor | None  # (outputs,)
 
-    @property
-    def pays_to_pack(self) -> bool:
-        """Whether there is something to pack, on a CPU, and it stays in memory."""
-        is_here = self.weight.device.type == "cpu" and math.prod(self.weight.shape) > 0
-        return is_here and not self.weight.is_lent
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return it in x's type; some rows of blocks are made floats at a time."""
+        weight, bias = self.weight, self.bias
+        if weight.is_plain:
+            return nn.functional.linear(x, weight.dequantized(x.dtype), bias)
+        parts = [nn.functional.linear(x, each.dequantized(x.dtype)) for each in pieces_of(weight)]
+        found = torch.cat(parts, -1)
+        return found if bias is None else found + bias
 
     def trial(self, dtype: torch.dtype) -> Trial[Function]:
         """Return how a product of rows of a dtype is tried; each shape and format is once."""
@@ -48,23 +51,6 @@ class Linear:
         pairs = partial(product_pairs, asked=self, dtype=dtype)
         key = shape, self.weight.format, self.weight.is_lent
         return Trial(f"products of {outputs} × {inputs}", pairs, MAX_ERROR[dtype], key)
-
-
-@dataclass(slots=True, frozen=True)
-class PlainProduct(Linear):
-    """The product of plain torch."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return multiply_plain(x, self.weight, self.bias)
-
-
-def multiply_plain(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return x·Wᵀ + b in x's type; some rows of blocks are made floats at a time."""
-    if weight.is_plain:
-        return nn.functional.linear(x, weight.dequantized(x.dtype), bias)
-    parts = [nn.functional.linear(x, each.dequantized(x.dtype)) for each in pieces_of(weight)]
-    found = torch.cat(parts, -1)
-    return found if bias is None else found + bias
 
 
 def product_pairs(
@@ -75,11 +61,16 @@ def product_pairs(
     numbers = [torch.linspace(-1, 1, num * inputs, dtype=dtype) for num in CHECKED_ROWS]
     x = torch.cat(numbers).view(-1, inputs)
     x = x * torch.cos(torch.arange(inputs, dtype=torch.float32)).to(dtype)
-    plain = multiply_plain(x.to(summed or dtype), asked.weight, asked.bias)  # blocks unpack once
+    plain = asked(x.to(summed or dtype))  # blocks unpack once
     for rows, expected in zip(
         torch.split(x, CHECKED_ROWS), torch.split(plain, CHECKED_ROWS), strict=True
     ):
         yield product(rows), expected
+
+
+def is_on_cpu(weight: Weight) -> bool:
+    """Tell whether there is something to pack, on a CPU."""
+    return weight.device.type == "cpu" and math.prod(weight.shape) > 0
 
 
 def torch_takes(held: Format, dtype: torch.dtype, *, is_fast: bool) -> bool:
@@ -143,7 +134,9 @@ def library_products(dtype: torch.dtype, *, is_fast: bool) -> list[Candidate[Lin
     """Return the products of torch's libraries, for rows of a dtype; see `torch_takes`."""
 
     def serves(asked: Linear) -> bool:
-        return asked.pays_to_pack and torch_takes(asked.weight.format, dtype, is_fast=is_fast)
+        weight = asked.weight
+        pays = is_on_cpu(weight) and not weight.is_lent  # it stays in memory
+        return pays and torch_takes(weight.format, dtype, is_fast=is_fast)
 
     make = pack_by_mkl if dtype == torch.float32 else pack_by_onednn
     return [Candidate(make, partial(Linear.trial, dtype=dtype), serves)]
