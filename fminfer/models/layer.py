@@ -139,7 +139,7 @@ class AttentionOf:
 
     def turns(self, step: LayerStep) -> torch.Tensor | None:
         """Return the cosines and sines of the step's tokens; None: no rotary positions."""
-        return None if self._rotate is None else step.turns(self._rotate, self._table)
+        return None if self._rotate is None else step.turns(self._table)
 
     def _with_bias(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
@@ -216,7 +216,7 @@ class LatentAttentionOf:
 
     def turns(self, step: LayerStep) -> torch.Tensor:
         """Return the cosines and sines of the step's tokens."""
-        return step.turns(self._rotate, self._table)
+        return step.turns(self._table)
 
 
 def _by_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

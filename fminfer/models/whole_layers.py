@@ -215,7 +215,7 @@ class WholeLayer(LayerOf):
             self.step.arguments,
             cos,
             sin,
-            0 if turn is None else turn.shape[-1],
+            0 if turn is None else 2 * turn.shape[-1],
             None if kept is None else kept.data_ptr(),
             num_kept,
             x.data_ptr(),
@@ -232,13 +232,13 @@ class WholeLayer(LayerOf):
         return out, None if normed is None else step.sum(self.run_mlp(normed, step))
 
     def _turn(self, step: LayerStep, tokens: int) -> torch.Tensor | None:
-        """Return cosines and sines, (2, tokens, turned) float32; None: no rotary positions."""
+        """Return cosines and sines, (2, tokens, turned / 2) float32; None: no rotary positions."""
         turn = self.attention.turns(step)
         if turn is None:
             return None
-        turned = turn.shape[-1]
-        assert turn.shape == (2, tokens, turned) and turn.dtype == torch.float32
-        assert turned % 2 == 0 and turned <= self.how.attention.head_dim, "cos and sin"
+        half = turn.shape[-1]
+        assert turn.shape == (2, tokens, half) and turn.dtype == torch.float32
+        assert 2 * half <= self.how.attention.head_dim, "cos and sin"
         return turn.contiguous()
 
     def _use(self, keys: torch.Tensor, values: torch.Tensor) -> None:

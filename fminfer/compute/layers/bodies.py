@@ -80,12 +80,12 @@ class PartKernels(ABC):
 
         Args:
             x: (tokens, heads, head_dim).
-            cos, sin: (tokens, turned) float32, for the first `turned` elements of each head.
+            cos, sin: (tokens, turned / 2) float32, for the first `turned` elements of each head.
         """
         cos, sin = cos.contiguous(), sin.contiguous()
         assert cos.shape == sin.shape == (len(x), cos.shape[-1]), "cos and sin"
         assert cos.dtype == sin.dtype == torch.float32, "cos and sin"
-        assert cos.shape[-1] % 2 == 0 and cos.shape[-1] <= x.shape[-1], "cos and sin"
+        assert 2 * cos.shape[-1] <= x.shape[-1], "cos and sin"
         out = _like(x)
         self.run_rotate(x, cos, sin, out)
         return out
@@ -143,7 +143,7 @@ class LayerKernels(PartKernels):
 
     def run_rotate(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
         turns = cos.data_ptr(), sin.data_ptr()
-        self._library.fminfer_rotate(self._rows(x, out), *turns, cos.shape[-1])
+        self._library.fminfer_rotate(self._rows(x, out), *turns, 2 * cos.shape[-1])
 
     def run_gate(self, x: Tensor, second: Tensor | None, activation: int, out: Tensor) -> None:
         address = None if second is None else second.data_ptr()
@@ -190,12 +190,8 @@ class RotateBody:
     def __init__(self, how: Rope, kernels: PartKernels | None) -> None:
         self._how, self._kernels = how, None if how.is_interleaved else kernels
 
-    def turns(self, table: Tensor, positions: Tensor) -> Tensor:
-        """Look up the cosines and sines of a step's tokens in a `plain.rotary_table`."""
-        found = table[:, positions]
-        return found if self._kernels is None else found.repeat(1, 1, 2)  # for both halves
-
     def __call__(self, x: Tensor, turns: Tensor) -> Tensor:
+        """Turn them by the cosines and sines of the tokens in a `plain.rotary_table`."""
         if self._kernels is None:
             return plain.rotate(x, self._how, turns)
         return self._kernels.rotate(x, *turns)
@@ -249,7 +245,7 @@ def part_pairs(kernels: PartKernels, dtype: torch.dtype, device: torch.device) -
     turn = other[:, 0, :24].sin().float()
     table = torch.stack([turn, -turn])
     turned = plain.rotate(x, Rope((0.0,) * 24), table)
-    yield kernels.rotate(x, *table.repeat(1, 1, 2)), turned
+    yield kernels.rotate(x, *table), turned
     yield kernels.gate(row, SILU), plain.gate(row, "silu")
     yield kernels.gate(row, GELU_TANH), plain.gate(row, "gelu_new")
     yield kernels.gelu(row, GELU_TANH), plain.ACTIVATIONS["gelu_new"](row)
