@@ -88,9 +88,9 @@ def check_turns(kind: str, dtype: torch.dtype) -> Figures:
         for tokens in TOKENS[kind]:
             x = torch.randn(tokens, 3, width + 5, device=device).to(dtype)[..., :width]
             angles = torch.randn(tokens, turned // 2, device=device)
-            turn = angles.cos(), angles.sin()
-            expected = references.rotate(x, *(each.repeat(1, 2) for each in turn))
-            errors.append(_error(kernels.rotate(x, *turn), expected))
+            turns = torch.stack([angles.cos(), angles.sin()])
+            expected = references.rotate(x, *turns.repeat(1, 1, 2))
+            errors.append(_error(kernels.rotate(x, turns), expected))
     return _judge(errors, dtype)
 
 

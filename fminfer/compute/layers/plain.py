@@ -73,7 +73,7 @@ def rotary_table(how: Rope, num_positions: int, device: torch.device) -> torch.T
     return table.mul_(how.scale)
 
 
-def rotate(x: torch.Tensor, how: Rope, turn: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, turn: torch.Tensor, how: Rope) -> torch.Tensor:
     """Turn (tokens, heads, head_dim) in float32, by (2, tokens, turned / 2) of a `rotary_table`."""
     cos, sin = turn[:, :, None]
     size = 2 * turn.shape[-1]
