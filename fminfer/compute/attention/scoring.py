@@ -47,7 +47,7 @@ class Scoring:
         if self.softcap is not None:
             scores = soft_cap(scores, self.softcap)
         if self.slopes is not None:
-            scores = scores - self.slopes[:, None, None] * distance
+            scores = scores - self.slopes.view(-1, *[1] * distance.dim()) * distance
         if self.relative is not None:
             scores = scores + self.relative[:, self.reach + distance.clamp(-self.reach, self.reach)]
         is_hidden = distance < -self.ahead
@@ -100,10 +100,10 @@ def relative_buckets(how: Relative) -> torch.Tensor:
 
 
 def weigh_values(
-    weights: torch.Tensor,  # (kv_heads, queries, keys), 0 where hidden
-    values: torch.Tensor,  # (kv_heads, keys, head_dim)
-    is_hidden: torch.Tensor,  # (queries, keys) bool
-) -> torch.Tensor:  # (kv_heads, queries, head_dim)
+    weights: torch.Tensor,  # (…, kv_heads, queries, keys), 0 where hidden
+    values: torch.Tensor,  # (…, kv_heads, keys, head_dim)
+    is_hidden: torch.Tensor,  # (…, queries, keys) bool
+) -> torch.Tensor:  # (…, kv_heads, queries, head_dim)
     """Return weights @ values, with nan where a query sees a value that is nan or infinite.
 
     A hidden value has the weight 0. But 0 times a nan or an infinity is nan, and so a later token,
