@@ -202,7 +202,7 @@ class WholeLayer(LayerOf):
             self._use(keys, values)
         self.step.see(rows, attention.heads, keys, self._dtype)
         tokens, width = x.shape
-        kept, turn = rows.kept, self._turn(step, tokens)
+        kept, turn = step.kept, self._turn(step, tokens)
         cos, sin = (None, None) if turn is None else (turn[0].data_ptr(), turn[1].data_ptr())
         # The kernel trusts what it is given.
         assert len(rows.slots) == tokens and width == how.qkv.inputs

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fminfer.compute.attention import paged_attention
-from fminfer.compute.attention.kernel_attention import KernelAttention, plan_rows
+from fminfer.compute.attention.kernel_attention import KernelAttention, plan_rows, skip_tokens
 from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.attention.paged_attention import AttentionBody
 from fminfer.compute.attention.scoring import AttentionCall, Scoring
@@ -335,7 +335,7 @@ def test_rows_attend_from_the_first_token_that_is_kept() -> None:
         ([5, 6, 7, 8, 9], [[4, 1, 14], [5, 1, 3], [6, 4, 0]]),  # of the first none: its last
         ([9], [[4, 1, 14], [5, 1, 3], [9, 1, 3]]),
     ):
-        kept = plan.keep(torch.tensor(tokens))
+        kept = skip_tokens(plan, torch.tensor(tokens))
         assert kept.rows[:, :3].tolist() == expected
         assert kept.rows[:, 3:].equal(plan.rows[:, 3:]) and kept.slots.equal(plan.slots)
 

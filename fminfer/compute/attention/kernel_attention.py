@@ -49,23 +49,6 @@ class KernelRows:
     members: torch.Tensor  # (members,) int64: rows of each run, one run after another
     entries: torch.Tensor  # (members,) int64: places in `members` of each row, row by row
     num_tokens: int  # of all rows
-    kept: torch.Tensor | None = None  # int64: the tokens whose output is wanted; None: all
-
-    def keep(self, tokens: torch.Tensor) -> KernelRows:
-        """Return rows whose keys are all stored, and whose outputs are some tokens', in order.
-
-        Each row attends from its first such token on, from its last token if it has none.
-        """
-        rows = self.rows.clone()
-        first, num = rows[:, 0].contiguous(), rows[:, 1]
-        last = first + num - 1
-        place = torch.searchsorted(tokens, first)
-        found = torch.cat([tokens, tokens.new_full((1,), 2**62)])[place]
-        skipped = torch.minimum(found, last) - first
-        rows[:, 0] += skipped
-        rows[:, 1] -= skipped
-        rows[:, 2] += skipped
-        return replace(self, rows=rows, kept=tokens)
 
 
 def plan_rows(rows: Rows, block_size: int) -> KernelRows:
@@ -82,6 +65,23 @@ def plan_rows(rows: Rows, block_size: int) -> KernelRows:
     columns = (table, rows.tables, rows.slots(block_size), runs, members, entries)
     of_rows, tables, slots, of_runs, all_members, of_entries = map(torch.from_numpy, columns)
     return KernelRows(of_rows, tables, slots, of_runs, all_members, of_entries, rows.num_tokens)
+
+
+def skip_tokens(plan: KernelRows, kept: torch.Tensor) -> KernelRows:
+    """Return rows whose keys are all stored, for the outputs of some tokens, in order.
+
+    Each row attends from its first such token on, from its last token if it has none.
+    """
+    rows = plan.rows.clone()
+    first, num = rows[:, 0].contiguous(), rows[:, 1]
+    last = first + num - 1
+    place = torch.searchsorted(kept, first)
+    found = torch.cat([kept, kept.new_full((1,), 2**62)])[place]
+    skipped = torch.minimum(found, last) - first
+    rows[:, 0] += skipped
+    rows[:, 1] -= skipped
+    rows[:, 2] += skipped
+    return replace(plan, rows=rows)
 
 
 def _plan_runs(rows: Rows, block_size: int) -> tuple[Column, Column, Column]:
@@ -118,13 +118,13 @@ def step_arguments(
     return arguments
 
 
-class KernelAttention:
+class KernelAttention(AttentionBody):
     """The kernel, as a function of tensors."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._attend = library.fminfer_attention
 
-    plan = staticmethod(plan_rows)
+    plan, skip = staticmethod(plan_rows), staticmethod(skip_tokens)
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         """Attend as `AttentionBody` says."""
@@ -158,8 +158,6 @@ class KernelAttention:
         given.softcap = how.softcap or 0.0
         if self._attend(ctypes.byref(given)):
             raise MemoryError("no memory for the attention kernel's working space")
-        if rows.kept is not None:
-            out = out[:, rows.kept]
         return out.to(call.query.dtype)
 
 

@@ -60,8 +60,8 @@ class KvCache:
     def plan(self, rows: Rows, kept: torch.Tensor | None = None) -> StepAttention:
         """Return the attention of a step's rows, of whose queries the last layer keeps some."""
         plan = self.body.plan(rows, self.block_size)
-        last = plan if kept is None else plan.keep(kept)
-        return StepAttention(self.body, self.layers, plan, last)
+        last = plan if kept is None else self.body.skip(plan, kept)
+        return StepAttention(self.body, self.layers, plan, last, kept)
 
     def plan_whole(
         self, lengths: np.ndarray, num_layers: int, kept: torch.Tensor | None
@@ -91,7 +91,8 @@ class StepAttention:
     # Keys of each layer, (blocks, KV heads, block_size, head_dim), and values; or the very keys
     layers: Sequence[tuple[torch.Tensor, torch.Tensor]]
     plan: Any  # made by the body
-    plan_of_last: Any  # of the last layer, which computes outputs of wanted tokens only
+    plan_of_last: Any
+    kept: torch.Tensor | None = None  # int64: the tokens whose outputs the last layer gives
 
     def plan_of(self, layer: int) -> Any:
         """Return the plan by which a layer attends."""
@@ -107,4 +108,7 @@ class StepAttention:
     ) -> torch.Tensor:  # (tokens, heads, head_dim); in the last layer only kept tokens
         """Store a step's new keys and values, then attend."""
         q, k, v = (part.transpose(0, 1)[None] for part in (query, key, value))
-        return self.body(AttentionCall(q, k, v, *self.layers[layer], self.plan_of(layer), how))[0]
+        call = AttentionCall(q, k, v, *self.layers[layer], self.plan_of(layer), how)
+        out = self.body(call)[0]
+        is_last = layer == len(self.layers) - 1
+        return out[self.kept] if is_last and self.kept is not None else out

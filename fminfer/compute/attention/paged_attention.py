@@ -106,11 +106,6 @@ class AttentionPlan:
     slots: torch.Tensor  # (tokens * kv_heads,) int64: where new keys go, in rows of head_dim
     chunks: list[ChunkRow]
     decode: DecodeRows | None
-    kept: torch.Tensor | None = None  # int64: the tokens whose output is wanted; None: all
-
-    def keep(self, tokens: torch.Tensor) -> AttentionPlan:
-        """Return the plan that gives outputs of these tokens only."""
-        return replace(self, kept=tokens)
 
 
 def _slots(rows: Rows, block_size: int, kv_heads: int) -> torch.Tensor:
@@ -267,20 +262,24 @@ class AttentionBody(Protocol):
     def plan(self, rows: Rows, block_size: int) -> Any:
         """Lay out a step's rows, in packed order, as the body reads them."""
 
+    def skip(self, plan: Any, kept: torch.Tensor) -> Any:
+        """Return a plan that may leave out the outputs of all but some tokens, int64, in order."""
+        return plan
+
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         """Put the new keys and values into the cache, then attend; each row sees only itself.
 
         They are rounded to the cache's type, and attended to as they are kept.
 
         Returns:
-            (1, tokens, heads, head_dim), of the tokens that are kept.
+            (1, tokens, heads, head_dim).
 
         Raises:
             MemoryError: there was none for the threads' working space.
         """
 
 
-class PlainAttention:
+class PlainAttention(AttentionBody):
     """Attention in plain tensor operations, on any device: the reference."""
 
     def __init__(self, kv_heads: int, device: torch.device) -> None:
@@ -327,7 +326,7 @@ class PlainAttention:
             first = rows.decode.first
             asked = query[0, :, first:].transpose(0, 1)
             out[0, first:] = decode_attention(asked, *caches, rows.decode, how)
-        return out if rows.kept is None else out[:, rows.kept]
+        return out
 
 
 def _gather(chunk: ChunkRow, new: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
