@@ -7,7 +7,7 @@ like it; if it fails, the next is.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property, partial
 
 import torch
@@ -26,7 +26,7 @@ from fminfer.compute.layers.products import Linear, library_products
 from fminfer.compute.sampling.draw_kernel import RANKS_TRIAL, DrawKernel, ScoreKernel, draws_trial
 from fminfer.compute.sampling.sampler import Drawer, Ranker, draw, rank
 from fminfer.compute.spec import Attention, Moe
-from fminfer.compute.trial import Asked, Body, Candidate, Pair, compare, explain_failure
+from fminfer.compute.trial import Asked, Body, Candidate, compare, explain_failure
 from fminfer.compute.weights import KERNEL_TYPES, Function, Weight
 from fminfer.core.config import Kernels
 from fminfer.core.errors import UsageError
@@ -185,23 +185,16 @@ class Registry:
         key = candidate, trial.key
         if key in self._passed:
             return candidate.make(asked) if self._passed[key] else None
-        seen: list[bool] = []
-
-        def pairs(body: Body) -> Iterator[Pair]:
-            for pair in trial.pairs(body):
-                seen.append(bool(pair[1].isnan().any()))
-                yield pair
-
-        body: Body | None = None
+        body, is_sure = None, True
         try:
             body = candidate.make(asked)
             with torch.inference_mode():
-                compare(pairs(body), trial.limit)
+                is_sure = compare(trial.pairs(body), trial.limit)
         except Exception as error:
             if is_out_of_memory(error):  # that says nothing of the body
                 raise
             body = None
             self.reasons.setdefault(candidate, explain_failure(self.asked, trial.name, error))
-        if not any(seen):  # what is nan could not be compared: the next of its key is tried, too
+        if is_sure:  # what is nan could not be compared: the next of its key is tried, too
             self._passed[key] = body is not None
         return body

@@ -234,7 +234,7 @@ class MlpOf:
             own = {name: each.plain for name, each in _under("xielu.", weights).items()}
             self._act: Function = partial(plain.xielu, **own)
         elif how.limit is not None:
-            self._act = partial(plain.limited_gate, activation=how.activation, limit=how.limit)
+            self._act = partial(plain.gate, activation=how.activation, limit=how.limit)
         else:
             self._act = (parts.gate if how.is_gated else parts.activation)(how.activation)
         self._is_wide = how.is_wide

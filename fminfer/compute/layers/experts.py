@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
 
 from fminfer.compute.kernels.calls import ExpertCall
 from fminfer.compute.layers import plain
 from fminfer.compute.layers.bodies import activations_of
 from fminfer.compute.layers.product_kernel import PackedPart, ProductKernel, kernel_takes
+from fminfer.compute.layers.products import Linear
 from fminfer.compute.spec import Moe
 from fminfer.compute.trial import Candidate, Limits, Pair, Trial
 from fminfer.compute.weights import KERNEL_TYPES, Function, Weight
@@ -70,8 +70,8 @@ def expert_pairs(mix: Mix, asked: Mixture, dtype: torch.dtype) -> Iterator[Pair]
         act = partial(plain.gate, activation=how.expert.activation)
 
     def compute(part: torch.Tensor, number: int) -> torch.Tensor:
-        up, down = (w.expert(number).dequantized(torch.float32) for w in (asked.up, asked.down))
-        return nn.functional.linear(act(nn.functional.linear(part, up)), down)
+        up, down = (Linear(w.expert(number), None) for w in (asked.up, asked.down))
+        return down(act(up(part)))
 
     experts = [partial(compute, number=number) for number in range(how.num_experts)]
     expected = PlainExperts(how, experts)(x.float(), chosen, shares)
