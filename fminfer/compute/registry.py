@@ -21,8 +21,13 @@ from fminfer.compute.attention.paged_attention import AttentionBody
 from fminfer.compute.kernels.kernel_build import KernelBuild, start_build
 from fminfer.compute.layers.bodies import LayerKernels, PartKernels, Parts, parts_trial
 from fminfer.compute.layers.experts import Mix, Mixture, expert_candidate
-from fminfer.compute.layers.product_kernel import PackedProduct, head_candidate, product_candidate
-from fminfer.compute.layers.products import Linear, library_products
+from fminfer.compute.layers.products import (
+    Linear,
+    PackedProduct,
+    head_candidate,
+    library_products,
+    product_candidate,
+)
 from fminfer.compute.sampling.draw_kernel import RANKS_TRIAL, DrawKernel, ScoreKernel, draws_trial
 from fminfer.compute.sampling.sampler import Drawer, Ranker, draw, rank
 from fminfer.compute.spec import Attention, Moe

@@ -19,7 +19,7 @@ from fminfer.compute.attention.kv_cache import KvCache, StepAttention
 from fminfer.compute.kernels.calls import Arguments
 from fminfer.compute.layers.bodies import activations_of
 from fminfer.compute.layers.experts import Workspace
-from fminfer.compute.layers.product_kernel import PackedProduct
+from fminfer.compute.layers.products import PackedProduct
 from fminfer.compute.registry import Registry
 from fminfer.compute.shards import SharedMemoryGroup, raise_failure
 from fminfer.compute.step import Rows

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from fminfer.compute.layers.product_kernel import kernel_takes
+from fminfer.compute.layers.products import kernel_takes
 from fminfer.compute.quantized.block_format import Blocks, join
 from fminfer.compute.spec import Model
 from fminfer.compute.weights import USES, Dense, Format, Use

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.layers import product_kernel
+from fminfer.compute.layers import products
 from fminfer.compute.layers.experts import PackedExperts
-from fminfer.compute.layers.product_kernel import (
+from fminfer.compute.layers.products import (
     PackedProduct,
     ProductKernel,
     head_takes,
@@ -221,7 +221,7 @@ def test_experts_of_blocks_are_those_of_their_numbers(
     set_threads: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(product_kernel, "has_unit", lambda name: False)  # tiles are left to oneDNN
+    monkeypatch.setattr(products, "has_unit", lambda name: False)  # tiles are left to oneDNN
     how, hidden = Moe(5, 2, expert), 256
     torch.manual_seed(4)
     up = random_weight(format_of(of_up), 5, expert.up_size, hidden)
@@ -251,7 +251,7 @@ def registry_of(dtype: torch.dtype, asked: Any = "auto") -> Registry:
 def test_what_the_kernel_serves(kernel: ProductKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks on every processor; forms without a kind are not in it."""
     for has_tiles in (False, True):
-        monkeypatch.setattr(product_kernel, "has_unit", lambda name, tiles=has_tiles: tiles)
+        monkeypatch.setattr(products, "has_unit", lambda name, tiles=has_tiles: tiles)
         for form in FORMS.values():
             for dtype in (FLOATS, HALVES):
                 assert kernel_takes(form, dtype) == (form.kind is not None)

@@ -16,8 +16,7 @@ from fminfer.compute.attention.kernel_attention import KernelAttention
 from fminfer.compute.kernels.calls import PackedCall
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers.bodies import LayerKernels
-from fminfer.compute.layers.product_kernel import PackedProduct
-from fminfer.compute.layers.products import Linear
+from fminfer.compute.layers.products import Linear, PackedProduct
 from fminfer.compute.registry import Registry
 from fminfer.compute.sampling.draw_kernel import DrawKernel, ScoreKernel
 from fminfer.compute.sampling.sampler import Ranking

@@ -12,8 +12,7 @@ import torch
 from fminfer.compute.kernels.calls import ExpertCall
 from fminfer.compute.layers import plain
 from fminfer.compute.layers.bodies import activations_of
-from fminfer.compute.layers.product_kernel import PackedPart, ProductKernel, kernel_takes
-from fminfer.compute.layers.products import Linear
+from fminfer.compute.layers.products import Linear, PackedPart, ProductKernel, kernel_takes
 from fminfer.compute.spec import Moe
 from fminfer.compute.trial import Candidate, Limits, Pair, Trial
 from fminfer.compute.weights import KERNEL_TYPES, Function, Weight
