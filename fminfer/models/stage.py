@@ -17,7 +17,6 @@ from fminfer.compute.attention.scoring import soft_cap
 from fminfer.compute.sampling.masks import StepEdits
 from fminfer.compute.sampling.sampler import (
     Drawer,
-    Draws,
     Ranker,
     SamplingTensors,
     TokenSpan,
@@ -25,6 +24,7 @@ from fminfer.compute.sampling.sampler import (
     rank,
     sample,
     score,
+    to_host,
 )
 from fminfer.compute.step import (
     SCORE,
@@ -46,7 +46,8 @@ from fminfer.models.layer_step import LayerStep
 from fminfer.models.layer_stream import LayerStream
 from fminfer.models.transformer import Transformer
 
-Use = Callable[[torch.Tensor, slice], Draws]  # of (rows, vocab) logits, and which rows they are
+# Of (rows, vocab) logits, and which rows they are.
+Use = Callable[[torch.Tensor, slice], TokenLogprobs]
 Pair = tuple[torch.cuda.Event, torch.cuda.Event]  # before and after a step's work
 
 
@@ -303,7 +304,7 @@ class Stage:
         edits = StepEdits(step, tokens.size, self._device, tokens.own)
         num_top = int(step.draws["num_top"].max())
 
-        def choose(logits: torch.Tensor, part: slice) -> Draws:
+        def choose(logits: torch.Tensor, part: slice) -> TokenLogprobs:
             how = SamplingTensors.of(step.draws[part], self._device)
             return sample(logits, how, num_top, edits.part(part), tokens)
 
@@ -320,7 +321,7 @@ class Stage:
         head = self._head
         assert head is not None, "only the last stage has a head"
 
-        def use_part(first: int, last: int) -> Draws:
+        def use_part(first: int, last: int) -> TokenLogprobs:
             part = slice(first, last)
             asked, start = places[part], int(places[first])
             if (asked == np.arange(start, start + len(asked))).all():  # as of decode rows
@@ -335,4 +336,4 @@ class Stage:
         limit = self._logit_limit
         most = MAX_LOGITS[self._device.type] // self._tokens.most_own
         limit.most = min(limit.most, max(1, most))
-        return TokenLogprobs.join([each.to_host() for each in limit.run(len(places), use_part)])
+        return TokenLogprobs.join([to_host(each) for each in limit.run(len(places), use_part)])

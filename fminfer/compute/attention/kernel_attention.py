@@ -16,7 +16,7 @@ from fminfer.compute.attention.paged_attention import (
     PlainAttention,
     find_shared_runs,
 )
-from fminfer.compute.attention.scoring import NO_LIMIT, AttentionCall, Scoring, with_rows
+from fminfer.compute.attention.scoring import AttentionCall, Scoring, scoring_of, with_rows
 from fminfer.compute.kernels.calls import Arguments
 from fminfer.compute.spec import Attention
 from fminfer.compute.step import Column, Rows
@@ -213,22 +213,14 @@ def attention_pairs(
 
 def _trial_scoring(how: Attention, num_keys: int, device: torch.device) -> Scoring:
     """Return scores that differ from head to head, with limits within the rows of a trial."""
-    heads, reach = how.heads, num_keys // 3
-    slopes, relative = None, None
-    if how.alibi is not None and not how.keeps_bias:
-        slopes = torch.linspace(0.01, 0.1, heads, device=device)
-    if how.relative is not None:
-        places = torch.arange(heads * (2 * reach + 1), device=device)
-        relative = (0.37 * places).sin().view(heads, -1)
-    return Scoring(
-        how.cache_shape[2] ** -0.5,
-        window=None if how.window is None else num_keys * 5 // 6,
-        slopes=slopes,
-        softcap=how.softcap,
-        sinks=torch.linspace(-1, 2, heads, device=device) if how.has_sinks else None,
-        ahead=0 if how.is_causal else NO_LIMIT - 1 if how.window is None else reach,
-        relative=relative,
-    )
+    sinks = torch.linspace(-1, 2, how.heads, device=device) if how.has_sinks else None
+    window = None if how.window is None else num_keys * 5 // 6
+    like = replace(how, scaling=how.cache_shape[2] ** -0.5, window=window)
+    scoring = scoring_of(like, device, sinks)
+    if how.relative is None:
+        return scoring
+    places = torch.arange(how.heads * (num_keys // 3 * 2 + 1), device=device)
+    return replace(scoring, relative=(0.37 * places).sin().view(how.heads, -1))
 
 
 def _attend_some(
