@@ -18,11 +18,10 @@ from fminfer.compute.layers.products import (
     head_takes,
     kernel_takes,
 )
-from fminfer.compute.quantized.block_format import Blocks, Joined, join
-from fminfer.compute.quantized.forms import INT4, INT8, INT8_32
+from fminfer.compute.quantized import INT4, INT8, INT8_32, Blocks
 from fminfer.compute.registry import Registry
 from fminfer.compute.spec import Mlp, Moe
-from fminfer.compute.weights import Dense, Format, Use, Weight, dense
+from fminfer.compute.weights import Dense, Format, Joined, Use, Weight, dense, join
 from fminfer.core.errors import UsageError
 from tests.compute.test_experts import choose, expected_of
 from tests.conftest import built_library

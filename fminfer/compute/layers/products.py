@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from fminfer.compute.kernels.calls import PackedCall, ProductCall
-from fminfer.compute.quantized.block_format import Blocks, Joined, parts_of, pieces_of
+from fminfer.compute.quantized import Blocks
 from fminfer.compute.trial import Candidate, Limits, Pair, Trial
-from fminfer.compute.weights import KERNEL_TYPES, Dense, Format, Function, Weight
+from fminfer.compute.weights import KERNEL_TYPES, Dense, Format, Function, Joined, Weight
 from fminfer.machine.processor import has_unit
 
 CHECKED_ROWS = [1, 5, 48]
@@ -45,7 +45,7 @@ class Linear:
         weight, bias = self.weight, self.bias
         if weight.is_plain:
             return nn.functional.linear(x, weight.dequantized(x.dtype), bias)
-        parts = [nn.functional.linear(x, each.dequantized(x.dtype)) for each in pieces_of(weight)]
+        parts = [nn.functional.linear(x, each.dequantized(x.dtype)) for each in weight.pieces()]
         found = torch.cat(parts, -1)
         return found if bias is None else found + bias
 
@@ -229,7 +229,7 @@ class ProductKernel:
     @staticmethod
     def can_pack(weight: Weight) -> bool:
         """Tell whether it can multiply with such a weight at all: of whole units of 32 bits."""
-        held, is_even = [each for each, _ in parts_of(weight)], weight.shape[-1] % 2 == 0
+        held, is_even = [each for each, _ in weight.parts], weight.shape[-1] % 2 == 0
         fits = all(head_takes(h) and (is_even or h == Dense(torch.float32)) for h in held)
         return fits and is_on_cpu(weight)
 
@@ -240,7 +240,7 @@ class ProductKernel:
         """Return the product with a weight that `can_pack`."""
         assert self.can_pack(weight), "a weight to pack"
         outputs, inputs = weight.shape
-        own = zip(parts_of(weight), weight.tensors, strict=True)
+        own = zip(weight.parts, weight.tensors, strict=True)
         parts = tuple(
             PackedPart(held, t.contiguous(), len(t), inputs, is_lent=True)
             if weight.is_lent and isinstance(held, Dense)
