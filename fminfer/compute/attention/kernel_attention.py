@@ -233,7 +233,7 @@ def _attend_some(
     """Attend from two prompts, a chunk of one beside a token of the other, and some that share."""
     how, block_size, (num_keys, num_rows) = asked.how, asked.block_size, sizes
     _, kv_heads, head_dim = how.cache_shape
-    body: AttentionBody = kernel or PlainAttention(kv_heads, device)
+    body: AttentionBody = kernel or PlainAttention(device)
     given = dtype if kernel else torch.float32
     count = -(-(num_keys + 3) // block_size)
     shape = (2, 2 * count + num_rows, kv_heads, block_size, head_dim)

@@ -36,7 +36,7 @@ class KvCache:
         ((kept, kv_heads, head_dim),) = {how.cache_shape for how in layers} or {(2, 1, 1)}
         self._shape = [len(layers), kept, num_blocks, kv_heads, block_size, head_dim]
         self.block_size, self.device, self._dtype = block_size, device, dtype
-        self.body = kernel or PlainAttention(kv_heads, device)
+        self.body = kernel or PlainAttention(device)
         self._have(num_blocks)
 
     def _have(self, num_blocks: int) -> None:

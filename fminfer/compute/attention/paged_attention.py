@@ -103,16 +103,10 @@ class ChunkRow:
 class AttentionPlan:
     """What plain attention needs to know of a step."""
 
-    slots: torch.Tensor  # (tokens * kv_heads,) int64: where new keys go, in rows of head_dim
+    blocks: torch.Tensor  # (tokens,) int64: where new keys go
+    places: torch.Tensor  # the same: and where in these blocks
     chunks: list[ChunkRow]
     decode: DecodeRows | None
-
-
-def _slots(rows: Rows, block_size: int, kv_heads: int) -> torch.Tensor:
-    """Return where each token's keys go, (tokens * kv_heads,)."""
-    slots = torch.from_numpy(rows.slots(block_size))
-    of_head_0 = slots + slots // block_size * (kv_heads - 1) * block_size
-    return (of_head_0[:, None] + torch.arange(kv_heads) * block_size).flatten()
 
 
 def _plan_decode(rows: Rows, first: int, block_size: int, device: torch.device) -> DecodeRows:
@@ -282,8 +276,8 @@ class AttentionBody(Protocol):
 class PlainAttention(AttentionBody):
     """Attention in plain tensor operations, on any device: the reference."""
 
-    def __init__(self, kv_heads: int, device: torch.device) -> None:
-        self._kv_heads, self._device = kv_heads, device
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def plan(self, rows: Rows, block_size: int) -> AttentionPlan:
         """Lay out a step. Rows of one token are computed together if they come last."""
@@ -298,20 +292,18 @@ class PlainAttention(AttentionBody):
             ChunkRow(first, first + num, position, torch.from_numpy(table).to(device, torch.int64))
             for num, first, position, table in zip(lengths, firsts, positions, tables, strict=False)
         ]
-        decode = rows.part(slice(num_chunks, None))
-        return AttentionPlan(
-            _slots(rows, block_size, self._kv_heads).to(device),
-            chunks,
-            _plan_decode(decode, firsts[num_chunks], block_size, device) if len(decode) else None,
-        )
+        blocks, places = send(np.divmod(rows.slots(block_size), block_size), device)
+        decode, own = None, rows.part(slice(num_chunks, None))
+        if len(own):
+            decode = _plan_decode(own, firsts[num_chunks], block_size, device)
+        return AttentionPlan(blocks, places, chunks, decode)
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         query, how = call.query, call.how
         rows: AttentionPlan = call.rows
         new, caches = (call.new_keys[0], call.new_values[0]), (call.keys, call.values)
         for cache, each in zip(caches, new, strict=True):
-            stored = each.transpose(0, 1).reshape(-1, each.shape[-1]).to(cache.dtype)
-            cache.view(-1, each.shape[-1]).index_copy_(0, rows.slots, stored)
+            cache[rows.blocks, :, rows.places] = each.transpose(0, 1).to(cache.dtype)
         out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
         for chunk in rows.chunks:
             all_keys, all_values = map(partial(_gather, chunk), new, caches)
