@@ -127,7 +127,6 @@ class SamplingTensors:
     noise: torch.Tensor  # (rows,) int64, 64 random bits
     # The same in host memory, so that reading them waits for no GPU; None: these are there.
     on_host: SamplingTensors | None = field(default=None, kw_only=True)
-    is_greedy: bool = field(default=False, kw_only=True)  # the host knows that no row draws
     first_id: int = field(default=0, kw_only=True)  # the token of the first logit
 
     @classmethod
@@ -136,7 +135,7 @@ class SamplingTensors:
         columns = [draws[name].copy() for name in _LARGE_FIRST]
         tensors: dict[str, Any] = dict(zip(_LARGE_FIRST, send(columns, device), strict=True))
         on_host = None if device.type == "cpu" else cls.of(draws, torch.device("cpu"))
-        return cls(**tensors, on_host=on_host, is_greedy=not draws["temperature"].any())
+        return cls(**tensors, on_host=on_host)
 
     def rows(self, rows: torch.Tensor) -> SamplingTensors:
         """Return some rows, without the copy in host memory."""
@@ -303,8 +302,6 @@ def sample(
     masks = None if edits is None else edits.masks
     # The likeliest token; ties go to the lowest id.
     ids = ranking.best_ids[:, 0].clone() if edited is logits else tokens.likeliest(edited)
-    if how.is_greedy and masks is None:
-        return _report(logits, ids, num_top, ranking, tokens)
     # Noise is by token id, so a draw without the mask is the masked one wherever it is allowed.
     # Filters count what the mask leaves, so rows that have both draw with it at once.
     is_drawn = how.host.is_random
