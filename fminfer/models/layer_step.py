@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
-from fminfer.compute.attention.scoring import Scoring
+from fminfer.compute.attention.kv_cache import StepAttention
 from fminfer.compute.layers import plain
 from fminfer.compute.layers.bodies import NormBody
 from fminfer.compute.registry import Registry
@@ -47,31 +46,17 @@ class Bodies:
         return self._tables[how]
 
 
-class Attend(Protocol):
-    """Attention over the paged KV cache of all layers."""
-
-    def __call__(
-        self,
-        layer: int,
-        query: torch.Tensor,  # (tokens, heads, head_dim)
-        key: torch.Tensor,  # (tokens, KV heads, head_dim)
-        value: torch.Tensor,
-        how: Scoring,
-    ) -> torch.Tensor:  # (kept tokens, heads, head_dim)
-        """Store the new keys and values of a layer, then attend."""
-
-
 @dataclass(slots=True)
 class LayerStep:
     """What all layers of a step share."""
 
     positions: torch.Tensor  # (tokens,) int64
-    attend: Attend
+    attend: StepAttention
     kept: torch.Tensor | None = None  # (wanted,) int64: tokens the last layer returns; None: all
     shards: ShardGroup | None = None  # the ranks that share each layer; None: this one has it whole
     # Attention to what the encoder gave, which is stored under the keys that `memory` becomes:
     # (tokens of prompts that enter, hidden). Each query sees all keys of its prompt.
-    cross: Attend | None = None
+    cross: StepAttention | None = None
     memory: torch.Tensor | None = None
 
     _turns: dict[int, torch.Tensor] = field(default_factory=dict)

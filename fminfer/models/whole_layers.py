@@ -15,7 +15,7 @@ import torch
 
 from fminfer.compute import spec
 from fminfer.compute.attention.kernel_attention import KernelAttention, KernelRows, step_arguments
-from fminfer.compute.attention.kv_cache import KvCache, StepAttention
+from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.kernels.calls import Arguments
 from fminfer.compute.layers.bodies import activations_of
 from fminfer.compute.layers.experts import Workspace
@@ -189,7 +189,6 @@ class WholeLayer(LayerOf):
         self, x: torch.Tensor, more: torch.Tensor | None, number: int, step: LayerStep
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what the parts do; MemoryError, RuntimeError: there was no memory."""
-        assert isinstance(step.attend, StepAttention), "the paged cache"
         (keys, values), rows = step.attend.layers[number], step.attend.plan_of(number)
         shards = step.shards
         is_served = shards is None or isinstance(shards, SharedMemoryGroup)
