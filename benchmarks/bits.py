@@ -20,7 +20,7 @@ import gguf
 import torch
 import transformers
 
-from fminfer.compute.quantized.forms import OWN_FORMS, quantized_forms
+from fminfer.compute.quantized import OWN_FORMS, quantized_forms
 
 WINDOW = 512
 GGUF_NAMES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")

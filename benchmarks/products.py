@@ -43,8 +43,11 @@ import click  # noqa: E402
 import torch  # noqa: E402
 
 from fminfer.compute.kernels.kernel_build import FLAGS, find_compiler, start_build  # noqa: E402
-from fminfer.compute.layers.product_kernel import ProductKernel  # noqa: E402
-from fminfer.compute.layers.products import Linear, library_products  # noqa: E402
+from fminfer.compute.layers.products import (  # noqa: E402
+    Linear,
+    ProductKernel,
+    library_products,
+)
 from fminfer.compute.weights import dense  # noqa: E402
 
 SHAPES = ((768, 3072), (3072, 768), (768, 2304), (2048, 8192), (768, 32000))  # inputs, outputs

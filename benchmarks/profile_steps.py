@@ -36,7 +36,8 @@ from against_transformers import SIZE, gemm_gflops, make_workload
 
 import fminfer
 from fminfer.compute.attention.kernel_attention import KernelAttention
-from fminfer.compute.attention.paged_attention import PagedAttention, PlainAttention
+from fminfer.compute.attention.kv_cache import StepAttention
+from fminfer.compute.attention.paged_attention import PlainAttention
 from fminfer.models.tensor_specs import layer_specs
 from fminfer.models.whole_layers import Spent, WholeLayer
 
@@ -84,7 +85,7 @@ def clock_stage(engine: fminfer.Engine, clock: Clock) -> None:
                 shape = specs[f"{name}.weight"].shape
                 part.products[name] = count_flops(clock, shape, clock.wrap("products", product))
     stage._head = CountedHead(stage._head, clock)
-    PagedAttention.__call__ = clock.wrap("attention", PagedAttention.__call__)  # type: ignore
+    StepAttention.__call__ = clock.wrap("attention", StepAttention.__call__)  # type: ignore
     for where in PLANNING:
         setattr(*where, clock.wrap("planning", getattr(*where)))
     stage._sample = clock.wrap("drawing", stage._sample)
@@ -202,7 +203,7 @@ def main(
     """Print where the time goes."""
     of_model = {"model": model} if model else {"random_init": SIZE}
     options = {**of_model, "dtype": dtype, "kernels": kernels}
-    places: list[tuple[Any, str]] = [(PagedAttention, "__call__"), *PLANNING]
+    places: list[tuple[Any, str]] = [(StepAttention, "__call__"), *PLANNING]
     originals = [getattr(*place) for place in places]
     runs = []
     for workload in workloads:

@@ -6,9 +6,8 @@ from functools import cache
 
 import torch
 
-from fminfer.compute.quantized.block_format import Blocks, Joined
-from fminfer.compute.quantized.forms import GGUF_FORMS, OWN_FORMS
-from fminfer.compute.weights import Dense, Format, Tensors, TensorSpec, Use, Weight
+from fminfer.compute.quantized import GGUF_FORMS, OWN_FORMS, Blocks
+from fminfer.compute.weights import Dense, Format, Joined, Tensors, TensorSpec, Use, Weight
 
 FORMS = {form.name: form for form in (*GGUF_FORMS, *OWN_FORMS)}
 NEAR = 16  # inputs that certainly have the same scale

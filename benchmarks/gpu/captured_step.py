@@ -36,9 +36,9 @@ def make_stage(part: LoadedPart, rows: int, tokens: int) -> Stage:
         drawer=part.drawer,
         graphs=find_graphs("require", part.network, part.attention, rows, part.device),
     )
-    for layer in stage.cache.layers:
-        layer.keys.normal_()
-        layer.values.normal_()
+    for keys, values in stage.cache.layers:
+        keys.normal_()
+        values.normal_()
     return stage
 
 

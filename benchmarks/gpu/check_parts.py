@@ -20,7 +20,8 @@ from fminfer.compute.attention.kernel_attention import AttentionAsked, attention
 from fminfer.compute.attention.triton_attention import TritonAttention
 from fminfer.compute.layers.bodies import GELU_TANH, SILU, NormWeights, parts_trial
 from fminfer.compute.layers.triton_layers import TritonLayers, triton_race
-from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR, race_pairs
+from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR, draw_pairs
+from fminfer.compute.sampling.sampler import draw
 from fminfer.compute.spec import Attention, Norm
 from fminfer.compute.trial import compare
 
@@ -86,9 +87,10 @@ def check_turns(kind: str, dtype: torch.dtype) -> Figures:
     for width, turned in HEAD_DIMS if kind == "cuda" else HEAD_DIMS[-2:]:
         for tokens in TOKENS[kind]:
             x = torch.randn(tokens, 3, width + 5, device=device).to(dtype)[..., :width]
-            angles = torch.randn(tokens, turned, device=device)
-            turn = angles.cos(), angles.sin()
-            errors.append(_error(kernels.rotate(x, *turn), references.rotate(x, *turn)))
+            angles = torch.randn(tokens, turned // 2, device=device)
+            turns = torch.stack([angles.cos(), angles.sin()])
+            expected = references.rotate(x, *turns.repeat(1, 1, 2))
+            errors.append(_error(kernels.rotate(x, turns), expected))
     return _judge(errors, dtype)
 
 
@@ -128,9 +130,9 @@ def try_kernels(device: torch.device) -> None:
     kinds = (how, replace(how, window=8, has_sinks=True))
     of_attention = attention_trial(AttentionAsked(kinds, 16, dtype), dtype, device)
     compare(of_attention.pairs(attention), of_attention.limit)
-    of_parts = parts_trial(dtype, device)
+    of_parts = parts_trial(None, dtype, device)
     compare(of_parts.pairs(TritonLayers(device)), of_parts.limit)
-    compare(race_pairs(triton_race, device), TOKEN_ERROR)
+    compare(draw_pairs(partial(draw, racer=triton_race), device), TOKEN_ERROR)
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -7,7 +7,7 @@ like it; if it fails, the next is.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property, partial
 
 import torch
@@ -21,20 +21,17 @@ from fminfer.compute.attention.paged_attention import AttentionBody
 from fminfer.compute.kernels.kernel_build import KernelBuild, start_build
 from fminfer.compute.layers.bodies import LayerKernels, PartKernels, Parts, parts_trial
 from fminfer.compute.layers.experts import Mix, Mixture, expert_candidate
-from fminfer.compute.layers.product_kernel import PackedProduct, head_candidate, product_candidate
-from fminfer.compute.layers.products import Linear, PlainProduct, library_products
-from fminfer.compute.sampling.draw_kernel import (
-    RANK_ERROR,
-    TOKEN_ERROR,
-    DrawKernel,
-    ScoreKernel,
-    draw_pairs,
-    race_pairs,
-    rank_pairs,
+from fminfer.compute.layers.products import (
+    Linear,
+    PackedProduct,
+    head_candidate,
+    library_products,
+    product_candidate,
 )
+from fminfer.compute.sampling.draw_kernel import RANKS_TRIAL, DrawKernel, ScoreKernel, draws_trial
 from fminfer.compute.sampling.sampler import Drawer, Ranker, draw, rank
 from fminfer.compute.spec import Attention, Moe
-from fminfer.compute.trial import Asked, Body, Candidate, Pair, Trial, compare, explain_failure
+from fminfer.compute.trial import Asked, Body, Candidate, compare, explain_failure
 from fminfer.compute.weights import KERNEL_TYPES, Function, Weight
 from fminfer.core.config import Kernels
 from fminfer.core.errors import UsageError
@@ -92,7 +89,9 @@ class Registry:
         self.of_heads: list[Candidate[Linear, PackedProduct]] = []
         self.of_draws: list[Candidate[None, Drawer]] = []
         self.of_ranks: list[Candidate[None, Ranker]] = []
-        self._attention_trial = partial(attention_trial, dtype=dtype, device=device)
+        self._try_attention = partial(attention_trial, dtype=dtype, device=device)
+        self._try_parts = partial(parts_trial, dtype=dtype, device=device)
+        self._try_draws = partial(draws_trial, device=device)
         if library is not None and device.type == "cpu":
             self._have_library(library)
         if device.type == "cpu":
@@ -103,18 +102,14 @@ class Registry:
     def _have_library(self, library: ctypes.CDLL) -> None:
         """Add the CPU's kernels."""
         dtype = self.dtype
-        draws: Trial[Drawer] = Trial("draws", draw_pairs, TOKEN_ERROR)
-        ranks: Trial[Ranker] = Trial("scores", rank_pairs, RANK_ERROR)
-        attention = Candidate(lambda _: KernelAttention(library), self._attention_trial)
-        self.of_attention.append(attention)
+        self.of_attention.append(Candidate(lambda _: KernelAttention(library), self._try_attention))
         if dtype in KERNEL_TYPES:
-            parts = parts_trial(dtype, self.device)
-            self.of_parts.append(Candidate(lambda _: LayerKernels(library), lambda _: parts))
+            self.of_parts.append(Candidate(lambda _: LayerKernels(library), self._try_parts))
         self.of_products.append(product_candidate(library, dtype))
         self.of_experts.append(expert_candidate(library, dtype))
         self.of_heads.append(head_candidate(library, dtype))
-        self.of_draws.append(Candidate(lambda _: DrawKernel(library), lambda _: draws))
-        self.of_ranks.append(Candidate(lambda _: ScoreKernel(library), lambda _: ranks))
+        self.of_draws.append(Candidate(lambda _: DrawKernel(library), self._try_draws))
+        self.of_ranks.append(Candidate(lambda _: ScoreKernel(library), lambda _: RANKS_TRIAL))
 
     def have_triton(self) -> None:
         """Add the GPU's kernels. Triton comes with torch for CUDA only, and is imported late."""
@@ -136,15 +131,9 @@ class Registry:
 
             return partial(draw, racer=triton_race)
 
-        def pairs_of_races(_: Drawer) -> Iterator[Pair]:
-            from fminfer.compute.layers.triton_layers import triton_race
-
-            yield from race_pairs(triton_race, device)
-
-        self.of_attention.append(Candidate(attend, self._attention_trial))
-        self.of_parts.append(Candidate(make_parts, lambda _: parts_trial(dtype, device)))
-        draws: Trial[Drawer] = Trial("draws", pairs_of_races, TOKEN_ERROR)
-        self.of_draws.append(Candidate(make_drawer, lambda _: draws))
+        self.of_attention.append(Candidate(attend, self._try_attention))
+        self.of_parts.append(Candidate(make_parts, self._try_parts))
+        self.of_draws.append(Candidate(make_drawer, self._try_draws))
 
     def attention(
         self, hows: Sequence[Attention], block_size: int, kv_dtype: torch.dtype
@@ -160,7 +149,7 @@ class Registry:
     def product(self, weight: Weight, bias: torch.Tensor | None) -> Function:
         """Return x·Wᵀ + b of x, (…, inputs), packed once where that is faster."""
         asked = Linear(weight, bias)
-        return self.find(self.of_products, asked) or PlainProduct(asked.weight, asked.bias)
+        return self.find(self.of_products, asked) or asked
 
     def experts(self, how: Moe, up: Weight, down: Weight) -> Mix | None:
         """Return a layer's experts, `Mixture`; None: their products are to be made one by one."""
@@ -201,23 +190,16 @@ class Registry:
         key = candidate, trial.key
         if key in self._passed:
             return candidate.make(asked) if self._passed[key] else None
-        seen: list[bool] = []
-
-        def pairs(body: Body) -> Iterator[Pair]:
-            for pair in trial.pairs(body):
-                seen.append(bool(pair[1].isnan().any()))
-                yield pair
-
-        body: Body | None = None
+        body, is_sure = None, True
         try:
             body = candidate.make(asked)
             with torch.inference_mode():
-                compare(pairs(body), trial.limit)
+                is_sure = compare(trial.pairs(body), trial.limit)
         except Exception as error:
             if is_out_of_memory(error):  # that says nothing of the body
                 raise
             body = None
             self.reasons.setdefault(candidate, explain_failure(self.asked, trial.name, error))
-        if not any(seen):  # what is nan could not be compared: the next of its key is tried, too
+        if is_sure:  # what is nan could not be compared: the next of its key is tried, too
             self._passed[key] = body is not None
         return body

@@ -258,7 +258,10 @@ ResultKind = Literal["tokens", "prompt scores"]
 
 @dataclass(slots=True, eq=False)
 class TokenLogprobs:
-    """Columns, one entry a token: the token, its logprob, and the best alternatives."""
+    """Columns, one entry a token: the token, its logprob, and the best alternatives.
+
+    They are tensors, until `sampler.to_host` makes arrays of them.
+    """
 
     ids: Column  # (tokens,) int64
     logprobs: Column  # (tokens,) float32; nan where the logits were

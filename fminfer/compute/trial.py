@@ -41,19 +41,24 @@ class Candidate(Generic[Asked, Body]):
     serves: Callable[[Asked], bool] = lambda asked: True
 
 
-def compare(pairs: Iterable[Pair], limit: float) -> None:
-    """Compare what a body gives with what is expected; where that is nan, anything is right.
+def compare(pairs: Iterable[Pair], limit: float) -> bool:
+    """Compare what a body gives with what is expected; tell whether all of it could be.
+
+    Where nan is expected, anything is right.
 
     Raises:
         ValueError: they differ by more than `limit` times the largest expected number.
     """
+    has_nan = False
     for found, expected in pairs:
         found, expected = found.double().cpu(), expected.double().cpu()
+        has_nan = has_nan or bool(expected.isnan().any())
         is_same = (found == expected) | expected.isnan()
         error = (found - expected).abs().masked_fill(is_same, 0.0).amax()
         largest = expected.abs().masked_fill(~expected.isfinite(), 0.0).amax()
         if not error <= limit * largest:
             raise ValueError(f"what it gives is off by {(error / (largest or 1.0)).item():.2g}")
+    return not has_nan
 
 
 def explain_failure(asked: Kernels, name: str, error: BaseException) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -17,6 +18,7 @@ Tensors = tuple[torch.Tensor, ...]
 Matrix = Literal["product", "moved", "head", "embedding", "router"]
 Use = Matrix | Literal["choice", "norm", "norm_bias", "bias", "other"]
 USES: tuple[Use, ...] = (*get_args(Matrix), "choice", "norm", "norm_bias", "bias", "other")
+DEQUANTIZED_AT_ONCE = 1 << 22  # numbers, whose copies take up to 12 bytes each
 KERNEL_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # what the CPU's kernels compute in
 
 
@@ -101,6 +103,54 @@ class Dense:
         return tensors[0].to(dtype)  # itself, where it is so
 
 
+@dataclass(slots=True, frozen=True)
+class Joined:
+    """Rows of several formats: parts one below the other, each with tensors of its own.
+
+    Files hold queries, keys and values in different formats, which are one weight of ours.
+    """
+
+    parts: tuple[tuple[Format, int], ...]  # and how many outputs each has
+
+    @property
+    def name(self) -> str:
+        return " + ".join(dict.fromkeys(held.name for held, _ in self.parts))
+
+    def num_bytes(self, shape: Shape) -> int:
+        return sum(held.num_bytes((*shape[:-2], num, shape[-1])) for held, num in self.parts)
+
+    def empty(self, shape: Shape, device: torch.device) -> Tensors:
+        sizes = [(held, (*shape[:-2], num, shape[-1])) for held, num in self.parts]
+        return tuple(tensor for held, size in sizes for tensor in held.empty(size, device))
+
+    def dequantize(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
+        pairs = zip(self.parts, tensors, strict=True)  # each part is of one tensor
+        return torch.cat([held.dequantize((t,), dtype) for (held, _), t in pairs], -2)
+
+    def of_rows(self, rows: Sequence[range]) -> Format:
+        """Return the format of some rows."""
+        kept = []
+        for (held, num), first in zip(self.parts, self.starts(), strict=False):
+            shares = (range(max(r.start, first), min(r.stop, first + num)) for r in rows)
+            if share := sum(map(len, shares)):
+                kept.append((held, share))
+        return join(kept)
+
+    def starts(self) -> list[int]:
+        """Return the first output of each part, and the end."""
+        return [0, *accumulate(num for _, num in self.parts)]
+
+
+def join(parts: list[tuple[Format, int]]) -> Format:
+    """Return one format of parts, of which neighbours may be alike."""
+    found: list[tuple[Format, int]] = []
+    for held, num in parts:
+        if found and found[-1][0] == held:
+            num += found.pop()[1]
+        found.append((held, num))
+    return found[0][0] if len(found) == 1 else Joined(tuple(found))
+
+
 @dataclass(slots=True, frozen=True, eq=False)
 class Weight:
     """A weight as it is held: what it is for, how its numbers are kept, and its tensors."""
@@ -141,6 +191,23 @@ class Weight:
         """Return some of its rows, (numbers, inputs)."""
         found = tuple(tensor.index_select(0, numbers) for tensor in self.tensors)
         return self.format.dequantize(found, dtype)
+
+    @property
+    def parts(self) -> tuple[tuple[Format, int], ...]:
+        """Its formats, from its first outputs to its last, and how many outputs each has."""
+        held = self.format
+        return held.parts if isinstance(held, Joined) else ((held, self.shape[-2]),)
+
+    def pieces(self) -> Iterator[Weight]:
+        """Give its rows as smaller weights, each small enough to be made floats."""
+        inputs = self.shape[-1]
+        step = max(1, DEQUANTIZED_AT_ONCE // inputs)
+        is_joined = isinstance(self.format, Joined)
+        tensors = [(tensor,) for tensor in self.tensors] if is_joined else [self.tensors]
+        for (held, outputs), own in zip(self.parts, tensors, strict=True):
+            for first in range(0, outputs, step):
+                rows = tuple(tensor[first : first + step] for tensor in own)
+                yield Weight(TensorSpec((len(rows[0]), inputs), self.spec.use), held, rows)
 
     def first_rows(self, number: int) -> Weight:
         """Return its first rows, which are as many or all."""

@@ -138,7 +138,7 @@ class DecodeGraphs:
         of_tokens, numbers = self._inputs.tensor_split([16 * size])
         ids, positions = of_tokens.view(torch.int64).view(2, size)
         plan = self._kernel.decode_plan(numbers.view(torch.int32), size)
-        attend = StepAttention(cache.layers, plan, plan)
+        attend = StepAttention(cache.body, cache.layers, plan, plan)
 
         def work() -> None:
             before = self._before[:size]

@@ -9,9 +9,8 @@ from typing import Protocol
 
 import torch
 
-from fminfer.compute.quantized.block_format import Blocks, join
-from fminfer.compute.quantized.forms import GGUF_FORMS, OWN_FORMS, quantized_forms
-from fminfer.compute.weights import Dense, Format, Shape, Tensors, TensorSpec
+from fminfer.compute.quantized import GGUF_FORMS, OWN_FORMS, Blocks, quantized_forms
+from fminfer.compute.weights import Dense, Format, Shape, Tensors, TensorSpec, join
 
 
 class StoredFormat(Format, Protocol):

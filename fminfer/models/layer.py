@@ -11,7 +11,7 @@ from fminfer.compute.attention.scoring import scoring_of
 from fminfer.compute.layers import plain
 from fminfer.compute.layers.bodies import NormBody
 from fminfer.compute.layers.experts import Mix, PlainExperts
-from fminfer.compute.layers.products import PlainProduct
+from fminfer.compute.layers.products import Linear
 from fminfer.compute.spec import Attention, Cross, Layer, Mlp, Moe
 from fminfer.compute.weights import Function
 from fminfer.models.layer_step import Bodies, LayerStep
@@ -133,7 +133,7 @@ class AttentionOf:
 
     def turns(self, step: LayerStep) -> torch.Tensor | None:
         """Return the cosines and sines of the step's tokens; None: no rotary positions."""
-        return None if self._rotate is None else step.turns(self._rotate, self._table)
+        return None if self._rotate is None else step.turns(self._table)
 
     def _with_bias(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
@@ -210,7 +210,7 @@ class LatentAttentionOf:
 
     def turns(self, step: LayerStep) -> torch.Tensor:
         """Return the cosines and sines of the step's tokens."""
-        return step.turns(self._rotate, self._table)
+        return step.turns(self._table)
 
 
 def _by_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -228,7 +228,7 @@ class MlpOf:
             own = {name: each.plain for name, each in _under("xielu.", weights).items()}
             self._act: Function = partial(plain.xielu, **own)
         elif how.limit is not None:
-            self._act = partial(plain.limited_gate, activation=how.activation, limit=how.limit)
+            self._act = partial(plain.gate, activation=how.activation, limit=how.limit)
         else:
             self._act = (parts.gate if how.is_gated else parts.activation)(how.activation)
         self._is_wide = how.is_wide
@@ -320,7 +320,7 @@ class LayerOf:
         products = [*self.products.values()]
         if isinstance(self.mlp, MoeOf):
             products += self.mlp.products
-        return not any(isinstance(product, PlainProduct) for product in products)
+        return not any(isinstance(product, Linear) for product in products)
 
     def __call__(
         self, x: torch.Tensor, more: torch.Tensor | None, number: int, step: LayerStep

@@ -10,8 +10,8 @@ from itertools import product
 
 import torch
 
-from fminfer.compute.quantized.block_format import Blocks, Joined
-from fminfer.compute.weights import Dense, Format, Tensors, Weight
+from fminfer.compute.quantized import Blocks
+from fminfer.compute.weights import Dense, Format, Joined, Tensors, Weight
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.families.tensor_names import AS_STORED

@@ -8,7 +8,7 @@ import torch
 
 from fminfer.compute.attention.kv_cache import StepAttention
 from fminfer.compute.layers import plain
-from fminfer.compute.layers.bodies import NormBody, RotateBody
+from fminfer.compute.layers.bodies import NormBody
 from fminfer.compute.registry import Registry
 from fminfer.compute.shards import ShardGroup
 from fminfer.compute.spec import Norm, Rope
@@ -68,8 +68,8 @@ class LayerStep:
         """Return the sum of what all shards of a layer give; x may be overwritten."""
         return x if self.shards is None else self.shards.sum(x)
 
-    def turns(self, rotate: RotateBody, table: torch.Tensor) -> torch.Tensor:
+    def turns(self, table: torch.Tensor) -> torch.Tensor:
         """Return the cosines and sines of the step's tokens, looked up once for all layers."""
         if id(table) not in self._turns:
-            self._turns[id(table)] = rotate.turns(table, self.positions)
+            self._turns[id(table)] = table[:, self.positions]
         return self._turns[id(table)]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from fminfer.compute.quantized.forms import OWN_FORMS
+from fminfer.compute.quantized import OWN_FORMS
 from fminfer.compute.spec import Attention
 from fminfer.compute.weights import Dense, Format, Shape, TensorSpec
 from fminfer.core.errors import CheckpointError

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from fminfer.compute.quantized.block_format import Blocks
+from fminfer.compute.quantized import Blocks
 from fminfer.core.errors import CheckpointError, UsageError
 from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.models.config_fields import OWN_FOLDER

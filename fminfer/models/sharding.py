@@ -13,9 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from fminfer.compute.quantized.block_format import Joined
 from fminfer.compute.spec import Attention, HeadsOfAll, Layer, Mlp, Model, Moe
-from fminfer.compute.weights import Format, TensorSpec, Units
+from fminfer.compute.weights import Format, Joined, TensorSpec, Units
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import even_parts
 from fminfer.models.tensor_specs import TensorSpecs, entry_specs, exit_specs, layer_specs

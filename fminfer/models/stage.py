@@ -11,13 +11,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from fminfer.compute.attention.kv_cache import KvCache, WholeRows
+from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.attention.paged_attention import AttentionBody
 from fminfer.compute.attention.scoring import soft_cap
 from fminfer.compute.sampling.masks import StepEdits
 from fminfer.compute.sampling.sampler import (
     Drawer,
-    Draws,
     Ranker,
     SamplingTensors,
     TokenSpan,
@@ -25,6 +24,7 @@ from fminfer.compute.sampling.sampler import (
     rank,
     sample,
     score,
+    to_host,
 )
 from fminfer.compute.step import (
     SCORE,
@@ -46,7 +46,8 @@ from fminfer.models.layer_step import LayerStep
 from fminfer.models.layer_stream import LayerStream
 from fminfer.models.transformer import Transformer
 
-Use = Callable[[torch.Tensor, slice], Draws]  # of (rows, vocab) logits, and which rows they are
+# Of (rows, vocab) logits, and which rows they are.
+Use = Callable[[torch.Tensor, slice], TokenLogprobs]
 Pair = tuple[torch.cuda.Event, torch.cuda.Event]  # before and after a step's work
 
 
@@ -135,10 +136,11 @@ class Stage:
             device=device,
             kernel=kernel,
         )
-        self._whole: WholeRows | None = None
+        self._whole: KvCache | None = None  # of one layer, which holds the prompts of a step
         if network.encoder is not None and network.encoder.own:
-            self._whole = WholeRows(
-                network.encoder.own[0].attention,
+            self._whole = KvCache(
+                [network.encoder.own[0].attention],
+                num_blocks=0,
                 block_size=block_size,
                 dtype=network.dtype,
                 device=device,
@@ -256,7 +258,7 @@ class Stage:
             tokens, most_top = self._tokens, int(step.draws["num_top"].max())
             edits = StepEdits(step, tokens.size, self._device, tokens.own)
 
-            def draw_part(logits: torch.Tensor, part: slice) -> Draws:
+            def draw_part(logits: torch.Tensor, part: slice) -> TokenLogprobs:
                 how = SamplingTensors.of(step.draws[part], self._device)
                 return sample(logits, how, most_top, edits.part(part), tokens)
 
@@ -266,7 +268,7 @@ class Stage:
             (targets,) = send([step.scores["target_id"].copy()], self._device)
             num_top = int(step.scores["num_top"].max())
 
-            def score_part(logits: torch.Tensor, part: slice) -> Draws:
+            def score_part(logits: torch.Tensor, part: slice) -> TokenLogprobs:
                 return score(logits, targets[part], num_top, self._tokens)
 
             results["prompt scores"] = self._by_parts(hidden, places, score_part)
@@ -295,7 +297,7 @@ class Stage:
                 before = hidden[part]
             if self._whole is None:  # none of its layers is here
                 return before
-            attend = self._whole.plan(lengths, len(encoder.own), index)
+            attend = self._whole.plan_whole(lengths, len(encoder.own), index)
             return encoder.run(
                 before, LayerStep(sent_positions, attend, index, self._network.shards)
             )
@@ -314,7 +316,7 @@ class Stage:
         head = self._head
         assert head is not None, "only the last stage has a head"
 
-        def use_part(first: int, last: int) -> Draws:
+        def use_part(first: int, last: int) -> TokenLogprobs:
             part = slice(first, last)
             asked, start = places[part], int(places[first])
             if (asked == np.arange(start, start + len(asked))).all():  # as of decode rows
@@ -329,4 +331,4 @@ class Stage:
         limit = self._logit_limit
         most = MAX_LOGITS[self._device.type] // self._tokens.most_own
         limit.most = min(limit.most, max(1, most))
-        return TokenLogprobs.join([each.to_host() for each in limit.run(len(places), use_part)])
+        return TokenLogprobs.join([to_host(each) for each in limit.run(len(places), use_part)])

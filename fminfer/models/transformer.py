@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fminfer.compute.layers import plain
-from fminfer.compute.layers.products import multiply_plain
+from fminfer.compute.layers.products import Linear
 from fminfer.compute.registry import Registry
 from fminfer.compute.shards import ShardGroup
 from fminfer.compute.spec import Encoder, Layer, Model, Pooling
@@ -52,7 +52,7 @@ class Head:
 
     def _multiply(self, hidden: torch.Tensor) -> torch.Tensor:
         if not self._weight.is_plain:
-            return multiply_plain(hidden.float(), self._weight, self._bias)
+            return Linear(self._weight, self._bias)(hidden.float())
         weight = self._weight.plain
         if weight.dtype == torch.float32:
             return nn.functional.linear(hidden, weight, self._bias)

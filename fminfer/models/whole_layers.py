@@ -15,11 +15,11 @@ import torch
 
 from fminfer.compute import spec
 from fminfer.compute.attention.kernel_attention import KernelAttention, KernelRows, step_arguments
-from fminfer.compute.attention.kv_cache import KvCache, StepAttention
+from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.kernels.calls import Arguments
 from fminfer.compute.layers.bodies import activations_of
 from fminfer.compute.layers.experts import Workspace
-from fminfer.compute.layers.product_kernel import PackedProduct
+from fminfer.compute.layers.products import PackedProduct
 from fminfer.compute.registry import Registry
 from fminfer.compute.shards import SharedMemoryGroup, raise_failure
 from fminfer.compute.step import Rows
@@ -189,8 +189,7 @@ class WholeLayer(LayerOf):
         self, x: torch.Tensor, more: torch.Tensor | None, number: int, step: LayerStep
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what the parts do; MemoryError, RuntimeError: there was no memory."""
-        assert isinstance(step.attend, StepAttention), "the paged cache"
-        paged, rows = step.attend.layers[number], step.attend.plan_of(number)
+        (keys, values), rows = step.attend.layers[number], step.attend.plan_of(number)
         shards = step.shards
         is_served = shards is None or isinstance(shards, SharedMemoryGroup)
         if not (isinstance(rows, KernelRows) and is_served):
@@ -198,11 +197,11 @@ class WholeLayer(LayerOf):
         assert x.dtype == self._dtype, "hidden states"
         x = (x if more is None else x + more).contiguous()
         attention, how = self.how.attention, self.layer
-        if paged.keys is not self._cache:
-            self._use(paged.keys, paged.values)
-        self.step.see(rows, attention.heads, paged.keys, self._dtype)
+        if keys is not self._cache:
+            self._use(keys, values)
+        self.step.see(rows, attention.heads, keys, self._dtype)
         tokens, width = x.shape
-        kept, turn = rows.kept, self._turn(step, tokens)
+        kept, turn = step.kept, self._turn(step, tokens)
         cos, sin = (None, None) if turn is None else (turn[0].data_ptr(), turn[1].data_ptr())
         # The kernel trusts what it is given.
         assert len(rows.slots) == tokens and width == how.qkv.inputs
@@ -215,7 +214,7 @@ class WholeLayer(LayerOf):
             self.step.arguments,
             cos,
             sin,
-            0 if turn is None else turn.shape[-1],
+            0 if turn is None else 2 * turn.shape[-1],
             None if kept is None else kept.data_ptr(),
             num_kept,
             x.data_ptr(),
@@ -232,13 +231,13 @@ class WholeLayer(LayerOf):
         return out, None if normed is None else step.sum(self.mlp(normed, step))
 
     def _turn(self, step: LayerStep, tokens: int) -> torch.Tensor | None:
-        """Return cosines and sines, (2, tokens, turned) float32; None: no rotary positions."""
+        """Return cosines and sines, (2, tokens, turned / 2) float32; None: no rotary positions."""
         turn = self.attention.turns(step)
         if turn is None:
             return None
-        turned = turn.shape[-1]
-        assert turn.shape == (2, tokens, turned) and turn.dtype == torch.float32
-        assert turned % 2 == 0 and turned <= self.how.attention.head_dim, "cos and sin"
+        half = turn.shape[-1]
+        assert turn.shape == (2, tokens, half) and turn.dtype == torch.float32
+        assert 2 * half <= self.how.attention.head_dim, "cos and sin"
         return turn.contiguous()
 
     def _use(self, keys: torch.Tensor, values: torch.Tensor) -> None:

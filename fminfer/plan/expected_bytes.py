@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fminfer.compute.layers.product_kernel import head_takes, kernel_takes
+from fminfer.compute.layers.products import head_takes, kernel_takes
 from fminfer.compute.spec import Mlp, Model, Moe
 from fminfer.compute.weights import Dense
 from fminfer.core.partition import Part

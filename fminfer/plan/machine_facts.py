@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fminfer.compute.kernels.kernel_build import may_have_library
-from fminfer.compute.layers.product_kernel import kernel_takes
-from fminfer.compute.layers.products import torch_takes
+from fminfer.compute.layers.products import kernel_takes, torch_takes
 from fminfer.compute.weights import Dense
 from fminfer.core.config import ComputeOptions
 from fminfer.core.errors import UsageError

@@ -9,10 +9,10 @@ from typing import Literal
 
 import torch
 
-from fminfer.compute.layers.product_kernel import kernel_takes
-from fminfer.compute.quantized.block_format import Blocks, join
+from fminfer.compute.layers.products import kernel_takes
+from fminfer.compute.quantized import Blocks
 from fminfer.compute.spec import Model
-from fminfer.compute.weights import USES, Dense, Format, Use
+from fminfer.compute.weights import USES, Dense, Format, Use, join
 from fminfer.core.config import BITS, EngineConfig, ModelDType
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part, even_parts, split_layers

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from fminfer.compute.attention import paged_attention
-from fminfer.compute.attention.kernel_attention import KernelAttention, plan_rows
+from fminfer.compute.attention.kernel_attention import KernelAttention, plan_rows, skip_tokens
 from fminfer.compute.attention.kv_cache import KvCache
-from fminfer.compute.attention.paged_attention import AttentionBody, PagedAttention
+from fminfer.compute.attention.paged_attention import AttentionBody
 from fminfer.compute.attention.scoring import AttentionCall, Scoring
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.spec import Attention, Latent, Norm
@@ -45,6 +45,17 @@ def make_kernel(
     return (None if body == "plain" else compiled_kernel()), CPU
 
 
+class PagedLayer:
+    """The only layer of a cache."""
+
+    def __init__(self, cache: KvCache) -> None:
+        self.body, (self.keys, self.values) = cache.body, cache.layers[0]
+
+    def __call__(self, plan: Any, *given: Any) -> torch.Tensor:
+        *new, how = given
+        return self.body(AttentionCall(*new, self.keys, self.values, plan, how))
+
+
 def paged_layer(
     num_blocks: int,
     block: int,
@@ -55,7 +66,7 @@ def paged_layer(
     device: torch.device = CPU,
     kernel: AttentionBody | None = None,
     is_shared: bool = False,
-) -> PagedAttention:
+) -> PagedLayer:
     """Return the only layer of a cache; if `is_shared`, values are the keys, and lie there."""
     latent = Latent(dim, None, dim, 0, dim, Norm(1e-5)) if is_shared else None
     how = Attention(kv_heads, kv_heads, dim, 1.0, latent=latent)
@@ -67,7 +78,7 @@ def paged_layer(
         device=device,
         kernel=kernel,
     )
-    return cache.layers[0]
+    return PagedLayer(cache)
 
 
 def plain(
@@ -324,7 +335,7 @@ def test_rows_attend_from_the_first_token_that_is_kept() -> None:
         ([5, 6, 7, 8, 9], [[4, 1, 14], [5, 1, 3], [6, 4, 0]]),  # of the first none: its last
         ([9], [[4, 1, 14], [5, 1, 3], [9, 1, 3]]),
     ):
-        kept = plan.keep(torch.tensor(tokens))
+        kept = skip_tokens(plan, torch.tensor(tokens))
         assert kept.rows[:, :3].tolist() == expected
         assert kept.rows[:, 3:].equal(plan.rows[:, 3:]) and kept.slots.equal(plan.slots)
 

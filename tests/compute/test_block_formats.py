@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from fminfer.compute.quantized import block_format
-from fminfer.compute.quantized.block_format import Blocks, Joined, join
-from fminfer.compute.quantized.forms import (
+from fminfer.compute import quantized
+from fminfer.compute.quantized import (
     GGUF_FORMS,
     INT4,
     INT8,
     INT8_32,
     OWN_FORMS,
+    Blocks,
     quantized_forms,
 )
-from fminfer.compute.weights import Dense, Format, TensorSpec, Use
+from fminfer.compute.weights import Dense, Format, Joined, TensorSpec, Use, join
 from fminfer.models.formats import Holding
 from fminfer.models.stored.gguf_file import read_gguf
 from tests.random_blocks import FORMS, random_blocks, random_weight
@@ -168,7 +168,7 @@ def test_stacks_and_many_rows_become_what_each_row_does(
 ) -> None:
     numbers = torch.randn(3, 7, 256).bfloat16()
     whole = form.quantize(numbers)
-    monkeypatch.setattr(block_format, "PACKED_AT_ONCE", 512)
+    monkeypatch.setattr(quantized, "PACKED_AT_ONCE", 512)
     assert torch.equal(form.quantize(numbers), whole)
     to = torch.zeros_like(whole)
     assert form.quantize(numbers.transpose(0, 1).contiguous().transpose(0, 1), to) is to

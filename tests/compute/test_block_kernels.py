@@ -10,19 +10,18 @@ import pytest
 import torch
 
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.layers import product_kernel
+from fminfer.compute.layers import products
 from fminfer.compute.layers.experts import PackedExperts
-from fminfer.compute.layers.product_kernel import (
+from fminfer.compute.layers.products import (
     PackedProduct,
     ProductKernel,
     head_takes,
     kernel_takes,
 )
-from fminfer.compute.quantized.block_format import Blocks, Joined, join
-from fminfer.compute.quantized.forms import INT4, INT8, INT8_32
+from fminfer.compute.quantized import INT4, INT8, INT8_32, Blocks
 from fminfer.compute.registry import Registry
 from fminfer.compute.spec import Mlp, Moe
-from fminfer.compute.weights import Dense, Format, Use, Weight, dense
+from fminfer.compute.weights import Dense, Format, Joined, Use, Weight, dense, join
 from fminfer.core.errors import UsageError
 from tests.compute.test_experts import choose, expected_of
 from tests.conftest import built_library
@@ -221,7 +220,7 @@ def test_experts_of_blocks_are_those_of_their_numbers(
     set_threads: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(product_kernel, "has_unit", lambda name: False)  # tiles are left to oneDNN
+    monkeypatch.setattr(products, "has_unit", lambda name: False)  # tiles are left to oneDNN
     how, hidden = Moe(5, 2, expert), 256
     torch.manual_seed(4)
     up = random_weight(format_of(of_up), 5, expert.up_size, hidden)
@@ -251,7 +250,7 @@ def registry_of(dtype: torch.dtype, asked: Any = "auto") -> Registry:
 def test_what_the_kernel_serves(kernel: ProductKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks on every processor; forms without a kind are not in it."""
     for has_tiles in (False, True):
-        monkeypatch.setattr(product_kernel, "has_unit", lambda name, tiles=has_tiles: tiles)
+        monkeypatch.setattr(products, "has_unit", lambda name, tiles=has_tiles: tiles)
         for form in FORMS.values():
             for dtype in (FLOATS, HALVES):
                 assert kernel_takes(form, dtype) == (form.kind is not None)

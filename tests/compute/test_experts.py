@@ -12,7 +12,7 @@ import torch
 
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.layers import plain, product_kernel
+from fminfer.compute.layers import plain, products
 from fminfer.compute.layers.experts import Mix, PackedExperts, serves
 from fminfer.compute.registry import Registry
 from fminfer.compute.spec import Mlp, Moe
@@ -51,7 +51,7 @@ def set_threads() -> Iterator[Callable[[int], None]]:
 @pytest.fixture
 def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have them multiply also where tiles are faster."""
-    monkeypatch.setattr(product_kernel, "has_unit", lambda name: False)
+    monkeypatch.setattr(products, "has_unit", lambda name: False)
 
 
 class Maker(Registry):

@@ -14,7 +14,7 @@ from torch import nn
 
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.layers.product_kernel import ProductKernel
+from fminfer.compute.layers.products import ProductKernel
 from fminfer.compute.registry import Registry
 from fminfer.compute.weights import dense
 from fminfer.models import transformer as head_module

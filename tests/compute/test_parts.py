@@ -13,8 +13,11 @@ import torch
 from fminfer.compute.attention.scoring import Scoring
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers.bodies import LayerKernels, PartKernels
-from fminfer.compute.layers.product_kernel import product_candidate
-from fminfer.compute.layers.products import library_products, onednn_packs_bfloat16
+from fminfer.compute.layers.products import (
+    library_products,
+    onednn_packs_bfloat16,
+    product_candidate,
+)
 from fminfer.compute.registry import Registry
 from fminfer.compute.spec import Mlp, Moe
 from fminfer.compute.weights import Weight, dense

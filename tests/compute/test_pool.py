@@ -25,7 +25,7 @@ from fminfer.machine.threads import wait_briefly
 wait_briefly()
 import torch
 from fminfer.compute.registry import find_library
-from fminfer.compute.layers.product_kernel import ProductKernel
+from fminfer.compute.layers.products import ProductKernel
 from fminfer.compute.weights import dense
 
 def tasks():

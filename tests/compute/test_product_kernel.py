@@ -12,9 +12,14 @@ from torch import nn
 
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.layers import product_kernel
-from fminfer.compute.layers.product_kernel import PackedProduct, ProductKernel, kernel_takes
-from fminfer.compute.layers.products import library_products, onednn_packs_bfloat16
+from fminfer.compute.layers import products
+from fminfer.compute.layers.products import (
+    PackedProduct,
+    ProductKernel,
+    kernel_takes,
+    library_products,
+    onednn_packs_bfloat16,
+)
 from fminfer.compute.registry import Registry
 from fminfer.compute.weights import Dense, Weight, dense
 from tests.conftest import built_library
@@ -196,7 +201,7 @@ def test_a_product_without_memory_is_a_memory_error(
 def test_it_is_used_where_onednn_is_slower(
     has_tiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(product_kernel, "has_unit", lambda name: has_tiles)
+    monkeypatch.setattr(products, "has_unit", lambda name: has_tiles)
     assert kernel_takes(Dense(FLOATS), FLOATS)
     assert kernel_takes(Dense(HALVES), HALVES) == (not has_tiles)
     assert kernel_takes(Dense(HALVES), FLOATS)
@@ -204,7 +209,7 @@ def test_it_is_used_where_onednn_is_slower(
 
 @needs_onednn
 def test_linear_layers_are_packed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product_kernel, "has_unit", lambda name: False)
+    monkeypatch.setattr(products, "has_unit", lambda name: False)
     layers = nn.ModuleList([nn.Linear(64, 96), nn.Linear(33, 96)]).bfloat16()
     layers.requires_grad_(False)
     xs = [torch.randn(1, 7, 64).bfloat16(), torch.randn(1, 7, 33).bfloat16()]
@@ -212,11 +217,9 @@ def test_linear_layers_are_packed_for_it(monkeypatch: pytest.MonkeyPatch) -> Non
         expected = [layer(x) for layer, x in zip(layers, xs, strict=True)]
         registry = Registry("auto", built_library(), HALVES, torch.device("cpu"))
         registry.of_products[1:] = library_products(HALVES, is_fast=True)
-        products = [
-            registry.product(dense(layer.weight, "product"), layer.bias) for layer in layers
-        ]
+        packed = [registry.product(dense(layer.weight, "product"), layer.bias) for layer in layers]
         with torch.profiler.profile() as seen:
-            found = [product(x) for product, x in zip(products, xs, strict=True)]
+            found = [product(x) for product, x in zip(packed, xs, strict=True)]
     torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
     names = [event.name for event in seen.events()]
     assert names.count("mkldnn::_linear_pointwise") == 1, "33 is odd"
@@ -239,7 +242,7 @@ def test_a_model_answers_with_it(
     scored = {"max_tokens": 0, "echo": True, "logprobs": 1}
     rows = [{"prompt": [1, 2, 3, 4 + i]} | scored for i in range(9)]
     scores = {}
-    monkeypatch.setattr(product_kernel, "has_unit", lambda name: False)
+    monkeypatch.setattr(products, "has_unit", lambda name: False)
     for body in ("off", "require"):
         engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="bfloat16", kernels=body)
         results = [record.result for record in engine.run(rows)]

@@ -16,15 +16,15 @@ from fminfer.compute.sampling.draw_kernel import DrawKernel, ScoreKernel
 from fminfer.compute.sampling.masks import LogitEditTensors, StepEdits
 from fminfer.compute.sampling.sampler import (
     Drawer,
-    Draws,
     SamplingTensors,
     draw,
     gumbel,
     rank,
     sample,
     score,
+    to_host,
 )
-from fminfer.compute.step import Step, mask_columns, masks_of
+from fminfer.compute.step import Step, TokenLogprobs, mask_columns, masks_of
 from fminfer.core.messages import invert, make_mask, pack_ids
 from fminfer.engine.noise import step_noise
 from tests.conftest import built_library, span
@@ -427,7 +427,7 @@ def test_draws_travel_in_one_copy_as_they_are() -> None:
     for top in (0, 2):
         top_ids = torch.tensor([[9, 2**33], [0, 1]])[:, :top]
         best = torch.tensor([[-1e-30, float("-inf")], [-0.3, -7.7]])[:, :top]
-        found = Draws(ids, logprobs, top_ids, best).to_host()
+        found = to_host(TokenLogprobs(ids, logprobs, top_ids, best))
         assert found.ids.tolist() == ids.tolist() and found.top_ids.tolist() == top_ids.tolist()
         assert repr(found.logprobs.tolist()) == repr(logprobs.tolist())
         assert found.top_logprobs.tolist() == best.tolist()

@@ -15,11 +15,11 @@ import torch
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.sampling.draw_kernel import DrawKernel, ScoreKernel
 from fminfer.compute.sampling.masks import StepEdits
-from fminfer.compute.sampling.sampler import Drawer, Draws, Ranker, SamplingTensors, draw, rank
+from fminfer.compute.sampling.sampler import Drawer, Ranker, SamplingTensors, draw, rank
 from fminfer.compute.sampling.sampler import sample as sample_whole
 from fminfer.compute.sampling.sampler import score as score_whole
 from fminfer.compute.sampling.sharded import TokenShard
-from fminfer.compute.step import Step, mask_columns
+from fminfer.compute.step import Step, TokenLogprobs, mask_columns
 from fminfer.core.messages import invert, make_mask, pack_ids
 from fminfer.core.partition import even_parts
 from tests.conftest import built_library, num_examples, span
@@ -59,7 +59,7 @@ def make_logits(rng: random.Random) -> torch.Tensor:
     return logits
 
 
-def check_same(found: list[Draws], whole: Draws) -> None:
+def check_same(found: list[TokenLogprobs], whole: TokenLogprobs) -> None:
     for each in found:
         assert torch.equal(each.ids, whole.ids)
         assert torch.equal(each.top_ids, whole.top_ids)
@@ -120,7 +120,7 @@ def check_draws(rng: random.Random, count: int, ranker: Ranker, drawer: Drawer) 
     edits = StepEdits(step, VOCAB, CPU).part(slice(0, ROWS))
     whole = sample_whole(logits, how, num_top, edits, span(logits, ranker, drawer))
 
-    def sample(own: TokenShard) -> Draws:
+    def sample(own: TokenShard) -> TokenLogprobs:
         edits = StepEdits(step, VOCAB, CPU, own.own).part(slice(0, ROWS))
         part = logits[:, own.own.start : own.own.stop].contiguous()
         made = replace(own, ranker=ranker, drawer=drawer)
@@ -135,7 +135,7 @@ def test_scores_are_those_of_one_rank(bodies: tuple[Ranker, Drawer]) -> None:
     targets = torch.randint(VOCAB, (ROWS,), generator=torch.Generator().manual_seed(1))
     for num_top in (0, 1, 5, VOCAB):
 
-        def score(own: TokenShard, num_top: int = num_top) -> Draws:
+        def score(own: TokenShard, num_top: int = num_top) -> TokenLogprobs:
             part = logits[:, own.own.start : own.own.stop].contiguous()
             return score_whole(part, targets, num_top, replace(own, ranker=ranker))
 
@@ -151,7 +151,7 @@ def test_a_row_that_is_not_finite_is_told_by_every_rank(odd: float) -> None:
     how = SamplingTensors.of(draws, CPU)
     whole = sample_whole(logits, how, 1)
 
-    def sample(own: TokenShard) -> Draws:
+    def sample(own: TokenShard) -> TokenLogprobs:
         part = logits[:, own.own.start : own.own.stop].contiguous()
         return sample_whole(part, how, 1, None, own)
 

@@ -27,7 +27,7 @@ from fminfer.compute.layers import triton_layers
 from fminfer.compute.layers.bodies import PART_ERRORS, part_pairs
 from fminfer.compute.layers.triton_layers import TOKENS, TritonLayers, triton_race
 from fminfer.compute.registry import Registry
-from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR, race_pairs
+from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR, draw_pairs
 from fminfer.compute.sampling.masks import LogitEditTensors, make_masks
 from fminfer.compute.sampling.sampler import SamplingTensors, draw, sample
 from fminfer.compute.spec import Alibi
@@ -274,9 +274,10 @@ def test_masked_rows_draw_as_on_the_cpu() -> None:
 
 @interpreted
 def test_a_race_that_gives_something_else_is_refused() -> None:
-    compare(race_pairs(triton_race, DEVICE), TOKEN_ERROR)
+    compare(draw_pairs(partial(draw, racer=triton_race), DEVICE), TOKEN_ERROR)
+    wrong = partial(draw, racer=lambda *given: triton_race(*given) ^ 1)
     with pytest.raises(ValueError, match="off by"):
-        compare(race_pairs(lambda *given: triton_race(*given) ^ 1, DEVICE), TOKEN_ERROR)
+        compare(draw_pairs(wrong, DEVICE), TOKEN_ERROR)
 
 
 @interpreted

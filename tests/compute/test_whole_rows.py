@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fminfer.compute.attention.kv_cache import KvCache, WholeRows
+from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.attention.scoring import Scoring, relative_buckets, scoring_of
 from fminfer.compute.spec import Attention, Relative
 from fminfer.compute.step import BlockTables, Rows, Step
@@ -84,9 +84,9 @@ def test_prompts_see_themselves_alone(
     biases = some_biases(how, dtype)
     scoring = scoring_of(how, device, None, None if biases is None else biases.to(device))
     own = replace(scoring, relative=None if scoring.relative is None else scoring.relative.cpu())
-    whole = WholeRows(how, block_size=16, dtype=dtype, device=device, kernel=kernel)
+    whole = KvCache([how], num_blocks=0, block_size=16, dtype=dtype, device=device, kernel=kernel)
     for lengths in (LENGTHS, LENGTHS[::-1].copy(), LENGTHS[2:5]):
-        attend = whole.plan(lengths, 2, None)
+        attend = whole.plan_whole(lengths, 2, None)
         for layer in range(2):
             tokens = int(lengths.sum())
             parts = (
@@ -104,12 +104,14 @@ def test_only_kept_tokens_have_outputs(body: str) -> None:
     torch.manual_seed(0)
     how = make_how(2)
     kernel, device = make_kernel(body, how.heads, 2, DIM, torch.float32)
-    whole = WholeRows(how, block_size=8, dtype=torch.float32, device=device, kernel=kernel)
+    whole = KvCache(
+        [how], num_blocks=0, block_size=8, dtype=torch.float32, device=device, kernel=kernel
+    )
     parts = [torch.randn(int(LENGTHS.sum()), n, DIM).to(device) for n in (4, 2, 2)]
     kept = torch.from_numpy(LENGTHS.cumsum() - LENGTHS).to(device)
     scoring = scoring_of(how, device)
-    first = whole.plan(LENGTHS, 1, kept)(0, *parts, scoring)
-    everything = whole.plan(LENGTHS, 1, None)(0, *parts, scoring)
+    first = whole.plan_whole(LENGTHS, 1, kept)(0, *parts, scoring)
+    everything = whole.plan_whole(LENGTHS, 1, None)(0, *parts, scoring)
     assert torch.allclose(first, everything[kept], atol=1e-6)
 
 
@@ -202,10 +204,12 @@ def test_a_value_that_is_no_number_reaches_those_that_see_it(
     for dtype in (torch.float32, torch.bfloat16)[: 1 if body == "triton" else 2]:
         how = make_how(4, dtype, window=4)
         kernel, device = make_kernel(body, 4, 4, how.head_dim, dtype)
-        whole = WholeRows(how, block_size=16, dtype=dtype, device=device, kernel=kernel)
+        whole = KvCache(
+            [how], num_blocks=0, block_size=16, dtype=dtype, device=device, kernel=kernel
+        )
         q, k, v = (torch.randn(num + 5, 4, how.head_dim).to(dtype) for _ in "qkv")
         v[num // 2] = odd
-        attend = whole.plan(np.array([num, 5]), 1, None)
+        attend = whole.plan_whole(np.array([num, 5]), 1, None)
         given = (x.to(device) for x in (q, k, v))
         found = attend(0, *given, scoring_of(how, device)).cpu()
         is_odd = ~found.isfinite().all(-1).all(-1)

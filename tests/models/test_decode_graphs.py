@@ -99,7 +99,7 @@ class TilesInTorch(TritonAttention):
             if num:
                 tile = query[0, :, first : first + num]
                 out[0, first : first + num] = chunk_attention(tile, *seen, position, how)
-        return out if rows.kept is None else out[:, rows.kept]
+        return out
 
 
 def make_network(

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.layers.product_kernel import PackedPart, ProductKernel
-from fminfer.compute.quantized.block_format import Blocks
+from fminfer.compute.layers.products import PackedPart, ProductKernel
+from fminfer.compute.quantized import Blocks
 from fminfer.compute.registry import Registry
 from fminfer.compute.weights import Dense, Format
 from fminfer.core.config import EngineConfig

@@ -15,7 +15,7 @@ from torch import nn
 import fminfer
 from fminfer.compute.kernels.calls import RowSizes
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.layers import product_kernel
+from fminfer.compute.layers import products
 from fminfer.compute.layers.bodies import GELU, RELU
 from fminfer.compute.layers.experts import Workspace
 from fminfer.compute.spec import Alibi, Norm, Rope
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++
 @pytest.fixture
 def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have them multiply also where tiles are faster."""
-    monkeypatch.setattr(product_kernel, "has_unit", lambda name: False)
+    monkeypatch.setattr(products, "has_unit", lambda name: False)
 
 
 def layer_norm(module: Any, x: torch.Tensor) -> torch.Tensor:

@@ -18,9 +18,8 @@ from click.testing import CliRunner
 import fminfer
 from fminfer.cli.app import main
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.layers import product_kernel
-from fminfer.compute.layers.product_kernel import PackedProduct
-from fminfer.compute.layers.products import library_products
+from fminfer.compute.layers import products
+from fminfer.compute.layers.products import PackedProduct, library_products
 from fminfer.compute.registry import Registry
 from fminfer.compute.weights import Dense, dense
 from fminfer.core.config import EngineConfig
@@ -269,7 +268,7 @@ def test_the_kernel_packs_them_as_they_are(
     has_tiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On every processor: oneDNN's products of tiles have no rows of float32."""
-    monkeypatch.setattr(product_kernel, "has_unit", lambda name: has_tiles)
+    monkeypatch.setattr(products, "has_unit", lambda name: has_tiles)
     registry = Registry("auto", built_library(), torch.float32, CPU)
 
     def pack(weight: torch.Tensor) -> Any:

@@ -16,7 +16,7 @@ from fminfer.compute.attention.paged_attention import (
     PlainAttention,
     find_shared_runs,
 )
-from fminfer.compute.attention.scoring import NO_LIMIT, AttentionCall, Scoring, with_rows
+from fminfer.compute.attention.scoring import AttentionCall, Scoring, scoring_of, with_rows
 from fminfer.compute.kernels.calls import Arguments
 from fminfer.compute.spec import Attention
 from fminfer.compute.step import Column, Rows
@@ -49,23 +49,6 @@ class KernelRows:
     members: torch.Tensor  # (members,) int64: rows of each run, one run after another
     entries: torch.Tensor  # (members,) int64: places in `members` of each row, row by row
     num_tokens: int  # of all rows
-    kept: torch.Tensor | None = None  # int64: the tokens whose output is wanted; None: all
-
-    def keep(self, tokens: torch.Tensor) -> KernelRows:
-        """Return rows whose keys are all stored, and whose outputs are some tokens', in order.
-
-        Each row attends from its first such token on, from its last token if it has none.
-        """
-        rows = self.rows.clone()
-        first, num = rows[:, 0].contiguous(), rows[:, 1]
-        last = first + num - 1
-        place = torch.searchsorted(tokens, first)
-        found = torch.cat([tokens, tokens.new_full((1,), 2**62)])[place]
-        skipped = torch.minimum(found, last) - first
-        rows[:, 0] += skipped
-        rows[:, 1] -= skipped
-        rows[:, 2] += skipped
-        return replace(self, rows=rows, kept=tokens)
 
 
 def plan_rows(rows: Rows, block_size: int) -> KernelRows:
@@ -82,6 +65,23 @@ def plan_rows(rows: Rows, block_size: int) -> KernelRows:
     columns = (table, rows.tables, rows.slots(block_size), runs, members, entries)
     of_rows, tables, slots, of_runs, all_members, of_entries = map(torch.from_numpy, columns)
     return KernelRows(of_rows, tables, slots, of_runs, all_members, of_entries, rows.num_tokens)
+
+
+def skip_tokens(plan: KernelRows, kept: torch.Tensor) -> KernelRows:
+    """Return rows whose keys are all stored, for the outputs of some tokens, in order.
+
+    Each row attends from its first such token on, from its last token if it has none.
+    """
+    rows = plan.rows.clone()
+    first, num = rows[:, 0].contiguous(), rows[:, 1]
+    last = first + num - 1
+    place = torch.searchsorted(kept, first)
+    found = torch.cat([kept, kept.new_full((1,), 2**62)])[place]
+    skipped = torch.minimum(found, last) - first
+    rows[:, 0] += skipped
+    rows[:, 1] -= skipped
+    rows[:, 2] += skipped
+    return replace(plan, rows=rows)
 
 
 def _plan_runs(rows: Rows, block_size: int) -> tuple[Column, Column, Column]:
@@ -118,13 +118,13 @@ def step_arguments(
     return arguments
 
 
-class KernelAttention:
+class KernelAttention(AttentionBody):
     """The kernel, as a function of tensors."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._attend = library.fminfer_attention
 
-    plan = staticmethod(plan_rows)
+    plan, skip = staticmethod(plan_rows), staticmethod(skip_tokens)
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         """Attend as `AttentionBody` says."""
@@ -158,8 +158,6 @@ class KernelAttention:
         given.softcap = how.softcap or 0.0
         if self._attend(ctypes.byref(given)):
             raise MemoryError("no memory for the attention kernel's working space")
-        if rows.kept is not None:
-            out = out[:, rows.kept]
         return out.to(call.query.dtype)
 
 
@@ -215,22 +213,14 @@ def attention_pairs(
 
 def _trial_scoring(how: Attention, num_keys: int, device: torch.device) -> Scoring:
     """Return scores that differ from head to head, with limits within the rows of a trial."""
-    heads, reach = how.heads, num_keys // 3
-    slopes, relative = None, None
-    if how.alibi is not None and not how.keeps_bias:
-        slopes = torch.linspace(0.01, 0.1, heads, device=device)
-    if how.relative is not None:
-        places = torch.arange(heads * (2 * reach + 1), device=device)
-        relative = (0.37 * places).sin().view(heads, -1)
-    return Scoring(
-        how.cache_shape[2] ** -0.5,
-        window=None if how.window is None else num_keys * 5 // 6,
-        slopes=slopes,
-        softcap=how.softcap,
-        sinks=torch.linspace(-1, 2, heads, device=device) if how.has_sinks else None,
-        ahead=0 if how.is_causal else NO_LIMIT - 1 if how.window is None else reach,
-        relative=relative,
-    )
+    sinks = torch.linspace(-1, 2, how.heads, device=device) if how.has_sinks else None
+    window = None if how.window is None else num_keys * 5 // 6
+    like = replace(how, scaling=how.cache_shape[2] ** -0.5, window=window)
+    scoring = scoring_of(like, device, sinks)
+    if how.relative is None:
+        return scoring
+    places = torch.arange(how.heads * (num_keys // 3 * 2 + 1), device=device)
+    return replace(scoring, relative=(0.37 * places).sin().view(how.heads, -1))
 
 
 def _attend_some(
@@ -243,7 +233,7 @@ def _attend_some(
     """Attend from two prompts, a chunk of one beside a token of the other, and some that share."""
     how, block_size, (num_keys, num_rows) = asked.how, asked.block_size, sizes
     _, kv_heads, head_dim = how.cache_shape
-    body: AttentionBody = kernel or PlainAttention(kv_heads, device)
+    body: AttentionBody = kernel or PlainAttention(device)
     given = dtype if kernel else torch.float32
     count = -(-(num_keys + 3) // block_size)
     shape = (2, 2 * count + num_rows, kv_heads, block_size, head_dim)

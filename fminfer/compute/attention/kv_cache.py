@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from fminfer.compute.attention.paged_attention import AttentionBody, PagedAttention, PlainAttention
-from fminfer.compute.attention.scoring import Scoring
+from fminfer.compute.attention.paged_attention import AttentionBody, PlainAttention
+from fminfer.compute.attention.scoring import AttentionCall, Scoring
 from fminfer.compute.spec import Attention
 from fminfer.compute.step import Rows
 from fminfer.machine.host_memory import use_small_pages
@@ -35,15 +34,19 @@ class KvCache:
     ) -> None:
         # Of an encoder alone there are no layers, and what is empty may be of any shape.
         ((kept, kv_heads, head_dim),) = {how.cache_shape for how in layers} or {(2, 1, 1)}
-        shape = (len(layers), kept, num_blocks, kv_heads, block_size, head_dim)
+        self._shape = [len(layers), kept, num_blocks, kv_heads, block_size, head_dim]
+        self.block_size, self.device, self._dtype = block_size, device, dtype
+        self.body = kernel or PlainAttention(device)
+        self._have(num_blocks)
+
+    def _have(self, num_blocks: int) -> None:
+        """Have so many blocks, without values."""
+        self.num_blocks = self._shape[2] = num_blocks
         # Not zeroed: the system then gives memory page by page, as blocks come into use.
-        self._kv = torch.empty(shape, dtype=dtype, device=device)
-        if device.type == "cpu":
+        self._kv = torch.empty(self._shape, dtype=self._dtype, device=self.device)
+        if self.device.type == "cpu":
             use_small_pages(self._kv.data_ptr(), self._kv.nbytes)
-        body = kernel or PlainAttention(kv_heads, device)
-        self.layers = [PagedAttention(each[0], each[-1], body) for each in self._kv]
-        self.body = body
-        self.num_blocks, self.block_size, self.device = num_blocks, block_size, device
+        self.layers = [(each[0], each[-1]) for each in self._kv]
 
     def plan_cross(self, rows: Rows, kept: np.ndarray | None) -> StepAttention:
         """Return the attention of tokens to what the encoder gave, as `BlockTables.cross` has them.
@@ -52,12 +55,26 @@ class KvCache:
         """
         plan = self.body.plan(rows, self.block_size)
         last = plan if kept is None else self.body.plan(rows.part(kept), self.block_size)
-        return StepAttention(self.layers, plan, last)
+        return StepAttention(self.body, self.layers, plan, last)
 
     def plan(self, rows: Rows, kept: torch.Tensor | None = None) -> StepAttention:
         """Return the attention of a step's rows, of whose queries the last layer keeps some."""
         plan = self.body.plan(rows, self.block_size)
-        return StepAttention(self.layers, plan, plan if kept is None else plan.keep(kept))
+        last = plan if kept is None else self.body.skip(plan, kept)
+        return StepAttention(self.body, self.layers, plan, last, kept)
+
+    def plan_whole(
+        self, lengths: np.ndarray, num_layers: int, kept: torch.Tensor | None
+    ) -> StepAttention:
+        """Return the attention of prompts of these lengths; `kept` as in `plan`.
+
+        Each of `num_layers` overwrites the only keys and values that there are.
+        """
+        rows = Rows.whole(lengths, self.block_size)
+        num_blocks = int(rows.num_blocks(self.block_size).sum())
+        if num_blocks > self.num_blocks:
+            self._have(num_blocks)
+        return replace(self.plan(rows, kept), layers=self.layers * num_layers)
 
     def copy_blocks(self, copies: np.ndarray) -> None:
         """Copy whole blocks, given as pairs (from, to): (copies, 2) int64."""
@@ -66,42 +83,16 @@ class KvCache:
             kv[:, targets] = kv[:, sources]
 
 
-class WholeRows:
-    """Attention of whole prompts: one layer's keys and values, which the next layer overwrites."""
-
-    def __init__(
-        self,
-        how: Attention,  # of a layer; keys of all have its shape
-        *,
-        block_size: int,
-        dtype: torch.dtype,  # of hidden states
-        device: torch.device,
-        kernel: AttentionBody | None,
-    ) -> None:
-        self._make = partial(
-            KvCache, [how], block_size=block_size, dtype=dtype, device=device, kernel=kernel
-        )
-        self._cache = self._make(num_blocks=0)
-
-    def plan(
-        self, lengths: np.ndarray, num_layers: int, kept: torch.Tensor | None
-    ) -> StepAttention:
-        """Return the attention of prompts of these lengths; `kept` as in `KvCache.plan`."""
-        block_size = self._cache.block_size
-        rows = Rows.whole(lengths, block_size)
-        num_blocks = int(rows.num_blocks(block_size).sum())
-        if num_blocks > self._cache.num_blocks:
-            self._cache = self._make(num_blocks=num_blocks)
-        return replace(self._cache.plan(rows, kept), layers=self._cache.layers * num_layers)
-
-
 @dataclass(slots=True, frozen=True)
 class StepAttention:
     """Attention of one step over the cache of all layers."""
 
-    layers: Sequence[PagedAttention]
+    body: AttentionBody
+    # Keys of each layer, (blocks, KV heads, block_size, head_dim), and values; or the very keys
+    layers: Sequence[tuple[torch.Tensor, torch.Tensor]]
     plan: Any  # made by the body
-    plan_of_last: Any  # of the last layer, which computes outputs of wanted tokens only
+    plan_of_last: Any
+    kept: torch.Tensor | None = None  # int64: the tokens whose outputs the last layer gives
 
     def plan_of(self, layer: int) -> Any:
         """Return the plan by which a layer attends."""
@@ -117,4 +108,7 @@ class StepAttention:
     ) -> torch.Tensor:  # (tokens, heads, head_dim); in the last layer only kept tokens
         """Store a step's new keys and values, then attend."""
         q, k, v = (part.transpose(0, 1)[None] for part in (query, key, value))
-        return self.layers[layer](self.plan_of(layer), q, k, v, how)[0]
+        call = AttentionCall(q, k, v, *self.layers[layer], self.plan_of(layer), how)
+        out = self.body(call)[0]
+        is_last = layer == len(self.layers) - 1
+        return out[self.kept] if is_last and self.kept is not None else out

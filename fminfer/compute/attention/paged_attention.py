@@ -7,14 +7,14 @@ each) run together, over the flat list of their blocks, so that no row is padded
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from fminfer.compute.attention.scoring import AttentionCall, Scoring, soft_cap, weigh_values
+from fminfer.compute.attention.scoring import AttentionCall, Scoring, weigh_values
 from fminfer.compute.step import Column, Rows, ranges
 from fminfer.machine.device import send
 
@@ -64,30 +64,29 @@ def _same_at(places: Column, rows: Rows, start: int) -> list[Column]:
 
 
 @dataclass(slots=True, frozen=True)
-class SharedBlocks:
-    """Blocks that several rows see in full, such as a prefix they share."""
+class SeenBlocks:
+    """Blocks that decode rows see. An entry is one row and a block of its own, or rows that share.
 
-    rows: torch.Tensor  # (sharing rows,) int64
-    blocks: torch.Tensor  # (blocks,) int64: ids in the pool
-    start: int  # position of the first key
+    The blocks of an entry follow each other in the sequences of all its rows.
+    """
+
+    rows: torch.Tensor  # (entries, rows) int64
+    blocks: torch.Tensor  # (entries, blocks) int64: ids in the pool
+    starts: torch.Tensor  # (entries,) int64: position of the first key
+
+    def split(self, size: int) -> Iterator[SeenBlocks]:
+        """Give parts of at most so many entries."""
+        columns = (self.rows, self.blocks, self.starts)
+        return map(SeenBlocks, *(torch.split(each, size) for each in columns))
 
 
 @dataclass(slots=True, frozen=True)
 class DecodeRows:
-    """All decode rows of a step; the blocks that each has alone stand one after another."""
+    """All decode rows of a step."""
 
     first: int  # packed token of the first row; the rows follow it
     positions: torch.Tensor  # (rows,) int64, of the new token
-    blocks: torch.Tensor  # (blocks,) int64: ids in the pool
-    row_of_block: torch.Tensor  # (blocks,) int64
-    block_start: torch.Tensor  # (blocks,) int64: position of each block's first key
-    shared: list[SharedBlocks] = field(default_factory=list)
-
-    def pieces(self, size: int) -> Iterator[DecodeRows]:
-        """Cut them into rows with at most so many blocks of their own."""
-        columns = (self.blocks, self.row_of_block, self.block_start)
-        for piece in zip(*(torch.split(each, size) for each in columns), strict=True):
-            yield DecodeRows(self.first, self.positions, *piece)
+    seen: list[SeenBlocks]
 
 
 @dataclass(slots=True, frozen=True)
@@ -104,21 +103,10 @@ class ChunkRow:
 class AttentionPlan:
     """What plain attention needs to know of a step."""
 
-    slots: torch.Tensor  # (tokens * kv_heads,) int64: where new keys go, in rows of head_dim
+    blocks: torch.Tensor  # (tokens,) int64: where new keys go
+    places: torch.Tensor  # the same: and where in these blocks
     chunks: list[ChunkRow]
     decode: DecodeRows | None
-    kept: torch.Tensor | None = None  # int64: the tokens whose output is wanted; None: all
-
-    def keep(self, tokens: torch.Tensor) -> AttentionPlan:
-        """Return the plan that gives outputs of these tokens only."""
-        return replace(self, kept=tokens)
-
-
-def _slots(rows: Rows, block_size: int, kv_heads: int) -> torch.Tensor:
-    """Return where each token's keys go, (tokens * kv_heads,)."""
-    slots = torch.from_numpy(rows.slots(block_size))
-    of_head_0 = slots + slots // block_size * (kv_heads - 1) * block_size
-    return (of_head_0[:, None] + torch.arange(kv_heads) * block_size).flatten()
 
 
 def _plan_decode(rows: Rows, first: int, block_size: int, device: torch.device) -> DecodeRows:
@@ -131,21 +119,22 @@ def _plan_decode(rows: Rows, first: int, block_size: int, device: torch.device) 
     columns = (rows.blocks(block_size), row_of_block, places * block_size)
     own = (column[is_own].astype(np.int64) for column in columns)
     positions, blocks, row_of, start = send([rows.positions, *own], device)
-    shared = list(_shared_blocks(runs, rows, block_size, device))
-    return DecodeRows(first, positions, blocks, row_of, start, shared)
+    alone = SeenBlocks(row_of[:, None], blocks[:, None], start)
+    return DecodeRows(first, positions, [alone, *_shared_blocks(runs, rows, block_size, device)])
 
 
 def _shared_blocks(
     runs: list[SharedRun], rows: Rows, block_size: int, device: torch.device
-) -> Iterator[SharedBlocks]:
+) -> Iterator[SeenBlocks]:
     """Cut runs into pieces that bound the memory of their scores."""
     size = max(1, SHARED_KEYS // block_size)
     for run in runs:
         table = rows.tables[rows.table_of[run.rows[0]]]
         for start in range(run.start, run.end, size):
             blocks = table[start : min(start + size, run.end)].astype(np.int64)
-            sharing, sent = send([run.rows, blocks], device)
-            yield SharedBlocks(sharing, sent, start * block_size)
+            columns = run.rows, blocks, np.array([start * block_size])
+            sharing, sent, starts = send(columns, device)
+            yield SeenBlocks(sharing[None], sent[None], starts)
 
 
 def chunk_attention(
@@ -169,15 +158,9 @@ def chunk_attention(
         return torch.cat(parts)
     grouped = (query * how.scaling).reshape(kv_heads, -1, head_dim)
     scores = (grouped @ keys.transpose(1, 2)).view(heads, queries, num_keys)
-    if how.softcap is not None:
-        scores = soft_cap(scores, how.softcap)
     places = torch.arange(max(num_keys, position + queries), device=query.device)
     distance = places[position : position + queries, None] - places[:num_keys]
-    if how.slopes is not None:
-        scores = scores - how.slopes[:, None, None] * distance
-    if how.relative is not None:
-        scores = scores + how.biases(distance)
-    is_hidden = how.hides(distance)
+    scores, is_hidden = how.bend(scores, distance)
     scores = scores.masked_fill(is_hidden, float("-inf"))
     if how.sinks is not None:
         scores = torch.cat([scores, how.sinks.to(scores)[:, None, None].expand(-1, queries, 1)], -1)
@@ -196,7 +179,7 @@ def decode_attention(
 ) -> torch.Tensor:  # (rows, heads, head_dim)
     """Attend from one token a row, over the flat list of all rows' blocks and what they share.
 
-    Each block gives a partial result; those of a row are joined by their largest score and their
+    Each entry gives partial results; those of a row are joined by their largest score and their
     sums of exponentials (Milakov and Gimelshein 2018, the "online softmax").
     """
     num_rows, heads, head_dim = query.shape
@@ -204,20 +187,18 @@ def decode_attention(
     how = replace(how, ahead=0)  # behind a row's newest token is nothing of its own
     grouped = (query.float() * how.scaling).view(num_rows, kv_heads, -1, head_dim)
     # A bounded number of blocks at a time: memory that is used again costs no page faults.
-    pieces = rows.pieces(max(1, MAX_GATHERED // key_blocks[0].numel()))
-    parts = [_block_partial(grouped, key_blocks, value_blocks, each, how) for each in pieces]
-    parts += [
-        _shared_partial(grouped, key_blocks, value_blocks, rows.positions, shared, how)
-        for shared in rows.shared
-    ]
+    size = max(1, MAX_GATHERED // key_blocks[0].numel())
+    seen = [part for each in rows.seen for part in each.split(size)]
+    caches = key_blocks, value_blocks
+    parts = [_partial(grouped, caches, rows.positions, each, how) for each in seen]
     largest, total, out = map(torch.cat, zip(*parts, strict=True))
-    row_of_block = torch.cat([rows.row_of_block, *(shared.rows for shared in rows.shared)])
+    row_of = torch.cat([each.rows.flatten() for each in seen])
     shape = (num_rows, *largest.shape[1:])
-    index = row_of_block[:, None, None].expand_as(largest)
+    index = row_of[:, None, None].expand_as(largest)
     row_largest = largest.new_full(shape, float("-inf")).scatter_reduce(0, index, largest, "amax")
-    factor = torch.exp(largest - row_largest[row_of_block])
-    row_total = total.new_zeros(shape).index_add(0, row_of_block, total * factor)
-    row_out = out.new_zeros((*shape, head_dim)).index_add(0, row_of_block, out * factor[..., None])
+    factor = torch.exp(largest - row_largest[row_of])
+    row_total = total.new_zeros(shape).index_add(0, row_of, total * factor)
+    row_out = out.new_zeros((*shape, head_dim)).index_add(0, row_of, out * factor[..., None])
     if how.sinks is not None:  # a key more, which has no value
         of_sink = how.sinks.view(kv_heads, -1)
         most = torch.maximum(row_largest, of_sink)
@@ -227,82 +208,46 @@ def decode_attention(
     return (row_out / row_total[..., None]).view(num_rows, heads, head_dim).to(query.dtype)
 
 
-def _weigh(
-    scores: torch.Tensor,  # (blocks, kv_heads, group, keys)
-    distance: torch.Tensor,  # (blocks, keys): query position - key position
+def _partial(
+    grouped: torch.Tensor,  # (all rows, kv_heads, group, head_dim) float32, scaled
+    caches: tuple[torch.Tensor, torch.Tensor],
+    positions: torch.Tensor,  # (all rows,)
+    seen: SeenBlocks,
     how: Scoring,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return which keys are hidden, the largest scores, and the exponentials of the others.
+    """Return each row's largest score, sum of exponentials and weighted values, by products.
 
-    Hidden keys have a finite lowest score, so that nothing becomes nan.
+    (entries * rows, kv_heads, group), the same, and (…, head_dim); float32. All queries of an entry
+    are in one product. Hidden keys have a finite lowest score, so that nothing becomes nan.
     """
-    if how.softcap is not None:
-        scores = soft_cap(scores, how.softcap)
-    if how.slopes is not None:
-        slopes = how.slopes.view(scores.shape[1], -1, 1)
-        scores = scores - slopes * distance[:, None, None]
-    if how.relative is not None:
-        biases = how.biases(distance).view(*scores.shape[1:3], *distance.shape)
-        scores = scores + biases.movedim(2, 0)
-    is_hidden = how.hides(distance)
-    scores = torch.where(is_hidden[:, None, None], LOWEST, scores)
-    largest = scores.amax(-1)
-    return is_hidden, largest, torch.exp(scores - largest[..., None])
-
-
-Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def _block_partial(
-    grouped: torch.Tensor,  # (rows, kv_heads, group, head_dim) float32, scaled
-    key_blocks: torch.Tensor,
-    value_blocks: torch.Tensor,
-    rows: DecodeRows,
-    how: Scoring,
-) -> Partial:
-    """Return each block's largest score, sum of exponentials and weighted values, by products.
-
-    (blocks, kv_heads, group), the same, and (blocks, kv_heads, group, head_dim); float32.
-    """
-    offsets = torch.arange(key_blocks.shape[2], device=grouped.device)
-    distance = (rows.positions[rows.row_of_block] - rows.block_start)[:, None] - offsets
-    scores = grouped[rows.row_of_block] @ _floats(key_blocks, rows.blocks).transpose(2, 3)
-    is_hidden, largest, weights = _weigh(scores, distance, how)
-    values = _floats(value_blocks, rows.blocks)
-    # Past a row's end lies what another row left, or nothing: 0 times it might still be nan.
-    values.masked_fill_(is_hidden[:, None, :, None], 0.0)
-    return largest, weights.sum(-1), weights @ values
-
-
-def _floats(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    return cache.index_select(0, blocks).float()
-
-
-def _shared_partial(
-    grouped: torch.Tensor,
-    key_blocks: torch.Tensor,
-    value_blocks: torch.Tensor,
-    positions: torch.Tensor,
-    shared: SharedBlocks,
-    how: Scoring,
-) -> Partial:
-    """Return the same for blocks that rows share, one entry a row: all queries in one product."""
-    _, kv_heads, group, head_dim = grouped.shape
-    num_rows = len(shared.rows)
+    (entries, rows), (_, kv_heads, group, head_dim) = seen.rows.shape, grouped.shape
     keys, values = (
-        _floats(cache, shared.blocks).transpose(0, 1).flatten(1, 2)
-        for cache in (key_blocks, value_blocks)
-    )  # (kv_heads, keys, head_dim)
-    query = grouped[shared.rows].transpose(0, 1).reshape(kv_heads, num_rows * group, head_dim)
-    scores = (query @ keys.transpose(1, 2)).view(kv_heads, num_rows, group, -1).transpose(0, 1)
-    key_positions = torch.arange(shared.start, shared.start + keys.shape[1], device=grouped.device)
-    is_hidden, largest, weights = _weigh(
-        scores, positions[shared.rows][:, None] - key_positions, how
+        cache.index_select(0, seen.blocks.flatten())
+        .float()
+        .view(entries, -1, *cache.shape[1:])
+        .transpose(1, 2)
+        .flatten(2, 3)
+        for cache in caches
+    )  # (entries, kv_heads, keys, head_dim)
+    sizes = entries, kv_heads, rows, group, keys.shape[2]
+    query = grouped[seen.rows].transpose(1, 2).flatten(2, 3)
+    scores = (query @ keys.transpose(2, 3)).view(sizes).permute(1, 3, 0, 2, 4).flatten(0, 1)
+    places = seen.starts[:, None] + torch.arange(keys.shape[2], device=grouped.device)
+    scores, is_hidden = how.bend(scores, positions[seen.rows][..., None] - places[:, None])
+    scores = scores.masked_fill(is_hidden, LOWEST)  # (heads, entries, rows, keys)
+    largest = scores.amax(-1)
+    weights = torch.exp(scores - largest[..., None])
+    by_product = (
+        weights.view(kv_heads, group, *is_hidden.shape).permute(2, 0, 3, 1, 4).flatten(2, 3)
     )
-    grouped = weights.transpose(0, 1).reshape(kv_heads, num_rows * group, -1)
-    out = weigh_values(grouped, values, is_hidden.repeat_interleave(group, 0))
-    out = out.view(kv_heads, num_rows, group, head_dim).transpose(0, 1)
-    return largest, weights.sum(-1), out
+    if rows == 1:
+        # Past a row's end lies what another row left, or nothing: 0 times it might still be nan.
+        out = by_product @ values.masked_fill_(is_hidden[:, :, :, None], 0.0)
+    else:
+        out = weigh_values(by_product, values, is_hidden.repeat_interleave(group, 1)[:, None])
+    largest, total = (each.permute(1, 2, 0).flatten(0, 1) for each in (largest, weights.sum(-1)))
+    out = out.view(entries, kv_heads, rows, group, head_dim).transpose(1, 2).flatten(0, 1)
+    return largest.view(out.shape[:-1]), total.view(out.shape[:-1]), out
 
 
 class AttentionBody(Protocol):
@@ -311,24 +256,28 @@ class AttentionBody(Protocol):
     def plan(self, rows: Rows, block_size: int) -> Any:
         """Lay out a step's rows, in packed order, as the body reads them."""
 
+    def skip(self, plan: Any, kept: torch.Tensor) -> Any:
+        """Return a plan that may leave out the outputs of all but some tokens, int64, in order."""
+        return plan
+
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         """Put the new keys and values into the cache, then attend; each row sees only itself.
 
         They are rounded to the cache's type, and attended to as they are kept.
 
         Returns:
-            (1, tokens, heads, head_dim), of the tokens that are kept.
+            (1, tokens, heads, head_dim).
 
         Raises:
             MemoryError: there was none for the threads' working space.
         """
 
 
-class PlainAttention:
+class PlainAttention(AttentionBody):
     """Attention in plain tensor operations, on any device: the reference."""
 
-    def __init__(self, kv_heads: int, device: torch.device) -> None:
-        self._kv_heads, self._device = kv_heads, device
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def plan(self, rows: Rows, block_size: int) -> AttentionPlan:
         """Lay out a step. Rows of one token are computed together if they come last."""
@@ -343,20 +292,18 @@ class PlainAttention:
             ChunkRow(first, first + num, position, torch.from_numpy(table).to(device, torch.int64))
             for num, first, position, table in zip(lengths, firsts, positions, tables, strict=False)
         ]
-        decode = rows.part(slice(num_chunks, None))
-        return AttentionPlan(
-            _slots(rows, block_size, self._kv_heads).to(device),
-            chunks,
-            _plan_decode(decode, firsts[num_chunks], block_size, device) if len(decode) else None,
-        )
+        blocks, places = send(np.divmod(rows.slots(block_size), block_size), device)
+        decode, own = None, rows.part(slice(num_chunks, None))
+        if len(own):
+            decode = _plan_decode(own, firsts[num_chunks], block_size, device)
+        return AttentionPlan(blocks, places, chunks, decode)
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         query, how = call.query, call.how
         rows: AttentionPlan = call.rows
         new, caches = (call.new_keys[0], call.new_values[0]), (call.keys, call.values)
         for cache, each in zip(caches, new, strict=True):
-            stored = each.transpose(0, 1).reshape(-1, each.shape[-1]).to(cache.dtype)
-            cache.view(-1, each.shape[-1]).index_copy_(0, rows.slots, stored)
+            cache[rows.blocks, :, rows.places] = each.transpose(0, 1).to(cache.dtype)
         out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
         for chunk in rows.chunks:
             all_keys, all_values = map(partial(_gather, chunk), new, caches)
@@ -371,7 +318,7 @@ class PlainAttention:
             first = rows.decode.first
             asked = query[0, :, first:].transpose(0, 1)
             out[0, first:] = decode_attention(asked, *caches, rows.decode, how)
-        return out if rows.kept is None else out[:, rows.kept]
+        return out
 
 
 def _gather(chunk: ChunkRow, new: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
@@ -384,18 +331,3 @@ def _gather(chunk: ChunkRow, new: torch.Tensor, cache: torch.Tensor) -> torch.Te
     num_keys = chunk.position + chunk.last - chunk.first
     kept = cache.index_select(0, chunk.blocks).transpose(0, 1).flatten(1, 2)[:, :num_keys]
     return kept.to(new.dtype)
-
-
-@dataclass(slots=True)
-class PagedAttention:
-    """One layer's keys and values in blocks, and attention over them."""
-
-    keys: torch.Tensor  # (blocks, kv_heads, block_size, head_dim)
-    values: torch.Tensor  # the same; or the very keys, where one of both is kept
-    body: AttentionBody
-
-    def __call__(
-        self, plan: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Scoring
-    ) -> torch.Tensor:
-        """Store the new keys and values, then attend, by a plan of the body."""
-        return self.body(AttentionCall(query, key, value, self.keys, self.values, plan, how))

@@ -37,15 +37,21 @@ class Scoring:
         """How far `relative` reaches; 0: there is none."""
         return 0 if self.relative is None else self.relative.shape[1] // 2
 
-    def hides(self, distance: torch.Tensor) -> torch.Tensor:
-        """Tell which keys a query must not see, by query position - key position."""
-        is_hidden = distance < -self.ahead
-        return is_hidden if self.window is None else is_hidden | (distance >= self.window)
+    def bend(
+        self, scores: torch.Tensor, distance: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return bent scores with their biases, (heads, …, keys), and which keys are hidden.
 
-    def biases(self, distance: torch.Tensor) -> torch.Tensor:
-        """Return what `relative` adds, (heads, …), by query position - key position."""
-        assert self.relative is not None, "biases by distance"
-        return self.relative[:, self.reach + distance.clamp(-self.reach, self.reach)]
+        The distance is query position - key position, (…, keys), with as many dimensions as here.
+        """
+        if self.softcap is not None:
+            scores = soft_cap(scores, self.softcap)
+        if self.slopes is not None:
+            scores = scores - self.slopes.view(-1, *[1] * distance.dim()) * distance
+        if self.relative is not None:
+            scores = scores + self.relative[:, self.reach + distance.clamp(-self.reach, self.reach)]
+        is_hidden = distance < -self.ahead
+        return scores, is_hidden if self.window is None else is_hidden | (distance >= self.window)
 
 
 @dataclass(slots=True)
@@ -94,10 +100,10 @@ def relative_buckets(how: Relative) -> torch.Tensor:
 
 
 def weigh_values(
-    weights: torch.Tensor,  # (kv_heads, queries, keys), 0 where hidden
-    values: torch.Tensor,  # (kv_heads, keys, head_dim)
-    is_hidden: torch.Tensor,  # (queries, keys) bool
-) -> torch.Tensor:  # (kv_heads, queries, head_dim)
+    weights: torch.Tensor,  # (…, kv_heads, queries, keys), 0 where hidden
+    values: torch.Tensor,  # (…, kv_heads, keys, head_dim)
+    is_hidden: torch.Tensor,  # (…, queries, keys) bool
+) -> torch.Tensor:  # (…, kv_heads, queries, head_dim)
     """Return weights @ values, with nan where a query sees a value that is nan or infinite.
 
     A hidden value has the weight 0. But 0 times a nan or an infinity is nan, and so a later token,

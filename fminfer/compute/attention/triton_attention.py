@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import triton
 
+from fminfer.compute.attention.paged_attention import AttentionBody
 from fminfer.compute.attention.scoring import AttentionCall, with_rows
 from fminfer.compute.kernels.triton_kernels import attend_kernel, join_kernel, store_kernel
 from fminfer.compute.step import Rows, ranges
@@ -29,11 +30,6 @@ class TileRows:
     decode_tiles: torch.Tensor  # those of one token, of rows that have no other
     blocks: torch.Tensor  # (blocks,): the rows' block tables, one after another
     slots: torch.Tensor  # (tokens,): block * block_size + place, of each token's key; -1: no token
-    kept: torch.Tensor | None = None  # int64: the tokens whose output is wanted; None: all
-
-    def keep(self, tokens: torch.Tensor) -> TileRows:
-        """Return rows whose keys and values are all stored, and whose outputs are some tokens'."""
-        return replace(self, kept=tokens)
 
 
 @dataclass(slots=True, frozen=True)
@@ -46,7 +42,7 @@ class TileShape:
     ahead: int  # pieces that are on their way while one is computed
 
 
-class TritonAttention:
+class TritonAttention(AttentionBody):
     """The kernels, as a function of tensors."""
 
     def __init__(
@@ -196,8 +192,6 @@ class TritonAttention:
                         **self.join_constants(),
                         **has,
                     )
-        if rows.kept is not None:
-            out = out[:, rows.kept]
         return out
 
 

@@ -78,7 +78,7 @@ void turn_row(const T* x, T* out, const float* cos, const float* sin, int64_t wi
         const Vec a = load_some(x + i, n), b = load_some(x + half + i, n);
         store_some(out + i, a * load_some(cos + i, n) - b * load_some(sin + i, n), n);
         store_some(out + half + i,
-                   b * load_some(cos + half + i, n) + a * load_some(sin + half + i, n), n);
+                   b * load_some(cos + i, n) + a * load_some(sin + i, n), n);
     });
     for (int64_t i = turned; i < width; i++) out[i] = x[i];
 }
@@ -126,7 +126,7 @@ void norm(const Rows& r, const void* weight, const void* bias, float eps, float 
 template <typename T>
 void turn(const Rows& r, const float* cos, const float* sin, int64_t turned) {
     for_rows<T>(r, [&](const T* x, T* out, int64_t o, int64_t) {
-        turn_row(x, out, cos + o * turned, sin + o * turned, r.width, turned);
+        turn_row(x, out, cos + o * turned / 2, sin + o * turned / 2, r.width, turned);
     });
 }
 
@@ -157,7 +157,7 @@ void fminfer_layer_norm(const Rows* r, const void* weight, const void* bias, flo
                  : norm<uint16_t>(*r, weight, bias, eps, 0, other, sum);
 }
 
-// Rotary positions of (tokens, heads) rows; cos and sin are (tokens, turned), in one piece.
+// Rotary positions of (tokens, heads) rows; cos and sin are (tokens, turned / 2), in one piece.
 void fminfer_rotate(const Rows* r, const float* cos, const float* sin, int64_t turned) {
     r->type == 0 ? turn<float>(*r, cos, sin, turned) : turn<uint16_t>(*r, cos, sin, turned);
 }

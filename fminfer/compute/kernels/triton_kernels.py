@@ -353,7 +353,7 @@ def norm_kernel(
 def rotate_kernel(
     x,  # (tokens, heads, WIDTH), by its steps
     out,  # (tokens, heads, WIDTH)
-    cos,  # (tokens, TURNED)
+    cos,  # (tokens, TURNED / 2)
     sin,
     token_step,
     head_step,
@@ -373,14 +373,11 @@ def rotate_kernel(
     is_used = low < half
     first = tl.load(source + low, mask=is_used, other=0.0).to(tl.float32)
     second = tl.load(source + high, mask=is_used, other=0.0).to(tl.float32)
-    angle = token * TURNED
-    cos_low = tl.load(cos + angle + low, mask=is_used, other=0.0).to(tl.float32)
-    cos_high = tl.load(cos + angle + high, mask=is_used, other=0.0).to(tl.float32)
-    sin_low = tl.load(sin + angle + low, mask=is_used, other=0.0).to(tl.float32)
-    sin_high = tl.load(sin + angle + high, mask=is_used, other=0.0).to(tl.float32)
+    part = tl.load(cos + token * half + low, mask=is_used, other=0.0)
+    other = tl.load(sin + token * half + low, mask=is_used, other=0.0)
     kind = out.dtype.element_ty
-    tl.store(target + low, (first * cos_low - second * sin_low).to(kind), is_used)
-    tl.store(target + high, (second * cos_high + first * sin_high).to(kind), is_used)
+    tl.store(target + low, (first * part - second * other).to(kind), is_used)
+    tl.store(target + high, (second * part + first * other).to(kind), is_used)
     if REST:
         rest = TURNED + tl.arange(0, REST)
         tl.store(target + rest, tl.load(source + rest, rest < WIDTH), rest < WIDTH)

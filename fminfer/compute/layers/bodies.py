@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -33,6 +33,7 @@ class NormWeights:
     bias: Tensor | None
 
 
+Rotate = Callable[[Tensor, Tensor], Tensor]  # of rows, and turns as `PartKernels.rotate` has them
 Sum = tuple[Tensor, Tensor]  # what is added to rows, and where the sum is put
 
 
@@ -75,18 +76,17 @@ class PartKernels(ABC):
             assert each.is_contiguous() and each.shape == x.shape[-1:], "weight of a norm"
             assert each.dtype == x.dtype, "weight of a norm"
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotate(self, x: Tensor, turns: Tensor) -> Tensor:
         """Return x with rotary positions (Su et al. 2021), its first half paired with its second.
 
         Args:
             x: (tokens, heads, head_dim).
-            cos, sin: (tokens, turned) float32, for the first `turned` elements of each head.
+            turns: (2, tokens, turned / 2) float32: cosines and sines for the first `turned`
+                elements of each head.
         """
-        cos, sin = cos.contiguous(), sin.contiguous()
-        assert cos.shape == sin.shape == (len(x), cos.shape[-1]), "cos and sin"
-        assert cos.dtype == sin.dtype == torch.float32, "cos and sin"
-        assert cos.shape[-1] % 2 == 0 and cos.shape[-1] <= x.shape[-1], "cos and sin"
-        out = _like(x)
+        half, (cos, sin), out = turns.shape[-1], turns.contiguous(), _like(x)
+        assert turns.shape == (2, len(x), half) and turns.dtype == torch.float32, "cos and sin"
+        assert 2 * half <= x.shape[-1], "cos and sin"
         self.run_rotate(x, cos, sin, out)
         return out
 
@@ -143,7 +143,7 @@ class LayerKernels(PartKernels):
 
     def run_rotate(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
         turns = cos.data_ptr(), sin.data_ptr()
-        self._library.fminfer_rotate(self._rows(x, out), *turns, cos.shape[-1])
+        self._library.fminfer_rotate(self._rows(x, out), *turns, 2 * cos.shape[-1])
 
     def run_gate(self, x: Tensor, second: Tensor | None, activation: int, out: Tensor) -> None:
         address = None if second is None else second.data_ptr()
@@ -184,23 +184,6 @@ class NormBody:
         return x, self(x)
 
 
-class RotateBody:
-    """Rotary positions, on (tokens, heads, head_dim)."""
-
-    def __init__(self, how: Rope, kernels: PartKernels | None) -> None:
-        self._how, self._kernels = how, None if how.is_interleaved else kernels
-
-    def turns(self, table: Tensor, positions: Tensor) -> Tensor:
-        """Look up the cosines and sines of a step's tokens in a `plain.rotary_table`."""
-        found = table[:, positions]
-        return found if self._kernels is None else found.repeat(1, 1, 2)  # for both halves
-
-    def __call__(self, x: Tensor, turns: Tensor) -> Tensor:
-        if self._kernels is None:
-            return plain.rotate(x, self._how, turns)
-        return self._kernels.rotate(x, *turns)
-
-
 class Parts:
     """Makes norms, rotary positions and activations; without kernels all are plain torch."""
 
@@ -210,14 +193,15 @@ class Parts:
     def norm(self, how: Norm, weight: Tensor | None, bias: Tensor | None) -> NormBody:
         return NormBody(how, weight, bias, self.kernels)
 
-    def rotate(self, how: Rope) -> RotateBody:
-        return RotateBody(how, self.kernels)
+    def rotate(self, how: Rope) -> Rotate:
+        if self.kernels is None or how.is_interleaved:
+            return partial(plain.rotate, how=how)
+        return self.kernels.rotate
 
     def gate(self, activation: str) -> Function:
         if self.kernels is None or activation not in self.kernels.activations:
-            return lambda both: plain.gate(both, activation)
-        kernel, number = self.kernels.gate, self.kernels.activations[activation]
-        return lambda both: kernel(both, number)
+            return partial(plain.gate, activation=activation)
+        return partial(self.kernels.gate, activation=self.kernels.activations[activation])
 
     def activation(self, name: str) -> Function:
         if self.kernels is None or name not in self.kernels.activations:
@@ -225,7 +209,7 @@ class Parts:
         return partial(self.kernels.gelu, activation=self.kernels.activations[name])
 
 
-def parts_trial(dtype: torch.dtype, device: torch.device) -> Trial[PartKernels]:
+def parts_trial(_: None, dtype: torch.dtype, device: torch.device) -> Trial[PartKernels]:
     pairs = partial(part_pairs, dtype=dtype, device=device)
     return Trial("norms and activations", pairs, PART_ERRORS[dtype])
 
@@ -248,8 +232,8 @@ def part_pairs(kernels: PartKernels, dtype: torch.dtype, device: torch.device) -
             yield normed, plain.norm(row + more, how, weight, bias)
     turn = other[:, 0, :24].sin().float()
     table = torch.stack([turn, -turn])
-    turned = plain.rotate(x, Rope((0.0,) * 24), table)
-    yield kernels.rotate(x, *table.repeat(1, 1, 2)), turned
+    turned = plain.rotate(x, table, Rope((0.0,) * 24))
+    yield kernels.rotate(x, table), turned
     yield kernels.gate(row, SILU), plain.gate(row, "silu")
     yield kernels.gate(row, GELU_TANH), plain.gate(row, "gelu_new")
     yield kernels.gelu(row, GELU_TANH), plain.ACTIVATIONS["gelu_new"](row)

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
 
 from fminfer.compute.kernels.calls import ExpertCall
 from fminfer.compute.layers import plain
 from fminfer.compute.layers.bodies import activations_of
-from fminfer.compute.layers.product_kernel import PackedPart, ProductKernel, kernel_takes
+from fminfer.compute.layers.products import Linear, PackedPart, ProductKernel, kernel_takes
 from fminfer.compute.spec import Moe
 from fminfer.compute.trial import Candidate, Limits, Pair, Trial
 from fminfer.compute.weights import KERNEL_TYPES, Function, Weight
@@ -70,8 +69,8 @@ def expert_pairs(mix: Mix, asked: Mixture, dtype: torch.dtype) -> Iterator[Pair]
         act = partial(plain.gate, activation=how.expert.activation)
 
     def compute(part: torch.Tensor, number: int) -> torch.Tensor:
-        up, down = (w.expert(number).dequantized(torch.float32) for w in (asked.up, asked.down))
-        return nn.functional.linear(act(nn.functional.linear(part, up)), down)
+        up, down = (Linear(w.expert(number), None) for w in (asked.up, asked.down))
+        return down(act(up(part)))
 
     experts = [partial(compute, number=number) for number in range(how.num_experts)]
     expected = PlainExperts(how, experts)(x.float(), chosen, shares)
@@ -99,30 +98,12 @@ class Workspace:
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-class ExpertKernel:
-    """The experts of one built library."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self.products, self.mix = ProductKernel(library), library.fminfer_mix
-        self.workspace = Workspace()  # of all layers, one after another
-
-    def pack(self, asked: Mixture) -> PackedExperts:
-        """Return experts of the types and sizes that the kernel of products can pack."""
-        expert, up, down = asked.how.expert, asked.up, asked.down
-        num_experts, hidden, size = down.shape
-        assert (num_experts, size) == (asked.how.num_experts, expert.size), "weights of experts"
-        assert up.shape == (num_experts, expert.up_size, hidden), "weights of experts"
-        pack, halves = self.products.pack_part, 2 if expert.is_gated else 1
-        packed_up = pack(up.format, up.tensors[0], halves, hidden)
-        packed_down = pack(down.format, down.tensors[0], 1, size)
-        return PackedExperts(self, asked.how, packed_up, packed_down)
-
-
 @dataclass(slots=True, frozen=True)
 class PackedExperts:
     """The MLPs of all experts of a layer."""
 
-    kernel: ExpertKernel
+    mix: Callable[..., int]  # of the library
+    workspace: Workspace  # of all layers, one after another
     how: Moe
     up: PackedPart  # of all experts, gates first
     down: PackedPart
@@ -141,7 +122,7 @@ class PackedExperts:
         assert shares.shape == chosen.shape, "a choice"
         x, chosen, shares = x.contiguous(), chosen.contiguous(), shares.contiguous()
         out = torch.empty_like(x)
-        space = self.kernel.workspace.take(4 * tokens * top_k * (hidden + expert.size))
+        space = self.workspace.take(4 * tokens * top_k * (hidden + expert.size))
         activation = activations_of(expert)[expert.activation]
         call = ExpertCall(
             *(x.data_ptr(), self.up.call, self.down.call),
@@ -149,8 +130,8 @@ class PackedExperts:
             *(tokens, top_k, self.how.num_experts, hidden, expert.size),
             *(expert.is_gated, activation, KERNEL_TYPES[x.dtype], torch.get_num_threads()),
         )
-        if self.kernel.mix(ctypes.byref(call)):
-            self.kernel.workspace.drop()  # for the halves of the step
+        if self.mix(ctypes.byref(call)):
+            self.workspace.drop()  # for the halves of the step
             raise MemoryError("no memory for the experts' working space")
         return out
 
@@ -164,11 +145,22 @@ def serves(how: Moe) -> bool:
 
 def expert_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[Mixture, Mix]:
     """Return the kernel's mixtures, of hidden states of a dtype."""
-    kernel = ExpertKernel(library)
+    kernel, workspace = ProductKernel(library), Workspace()
+
+    def pack(asked: Mixture) -> PackedExperts:
+        expert, up, down = asked.how.expert, asked.up, asked.down
+        num_experts, hidden, size = down.shape
+        assert (num_experts, size) == (asked.how.num_experts, expert.size), "weights of experts"
+        assert up.shape == (num_experts, expert.up_size, hidden), "weights of experts"
+        parts = (
+            kernel.pack_part(up.format, up.tensors[0], 2 if expert.is_gated else 1, hidden),
+            kernel.pack_part(down.format, down.tensors[0], 1, size),
+        )
+        return PackedExperts(library.fminfer_mix, workspace, asked.how, *parts)
 
     def serves_all(asked: Mixture) -> bool:
         weights = (asked.up, asked.down)
         is_best = all(kernel_takes(w.format, dtype) and len(w.tensors) == 1 for w in weights)
         return is_best and serves(asked.how) and all(map(ProductKernel.can_pack, weights))
 
-    return Candidate(kernel.pack, partial(Mixture.trial, dtype=dtype), serves_all)
+    return Candidate(pack, partial(Mixture.trial, dtype=dtype), serves_all)

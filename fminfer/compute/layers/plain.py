@@ -73,7 +73,7 @@ def rotary_table(how: Rope, num_positions: int, device: torch.device) -> torch.T
     return table.mul_(how.scale)
 
 
-def rotate(x: torch.Tensor, how: Rope, turn: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, turn: torch.Tensor, how: Rope) -> torch.Tensor:
     """Turn (tokens, heads, head_dim) in float32, by (2, tokens, turned / 2) of a `rotary_table`."""
     cos, sin = turn[:, :, None]
     size = 2 * turn.shape[-1]
@@ -87,13 +87,9 @@ def rotate(x: torch.Tensor, how: Rope, turn: torch.Tensor) -> torch.Tensor:
     return torch.cat([turned.to(x.dtype), x[..., size:]], -1)
 
 
-def gate(both: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return activation(first half) * second half of the last dimension."""
+def gate(both: torch.Tensor, activation: str, limit: float | None = None) -> torch.Tensor:
+    """Return activation(first half) * second half of the last dimension; see `Mlp.limit`."""
     first, second = both.chunk(2, -1)
+    if limit is not None:
+        first, second = first.clamp(max=limit), second.clamp(-limit, limit) + 1
     return ACTIVATIONS[activation](first) * second
-
-
-def limited_gate(both: torch.Tensor, activation: str, limit: float) -> torch.Tensor:
-    """Return the same with the first half at most `limit`, and 1 added to the limited second."""
-    first, second = both.chunk(2, -1)
-    return ACTIVATIONS[activation](first.clamp(max=limit)) * (second.clamp(-limit, limit) + 1)

@@ -46,7 +46,7 @@ class TritonLayers(PartKernels):
 
     def run_rotate(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
         tokens, heads, *steps = self.walk(x)
-        turned, width = cos.shape[-1], x.shape[-1]
+        turned, width = 2 * cos.shape[-1], x.shape[-1]
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
             rotate_kernel[(tokens, heads)](
                 *(x, out, cos, sin, *steps),

@@ -5,26 +5,18 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from fminfer.compute.sampling.sampler import (
-    Drawer,
-    Racer,
-    Ranker,
-    Ranking,
-    SamplingTensors,
-    draw,
-    race,
-    rank,
-)
+from fminfer.compute.sampling.sampler import Drawer, Ranker, Ranking, SamplingTensors, draw, rank
 from fminfer.compute.step import make_draws
-from fminfer.compute.trial import Pair
+from fminfer.compute.trial import Pair, Trial
 
 TOKEN_ERROR = 1e-9  # none: the ids must be the same
 MOST_TOP = 64  # of more, torch's own selection is faster
 RANK_ERROR = 1e-5  # of logits and normalizers; ids are whole numbers up to 3,000
-VOCAB = 3000  # of trials
+VOCAB, FIRST_ID = 3000, 40_000  # of trials
 
 
 class DrawKernel:
@@ -39,21 +31,16 @@ class DrawKernel:
         """Return the places that some rows of (rows, vocab) logits draw, each as its own says."""
         num_rows, vocab = logits.shape
         logits = logits.float().contiguous()
-        tensors = (
-            (rows, torch.int64),
-            (how.temperature, torch.float32),
-            (how.top_p, torch.float32),
-            (how.top_k, torch.int64),
-            (how.min_p, torch.float32),
-            (how.noise, torch.int64),
-        )
+        floats, wholes = (how.temperature, how.top_p, how.min_p), (rows, how.top_k, how.noise)
+        # The kernel trusts what it is given.
         assert logits.device.type == "cpu" and vocab > 0, "logits"
-        for tensor, dtype in tensors:  # the kernel trusts what it is given
-            assert tensor.dtype == dtype and tensor.is_contiguous(), "how rows draw"
-            assert tensor is rows or len(tensor) == num_rows, "how rows draw"
+        for kind, tensors in ((torch.float32, floats), (torch.int64, wholes)):
+            for tensor in tensors:
+                assert tensor.dtype == kind and tensor.is_contiguous(), "how rows draw"
+                assert tensor is rows or len(tensor) == num_rows, "how rows draw"
         ids = torch.empty_like(rows)
-        sizes = vocab, how.first_id, len(rows)
-        addresses = [tensor.data_ptr() for tensor in (*(each for each, _ in tensors), ids)]
+        given = (rows, how.temperature, how.top_p, how.top_k, how.min_p, how.noise, ids)
+        sizes, addresses = (vocab, how.first_id, len(rows)), [each.data_ptr() for each in given]
         if self._draw(logits.data_ptr(), *sizes, *addresses, torch.get_num_threads()):
             raise MemoryError("no memory for the drawing kernel's working space")
         return ids
@@ -80,8 +67,12 @@ class ScoreKernel:
         return Ranking(normalizer, best, best_ids)
 
 
-def draw_pairs(drawer: Drawer) -> Iterator[Pair]:
-    """Draw with a kernel and in plain torch, once by each filter and without any.
+def draws_trial(_: None, device: torch.device) -> Trial[Drawer]:
+    return Trial("draws", partial(draw_pairs, device=device), TOKEN_ERROR)
+
+
+def draw_pairs(drawer: Drawer, device: torch.device) -> Iterator[Pair]:
+    """Draw on a device with a kernel, and in plain torch on the CPU: by each filter, and without.
 
     Then again from what masks leave: a token or two of each row, the first and last among them.
     """
@@ -95,15 +86,17 @@ def draw_pairs(drawer: Drawer) -> Iterator[Pair]:
         min_p=[0.0, 0.0, 0.0, 0.0, 0.0, 0.05, 0.0, 0.0],
         noise=torch.randint(-(2**63), 2**63 - 1, (8,), generator=generator).numpy(),
     )
-    how = SamplingTensors.of(draws, logits.device)
-    rows = torch.tensor([0, 1, 2, 3, 4, 5, 6])
-    yield drawer(logits, how, rows), draw(logits, how, rows)
-    later = replace(how, first_id=VOCAB)
-    yield drawer(logits, later, rows), draw(logits, later, rows)
+    cases = [(logits, 0), (logits, FIRST_ID)]
     for ids in ([0], [VOCAB - 1], [0, VOCAB - 1], [7, 1501]):
         left = torch.full_like(logits, float("-inf"))
         left[:, ids] = logits[:, ids]
-        yield drawer(left, how, rows), draw(left, how, rows)
+        cases.append((left, 0))
+    rows = torch.tensor([0, 1, 2, 3, 4, 5, 6])
+    for given, first_id in cases:
+        there = given.to(device), rows.to(device)
+        own, how = (SamplingTensors.of(draws, each.device) for each in (there[0], given))
+        found = drawer(there[0], replace(own, first_id=first_id), there[1])
+        yield found, draw(given, replace(how, first_id=first_id), rows)
 
 
 def rank_pairs(ranker: Ranker) -> Iterator[Pair]:
@@ -117,12 +110,4 @@ def rank_pairs(ranker: Ranker) -> Iterator[Pair]:
         yield found.normalizer, expected.normalizer
 
 
-def race_pairs(racer: Racer, device: torch.device) -> Iterator[Pair]:
-    """Let some rows race on a device, and in plain torch on the CPU."""
-    generator = torch.Generator().manual_seed(0)
-    scaled = -3 * torch.rand((8, 5000), generator=generator)
-    scaled[4:, 9:4990] = float("-inf")  # masks leave as few, or fewer
-    scaled[5, 1:], scaled[6, :-1] = float("-inf"), float("-inf")
-    noise = torch.randint(-(2**63), 2**63 - 1, (8,), generator=generator)
-    for first_id in (0, 40_000):
-        yield racer(scaled.to(device), noise.to(device), first_id), race(scaled, noise, first_id)
+RANKS_TRIAL: Trial[Ranker] = Trial("scores", rank_pairs, RANK_ERROR)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from fminfer.compute.step import Step, masks_of
 from fminfer.core.messages import Mask
@@ -92,15 +93,11 @@ def make_masks(
     size = -(-vocab // 8)
     filler = [b"\xff" if mask.bits[-1] > 127 else b"\0" for mask in masks]
     rows = [mask.bits[:size].ljust(size, end) for mask, end in zip(masks, filler, strict=True)]
-    most = max((len(mask.few) for mask in masks if mask.few is not None), default=1)
-    few = torch.full((len(masks) + 1, max(1, most)), -1)
-    for place, mask in enumerate(masks):
-        if mask.few is not None:
-            few[place, : len(mask.few)] = torch.tensor(mask.few)
+    few = [torch.tensor(mask.few or [-1]) for mask in masks]
     bits = bytearray().join([*rows, b"\xff" * size])
     return MaskTensors(
         torch.frombuffer(bits, dtype=torch.uint8).view(-1, size).to(device),
-        few.to(device),
+        pad_sequence([*few, torch.tensor([-1])], batch_first=True, padding_value=-1).to(device),
         torch.tensor([*map(_first, rows), 0], device=device),
         torch.tensor(mask_of, dtype=torch.int64, device=device),
     )

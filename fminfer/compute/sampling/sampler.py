@@ -61,24 +61,15 @@ def _mix(bits: torch.Tensor) -> torch.Tensor:
 TOP_P_CANDIDATES = 256  # tried before the whole vocabulary is sorted
 
 
-@dataclass(slots=True)
-class Draws:
-    """Tensors, one row a token: ids, logprobs, and the best alternatives, best first."""
-
-    ids: torch.Tensor  # (rows,) int64
-    logprobs: torch.Tensor  # (rows,) float32
-    top_ids: torch.Tensor  # (rows, k) int64
-    top_logprobs: torch.Tensor  # (rows, k) float32
-
-    def to_host(self) -> TokenLogprobs:
-        """Return the same in host memory, by one copy in float64: a GPU is waited for at each."""
-        columns = [self.ids, self.logprobs, self.top_ids, self.top_logprobs]
-        if not self.ids.is_cpu:
-            table = torch.cat([self.ids[:, None].double(), self.logprobs[:, None], *columns[2:]], 1)
-            table = table.cpu()
-            found = [*table[:, :2].unbind(1), *table[:, 2:].chunk(2, 1)]
-            columns = [each.to(like.dtype) for each, like in zip(found, columns, strict=True)]
-        return TokenLogprobs(*(column.numpy() for column in columns))
+def to_host(found: TokenLogprobs) -> TokenLogprobs:
+    """Return tensors as arrays, by one copy in float64: a GPU is waited for at each."""
+    columns = [found.ids, found.logprobs, found.top_ids, found.top_logprobs]
+    if not found.ids.is_cpu:
+        table = torch.cat([found.ids[:, None].double(), found.logprobs[:, None], *columns[2:]], 1)
+        table = table.cpu()
+        sent = [*table[:, :2].unbind(1), *table[:, 2:].chunk(2, 1)]
+        columns = [each.to(like.dtype) for each, like in zip(sent, columns, strict=True)]
+    return TokenLogprobs(*(column.numpy() for column in columns))
 
 
 @dataclass(slots=True, frozen=True)
@@ -136,7 +127,6 @@ class SamplingTensors:
     noise: torch.Tensor  # (rows,) int64, 64 random bits
     # The same in host memory, so that reading them waits for no GPU; None: these are there.
     on_host: SamplingTensors | None = field(default=None, kw_only=True)
-    is_greedy: bool = field(default=False, kw_only=True)  # the host knows that no row draws
     first_id: int = field(default=0, kw_only=True)  # the token of the first logit
 
     @classmethod
@@ -144,10 +134,8 @@ class SamplingTensors:
         """Put some draws, (rows,) of `DRAW`, on a device."""
         columns = [draws[name].copy() for name in _LARGE_FIRST]
         tensors: dict[str, Any] = dict(zip(_LARGE_FIRST, send(columns, device), strict=True))
-        if device.type != "cpu":
-            kept: Any = zip(_LARGE_FIRST, map(torch.from_numpy, columns), strict=True)
-            tensors["on_host"] = cls(**dict(kept))
-        return cls(**tensors, is_greedy=not draws["temperature"].any())
+        on_host = None if device.type == "cpu" else cls.of(draws, torch.device("cpu"))
+        return cls(**tensors, on_host=on_host)
 
     def rows(self, rows: torch.Tensor) -> SamplingTensors:
         """Return some rows, without the copy in host memory."""
@@ -306,7 +294,7 @@ def sample(
     num_top: int,  # alternatives to report
     edits: LogitEditTensors | None = None,  # the logprobs are those of the logits without them
     tokens: TokenSpan | None = None,  # that the logits belong to; None: the whole vocabulary
-) -> Draws:
+) -> TokenLogprobs:
     """Draw one token a row of logits, (rows, vocab), of any floating dtype."""
     tokens = tokens or TokenSpan(logits.shape[-1])
     ranking = tokens.rank(logits, num_top)
@@ -314,8 +302,6 @@ def sample(
     masks = None if edits is None else edits.masks
     # The likeliest token; ties go to the lowest id.
     ids = ranking.best_ids[:, 0].clone() if edited is logits else tokens.likeliest(edited)
-    if how.is_greedy and masks is None:
-        return _report(logits, ids, num_top, ranking, tokens)
     # Noise is by token id, so a draw without the mask is the masked one wherever it is allowed.
     # Filters count what the mask leaves, so rows that have both draw with it at once.
     is_drawn = how.host.is_random
@@ -360,7 +346,7 @@ def _draw_masked(
 
 def score(
     logits: torch.Tensor, ids: torch.Tensor, num_top: int, tokens: TokenSpan | None = None
-) -> Draws:
+) -> TokenLogprobs:
     """Return the logprob of each row's given id, (rows,) int64, and the best alternatives."""
     tokens = tokens or TokenSpan(logits.shape[-1])
     ranking = tokens.rank(logits, num_top)
@@ -369,8 +355,8 @@ def score(
 
 def _report(
     logits: torch.Tensor, ids: torch.Tensor, num_top: int, ranking: Ranking, tokens: TokenSpan
-) -> Draws:
+) -> TokenLogprobs:
     logprobs = tokens.logits_of(logits, ids) - ranking.normalizer
     # A chosen token that is also among the best has the very same float there.
     best = ranking.best[:, :num_top] - ranking.normalizer[:, None]
-    return Draws(ids, logprobs, ranking.best_ids[:, :num_top], best)
+    return TokenLogprobs(ids, logprobs, ranking.best_ids[:, :num_top], best)

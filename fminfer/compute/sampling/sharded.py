@@ -17,11 +17,6 @@ from fminfer.compute.shards import ShardGroup
 LOWEST = float("-inf")
 NUM_BEST = 64  # tokens of a rank that most filtered draws look at; the kernel finds so many at once
 MOST_ROWS = 16  # whose logits of all tokens are gathered at once
-# What a draw without filters finds in host memory.
-NO_FILTER = SamplingTensors(
-    *(torch.ones(1), torch.ones(1), torch.zeros(1, dtype=torch.int64), torch.zeros(1)),
-    torch.zeros(1, dtype=torch.int64),
-)
 
 
 @dataclass(slots=True, frozen=True)
@@ -68,7 +63,7 @@ class TokenShard(TokenSpan):
 
     def _race(self, logits: torch.Tensor, how: SamplingTensors) -> torch.Tensor:
         """Draw rows without filters: each rank's winner races with those of others."""
-        own = replace(how, on_host=NO_FILTER, first_id=self.own.start)
+        own = replace(how, first_id=self.own.start)
         places = self.drawer(logits, own, _all_of(logits))[:, None]
         noise = gumbel(how.noise, places + self.own.start)
         scores = logits.gather(-1, places).double() / how.temperature[:, None].double() + noise

@@ -10,19 +10,111 @@ them: first those with an even place, then those with an odd one.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
-from fminfer.compute.quantized.block_format import Blocks
-from fminfer.compute.weights import Use
+from fminfer.compute.weights import Shape, Tensors, Use
 
 Tensor = torch.Tensor
+Unpack = Callable[[Tensor], Tensor]  # (…, bytes of a block) → (…, numbers) float32
+Pack = Callable[[Tensor], Tensor]  # and back
+# Numbers that one thread makes blocks of at once: torch does not divide so few among threads.
+PACKED_AT_ONCE = 1 << 15
 # What the 16 values of IQ4_NL stand for.
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # halves
 # The smallest float16, and the step between small ones. As a least scale it avoids 0 / 0.
 LEAST_SCALE = 2.0**-24
+
+
+@dataclass(slots=True, frozen=True)
+class Blocks:
+    """A format whose only tensor holds the bytes of blocks, (…, outputs, bytes of a row)."""
+
+    name: str  # what people call it
+    block: int  # the numbers of a block; 0: a row is one block
+    block_bytes: int  # of a block; where a row is one, those beside a byte for each number
+    unpack: Unpack = field(compare=False)
+    pack: Pack | None = field(default=None, compare=False)  # None: such weights are only read
+    kind: int | None = None  # its number in `forms.h`; None: it becomes floats when it is read
+
+    def row_bytes(self, inputs: int) -> int:
+        """Return what a row of a weight takes."""
+        if self.block:
+            return inputs // self.block * self.block_bytes
+        return inputs + self.block_bytes
+
+    def takes(self, inputs: int) -> bool:
+        """Tell whether rows of so many numbers are whole blocks."""
+        return inputs % (self.block or 32) == 0
+
+    def num_bytes(self, shape: Shape) -> int:
+        return math.prod(shape[:-1]) * self.row_bytes(shape[-1])
+
+    def empty(self, shape: Shape, device: torch.device) -> Tensors:
+        size = (*shape[:-1], self.row_bytes(shape[-1]))
+        return (torch.empty(size, dtype=torch.uint8, device=device),)
+
+    def dequantize(self, tensors: Tensors, dtype: torch.dtype) -> Tensor:
+        (packed,) = tensors
+        size = self.block_bytes if self.block else packed.shape[-1]
+        return self.unpack(packed.reshape(*packed.shape[:-1], -1, size)).flatten(-2).to(dtype)
+
+    def quantize(self, numbers: Tensor, to: Tensor | None = None) -> Tensor:
+        """Return the only tensor of a weight, of numbers (…, outputs, inputs), or fill `to`."""
+        assert self.pack is not None and self.takes(numbers.shape[-1]), "numbers for blocks"
+        if to is None:
+            (to,) = self.empty(tuple(numbers.shape), numbers.device)
+        if numbers.dim() > 2:
+            for each, own in zip(numbers, to, strict=True):
+                self.quantize(each, own)
+            return to
+        step = max(1, PACKED_AT_ONCE // max(1, numbers.shape[1]))
+        pack, own = self.pack, to
+
+        def pack_rows(first: int) -> None:
+            with torch.inference_mode(own.is_inference()):  # a thread's own mode
+                part = numbers[first : first + step].float()
+                blocks = pack(part.reshape(len(part), -1, self.block or part.shape[1]))
+                own[first : first + step] = blocks.flatten(-2)
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            for _ in threads.map(pack_rows, range(0, len(numbers), step)):
+                pass
+        return to
+
+    def cut(self, packed: Tensor, columns: range) -> Tensor:
+        """Return the bytes of some inputs: of whole blocks, or of any where a row is one block."""
+        if self.block:
+            first, last = (
+                end // self.block * self.block_bytes for end in (columns.start, columns.stop)
+            )
+            return packed[..., first:last]
+        first, last = (end + self.block_bytes for end in (columns.start, columns.stop))
+        return torch.cat([packed[..., : self.block_bytes], packed[..., first:last]], -1)
+
+    # What checkpoints store so; see models/formats.StoredFormat.
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        return ("U8",) if self.pack else (self.name,)
+
+    def stored(
+        self, name: str, shape: Shape, *, is_transposed: bool
+    ) -> dict[str, tuple[str, Shape]]:
+        if is_transposed:
+            return {name: ("", ())}  # of no type that a file has
+        size = (*shape[:-1], self.row_bytes(shape[-1])) if self.takes(shape[-1]) else ()
+        ending = f".{self.name}" if self.pack else ""  # fminfer's own forms are all stored as bytes
+        return {name + ending: (self.types[0], size)}
+
+    def read(self, stored: Tensors, *, is_transposed: bool) -> Tensors:
+        return stored
 
 
 def divided(packed: Tensor, *sizes: int) -> Tensor:
@@ -86,15 +178,11 @@ def _scales_and_mins(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return scale[..., None], (_half(blocks, 2) * mins.float())[..., None]
 
 
-def _groups_of_nibbles(packed: Tensor) -> Tensor:
-    """Return 128 bytes as 8 groups of 32: each 32 bytes hold two."""
-    return _fields(divided(packed, 4, 32), 4).flatten(-3, -2)
-
-
 def _unpack_k(blocks: Tensor, *, has_fifth: bool) -> Tensor:
     """Return numbers of Q4_K or Q5_K."""
     scale, least = _scales_and_mins(blocks)
-    values = _groups_of_nibbles(blocks[..., 48 if has_fifth else 16 :])
+    low = divided(blocks[..., 48 if has_fifth else 16 :], 4, 32)
+    values = _fields(low, 4).flatten(-3, -2)  # 8 groups of 32: each 32 bytes hold two
     if has_fifth:
         values = values | _fields(blocks[..., 16:48], 1) << 4
     return (scale * values.float() - least).flatten(-2)
