@@ -17,8 +17,6 @@ import json
 import random
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
@@ -31,6 +29,8 @@ from typing import Any
 
 import click
 
+from tests.forked import Forked
+
 BOUNDARY = "aBoundary"
 NUM_LINES = 50
 URL = "/v1/completions"
@@ -42,7 +42,7 @@ OVER = ("completed", "cancelled")
 class Served:
     """A server that is a process of its own."""
 
-    process: subprocess.Popen[bytes]
+    process: Forked
     port: int
 
     def call(self, path: str, body: bytes | None = None, content_type: str = "") -> bytes:
@@ -65,9 +65,8 @@ def serving(state: Path) -> Iterator[Served]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "fminfer", "serve", "--port", str(port), "-q"]
-    command += ["--state", str(state), "--max-rows", "8", "--dtype", "float32"]
-    process = subprocess.Popen(command)
+    flags = ["--port", str(port), "--state", str(state), "--max-rows", "8", "--dtype", "float32"]
+    process = Forked(["serve", "-q", *flags])
     server = Served(process, port)
     try:
         deadline = time.monotonic() + READY_S
@@ -75,7 +74,7 @@ def serving(state: Path) -> Iterator[Served]:
             with contextlib.suppress(urllib.error.URLError):
                 server.call("/health")
                 break
-            assert process.poll() is None, "the server has ended"
+            assert process.poll() is None, f"the server has ended: {process.said()}"
             assert time.monotonic() < deadline, "the server is not ready"
             time.sleep(0.05)
         yield server

@@ -56,7 +56,7 @@ def tasks() -> list[Task]:
         ),
         generation_task("stops", contexts[:-3], until=["\n", " west"], max_gen_toks=12),
         generation_task(
-            "inside", contexts[:-3], until=["h e", "ast"], max_gen_toks=40, do_sample=False
+            "inside", contexts[5:-3], until=["h e", "ast"], max_gen_toks=40, do_sample=False
         ),
         generation_task(
             "lengths",
@@ -67,7 +67,7 @@ def tasks() -> list[Task]:
             temperature=0.7,
         ),
         generation_task(
-            "ends", contexts[:-3], until=["<|im_end|>"], max_new_tokens=40, temperature=0
+            "ends", contexts[5:-3], until=["<|im_end|>"], max_new_tokens=40, temperature=0
         ),
     ]
 
@@ -243,6 +243,7 @@ def test_lm_evals_cache_holds_the_answers(tmp_path: Path) -> None:
             model="fminfer",
             model_args="dtype=float32,kernels=off",
             tasks=tasks()[:3],
+            limit=2,
             use_cache=str(tmp_path / "cache"),
             bootstrap_iters=0,
             task_manager=TaskManager(include_defaults=False),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import fminfer.integrations.lm_eval  # noqa: F401  registers it
+from tests.conftest import more
 from tests.integrations.lm_eval_tasks import (
     STEPS,
     Task,
@@ -41,7 +42,7 @@ def tasks() -> list[Task]:
     ]
 
 
-@pytest.fixture(scope="module", params=["t5", "bart"])
+@pytest.fixture(scope="module", params=["t5", pytest.param("bart", marks=more)])
 def both(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder: Path = tmp_path_factory.mktemp(request.param)
     save_sequence_model(request.param, folder)

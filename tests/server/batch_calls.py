@@ -17,6 +17,19 @@ WAIT_S = 60.0
 OVER = ("completed", "failed", "expired", "cancelled")
 
 
+class Clock:
+    """The time of files and batches, which tests can put forward."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def time(self) -> float:
+        return time.time() + self.ahead_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+
 def batch_line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> bytes:
     """Return a line; without other fields it asks the demo model the way."""
     if not body.keys() & {"prompt", "messages"}:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from ipaddress import ip_address
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from fminfer.server.http import SWITCH_S
 from tests.browser import Browser, open_browser
 from tests.fakes.serving import serve_fake
+from tests.server.batch_calls import Clock
 from tests.server.page import Page
 
 # Read by the libraries when they are imported, which is after this.
@@ -42,6 +47,27 @@ def only_this_machine() -> Iterator[None]:
         patch.setattr(socket.socket, "connect", refuse)
         patch.setattr(socket.socket, "connect_ex", refuse_ex)
         yield
+
+
+@pytest.fixture(scope="package", autouse=True)
+def quick_threads() -> Iterator[None]:
+    """Threads take turns as in the command, and uvicorn looks soon whether it is to end."""
+    soon = SimpleNamespace(**vars(asyncio) | {"sleep": lambda s: asyncio.sleep(s / 10)})
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("uvicorn.server.asyncio", soon)
+        yield
+    sys.setswitchinterval(before_s)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    for name in ("stored_files", "stored_batches", "batch_run", "batch_work"):
+        monkeypatch.setattr(f"fminfer.server.batches.{name}.time", found)
+    monkeypatch.setattr("fminfer.server.batches.batch_work.LOOK_S", 0.05)
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -81,18 +81,18 @@ def test_a_short_batch_does_not_wait_for_a_long_one(server: Running) -> None:
 def test_batches_share(server: Running) -> None:
     """Three begin together; when one is over, the others are not far behind."""
     server.engine.runs.lanes.is_closed = True
-    batches = [create(server, long_lines(120, 100)) for _ in range(3)]
+    batches = [create(server, long_lines(60, 20)) for _ in range(3)]
     for batch in batches:
         wait_until(server, batch, has_begun)
     # A lane that is alone for a moment may have as many prompts in the engine as wait there.
     lanes = server.engine.runs.lanes.all
     until(lambda: len(lanes) == 3 and all(lane.num_waiting >= 32 for lane in lanes), "all wait")
     server.engine.runs.lanes.is_closed = False
-    first = None
-    while first is None:
+    found = batches
+    while all(batch["status"] != "completed" for batch in found):
+        time.sleep(0.02)
         found = [get(server, batch) for batch in batches]
-        first = next((batch for batch in found if batch["status"] == "completed"), None)
-    assert all(batch["request_counts"]["completed"] >= 60 for batch in found), found
+    assert all(batch["request_counts"]["completed"] >= 30 for batch in found), found
     for batch in batches:
         assert wait_for_end(server, batch)["status"] == "completed"
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 import fminfer
-from fminfer.server.batches import batch_work, stored_files
+from fminfer.server.batches import stored_files
 from tests.server.batch_calls import (
     BOUNDARY,
+    Clock,
     batch_line,
     content,
     create,
@@ -133,27 +134,6 @@ def send(server: Running, *, lines: list[bytes] | None = None, **form: str) -> A
 def send_for(server: Running, seconds: object, **more: Any) -> Answer:
     form = {"expires_after[anchor]": "created_at", "expires_after[seconds]": str(seconds)}
     return send(server, **form | more)
-
-
-class Clock:
-    """A clock of the server's files that tests can put forward."""
-
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
-
-    def time(self) -> float:
-        return time.time() + self.ahead_s
-
-    def time_ns(self) -> int:
-        return time.time_ns()
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock()
-    monkeypatch.setattr(stored_files, "time", found)
-    monkeypatch.setattr(batch_work, "LOOK_S", 0.05)
-    return found
 
 
 def test_a_file_expires(engine: fminfer.Engine, tmp_path: Path, clock: Clock) -> None:

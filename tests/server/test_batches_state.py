@@ -16,6 +16,7 @@ from fminfer.server.batches import batch_work
 from fminfer.server.batches.state_folder import StateFolder
 from fminfer.server.batches.stored_batches import ServerState
 from tests.server.batch_calls import (
+    Clock,
     batch_line,
     create,
     get,
@@ -121,13 +122,13 @@ def test_a_claim_that_this_server_or_a_copied_one_has_left(
 ) -> None:
     """After a trouble of the disk was mended, a batch waited for its own server without end."""
     with running(engine, state=tmp_path) as server:
-        batch = create(server, long_lines(60, 400))
+        batch = create(server, long_lines(30, 50))
         wait_until(server, batch, some_done)
     claim = Claims().take(tmp_path / "batches" / batch["id"] / "output.jsonl")
     assert claim is not None and claim.path.exists(), "one of a living process"
     with running(engine, state=tmp_path) as server:
         batch = wait_for_end(server, batch)
-        assert batch["status"] == "completed" and len(texts_of(server, batch)) == 60
+        assert batch["status"] == "completed" and len(texts_of(server, batch)) == 30
 
 
 def test_another_model_does_not_begin_a_batch(
@@ -148,11 +149,11 @@ def test_another_model_does_not_begin_a_batch(
 
 @pytest.mark.parametrize("change", [None, b""])
 def test_an_input_that_is_not_as_it_was(
-    engine: fminfer.Engine, tmp_path: Path, change: bytes | None
+    engine: fminfer.Engine, tmp_path: Path, clock: Clock, change: bytes | None
 ) -> None:
     """Lines of an emptied input were named nowhere once its batch expired."""
     with running(engine, state=tmp_path) as server:
-        batch = create(server, long_lines(60, 400), window="3s")
+        batch = create(server, long_lines(30, 50), window="1h")
         wait_until(server, batch, some_done)
     source = tmp_path / "files" / f"{batch['input_file_id']}.jsonl"
     kept = source.read_bytes()
@@ -160,9 +161,10 @@ def test_an_input_that_is_not_as_it_was(
     with running(engine, state=tmp_path) as server:
         paused = wait_until(server, batch, has_trouble)
         assert paused["errors"]["data"][0]["code"] == "input_changed"
-        assert some_done(paused) and paused["request_counts"]["total"] == 60
+        assert some_done(paused) and paused["request_counts"]["total"] == 30
     source.write_bytes(kept)
+    clock.ahead_s = 3600
     with running(engine, state=tmp_path) as server:
         batch = wait_for_end(server, batch)
         counts = batch["request_counts"]
-        assert batch["status"] == "expired" and counts["completed"] + counts["failed"] == 60
+        assert batch["status"] == "expired" and counts["completed"] + counts["failed"] == 30

@@ -7,8 +7,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,6 +19,7 @@ import fminfer
 from fminfer.core.errors import FminferError, UsageError
 from fminfer.server.connections import open_socket
 from fminfer.server.settings import ServerSettings
+from tests.forked import Forked
 from tests.server.running import Answer, Running, running, until
 
 CERTIFICATE = """-----BEGIN CERTIFICATE-----
@@ -51,6 +50,14 @@ LONG = {"prompt": [5] * 20, "max_tokens": 900, "ignore_eos": True, "stream": Tru
 def engine() -> Iterator[fminfer.Engine]:
     engine = fminfer.Engine(dtype="float32")
     yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:  # an engine of its own: one thread steps each
+    engine = fminfer.Engine(dtype="float32")
+    with running(engine) as server:
+        yield server
     engine.close()
 
 
@@ -124,53 +131,48 @@ def ask(server: Running, body: dict[str, Any], version: str = "1.1") -> socket.s
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_client_that_only_listens_gets_its_answer(
-    engine: fminfer.Engine, *, is_streamed: bool
-) -> None:
+def test_a_client_that_only_listens_gets_its_answer(server: Running, *, is_streamed: bool) -> None:
     """Whoever shut down the sending side behind a request was taken for gone."""
-    with running(engine) as server:
-        client = ask(server, SHORT | {"stream": is_streamed})
-        response = http.client.HTTPResponse(client)
-        response.begin()  # which passes over 100 Continue
-        assert response.status == 200 and response.headers["connection"] == "close"
-        found = Answer(200, dict(response.headers), response.read())
-        if is_streamed:
-            assert found.events[-1]["choices"][0]["finish_reason"] == "length"
-        else:
-            assert found.json["usage"]["completion_tokens"] == 20
-        assert client.recv(1) == b"", "the server closes then"
-        assert "keep-alive" not in response.headers
+    client = ask(server, SHORT | {"stream": is_streamed})
+    response = http.client.HTTPResponse(client)
+    response.begin()  # which passes over 100 Continue
+    assert response.status == 200 and response.headers["connection"] == "close"
+    found = Answer(200, dict(response.headers), response.read())
+    if is_streamed:
+        assert found.events[-1]["choices"][0]["finish_reason"] == "length"
+    else:
+        assert found.json["usage"]["completion_tokens"] == 20
+    assert client.recv(1) == b"", "the server closes then"
+    assert "keep-alive" not in response.headers
 
 
 @pytest.mark.parametrize("fields", [{}, {"n": 4}, {"stream": True}, {"n": 2, "best_of": 4}])
 @pytest.mark.parametrize("is_halved", [False, True])
 def test_a_client_that_leaves_is_noticed_soon(
-    engine: fminfer.Engine, fields: dict[str, Any], *, is_halved: bool
+    server: Running, fields: dict[str, Any], *, is_halved: bool
 ) -> None:
     """To a server, one that leaves looks like one that only listens."""
-    with running(engine) as server:
-        if is_halved:
-            client = ask(server, LONG | {"stream": False} | fields)
-        else:
-            client = server.start_post("/v1/completions", LONG | {"stream": False} | fields)
-        until(lambda: engine.state.num_running > 0, "it runs")
-        time.sleep(0.3 * is_halved)
-        client.close()
-        started_s = time.monotonic()
-        until(server.is_idle, "all is free")
-        assert time.monotonic() - started_s < 1.5
+    if is_halved:
+        client = ask(server, LONG | {"stream": False} | fields)
+    else:
+        client = server.start_post("/v1/completions", LONG | {"stream": False} | fields)
+    until(lambda: server.engine.state.num_running > 0, "it runs")
+    time.sleep(0.3 * is_halved)
+    client.close()
+    started_s = time.monotonic()
+    until(server.is_idle, "all is free")
+    assert time.monotonic() - started_s < 1.5
 
 
-def test_a_client_that_leaves_before_its_request_is_whole_is_gone(engine: fminfer.Engine) -> None:
-    with running(engine) as server:
-        half = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
-        for sent in (b"", b"GET /v1", half):
-            client = server.send_raw(sent)
-            client.shutdown(socket.SHUT_WR)
-            assert client.recv(100) == b""
-        client = ask(server, LONG | {"stream": False}, version="1.0")
-        assert client.recv(100) == b"", "1.0 has no 100 Continue that would find out"
-        until(server.is_idle, "all is free")
+def test_a_client_that_leaves_before_its_request_is_whole_is_gone(server: Running) -> None:
+    half = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
+    for sent in (b"", b"GET /v1", half):
+        client = server.send_raw(sent)
+        client.shutdown(socket.SHUT_WR)
+        assert client.recv(100) == b""
+    client = ask(server, LONG | {"stream": False}, version="1.0")
+    assert client.recv(100) == b"", "1.0 has no 100 Continue that would find out"
+    until(server.is_idle, "all is free")
 
 
 def test_answers_say_how_long_a_connection_stays_open(engine: fminfer.Engine) -> None:
@@ -195,17 +197,10 @@ def test_answers_say_how_long_a_connection_stays_open(engine: fminfer.Engine) ->
 
 def test_pipelines_that_die_while_nothing_is_asked_end_the_server() -> None:
     """It went on, in good health, until somebody asked for something."""
-    command = [sys.executable, "-m", "fminfer", "serve", "--device", "cpu", "--port", "0"]
-    server = subprocess.Popen(
-        [*command, "--data-group-size", "2"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    server = Forked(["serve", "--device", "cpu", "--port", "0", "--data-group-size", "2"], environ)
     try:
-        assert server.stderr is not None
-        while "Ctrl-C" not in (line := server.stderr.readline()):
-            assert line, "it has started"
+        until(lambda: "Ctrl-C" in server.said() or server.poll() is not None, "it has started")
         children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
         for child in children:
             os.kill(int(child), signal.SIGKILL)

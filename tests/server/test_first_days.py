@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -98,13 +99,22 @@ def test_a_default_for_the_tokens_of_chats_is_no_filled_context(tmp_path: Path) 
 def told_at(level: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
     """Return what a server tells of an odd request, a fault and its work."""
 
+    ticks: list[float] = []
+
+    async def tick(seconds: float) -> None:
+        ticks.append(seconds)
+        await asyncio.sleep(seconds / 20)
+
+    quick = SimpleNamespace(**vars(asyncio) | {"sleep": tick})
+    monkeypatch.setattr("fminfer.server.http.asyncio", quick)
     monkeypatch.setattr("fminfer.server.http.REPORT_S", 1)
     monkeypatch.setattr("fminfer.server.model_routes.__version__", object())  # no JSON
     engine = fminfer.Engine(dtype="float32")
     with running(engine, log_level=level, is_quiet=False) as server:
         assert server.post("/v1/completions", SHORT | {"odd": 1}).status == 200
         assert server.get("/version").status == 500
-        time.sleep(2.5)
+        num_before = ticks.count(1)
+        until(lambda: ticks.count(1) > num_before + 2, "it has looked twice")
     engine.close()
     return capfd.readouterr().err
 

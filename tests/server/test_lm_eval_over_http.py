@@ -13,6 +13,7 @@ from lm_eval.tasks import TaskManager
 import fminfer
 import fminfer.integrations.lm_eval  # registers the model
 from fminfer.models.checkpoint import DEMO_MODEL
+from tests.conftest import more
 from tests.integrations.lm_eval_tasks import (
     QUESTIONS,
     ROOMS,
@@ -84,7 +85,7 @@ def own() -> dict[str, Any]:
     "model_args",
     [
         {"num_concurrent": 8},
-        {"batch_size": 5},
+        pytest.param({"batch_size": 5}, marks=more),
         {"num_concurrent": 2, "batch_size": 3, "tokenized_requests": False},
     ],
 )

@@ -7,17 +7,18 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 import fminfer
-from tests.server.running import WAIT_S
+from tests.forked import Forked
+from tests.server.running import WAIT_S, until
 
 QUESTION = {
     "prompt": "Question: How do you go from the porch to the den?\nAnswer:",
@@ -28,25 +29,21 @@ QUESTION = {
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(*flags: str) -> Iterator[tuple[Forked, str]]:
     """Start the command; give the process and its address."""
-    command = [sys.executable, "-m", "fminfer", "serve", "--port", "0", "--dtype", "float32"]
-    process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
+    process = Forked(["serve", "--port", "0", "--dtype", "float32", *flags])
     try:
-        said = ""
-        while " at http://" not in said:
-            line = process.stderr.readline()
-            assert line, f"it ended: {said}"
-            said += line
-        assert re.search(
-            r"Ready after [\d.]+ s: float32 on \w+, (\d+ ranks of )?\d+ threads?, ", said
-        ), said
-        yield process, said.rsplit(" at ", 1)[1].strip()
+        until(lambda: "Ctrl-C" in process.said() or process.poll() is not None, "it serves")
+        said = re.search(
+            r"Ready after [\d.]+ s: float32 on \w+, (\d+ ranks of )?\d+ threads?, .*\n"
+            r"Serving .* at (.*)\n",
+            process.said(),
+        )
+        assert said, process.said()
+        yield process, said[2]
     finally:
         process.kill()
         process.wait()
-        process.stderr.close()
 
 
 def post(url: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +71,7 @@ def test_it_answers_as_a_file_does_and_ends_when_told(expected: str, flags: list
         assert post(url, QUESTION)["choices"][0]["text"] == expected
         process.send_signal(signal.SIGTERM)
         assert process.wait(WAIT_S) == 0
-        assert process.stderr is not None and "Traceback" not in (told := process.stderr.read())
+        assert "Traceback" not in (told := process.said())
         assert "Ending: open requests (0) have 10 s to finish (--grace). Ctrl-C ends" in told
         assert told.endswith("Ended; every open request has its answer.\n"), "it was silent"
 
@@ -90,23 +87,20 @@ def test_a_dead_rank_ends_the_server_with_the_reason() -> None:
             while time.monotonic() < started_s + WAIT_S:
                 post(url, QUESTION)
         assert process.wait(WAIT_S) == 1
-        assert process.stderr is not None
-        assert "rank 1" in process.stderr.read()
+        assert "rank 1" in process.said()
 
 
 def test_requests_that_the_grace_cuts_make_the_status_143() -> None:
-    with serving("--grace", "0.2") as (process, url):
+    with serving("--grace", "0.2") as (process, url), ThreadPoolExecutor() as asking:
         long = QUESTION | {"max_tokens": 1000, "n": 64, "ignore_eos": True}
-        asking = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                f"import urllib.request as r; r.urlopen({url!r} + "
-                f"'/v1/completions', {json.dumps(long).encode()!r})",
-            ],
-            stderr=subprocess.DEVNULL,
-        )
-        time.sleep(1.0)
+        asked = asking.submit(post, url, long)
+
+        def is_running() -> bool:
+            with urllib.request.urlopen(f"{url}/stats", timeout=WAIT_S) as response:
+                return bool(json.load(response)["num_running"])
+
+        until(is_running, "it runs")
         process.send_signal(signal.SIGTERM)
         assert process.wait(WAIT_S) == 143
-        assert asking.wait(WAIT_S) != 0
+        with pytest.raises(OSError):
+            asked.result()
