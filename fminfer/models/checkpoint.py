@@ -17,8 +17,7 @@ from fminfer.core.impostors import GGUF, broken, gguf_error, is_gguf, refuse_imp
 from fminfer.models.config_fields import TEXT_PART, architecture_of, check_model_type, is_own_folder
 from fminfer.models.families.tensor_names import Architecture
 from fminfer.models.gguf.configs import config_of
-from fminfer.models.gguf.gguf_model import gguf_architecture, read_model
-from fminfer.models.gguf.tokenizer_files import small_files
+from fminfer.models.gguf.gguf_model import gguf_architecture, read_model, small_files
 from fminfer.models.known_sizes import DEMO_MODEL as DEMO_MODEL
 from fminfer.models.known_sizes import DEMO_NAMES, SIZES, folder_of, size_fields
 from fminfer.models.model_folder import (

@@ -15,10 +15,10 @@ from transformers import GemmaTokenizer, GPT2Tokenizer, Qwen2Tokenizer, T5Tokeni
 from transformers.tokenization_utils_base import generate_merges
 
 from fminfer.core.errors import CheckpointError
-from fminfer.models.gguf.tokenizer_files import write_tokenizer_files
-from fminfer.models.gguf.tokenizer_models import find_cuts
 from fminfer.models.stored.gguf_file import read_gguf
 from fminfer.text.chat_template import ChatTemplate
+from fminfer.text.gguf_tokenizer import write_tokenizer_files
+from fminfer.text.gguf_vocabulary import find_cuts
 from fminfer.text.tokenizer import Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6

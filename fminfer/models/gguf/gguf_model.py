@@ -5,7 +5,11 @@ A key of the model's architecture that nobody reads may change answers. It refus
 
 from __future__ import annotations
 
+import atexit
+import hashlib
 import math
+import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +17,7 @@ from pathlib import Path
 from fminfer.compute.spec import Model
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import broken
+from fminfer.machine.user_cache import cache_folder
 from fminfer.models.families.tensor_names import (
     BY_PAIRS,
     WITH_ONE,
@@ -24,6 +29,7 @@ from fminfer.models.families.tensor_names import (
 from fminfer.models.stored.gguf_file import Metadata, read_gguf
 from fminfer.models.stored.stored_tensors import StoredTensor
 from fminfer.models.stored.weight_folder import find_weights
+from fminfer.text import gguf_tokenizer, gguf_vocabulary
 
 LAST_NORM = "output_norm.weight"
 ONLY_WITH = "and fminfer computes such a model only with"
@@ -234,3 +240,47 @@ def gguf_architecture(model: GgufModel, spec: Model) -> Architecture:
     if model.arch in WITH_ONES:
         inner, outer = laid_out(WITH_ONE, inner, *NORMS), laid_out(WITH_ONE, outer, "final_norm")
     return Architecture(spec, outer, inner, "blk.{}.", "blk.", left_out=LEFT_OUT)
+
+
+def small_files(model: GgufModel, *, has_tokenizer: bool) -> Path:
+    """Return the folder of a model's small files in the user's cache, written if it is not there.
+
+    All other code reads such files. Without a tokenizer, generation_config.json is all.
+    """
+    write = gguf_tokenizer.write_tokenizer_files
+    if not has_tokenizer:
+        write = gguf_tokenizer.write_generation_config
+    try:
+        cache = cache_folder()
+        if cache is None:
+            cache = Path(tempfile.mkdtemp(prefix="fminfer-"))
+            atexit.register(shutil.rmtree, cache, ignore_errors=True)
+        folder = cache / f"gguf-{_key(model)}{'' if has_tokenizer else '-ends'}"
+        if not folder.is_dir():
+            part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=cache))
+            try:
+                write(model.metadata, part)
+                part.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # else another process was first, with the same files
+                    raise
+            finally:
+                shutil.rmtree(part, ignore_errors=True)
+        return folder
+    except OSError as error:
+        raise CheckpointError(
+            f"the tokenizer of {model.path} cannot be written to the cache folder: {error}. Set "
+            "XDG_CACHE_HOME to a folder that you can write"
+        ) from error
+
+
+def _key(model: GgufModel) -> str:
+    """Return a digest of what the files are made of: the header, and the code that writes them."""
+    first, last = model.header
+    digest = hashlib.blake2b(digest_size=16)
+    for code in (gguf_tokenizer.__file__, gguf_vocabulary.__file__):
+        digest.update(Path(code).read_bytes())
+    with model.path.open("rb") as file:
+        file.seek(first)
+        digest.update(file.read(last - first))
+    return digest.hexdigest()

@@ -1,25 +1,15 @@
-"""Writes the tokenizer of a GGUF file as the files of transformers that it was converted from.
-
-All other code reads such files. They are written into the user's cache folder, once for each
-model, whole or not at all, so that processes may do it at the same time.
-"""
+"""Writes the tokenizer of a GGUF file as the files of transformers that it was converted from."""
 
 from __future__ import annotations
 
-import atexit
-import hashlib
 import json
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from tokenizers import processors
 
 from fminfer.core.errors import CheckpointError
-from fminfer.machine.user_cache import cache_folder
-from fminfer.models.gguf.gguf_model import GgufModel
-from fminfer.models.gguf.tokenizer_models import (
+from fminfer.text.gguf_vocabulary import (
     Json,
     Metadata,
     StoredVocabulary,
@@ -44,48 +34,6 @@ _SAMPLING = {
     "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
 }
-
-
-def small_files(model: GgufModel, *, has_tokenizer: bool) -> Path:
-    """Return the folder of a model's small files, written if it is not there.
-
-    Without a tokenizer, generation_config.json is all.
-    """
-    write = write_tokenizer_files if has_tokenizer else write_generation_config
-    try:
-        cache = cache_folder()
-        if cache is None:
-            cache = Path(tempfile.mkdtemp(prefix="fminfer-"))
-            atexit.register(shutil.rmtree, cache, ignore_errors=True)
-        folder = cache / f"gguf-{_key(model)}{'' if has_tokenizer else '-ends'}"
-        if not folder.is_dir():
-            part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=cache))
-            try:
-                write(model.metadata, part)
-                part.rename(folder)
-            except OSError:
-                if not folder.is_dir():  # else another process was first, with the same files
-                    raise
-            finally:
-                shutil.rmtree(part, ignore_errors=True)
-        return folder
-    except OSError as error:
-        raise CheckpointError(
-            f"the tokenizer of {model.path} cannot be written to the cache folder: {error}. Set "
-            "XDG_CACHE_HOME to a folder that you can write"
-        ) from error
-
-
-def _key(model: GgufModel) -> str:
-    """Return a digest of what the files are made of: the header, and the code that writes them."""
-    first, last = model.header
-    digest = hashlib.blake2b(digest_size=16)
-    for code in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(code.read_bytes())
-    with model.path.open("rb") as file:
-        file.seek(first)
-        digest.update(file.read(last - first))
-    return digest.hexdigest()
 
 
 def write_tokenizer_files(metadata: Metadata, folder: Path) -> None:
