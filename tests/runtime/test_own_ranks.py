@@ -43,11 +43,12 @@ def answers(engine: fminfer.Engine) -> list[Any]:
 def own_ranks() -> list[int]:
     """List the ranks that this process has started."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [pid for pid in map(int, children) if b"serve-part" in _words(pid)]
+    return [pid for pid in map(int, children) if _is_rank(pid)]
 
 
-def _words(pid: int) -> list[bytes]:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+def _is_rank(pid: int) -> bool:
+    is_forked = Path(f"/proc/{pid}/comm").read_text() == "serve-part\n"
+    return is_forked or b"serve-part" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
 
 
 @pytest.fixture
