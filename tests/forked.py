@@ -47,6 +47,7 @@ class Forked:
         folder: where it runs; default: where this process does.
         files: its stdin, stdout and stderr; default: nothing to read, and what communicate() gives.
         network: its network namespace, a name of `ip netns`; default: that of this process.
+        is_session: it has a session and a process group of its own.
     """
 
     def __init__(
@@ -56,6 +57,8 @@ class Forked:
         folder: Path | None = None,
         files: Sequence[int | None] = (None, None, None),
         network: str | None = None,
+        *,
+        is_session: bool = False,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._said = [Path(self._folder.name) / name for name in ("out", "err")]
@@ -63,9 +66,9 @@ class Forked:
         own += [os.open(path, os.O_WRONLY | os.O_CREAT) for path in self._said]
         taken = [mine if given is None else given for given, mine in zip(files, own, strict=True)]
         variables = dict(os.environ if environ is None else environ)
-        place = (str(folder or Path.cwd()), network)
+        place = (str(folder or Path.cwd()), network, is_session)
         what = (list(arguments), variables, place, _Descriptors(taken))
-        self._process = _server().Process(target=_command, args=what)
+        self._process = fork_server().Process(target=_command, args=what)
         try:
             self._process.start()
         finally:
@@ -133,7 +136,7 @@ def _received(descriptors: list[Any]) -> _Descriptors:
     return _Descriptors([each.detach() for each in descriptors])
 
 
-def _server() -> ForkServerContext:
+def fork_server() -> ForkServerContext:
     """Return what forks, which has imported what the command imports."""
     global _context
     if _context is None:
@@ -145,14 +148,16 @@ def _server() -> ForkServerContext:
 def _command(
     arguments: list[str],
     environ: dict[str, str],
-    place: tuple[str, str | None],
+    place: tuple[str, str | None, bool],
     files: _Descriptors,
 ) -> NoReturn:
     for target, descriptor in enumerate(files.numbers):
         os.dup2(descriptor, target)
         os.close(descriptor)
-    folder, network = place
+    folder, network, is_session = place
     os.chdir(folder)
+    if is_session:
+        os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
     if network is not None:
         with open(f"/run/netns/{network}") as namespace:
@@ -240,7 +245,7 @@ class _AdoptingPopen(subprocess.Popen):  # type: ignore[type-arg]
         what = (args, environ, place, _Descriptors(files))
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # its children's orphans are its own
         try:
-            middle = _server().Process(target=_fork_again, args=what)
+            middle = fork_server().Process(target=_fork_again, args=what)
             middle.start()
             os.close(tell)
             self.pid = int(os.read(told, 20))
