@@ -101,8 +101,9 @@ def test_the_table_says_that_it_is_predicted(rows: Path) -> None:
     assert "\nfastest   --" in found.output and "more that fit; --all shows" in found.output
     assert re.search(r"not +\d+ ways: more memory is needed", found.output)
     assert "KV cache  " not in found.output, "no single plan is told"
-    every = check(rows, "--random-init", "opt-175b", "--plan", "--all", *NODE)
-    assert "  --data-group-size 8: more memory is needed" in every.output
+    two = (*NODE[:2], "--num-devices", "2")
+    every = check(rows, "--random-init", "opt-175b", "--plan", "--all", *two)
+    assert "  --data-group-size 2: more memory is needed" in every.output
 
 
 def test_flags_that_are_given_are_kept(rows: Path) -> None:
