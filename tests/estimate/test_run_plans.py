@@ -93,7 +93,7 @@ def test_a_large_model_on_eight_gpus(rows: Path) -> None:
 
 
 def test_the_table_says_that_it_is_predicted(rows: Path) -> None:
-    found = check(rows, "--random-init", "opt-175b", "--plan", *NODE)
+    found = check(rows, "--random-init", "opt-175b", "--plan", "--offload", "off", *NODE)
     assert found.exit_code == 0, found.output
     assert (
         "PREDICTED for 8 × a100-80gb: 79.00 GiB, 312 TFLOP/s, memory 2,039.0 GB/s" in found.output
