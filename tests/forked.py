@@ -3,13 +3,14 @@
 Most tests ask what the command answers, and what ranks say to each other, not how a process starts,
 which takes three seconds of a core. A forked command has its own variables, files and signals. The
 ranks and pipelines that it starts are forked as well, and so are the commands of a shell that has
-programs() in its PATH.
+programs() in its PATH, and what an engine of the tests' process starts within forked_ranks().
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
 import json
 import multiprocessing
@@ -23,13 +24,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import reduction, resource_tracker
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pytest
+
 COMMAND = [sys.executable, "-m", "fminfer"]
+PR_SET_CHILD_SUBREAPER = 36  # of <linux/prctl.h>
+libc = ctypes.CDLL(None)
 _context: ForkServerContext | None = None
 
 
@@ -42,6 +47,7 @@ class Forked:
         folder: where it runs; default: where this process does.
         files: its stdin, stdout and stderr; default: nothing to read, and what communicate() gives.
         network: its network namespace, a name of `ip netns`; default: that of this process.
+        is_session: it has a session and a process group of its own.
     """
 
     def __init__(
@@ -51,6 +57,8 @@ class Forked:
         folder: Path | None = None,
         files: Sequence[int | None] = (None, None, None),
         network: str | None = None,
+        *,
+        is_session: bool = False,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._said = [Path(self._folder.name) / name for name in ("out", "err")]
@@ -58,9 +66,9 @@ class Forked:
         own += [os.open(path, os.O_WRONLY | os.O_CREAT) for path in self._said]
         taken = [mine if given is None else given for given, mine in zip(files, own, strict=True)]
         variables = dict(os.environ if environ is None else environ)
-        place = (str(folder or Path.cwd()), network)
+        place = (str(folder or Path.cwd()), network, is_session)
         what = (list(arguments), variables, place, _Descriptors(taken))
-        self._process = _server().Process(target=_command, args=what)
+        self._process = fork_server().Process(target=_command, args=what)
         try:
             self._process.start()
         finally:
@@ -128,7 +136,7 @@ def _received(descriptors: list[Any]) -> _Descriptors:
     return _Descriptors([each.detach() for each in descriptors])
 
 
-def _server() -> ForkServerContext:
+def fork_server() -> ForkServerContext:
     """Return what forks, which has imported what the command imports."""
     global _context
     if _context is None:
@@ -140,18 +148,20 @@ def _server() -> ForkServerContext:
 def _command(
     arguments: list[str],
     environ: dict[str, str],
-    place: tuple[str, str | None],
+    place: tuple[str, str | None, bool],
     files: _Descriptors,
 ) -> NoReturn:
     for target, descriptor in enumerate(files.numbers):
         os.dup2(descriptor, target)
         os.close(descriptor)
-    folder, network = place
+    folder, network, is_session = place
     os.chdir(folder)
+    if is_session:
+        os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
     if network is not None:
         with open(f"/run/netns/{network}") as namespace:
-            assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0
+            assert libc.setns(namespace.fileno(), 0) == 0
     _be_fminfer([*COMMAND, *arguments], environ)
 
 
@@ -210,6 +220,69 @@ class _ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
 
             options["preexec_fn"] = run
         super().__init__(args, **options)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def forked_ranks() -> Iterator[None]:
+    """Fork what engines of this process start; a folder's conftest.py imports this."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", _AdoptingPopen)
+        yield
+
+
+class _AdoptingPopen(subprocess.Popen):  # type: ignore[type-arg]
+    """Has the server fork ranks and pipelines, which then are children of this process."""
+
+    def _execute_child(self, args: Any, *rest: Any) -> None:
+        if args[: len(COMMAND)] != COMMAND:
+            return super()._execute_child(args, *rest)  # type: ignore[misc]
+        pass_fds, _, environ, _, _, _, *pipes = rest[3:15]
+        told, tell = os.pipe()
+        targets = [0, 1, 2, *pass_fds]
+        files = [pipes[0], pipes[3], pipes[5], *pass_fds, tell]
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        place = (str(Path.cwd()), mask, targets)
+        what = (args, environ, place, _Descriptors(files))
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # its children's orphans are its own
+        try:
+            middle = fork_server().Process(target=_fork_again, args=what)
+            middle.start()
+            os.close(tell)
+            self.pid = int(os.read(told, 20))
+            middle.join()
+        finally:
+            libc.prctl(PR_SET_CHILD_SUBREAPER, 0)
+            os.close(told)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+def _fork_again(
+    command: list[str],
+    environ: dict[str, str],
+    place: tuple[str, set[signal.Signals], list[int]],
+    files: _Descriptors,
+) -> None:
+    """Be in between: the process that this forks is adopted once this one has ended."""
+    own = os.getpid()
+    if os.fork():
+        os._exit(0)
+    folder, mask, targets = place
+    os.chdir(folder)
+    *given, tell = [fcntl.fcntl(each, fcntl.F_DUPFD, 500) for each in files.numbers]
+    tracker = resource_tracker._resource_tracker
+    tracker._fd = fcntl.fcntl(resource_tracker.getfd(), fcntl.F_DUPFD, 500)  # type: ignore[attr-defined]
+    os.closerange(0, 500)
+    for descriptor, target in zip(given, targets, strict=True):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    Path("/proc/self/comm").write_text(command[len(COMMAND)])
+    while os.getppid() == own:
+        time.sleep(0.001)
+    os.write(tell, str(os.getpid()).encode())
+    os.close(tell)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    _be_fminfer(command, environ)
 
 
 # Asks the process of the tests for a command, and ends as it does.

@@ -9,5 +9,15 @@ import importlib
 from fminfer.machine.library_imports import import_transformers
 
 import_transformers()
-for name in ("cli.app", "job.run_process", "server.http", "runtime.process_roles"):
-    importlib.import_module(f"fminfer.{name}")
+PARTS = ("cli.app", "job.answering", "server.http", "runtime.process_roles", "runtime.engine_api")
+LIBRARIES = (
+    "sqlite3",
+    "sentencepiece",
+    "tokenizers.trainers",
+    "transformers.convert_slow_tokenizer",
+)
+try:
+    for name in (*(f"fminfer.{part}" for part in PARTS), *LIBRARIES):
+        importlib.import_module(name)
+except ImportError as error:
+    raise SystemExit(f"tests/preloaded.py: {error}") from error  # an ImportError is swallowed

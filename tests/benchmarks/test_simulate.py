@@ -24,6 +24,8 @@ from pipeline_clock import (  # noqa: E402
 from pipeline_costs import MACHINES, SHAPES, Link, StageCost, Work, build_stages, split  # noqa: E402
 from simulate_pipeline import main  # noqa: E402
 
+from tests.conftest import more  # noqa: E402
+
 NUM_ROWS = 24
 NUM_DRAWS = 200
 
@@ -54,7 +56,7 @@ def test_one_stage_is_always_busy() -> None:
     assert simulate([1.0], 2).busy == pytest.approx([1.0], abs=0.01)
 
 
-@pytest.mark.parametrize("num_stages", [2, 4, 8])
+@pytest.mark.parametrize("num_stages", [2, 4, pytest.param(8, marks=more)])
 def test_one_micro_batch_keeps_one_stage_of_p_busy(num_stages: int) -> None:
     found = simulate([1.0] * num_stages, 1)
     assert found.busy == pytest.approx([1 / num_stages] * num_stages, abs=0.01)
@@ -62,7 +64,7 @@ def test_one_micro_batch_keeps_one_stage_of_p_busy(num_stages: int) -> None:
     assert found.generated_per_s == pytest.approx(NUM_ROWS / num_stages, rel=0.02)
 
 
-@pytest.mark.parametrize("num_stages", [2, 4, 8])
+@pytest.mark.parametrize("num_stages", [2, 4, pytest.param(8, marks=more)])
 def test_as_many_micro_batches_as_stages_keep_all_busy(num_stages: int) -> None:
     found = simulate([1.0] * num_stages, num_stages)
     assert min(found.busy) > 0.98

@@ -148,7 +148,7 @@ def test_an_engine_of_the_phase_leaves_nothing_behind() -> None:
     gc.collect()
     before = _count_networks()  # of tests of other files in this process
     held = time_model.Held()
-    held.take("engine", lambda: fminfer.Engine(random_init="llama-160m", max_layers=1, budget=64))
+    held.take("engine", lambda: fminfer.Engine(budget=64))
     assert _count_networks() == before + 1
     held.take("other", lambda: "something")
     assert _count_networks() == before

@@ -217,8 +217,15 @@ def test_rows_that_lost_their_blocks_read_again_or_find_their_memory(t5: Any) ->
     compare([record.result for record in found], answer(folder, rows))
 
 
-@pytest.mark.parametrize("value", ["int8", "int4"])
-@pytest.mark.parametrize("kernels", ["off", "auto"])
+@pytest.mark.parametrize(
+    ("kernels", "value"),
+    [
+        ("off", "int8"),
+        ("auto", "int4"),
+        pytest.param("off", "int4", marks=more),
+        pytest.param("auto", "int8", marks=more),
+    ],
+)
 def test_weights_of_few_bits(t5: Any, value: str, kernels: str) -> None:
     """Answers are near those of floats, and two ranks give the same."""
     _, folder = t5

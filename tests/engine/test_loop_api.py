@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fminfer.contract.envelope import Line
 from fminfer.core.errors import RequestError
 from fminfer.engine.engine_core import Delta, Event, Finished
-from tests.conftest import num_examples
+from tests.conftest import IS_ALL
 from tests.engine import test_contract
 from tests.engine.test_prefix import Bench
 from tests.streams import answer_in, check_stream, events_of, of_request, within
@@ -149,7 +149,7 @@ def test_other_threads_may_ask_how_busy_it_is() -> None:
 
 
 @settings(
-    max_examples=num_examples(240),
+    max_examples=240 if IS_ALL else 24,
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],

@@ -23,7 +23,7 @@ from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import Prepared, PromptState, RequestState
 from fminfer.engine.waiting import WaitingLine
 from fminfer.text.encoded_prompt import EncodedPrompt
-from tests.conftest import num_examples
+from tests.conftest import IS_ALL
 from tests.line_bench import LineBench
 from tests.steps import StepReader, make_logprobs
 
@@ -168,7 +168,7 @@ def random_requests(seed: int, count: int) -> list[dict[str, Any]]:
 
 # Shrinking a seed would shrink nothing; the same examples each time, so that CI never wavers.
 @settings(
-    max_examples=num_examples(60),
+    max_examples=60 if IS_ALL else 8,
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],

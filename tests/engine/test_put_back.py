@@ -17,7 +17,7 @@ from fminfer.core.errors import StoppedError
 from fminfer.engine import reservation
 from fminfer.engine.reservation import MIN_SEEN, ExpectedLengths
 from fminfer.engine.sequence import Sequence
-from tests.conftest import num_examples
+from tests.conftest import IS_ALL
 from tests.engine.test_prefix import VOCAB, Bench
 
 
@@ -125,7 +125,7 @@ def test_a_row_that_is_put_back_has_the_grace_like_those_that_run(
 
 
 @settings(
-    max_examples=num_examples(80),
+    max_examples=80 if IS_ALL else 8,
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],

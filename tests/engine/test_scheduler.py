@@ -23,7 +23,7 @@ from fminfer.engine.reservation import first_to_go
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import Prepared, PromptState, RequestState, Sequence, TokenReport
 from fminfer.text.encoded_prompt import EncodedPrompt
-from tests.conftest import num_examples
+from tests.conftest import IS_ALL
 from tests.engine.test_prefix import VOCAB, RememberingPipeline, logprob_of
 
 
@@ -196,7 +196,7 @@ def random_prompt(rng: random.Random, stems: list[list[int]], priorities: list[i
 
 
 @settings(
-    max_examples=num_examples(450),
+    max_examples=450 if IS_ALL else 40,
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],

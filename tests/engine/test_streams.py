@@ -14,7 +14,7 @@ from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.engine.scheduler import Scheduler
 from fminfer.runtime.team.team_process import StreamPosition
 from fminfer.text.tokenizer import Tokenizer
-from tests.conftest import num_examples
+from tests.conftest import IS_ALL
 from tests.engine import test_prefix
 from tests.engine.test_contract import Bench, ScriptedPipeline
 from tests.engine.test_put_back import rows
@@ -129,7 +129,7 @@ STOPS = st.lists(st.text(st.sampled_from(ALPHABET), min_size=1, max_size=4), max
 
 
 @settings(
-    max_examples=num_examples(900),
+    max_examples=900 if IS_ALL else 100,
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],
@@ -212,7 +212,7 @@ def test_streams_of_sentencepiece(llama_tokenizer: Tokenizer, text: str, skips: 
 
 
 @settings(
-    max_examples=num_examples(300),
+    max_examples=300 if IS_ALL else 30,
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],
@@ -258,7 +258,7 @@ def test_rows_that_lose_their_blocks_go_on_with_their_streams() -> None:
 
 
 @settings(
-    max_examples=num_examples(300),
+    max_examples=300 if IS_ALL else 30,
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],

@@ -93,7 +93,7 @@ def test_a_large_model_on_eight_gpus(rows: Path) -> None:
 
 
 def test_the_table_says_that_it_is_predicted(rows: Path) -> None:
-    found = check(rows, "--random-init", "opt-175b", "--plan", *NODE)
+    found = check(rows, "--random-init", "opt-175b", "--plan", "--offload", "off", *NODE)
     assert found.exit_code == 0, found.output
     assert (
         "PREDICTED for 8 × a100-80gb: 79.00 GiB, 312 TFLOP/s, memory 2,039.0 GB/s" in found.output
@@ -101,8 +101,9 @@ def test_the_table_says_that_it_is_predicted(rows: Path) -> None:
     assert "\nfastest   --" in found.output and "more that fit; --all shows" in found.output
     assert re.search(r"not +\d+ ways: more memory is needed", found.output)
     assert "KV cache  " not in found.output, "no single plan is told"
-    every = check(rows, "--random-init", "opt-175b", "--plan", "--all", *NODE)
-    assert "  --data-group-size 8: more memory is needed" in every.output
+    two = (*NODE[:2], "--num-devices", "2")
+    every = check(rows, "--random-init", "opt-175b", "--plan", "--all", *two)
+    assert "  --data-group-size 2: more memory is needed" in every.output
 
 
 def test_flags_that_are_given_are_kept(rows: Path) -> None:

@@ -21,24 +21,24 @@ import transformers
 
 import fminfer
 from fminfer.core.errors import StoppedError
+from fminfer.pipeline import finding
 from fminfer.pipeline.finding import machine_id, open_store
 from fminfer.pipeline.group import Meeting
 from fminfer.pipeline.ranks import RankFacts
-from tests.conftest import VOCAB, save_byte_tokenizer
+from tests.conftest import VOCAB, more, save_byte_tokenizer
 from tests.forked import Forked, programs
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 QUERIES = EXAMPLES / "queries"
 FILES = ("mixed", "echo", "logprobs", "n")
-Process = Forked | subprocess.Popen[str]
 
 
-def start(*arguments: object, network: str | None = None, **variables: str) -> Process:
+def start(*arguments: object, network: str | None = None, **variables: str) -> Forked:
     given = ["run", *map(str, arguments)]
     return Forked(given, os.environ | variables, network=network)
 
 
-def finish(*ranks: Process, timeout: float = 90) -> list[tuple[int, str]]:
+def finish(*ranks: Forked, timeout: float = 90) -> list[tuple[int, str]]:
     """Wait for all and return each one's exit status and stderr."""
     try:
         ended = [(rank.communicate(timeout=timeout)[1], rank.returncode) for rank in ranks]
@@ -87,8 +87,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 
 
 def test_ranks_that_the_run_starts(alone: dict[str, Any], tmp_path: Path) -> None:
-    more = ["--stats", tmp_path / "stats.json", "--trace", tmp_path / "trace.json"]
-    run = start(*inputs(), "--output", tmp_path, "--world-size", 2, *more)
+    told = ["--stats", tmp_path / "stats.json", "--trace", tmp_path / "trace.json"]
+    run = start(*inputs(), "--output", tmp_path, "--world-size", 2, *told)
     [(status, err)] = finish(run)
     assert status == 0, err
     assert read(tmp_path) == alone
@@ -135,13 +135,17 @@ def test_why_another_rank_is_slow_is_told(tmp_path: Path) -> None:
     assert status == 0 and "slower than it could be: there is no C++ compiler" in err
 
 
+def torchrun(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2]
+    command += ["--master-port", free_port(), "--no-python", "fminfer", "run", *arguments]
+    environ = os.environ | {"PATH": programs(folder)}
+    options: dict[str, Any] = {"env": environ, "capture_output": True, "text": True}
+    return subprocess.run([*map(str, command)], timeout=120, **options)
+
+
 def test_torchrun(alone: dict[str, Any], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-port", str(free_port()), "-m", "fminfer", "run"]
-    command += [*map(str, inputs()), "--output", str(tmp_path)]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    [(status, err)] = finish(run)
-    assert status == 0, err
+    done = torchrun(tmp_path / "programs", *inputs(), "--output", tmp_path)
+    assert done.returncode == 0, done.stderr
     assert read(tmp_path) == alone
 
 
@@ -182,7 +186,10 @@ def test_many_that_find_a_dead_address_agree_on_one_store(tmp_path: Path) -> Non
         assert len({place.port for place in places}) == 1
 
 
-def test_an_address_that_cannot_be_read_leads_nowhere(tmp_path: Path) -> None:
+def test_an_address_that_cannot_be_read_leads_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finding, "TORN_S", 0.5)
     torn = tmp_path / "fminfer-rendezvous-000000.json"
     torn.write_text("{torn")
     torn.chmod(0o600)
@@ -209,7 +216,11 @@ def test_a_rank_that_never_comes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "told"), [("--dtype", "the dtype"), ("--kv-dtype", "the KV cache's dtype")]
+    ("flag", "told"),
+    [
+        ("--dtype", "the dtype"),
+        pytest.param("--kv-dtype", "the KV cache's dtype", marks=more),
+    ],
 )
 def test_ranks_that_differ(flag: str, told: str, tmp_path: Path) -> None:
     url = f"tcp://127.0.0.1:{free_port()}"

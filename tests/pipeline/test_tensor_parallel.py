@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -23,6 +21,7 @@ from fminfer.core.partition import Part
 from fminfer.pipeline import shard_group
 from fminfer.pipeline.ranks import RankConfig, find_facts
 from fminfer.runtime.launch.role import find_role
+from tests.conftest import more
 from tests.pipeline.test_pipeline import (
     FILES,
     finish,
@@ -30,6 +29,7 @@ from tests.pipeline.test_pipeline import (
     in_namespace,
     inputs,
     start,
+    torchrun,
     two_machines,
 )
 from tests.runtime.test_own_ranks import own_ranks
@@ -79,14 +79,15 @@ def check_same(folder: Path, alone: dict[str, Any]) -> None:
     [
         pytest.param(["--tp", 2], id="tensor"),
         pytest.param(TWO_BY_TWO, id="both"),
-        pytest.param(["--world-size", 4, "--data-group-size", 2, "--tp", 2], id="data"),
+        # As pipelines whose ranks were started apart, and those of two ranks in test_team.py.
+        pytest.param(["--world-size", 4, "--data-group-size", 2, "--tp", 2], id="data", marks=more),
     ],
 )
 def test_ranks_that_the_run_starts(
     ranks: list[object], alone: dict[str, Any], tmp_path: Path
 ) -> None:
-    more = ["--output", tmp_path, "--stats", tmp_path / "stats.json"]
-    run = start(*inputs(), *FLAGS, *ranks, *more)
+    told = ["--output", tmp_path, "--stats", tmp_path / "stats.json"]
+    run = start(*inputs(), *FLAGS, *ranks, *told)
     [(status, err)] = finish(run)
     assert status == 0, err
     check_same(tmp_path, alone)
@@ -128,11 +129,10 @@ def test_pipelines_whose_ranks_were_started_apart(alone: dict[str, Any], tmp_pat
     check_same(tmp_path, alone)
 
 
+@more  # test_pipeline.py has it with stages
 def test_torchrun(alone: dict[str, Any], tmp_path: Path) -> None:
     ranks = [*inputs(), *FLAGS, "--output", tmp_path, "--tensor-parallel-size", 2]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2]
-    command += ["--master-port", free_port(), "-m", "fminfer", "run", *ranks]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
+    done = torchrun(tmp_path / "programs", *ranks)
     assert done.returncode == 0 and "2 ranks of" in done.stderr, done.stderr
     check_same(tmp_path, alone)
 
@@ -193,8 +193,9 @@ def test_a_program_goes_on_when_a_rank_has_died(pause_s: float) -> None:
 def test_a_dead_rank_is_noticed_at_once_by_those_started_apart(tmp_path: Path) -> None:
     """Nobody listened to a rank that only follows: its death was a silence of half a minute."""
     requests = tmp_path / "requests.jsonl"
-    line = json.dumps({"prompt": [5, 6], "max_tokens": 250, "ignore_eos": True})
-    requests.write_text(f"{line}\n" * 400)
+    fields = {"prompt": [5, 6], "ignore_eos": True}
+    lines = [json.dumps(fields | {"max_tokens": most}) for most in (2, *[250] * 60)]
+    requests.write_text("\n".join(lines))
     shared = [requests, "--output", tmp_path / "out.jsonl", "--world-size", 2, "--tp", 2]
     shared += ["--dist-url", f"tcp://127.0.0.1:{free_port()}", "--rank"]
     first, second = start(*shared, 0), start(*shared, 1)

@@ -424,15 +424,19 @@ def test_prompts_are_cut_when_asked_and_it_is_told(
     llama_checkpoint: tuple[Path, Any], on_too_long: str, echoed: str
 ) -> None:
     engine = fminfer.Engine(
-        str(llama_checkpoint[0]), dtype="float32", kernels="off", on_too_long=on_too_long
+        str(llama_checkpoint[0]),
+        dtype="float32",
+        kernels="off",
+        on_too_long=on_too_long,
+        max_model_len=64,
     )
-    asked = {"echo": True, "max_tokens": 246, "ignore_eos": True, "logprobs": 0}
+    asked = {"echo": True, "max_tokens": 54, "ignore_eos": True, "logprobs": 0}
     requests = [
         asked | {"prompt": "abcdefghij" + "." * 200 + "0123456789"},
         asked | {"prompt": "x"},
     ]
     cut, whole = sorted(engine.run(requests), key=lambda record: record.line.number)
-    hopeless = next(engine.run([{"prompt": "xx", "max_tokens": 256}]))
+    hopeless = next(engine.run([{"prompt": "xx", "max_tokens": 64}]))
     engine.close()
     result = cut.to_dict()["result"]
     assert result["choices"][0]["text"].startswith(echoed)

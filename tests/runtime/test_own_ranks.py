@@ -24,7 +24,9 @@ from fminfer.core.errors import PipelineError, UsageError
 from fminfer.pipeline.ranks import RankConfig, RankFacts, Spread
 from fminfer.runtime.launch import processes
 from fminfer.runtime.launch.role import ChildOptions, Role, Task, find_role
+from tests.conftest import more
 from tests.faults.torture import is_alive
+from tests.forked import Forked
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "Question: How do you go", "max_tokens": 12, "temperature": t, "logprobs": 1}
@@ -43,11 +45,12 @@ def answers(engine: fminfer.Engine) -> list[Any]:
 def own_ranks() -> list[int]:
     """List the ranks that this process has started."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [pid for pid in map(int, children) if b"serve-part" in _words(pid)]
+    return [pid for pid in map(int, children) if _is_rank(pid)]
 
 
-def _words(pid: int) -> list[bytes]:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+def _is_rank(pid: int) -> bool:
+    is_forked = Path(f"/proc/{pid}/comm").read_text() == "serve-part\n"
+    return is_forked or b"serve-part" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
 
 
 @pytest.fixture
@@ -180,7 +183,12 @@ def start_program(folder: Path, then: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
-    ("then", "status"), [("engine.close()", 0), ("", 0), ("raise ValueError('boom')", 1)]
+    ("then", "status"),
+    [
+        pytest.param("engine.close()", 0, marks=more),
+        ("", 0),
+        pytest.param("raise ValueError('boom')", 1, marks=more),
+    ],
 )
 def test_a_program_is_not_run_again_by_its_ranks(then: str, status: int, tmp_path: Path) -> None:
     """It ends as it would without ranks, whether it closes its engine or not."""
@@ -191,6 +199,7 @@ def test_a_program_is_not_run_again_by_its_ranks(then: str, status: int, tmp_pat
     assert ("ValueError: boom" in err) == bool(status)
 
 
+@more  # test_faults.py kills rank 0 of a run, test_team.py a run of pipelines
 def test_ranks_end_with_a_program_that_is_killed(tmp_path: Path) -> None:
     then = "print(*os.popen(f'pgrep -P {os.getpid()} -f serve-part').read().split(), flush=True)"
     program = start_program(tmp_path, then + "\ntime.sleep(100)")
@@ -215,29 +224,24 @@ def test_two_ranks_give_lm_eval_the_numbers_of_one(no_rank_is_left: None) -> Non
     pairs = [("Question: How do you go from the den", text) for text in (" to", " north")]
     requests = [Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs)]
     found = []
-    for more in ("", ",world_size=2"):
-        model = FminferLM.create_from_arg_string(f"dtype=float32{more}")
+    for further in ("", ",world_size=2"):
+        model = FminferLM.create_from_arg_string(f"dtype=float32{further}")
         found.append(model.loglikelihood(requests, disable_tqdm=True))
         model.engine.close()
     for one, two in zip(*found, strict=True):
         assert one[0] == pytest.approx(two[0], abs=1e-4) and one[1] == two[1]
 
 
-def start_run(folder: Path, *flags: str) -> subprocess.Popen[str]:
+def start_run(folder: Path, *flags: str, num_rows: int = 24) -> Forked:
     """Start a run of two ranks in a process group of its own, and wait until a row is kept."""
     rows = [
         {"prompt": "north", "max_tokens": 100, "ignore_eos": True, "user": str(n)}
-        for n in range(24)
+        for n in range(num_rows)
     ]
     source, journal = folder / "in.jsonl", folder / "out.jsonl.journal"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["run", str(source), "--output", str(folder / "out.jsonl"), "--max-rows", "2"]
-    run = subprocess.Popen(
-        [sys.executable, "-m", "fminfer", *words, "--world-size", "2", *flags],
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    run = Forked([*words, "--world-size", "2", *flags], is_session=True)
     until_s = time.monotonic() + 90
     while not journal.exists() or journal.read_bytes().count(b"\n") < 3:
         assert run.poll() is None and time.monotonic() < until_s
@@ -267,16 +271,16 @@ def test_a_second_ctrl_c_ends_all_at_once(tmp_path: Path) -> None:
 
 def test_a_run_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
     """Ctrl-Z stopped the launcher alone, and its ranks went on."""
-    run = start_run(tmp_path, "--rank-timeout", "2")
+    run = start_run(tmp_path, "--rank-timeout", "2", num_rows=12)
     os.killpg(run.pid, signal.SIGSTOP)  # SIGTSTP needs a terminal
-    time.sleep(5)
+    time.sleep(0.5)
     num_kept = (tmp_path / "out.jsonl.journal").read_bytes().count(b"\n")
-    time.sleep(1)
+    time.sleep(3)
     assert (tmp_path / "out.jsonl.journal").read_bytes().count(b"\n") == num_kept
     os.killpg(run.pid, signal.SIGCONT)
     _, err = run.communicate(timeout=90)
     assert run.returncode == 0, err
-    assert (tmp_path / "out.jsonl").read_bytes().count(b"\n") == 24
+    assert (tmp_path / "out.jsonl").read_bytes().count(b"\n") == 12
 
 
 def test_what_a_process_is_told_arrives_as_it_was() -> None:

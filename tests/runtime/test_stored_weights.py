@@ -6,8 +6,6 @@ The numbers are those of the same weights in float32, and memory holds half.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,7 @@ from fminfer.models.transformer import Transformer
 from fminfer.plan import expected_bytes
 from fminfer.plan.planning import plan_ahead
 from tests.conftest import built_library, make_model, plain_registry, save_byte_tokenizer
+from tests.forked import run_forked
 from tests.models.test_transformer import logits_of, one_stage
 
 CPU = torch.device("cpu")
@@ -243,10 +242,9 @@ def test_a_run_whose_kernels_could_not_be_built_says_what_it_holds(
     compiler.chmod(0o755)
     rows = tmp_path / "a.jsonl"
     rows.write_text('{"prompt": "a", "max_tokens": 2}\n')
-    command = [sys.executable, "-m", "fminfer", "run", str(rows), "--model-name", str(folder)]
-    command += ["--dtype", "float32", "--device", "cpu", "--budget", "1024", *flags]
+    command = ["run", rows, "--model-name", folder, "--dtype", "float32", "--device", "cpu"]
     environ = os.environ | {"CXX": str(compiler)}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    done = run_forked([*command, "--budget", "1024", *flags], environ=environ)
     assert done.returncode == 0 and "the compiler failed" in done.stderr, done.stderr
     assert "(float32 on cpu" in done.stdout + done.stderr.partition("Ready")[2]
 

@@ -108,7 +108,7 @@ def pipelines_of(run: Forked) -> list[int]:
     return sorted(found)
 
 
-NUM_ROWS = 600  # of a run that is still at work when something befalls it
+NUM_ROWS = 240  # of a run that is still at work when something befalls it
 
 
 def start_long_run(
