@@ -251,7 +251,9 @@ class Stage:
     def finish(self, step: Step, hidden: torch.Tensor) -> Results:
         """Sample and score a step, on the last stage, from what `forward` returned."""
         if step.is_whole:
-            return {"vectors": self._vectors(step, hidden)}
+            if self._network.pooling is not None:
+                hidden = self._network.pooling(hidden, step.lengths)
+            return {"vectors": hidden.contiguous().cpu().view(torch.uint8).numpy()}  # as bytes
         results: Results = {}
         if len(step.draws):
             places = np.searchsorted(step.wanted, step.draws["token_index"])
@@ -304,12 +306,6 @@ class Stage:
 
         parts = self._prompt_limit.run(len(step.lengths), run_rows)
         return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-    def _vectors(self, step: Step, hidden: torch.Tensor) -> np.ndarray:
-        """Return what the encoder gives as bytes: a vector a prompt, or a hidden state a token."""
-        if self._network.pooling is not None:
-            hidden = self._network.pooling(hidden, step.lengths)
-        return hidden.contiguous().cpu().view(torch.uint8).numpy()
 
     def _by_parts(self, hidden: torch.Tensor, places: np.ndarray, use: Use) -> TokenLogprobs:
         """Run the head and `use` its logits a bounded number of rows at a time."""

@@ -197,8 +197,9 @@ class WholeLayer(LayerOf):
         assert x.dtype == self._dtype, "hidden states"
         x = (x if more is None else x + more).contiguous()
         attention, how = self.how.attention, self.layer
-        if keys is not self._cache:
-            self._use(keys, values)
+        if keys is not self._cache:  # the kernel trusts what it is given
+            assert (keys.shape[1], keys.shape[3]) == attention.cache_shape[1:], "keys of a step"
+            how.keys, how.values, self._cache = keys.data_ptr(), values.data_ptr(), keys
         self.step.see(rows, attention.heads, keys, self._dtype)
         tokens, width = x.shape
         kept, turn = step.kept, self._turn(step, tokens)
@@ -239,13 +240,6 @@ class WholeLayer(LayerOf):
         assert turn.shape == (2, tokens, half) and turn.dtype == torch.float32
         assert 2 * half <= self.how.attention.head_dim, "cos and sin"
         return turn.contiguous()
-
-    def _use(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Take a cache, if it is of the layer's shape: the kernel trusts what it is given."""
-        _, kv_heads, _, head_dim = keys.shape
-        assert (kv_heads, head_dim) == self.how.attention.cache_shape[1:], "keys of a step"
-        self.layer.keys, self.layer.values = keys.data_ptr(), values.data_ptr()
-        self._cache = keys
 
 
 class WholeLayers:
