@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,17 @@ def edits_of(settings: list[Setting]) -> LogitEditTensors:
     )
 
 
+@cache
+def noise_of_steps() -> list[list[int]]:
+    """Return the noise of eight steps of a row for each setting and eighth of its draws."""
+    keys = [
+        key_of(prompt=[i], candidate=place)
+        for i in range(NUM_DRAWS // 8)
+        for place in range(len(SETTINGS))
+    ]
+    return [[step_noise(key, step) for key in keys] for step in range(8)]
+
+
 @pytest.fixture(scope="module", params=["plain", "compiled"])
 def counts(request: pytest.FixtureRequest) -> tuple[np.ndarray, list[np.ndarray]]:
     """Draw for all settings, mixed in each batch; return the logits and each setting's counts."""
@@ -196,18 +208,12 @@ def counts(request: pytest.FixtureRequest) -> tuple[np.ndarray, list[np.ndarray]
     generator = np.random.default_rng(5)
     logits = generator.normal(0, 1.5, VOCAB).astype(np.float32)
     found = [np.zeros(VOCAB, dtype=np.int64) for _ in SETTINGS]
-    keys = [
-        key_of(prompt=[i], candidate=place)
-        for i in range(NUM_DRAWS // 8)
-        for place in range(len(SETTINGS))
-    ]
     settings = SETTINGS * (NUM_DRAWS // 8)
-    for step in range(8):
-        rows = rows_of(settings, [step_noise(key, step) for key in keys])
-        expanded = torch.from_numpy(logits).expand(len(keys), -1)
-        ids = sample(
-            expanded, rows, 0, edits_of(settings), tokens=span(expanded, drawer=drawer)
-        ).ids
+    edits = edits_of(settings)
+    for noise in noise_of_steps():
+        rows = rows_of(settings, noise)
+        expanded = torch.from_numpy(logits).expand(len(noise), -1)
+        ids = sample(expanded, rows, 0, edits, tokens=span(expanded, drawer=drawer)).ids
         for place, column in enumerate(ids.view(-1, len(SETTINGS)).numpy().T):
             found[place] += np.bincount(column, minlength=VOCAB)
     return logits, found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import numpy as np
 import pytest
@@ -48,11 +49,8 @@ def test_the_mixer_spreads_each_bit() -> None:
     """Each bit of a token's id and of the noise flips each bit of the outcome half of the time."""
     count = 20_000
     noise = torch.tensor([step_noise(KEY, i) for i in range(count)])
-    vocab = 1 << 10
-    plain = token_bits(noise, torch.arange(vocab))[:, :1]
-    near = [
-        token_bits(noise, torch.arange(vocab))[:, 1 << bit : (1 << bit) + 1] for bit in range(10)
-    ]
+    ids = torch.tensor([0, *(1 << bit for bit in range(10))])
+    plain, *near = token_bits(noise, ids).split(1, 1)
     near += [
         token_bits(noise ^ (1 << bit if bit < 63 else -(2**63)), torch.arange(1))
         for bit in range(64)
@@ -63,11 +61,16 @@ def test_the_mixer_spreads_each_bit() -> None:
         assert float((shares - 0.5).abs().max()) < 5 * 0.5 / count**0.5, bit
 
 
+@cache
+def noise_of_steps(count: int) -> torch.Tensor:
+    return torch.tensor([step_noise(KEY, step) for step in range(count)])
+
+
 @pytest.mark.parametrize("lag", [1, 2, 3, 16, 64, 1000])
 def test_noise_of_tokens_and_of_steps_is_unrelated(lag: int) -> None:
     """Pairs of uniform numbers `lag` apart, along a vocabulary and along steps."""
     count = 120_000
-    steps = torch.tensor([step_noise(KEY, step) for step in range(count)])
+    steps = noise_of_steps(count)
     for name, bits in (
         ("tokens", token_bits(steps[:1], torch.arange(count))[0]),
         ("steps", token_bits(steps, torch.arange(8))[:, 7]),
@@ -92,7 +95,7 @@ def test_the_smallest_numbers_of_many_tokens_are_unrelated() -> None:
     check_counts(
         np.append(counts[:5], counts[5:].sum()), np.append(probs, 1 - probs.sum()), "in a row"
     )
-    together = is_small.double().T @ is_small.double()
+    together = is_small.float().T @ is_small.float()  # counts, which it holds
     pairs = int(together.triu(1).sum())
     expected = num_rows * (vocab * (vocab - 1) / 2) / vocab**2
     assert abs(pairs - expected) < NORMAL_QUANTILE * (2 * expected) ** 0.5

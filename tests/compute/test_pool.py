@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from fminfer.compute.kernels.kernel_build import find_compiler
+from tests.conftest import more
 
 NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
@@ -76,9 +77,9 @@ def test_threads_that_are_not_in_use_are_not_woken() -> None:
 
 
 @pytest.mark.skipif(NUM_CORES < 2, reason="needs two cores")
-def test_threads_use_all_cores_where_openmp_is_bound() -> None:
+@pytest.mark.parametrize("where", [{"OMP_PLACES": "cores"}, pytest.param({}, marks=more)])
+def test_threads_use_all_cores_where_openmp_is_bound(where: dict[str, str]) -> None:
     """OpenMP binds the first thread to one core, on which all of ours then computed."""
     cores = sorted(os.sched_getaffinity(0))
-    for where in ({}, {"OMP_PLACES": "cores"}):
-        found = use_threads(OMP_PROC_BIND="true", **where)
-        assert all(len(allowed) > 1 and set(allowed) <= set(cores) for allowed, _ in found)
+    found = use_threads(OMP_PROC_BIND="true", **where)
+    assert all(len(allowed) > 1 and set(allowed) <= set(cores) for allowed, _ in found)

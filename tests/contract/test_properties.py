@@ -160,13 +160,14 @@ def odd_line(rng: random.Random) -> bytes:
     return raw
 
 
-def test_ten_thousand_odd_lines_cost_only_themselves(
+def test_thousands_of_odd_lines_cost_only_themselves(
     engine: fminfer.Engine, tmp_path: Path
 ) -> None:
     """Every line gives one record; no line that is answered differs from when it is alone."""
     rng = random.Random(11)
     good = b'{"prompt": "How do you go", "max_tokens": 3, "temperature": 0}'
-    raws = [good if i % 50 == 0 else odd_line(rng) for i in range(10_000)]
+    count = num_examples(10_000)
+    raws = [odd_line(rng) if i % (count // 200) else good for i in range(count)]
     path = tmp_path / "odd.jsonl"
     path.write_bytes(b"\n".join(raws))
     lines = list(read_lines(path, 0))

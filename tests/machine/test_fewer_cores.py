@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from fminfer.machine.control_groups import group_folders
+from tests.conftest import more
 from tests.faults.torture import children_of
 
 NUM_ROWS = 48
@@ -117,7 +118,7 @@ def test_cores_are_taken_in_the_middle_and_given_back() -> None:
     assert cut_answers == answers
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=more), 2])
 def test_a_run_that_is_stopped_and_continued(
     num_ranks: int, rows: Path, alone: list[Any], tmp_path: Path
 ) -> None:
@@ -131,7 +132,7 @@ def test_a_run_that_is_stopped_and_continued(
         assert len(ranks) == num_ranks - 1
         for pid in (run.pid, *ranks):
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(2.5 if num_ranks == 2 else 0.5)
+        time.sleep(1.5 if num_ranks == 2 else 0.5)
         assert run.poll() is None and not output.exists(), "stopped in the middle"
         for pid in (run.pid, *ranks):
             os.kill(pid, signal.SIGCONT)

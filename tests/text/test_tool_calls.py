@@ -14,6 +14,7 @@ from fminfer.core.config import KnownParser
 from fminfer.text.tool_calls import ToolCall, ToolCallReader, find_parser
 
 Answer = tuple[str, list[ToolCall]]
+SCALARS = st.none() | st.booleans() | st.integers() | st.text()
 ANY_TIME = settings(deadline=None)  # how long a machine takes says nothing of what is read
 PARSERS: list[KnownParser] = ["hermes", "llama3_json"]
 
@@ -209,9 +210,7 @@ def test_nothing_is_lost(text: str) -> None:
 @ANY_TIME
 @given(
     name=st.text(min_size=1),
-    arguments=st.dictionaries(
-        st.text(), st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists)
-    ),
+    arguments=st.dictionaries(st.text(), st.recursive(SCALARS, st.lists, max_leaves=5), max_size=5),
 )
 def test_every_object_comes_back(name: str, arguments: dict[str, object]) -> None:
     for parser, key in (("hermes", "arguments"), ("llama3_json", "parameters")):
