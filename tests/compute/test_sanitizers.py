@@ -24,20 +24,18 @@ FLAGS = ["-std=gnu++17", "-g1", "-Wno-psabi", "-pthread", f"-I{SOURCES}"]
 OWN = "own"  # what the run of the tests may use of the processor
 LEAST = "x86-64"  # vectors of four numbers, as on ARM
 # With each how much the compiler optimizes the kernels: what takes least to build and run.
-SANITIZERS = {"address,undefined": "-O0", "thread": "-O1"}
+SANITIZERS = {"address,undefined": "-O0", "thread": "-O1" if IS_ALL else "-O0"}
+FIRST = {"address,undefined": OWN, "thread": LEAST}  # without --all
+OF_CALLERS = ["-O1"] if IS_ALL else ["-O0", "-DSHARE=4"]  # a fourth of the random shapes
 
 
 def _flags_of(level: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the compiler's flags for a processor; the test is skipped where that cannot be had."""
     if level == LEAST:
-        if platform.machine() != "x86_64":
-            pytest.skip("no x86")
-        return [f"-march={LEAST}"]
+        return [f"-march={LEAST}"] if platform.machine() == "x86_64" else []
     if level != OWN:
         if os.environ.get(processor.VARIABLE):
             pytest.skip(f"{processor.VARIABLE} asks for one processor")
-        if level == "avx2" and not (IS_ALL or processor.has_unit("avx512f")):
-            pytest.skip("this processor's own vectors are these; scripts/test --all")
         monkeypatch.setenv(processor.VARIABLE, level)
     try:
         return list(processor.compiler_flags())
@@ -84,18 +82,20 @@ def callers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Pa
         if sanitizer not in folders:
             folder = tmp_path_factory.mktemp("callers")
             (folder / "kinds.h").write_text("\n".join(_kinds()))
-            _compile(["-O1", "-c", "-I.", *map(str, STRESS.glob("*.cpp"))], sanitizer, folder)
+            files = "".join(f'#include "{path}"\n' for path in sorted(STRESS.glob("*.cpp")))
+            (folder / "all.cpp").write_text(files)  # in one, whose headers are read once
+            _compile([*OF_CALLERS, "-c", "-I.", "all.cpp"], sanitizer, folder)
             folders[sanitizer] = folder
-        return list(folders[sanitizer].glob("*.o"))
+        return [folders[sanitizer] / "all.o"]
 
     return compile_once
 
 
-# Threads share out the work in the same way whatever the vectors' width.
+# Threads share out the work in the same way whatever the vectors' width: theirs are the least.
 @pytest.mark.parametrize(
     ("sanitizer", "level"),
     [
-        pytest.param(sanitizer, level, marks=more if sanitizer == "thread" and level != OWN else [])
+        pytest.param(sanitizer, level, marks=[] if level == FIRST[sanitizer] else more)
         for sanitizer in SANITIZERS
         for level in (OWN, "avx2", "avx512", LEAST)
     ],

@@ -14,6 +14,7 @@ from fminfer.compute.attention.scoring import Scoring, relative_buckets, scoring
 from fminfer.compute.spec import Attention, Relative
 from fminfer.compute.step import BlockTables, Rows, Step
 from tests.compute.test_attention import BODIES, DIM, make_kernel
+from tests.conftest import IS_ALL, triton_device
 
 LENGTHS = np.array([37, 1, 5, 70, 2, 1])
 ERRORS = {torch.float32: 5e-5, torch.bfloat16: 0.03}
@@ -78,6 +79,9 @@ def test_prompts_see_themselves_alone(
     """A second layer overwrites what the first one has kept, and smaller prompts lie in it, too."""
     if body == "triton" and dtype == torch.bfloat16:
         pytest.skip("the interpreter multiplies no bfloat16")
+    is_slow = body == "triton" and triton_device().type == "cpu" and not IS_ALL
+    if is_slow and kv_heads == 4:
+        pytest.skip("more of the same, in the interpreter; scripts/test --all")
     torch.manual_seed(0)
     how = make_how(kv_heads, dtype, **changes)
     kernel, device = make_kernel(body, how.heads, kv_heads, how.head_dim, dtype)
@@ -85,7 +89,7 @@ def test_prompts_see_themselves_alone(
     scoring = scoring_of(how, device, None, None if biases is None else biases.to(device))
     own = replace(scoring, relative=None if scoring.relative is None else scoring.relative.cpu())
     whole = KvCache([how], num_blocks=0, block_size=16, dtype=dtype, device=device, kernel=kernel)
-    for lengths in (LENGTHS, LENGTHS[::-1].copy(), LENGTHS[2:5]):
+    for lengths in (LENGTHS, LENGTHS[::-1].copy(), LENGTHS[2:5])[2 if is_slow else 0 :]:
         attend = whole.plan_whole(lengths, 2, None)
         for layer in range(2):
             tokens = int(lengths.sum())

@@ -32,6 +32,12 @@ inline void check(bool is_so, const char* what) {
 // Whether `new` finds memory: a part of the program may say that there is none.
 extern bool has_memory;
 
+#ifndef SHARE
+#define SHARE 1
+#endif
+// How many rounds of random shapes there are: at least one, and where SHARE says so only a part.
+constexpr int rounds(int most) { return (most + SHARE - 1) / SHARE; }
+
 constexpr int FEW = 1, MANY = 3;  // threads, which must not change a bit
 
 struct Random : std::mt19937 {

@@ -102,7 +102,7 @@ void attend(Random& random, int64_t type, int64_t kv_type) {
 
 void run_attention() {
     Random random(6);
-    for (int i = 0; i < 5; i++) {
+    for (int i = 0; i < rounds(5); i++) {
         for (int64_t type : {FLOAT32, BFLOAT16})
             for (int64_t kv_type : {FLOAT32, BFLOAT16, FLOAT16}) attend(random, type, kv_type);
         for (int j = 0; j < 4; j++) attend(random, BFLOAT16, BFLOAT16);  // has the most bodies

@@ -77,7 +77,7 @@ void mix(Random& random, const Experts& experts, int64_t type) {
 
 void run_experts() {
     Random random(8);
-    for (int i = 0; i < 12; i++) {
+    for (int i = 0; i < rounds(12); i++) {
         const int64_t hidden = 2 * random.from(1, 70), size = 2 * random.from(1, 70);
         mix(random, {random, hidden, size, FLOAT32, FLOAT32}, FLOAT32);
         mix(random, {random, hidden, size, BFLOAT16, BFLOAT16}, FLOAT32);

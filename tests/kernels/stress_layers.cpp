@@ -216,7 +216,7 @@ void run_layer(Random& random, int64_t type, int64_t weight_type, int64_t kv_typ
 
 void run_layers() {
     Random random(7);
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < rounds(8); i++) {
         for (int64_t type : {FLOAT32, BFLOAT16}) {
             norm(random, type, true);
             norm(random, type, false);

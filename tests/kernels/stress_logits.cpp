@@ -159,7 +159,7 @@ void score(Random& random) {
 
 void run_logits() {
     Random random(8);
-    for (int i = 0; i < 60; i++) {
+    for (int i = 0; i < rounds(60); i++) {
         draw(random, i % 10 == 0);
         score(random);
     }

@@ -73,14 +73,14 @@ void multiply(Random& random, int64_t inputs, const std::vector<int64_t>& types,
 
 void run_products() {
     Random random(5);
-    for (int i = 0; i < 40; i++) {
+    for (int i = 0; i < rounds(40); i++) {
         const int64_t inputs = 2 * random.from(1, 60);
         multiply(random, inputs, {FLOAT32}, FLOAT32, FLOAT32, i == 0);
         multiply(random, inputs, {BFLOAT16}, FLOAT32, FLOAT32, false);
         for (int64_t out_type : {BFLOAT16, FLOAT32})
             multiply(random, inputs, {BFLOAT16}, BFLOAT16, out_type, false);
     }
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < rounds(4); i++)
         for (const Kind& kind : KINDS) {
             const int64_t least = kind.inputs ? kind.inputs : 32;
             const int64_t inputs = least * random.from(1, least == 32 ? 24 : 5);
