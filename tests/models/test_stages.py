@@ -1,4 +1,4 @@
-"""A model cut into stages gives what the whole one gives, for every family and number of stages."""
+"""A model cut into stages gives what the whole one gives, for any family and number of stages."""
 
 from __future__ import annotations
 
