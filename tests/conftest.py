@@ -59,6 +59,16 @@ FEW = (
     *("llama", "qwen2-window", "gemma2", "mixtral", "bloom", "falcon-new", "falcon-alibi"),
     *("gptj", "gpt_neo", "gpt2-inverse", "mpt", "opt", "phi3-long"),
 )
+# And those that are stored in other ways: experts and heads in turns, transposed, latent, rows.
+STORED = (
+    *(*FEW, "gpt_oss", "deepseek_v3", "qwen3_moe", "codegen", "gpt_bigcode", "gpt_neox"),
+    "ernie4_5_moe",
+)
+# And others, so that there is each setting of a spec and each layout: test_transformer holds it.
+SOME = (
+    *(*STORED, "deepseek_v2-groups", "nanochat", "granite", "opt-350m", "phimoe"),
+    *("apertus", "qwen2_moe", "bloom-normed", "cohere-qk", "flex_olmo", "hunyuan_v1_moe", "xglm"),
+)
 
 
 def num_examples(most: int) -> int:
@@ -69,6 +79,17 @@ def num_examples(most: int) -> int:
 def some_families(names: Iterable[str] = FEW) -> list[Any]:
     """Return every family as a test's parameter; those without a name here are more of the same."""
     return [pytest.param(each, marks=[] if each in names else [more]) for each in sorted(FIELDS)]
+
+
+def in_turns(values: Iterable[Any], names: Iterable[str] = FEW) -> list[Any]:
+    """Return each family with each value; unless `names` come to it in turn, it is more of it."""
+    values = [*values]
+    chosen = {(name, values[place % len(values)]) for place, name in enumerate(names)}
+    return [
+        pytest.param(name, value, marks=[] if (name, value) in chosen else [more])
+        for name in sorted(FIELDS)
+        for value in values
+    ]
 
 
 VOCAB = 300

@@ -28,13 +28,14 @@ from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.stored.weight_folder import find_weights
 from fminfer.models.tensor_specs import Weights
 from fminfer.plan.planning import plan_ahead
-from tests.conftest import make_model, save_byte_tokenizer, some_families
+from tests.conftest import IS_ALL, make_model, more, save_byte_tokenizer, some_families
 from tests.forked import run_forked
 from tests.forms import FORMS, TOPS, Files, save
 from tests.models.test_transformer import logits_of
 
 CPU = torch.device("cpu")
 SPLITS = ([3], [1, 2], [1, 1, 1])
+STORED = ("safetensors", "bin", "bin-old", "metaseq-parts")  # read each in another way
 IDS = [list(range(20)), [7, 3]]
 
 
@@ -241,7 +242,7 @@ def test_a_run_over_ranks_answers_the_same(tmp_path: Path) -> None:
     row = {"prompt": "abc", "max_tokens": 5, "temperature": 0, "logprobs": 1}
     rows.write_text(json.dumps(row))
     texts = []
-    for form, ranks in (("safetensors", 1), ("layers", 3), ("bin-shards", 2)):
+    for form, ranks in (("safetensors", 1), ("layers", 3), *[("bin-shards", 2)] * IS_ALL):
         folder = save(form, model, tmp_path / form)
         save_byte_tokenizer(folder)
         flags = [rows, "--model-name", folder, "--dtype", "float32", "--budget", "512"]
@@ -251,7 +252,7 @@ def test_a_run_over_ranks_answers_the_same(tmp_path: Path) -> None:
         run = run_forked(["run", *flags, "--world-size", ranks, "--output", output])
         assert run.returncode == 0, run.stderr
         texts.append(json.loads(output.read_text())["result"]["choices"][0]["text"])
-    assert texts[0] == texts[1] == texts[2]
+    assert len(texts) > 1 and len({*texts}) == 1
 
 
 @pytest.fixture(scope="module")
@@ -297,23 +298,29 @@ def _memory(name: str) -> int:
     return int(found[1]) << 10
 
 
-@pytest.mark.parametrize("form", ["safetensors", *FORMS])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["widened", "as stored"])
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        pytest.param(form, torch.float32 if is_wider else torch.float16, marks=marks)
+        for form in ("safetensors", *FORMS)
+        for is_wider, marks in ((True, []), (False, [] if form in STORED else [more]))
+    ],
+)
 def test_a_rank_takes_its_share_and_one_tensor(
     form: str, dtype: torch.dtype, large: dict[str, Path]
 ) -> None:
     """Joined and widened tensors left their part of the file in memory: twice the share."""
     context = multiprocessing.get_context("forkserver")
-    for sizes in ([12], [6, 6], [4, 4, 4]):
-        for part in parts_of(sizes):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=_measure, args=(large[form], part, dtype, theirs))
-            process.start()
-            theirs.close()
-            peak, share, largest = mine.recv()
-            process.join()
-            others = 2 << 20  # what Python and torch come to need meanwhile
-            assert peak <= 1.1 * share + largest + others, (part, peak / share, largest / share)
+    parts = [part for sizes in ([4, 4, 4], [12], [6, 6]) for part in parts_of(sizes)]
+    for part in parts if IS_ALL else parts[1:2]:
+        mine, theirs = context.Pipe()
+        process = context.Process(target=_measure, args=(large[form], part, dtype, theirs))
+        process.start()
+        theirs.close()
+        peak, share, largest = mine.recv()
+        process.join()
+        others = 2 << 20  # what Python and torch come to need meanwhile
+        assert peak <= 1.1 * share + largest + others, (part, peak / share, largest / share)
 
 
 @pytest.mark.parametrize("form", ["safetensors", *FORMS])

@@ -155,11 +155,11 @@ def mutated(rng: random.Random, content: bytes) -> bytes:
 def test_broken_headers_are_refused_or_read_inside_the_file(tmp_path: Path) -> None:
     """Each count, length and offset of a file is somebody else's, and none is believed."""
     rng, path = random.Random(3), tmp_path / "m.gguf"
-    content, num_read = build(KEYS, TENSORS), 0
+    content, num_read, count = build(KEYS, TENSORS), 0, num_examples(10_000)
     tracemalloc.start()
     with path.open("wb", buffering=0) as file:  # ten times as fast as a new one each time
-        for number in range(10_000):
-            if number == 1000:  # counting memory takes its time
+        for number in range(count):
+            if number == count // 10:  # counting memory takes its time
                 _, peak = tracemalloc.get_traced_memory()
                 tracemalloc.stop()
             changed = mutated(rng, content)
@@ -169,7 +169,7 @@ def test_broken_headers_are_refused_or_read_inside_the_file(tmp_path: Path) -> N
             file.write(changed)
             file.truncate()
             num_read += reads_inside(path, len(changed))
-    assert 100 < num_read < 9000, "mutations reach nothing, or break nothing"
+    assert 0.01 < num_read / count < 0.9, "mutations reach nothing, or break nothing"
     assert peak < 4 << 20, "more was asked for than the file has"
 
 

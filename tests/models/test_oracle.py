@@ -1,4 +1,5 @@
-"""Every family against transformers itself, alone and in float32.
+"""Every family against transformers itself, alone and in float32; by default, some families:
+test_transformer compares the logits of all.
 
 One mixed batch: 30 greedy rows of mixed length and sampled rows among them, with chunks that cut
 prompts and a KV budget so small that rows wait.
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import fminfer
-from tests.conftest import FIELDS, VOCAB, some_families
+from tests.conftest import STORED, VOCAB, in_turns, some_families
 
 TOLERANCE = 1e-4
 Request = dict[str, Any]
@@ -109,20 +110,24 @@ def check_greedy(request: Request, result: dict[str, Any], answer: Answer, engin
 
 
 SMALL = {"chunk_size": 24, "block_size": 16, "budget": 256}  # with the kernel, if it can be built
-ODD = {"chunk_size": 13, "block_size": 5, "micro_batches": 1, "kernels": "off"}
+OTHER_SIZES: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "odd": {"chunk_size": 13, "block_size": 5, "micro_batches": 1, "kernels": "off"},
+}
 
 
-@pytest.mark.parametrize("family_checkpoint", sorted(FIELDS), indirect=True)
+@pytest.mark.parametrize("family_checkpoint", some_families(STORED), indirect=True)
 def test_greedy_equals_transformers_alone(family_oracle: tuple[Path, Oracle]) -> None:
     check_all(*family_oracle, mixed_requests(), SMALL)
 
 
-@pytest.mark.parametrize("options", [pytest.param({}, id="defaults"), pytest.param(ODD, id="odd")])
-@pytest.mark.parametrize("family_checkpoint", some_families(), indirect=True)
+@pytest.mark.parametrize(
+    ("family_checkpoint", "sizes"), in_turns(OTHER_SIZES), indirect=["family_checkpoint"]
+)
 def test_other_sizes_and_bodies_of_attention_change_nothing(
-    family_oracle: tuple[Path, Oracle], options: dict[str, Any]
+    family_oracle: tuple[Path, Oracle], sizes: str
 ) -> None:
-    check_all(*family_oracle, mixed_requests(), options)
+    check_all(*family_oracle, mixed_requests()[::2], OTHER_SIZES[sizes])
 
 
 def check_all(

@@ -1,4 +1,4 @@
-"""Quantized models beside transformers in float32 with the dequantized weights, of every family."""
+"""Quantized models beside transformers in float32 with the dequantized weights."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from fminfer.models.origins import read_origins
 from fminfer.plan.planning import plan_ahead
 from tests import conftest
 from tests.conftest import (
-    FEW,
     FIELDS,
+    STORED,
     built_library,
+    in_turns,
     make_model,
     model_class,
     more,
@@ -38,8 +39,6 @@ from tests.models.test_transformer import MAX_ERROR, error_of, logits_of, one_st
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
-# Stored in other ways than those of FEW: experts and heads in turns, transposed, latent.
-STORED_OTHERWISE = ("gpt_oss", "deepseek_v3", "qwen3_moe", "codegen", "gpt_bigcode", "gpt_neox")
 # Sizes that make rows, so that all are whole blocks; four heads of 16 are as many.
 ROW_SIZES = (
     *("intermediate_size", "moe_intermediate_size", "shared_intermediate_size"),
@@ -52,16 +51,6 @@ def widened(fields: dict[str, Any]) -> dict[str, Any]:
     sizes = {name: fields[name] for name in ROW_SIZES if fields.get(name)}
     wider = {name: -(-size // 32) * 32 for name, size in sizes.items()}
     return fields | wider | ({"v_head_dim": 16} if "v_head_dim" in fields else {})
-
-
-def families_in_turns() -> list[Any]:
-    """Return every family in 4 or 8 bits, and some in both; the rest is more of the same."""
-    both = (*FEW, *STORED_OTHERWISE)
-    return [
-        pytest.param(bits, name, marks=[] if place % 2 == of_place or name in both else [more])
-        for place, name in enumerate(sorted(FIELDS))
-        for of_place, bits in enumerate(("int8", "int4"))
-    ]
 
 
 def save_both(
@@ -118,9 +107,9 @@ def share_of_blocks(folder: Path, holding: Holding) -> float:
     return sizes[True] / sum(sizes.values())
 
 
-@pytest.mark.parametrize(("quantized", "name"), families_in_turns())
+@pytest.mark.parametrize(("name", "quantized"), in_turns(("int8", "int4"), STORED))
 def test_logits_are_those_of_the_dequantized_weights(
-    quantized: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, quantized: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By one stage in plain torch, and by two with whatever kernels there are."""
     folder, model, rounded = save_both(name, quantized, tmp_path, monkeypatch)
@@ -136,8 +125,14 @@ def test_logits_are_those_of_the_dequantized_weights(
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *(("llama", "float32"), ("mixtral", "bfloat16"), ("gpt2", "float32")),
+        *(pytest.param(name, "bfloat16", marks=more) for name in ("llama", "gpt2")),
+        pytest.param("mixtral", "float32", marks=more),
+    ],
+)
 def test_a_run_answers_with_them(
     name: str, dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

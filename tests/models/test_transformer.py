@@ -6,8 +6,8 @@ test_oracle asks the same of the whole engine, in far fewer variants.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,12 +21,20 @@ from fminfer.compute.layers.products import library_products
 from fminfer.compute.spec import Model, Norm
 from fminfer.core.partition import Part, split_layers
 from fminfer.models.checkpoint import open_checkpoint
-from fminfer.models.config_fields import ROWS
+from fminfer.models.config_fields import ROWS, architecture_of
 from fminfer.models.formats import Holding
 from fminfer.models.layer_source import open_weights
 from fminfer.models.layer_step import Bodies, LayerStep
 from fminfer.models.transformer import Transformer
-from tests.conftest import FIELDS, VOCAB, built_library, make_model, plain_registry
+from tests.conftest import (
+    FIELDS,
+    SOME,
+    VOCAB,
+    built_library,
+    family_config,
+    make_model,
+    plain_registry,
+)
 from tests.encoder_families import ENCODERS, PAIRS
 
 CPU = torch.device("cpu")
@@ -154,6 +162,28 @@ def test_every_row_has_a_variant() -> None:
     """Here, or in test_encoders."""
     others = {name.partition(":")[0] for name in (*ENCODERS, *PAIRS)}
     assert {name.partition("-")[0] for name in FIELDS} | others == set(ROWS)
+
+
+def settings_of(spec: Any) -> Iterator[Any]:
+    """Yield the settings of a spec and of its parts; of numbers, whether they change anything."""
+    for field in fields(spec):
+        value = getattr(spec, field.name)
+        for each in value if isinstance(value, tuple) else (value,):
+            if is_dataclass(each):
+                yield from settings_of(each)
+            told = each if isinstance(each, str | bool) else each not in (None, 0, 1)
+            yield type(spec), field.name, told
+
+
+def test_some_families_have_all_that_others_have() -> None:
+    """The default run asks most of them alone."""
+    found: dict[str, set[Any]] = {}
+    for name in FIELDS:
+        row = architecture_of(family_config(name))
+        layouts = (each.layout for each in (*row.inner.values(), *row.outer.values()))
+        found[name] = {*settings_of(row.model), *layouts}
+    missing = {name: has - set().union(*map(found.get, SOME)) for name, has in found.items()}
+    assert not {name: has for name, has in missing.items() if has}, "add it to SOME"
 
 
 def _attention(**changes: Any) -> Callable[[Model], Model]:

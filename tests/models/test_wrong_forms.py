@@ -26,7 +26,7 @@ from fminfer.models.origins import check_tensors, stored_formats
 from fminfer.models.stored import torch_file
 from fminfer.models.stored.tensor_table import read_weight_file
 from fminfer.models.stored.torch_file import read_torch_file
-from tests.conftest import make_model
+from tests.conftest import make_model, num_examples
 from tests.forms import FORMS, Files, Tensors, save
 
 ALL = ("safetensors", *FORMS)
@@ -114,7 +114,7 @@ def test_noise_in_a_file_is_no_crash(form: str, opt: Any, tmp_path: Path) -> Non
     whole = file.read_bytes()
     noise = random.Random(3)
     checkpoint = open_checkpoint(str(tmp_path))
-    for _ in range(60):
+    for _ in range(num_examples(60)):
         data = bytearray(whole)
         for _ in range(3):
             data[noise.randrange(min(len(data), 9000))] = noise.randrange(256)
