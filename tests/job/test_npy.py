@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import fminfer
+from fminfer.cli.app import main
+from tests.conftest import IS_ALL
+from tests.forked import Forked
 from tests.vector_models import mean_vectors, save_bert
 
 SIZE = 32
@@ -28,14 +29,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
 
 def command(model: Path, source: Path, output: Path, *flags: str) -> list[str]:
     given = ["run", source, "--model-name", model, "--output", output, "--dtype", "float32"]
-    return [sys.executable, "-m", "fminfer", *map(str, given), "--embeddings", "npy", *flags]
+    return [*map(str, given), "--embeddings", "npy", *flags]
 
 
 def run(model: Path, source: Path, output: Path, *flags: str, status: int = 0) -> str:
-    found = subprocess.run(
-        command(model, source, output, *flags), capture_output=True, text=True, timeout=120
-    )
-    assert found.returncode == status, found.stderr
+    return run_as(command(model, source, output, *flags), status)
+
+
+def run_as(given: list[str], status: int = 0) -> str:
+    found = CliRunner().invoke(main, given)
+    assert found.exit_code == status, found.output
     return found.stderr
 
 
@@ -113,11 +116,11 @@ def test_a_file_of_vectors_is_that_of_its_answers(
     plain = [
         each for each in command(model[0], source, output) if each not in ("--embeddings", "npy")
     ]
-    subprocess.run(plain, check=True, capture_output=True, timeout=120)
+    run_as(plain)
     run(model[0], source, output, "--restart", status=2)
     assert vectors.read_text() == "precious"
     write(source, {"input": "w1"}, {"input": "w2"})  # and the answer that is kept has none
-    subprocess.run(plain, check=True, capture_output=True, timeout=120)
+    run_as(plain)
     assert len(output.read_text().splitlines()) == 2 and vectors.read_text() == "precious"
     vectors.unlink()
     run(model[0], source, output, "--restart")
@@ -127,7 +130,7 @@ def test_a_file_of_vectors_is_that_of_its_answers(
     assert not vectors.exists()
     write(source, {"input": "w1"})
     run(model[0], source, output, "--restart")
-    subprocess.run([*plain, "--restart"], check=True, capture_output=True, timeout=120)
+    run_as([*plain, "--restart"])
     assert output.exists() and not vectors.exists()
 
 
@@ -140,14 +143,13 @@ def test_a_file_that_comes_while_a_run_answers_is_kept(
     os.mkfifo(pipe)
 
     def answer(*, has_file: bool) -> tuple[int, str]:
-        asked = command(model[0], pipe, output)
-        process = subprocess.Popen(asked, stderr=subprocess.PIPE, text=True)
+        process = Forked(command(model[0], pipe, output))
         with pipe.open("w") as lines:
             lines.write('{"input": "w1"}\n')
             lines.flush()
             while not journal.exists():  # from then on it answers, and has looked for others
                 assert process.poll() is None
-                time.sleep(0.05)
+                time.sleep(0.01)
             if has_file:
                 vectors.write_text("precious")
         told = process.communicate(timeout=60)[1]
@@ -171,16 +173,20 @@ def test_a_file_that_comes_while_a_run_answers_is_kept(
     ],
 )
 def test_what_cannot_be(
-    model: tuple[Path, Any, Any], tmp_path: Path, flags: tuple[str, str], told: str
+    model: tuple[Path, Any, Any],
+    tmp_path: Path,
+    flags: tuple[str, str],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     source = write(tmp_path / "a.jsonl", {"input": "w1"})
-    given = [str(each) for each in command(model[0], source, tmp_path / "o.jsonl")]
+    given = command(model[0], source, tmp_path / "o.jsonl")
     given[given.index(flags[0]) + 1] = flags[1]
-    found = subprocess.run(given, capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert found.returncode == 2 and told in found.stderr
+    assert told in run_as(given, 2)
 
 
-NUM_ROWS, NUM_FILES = 4000, 3
+NUM_ROWS, NUM_FILES = 1200, 3
 
 
 def test_two_workers_are_killed_and_go_on(model: tuple[Path, Any, Any], tmp_path: Path) -> None:
@@ -198,19 +204,16 @@ def test_two_workers_are_killed_and_go_on(model: tuple[Path, Any, Any], tmp_path
         lines = [{"input": text} for text in texts[name]]
         lines[17] = {"input": 5}
         write(inputs / f"{name}.jsonl", *lines)
-    for _ in range(3):
-        workers = [
-            subprocess.Popen(command(folder, inputs, outputs, "-q"), stderr=subprocess.DEVNULL)
-            for _ in range(2)
-        ]
+    for _ in range(3 if IS_ALL else 2):
+        workers = [Forked(command(folder, inputs, outputs, "-q")) for _ in range(2)]
         until = time.monotonic() + 60
         before = size_of(outputs)
-        while size_of(outputs) < before + 150_000 and time.monotonic() < until:
+        while size_of(outputs) < before + 50_000 and time.monotonic() < until:
             if all(worker.poll() is not None for worker in workers):
                 break
             time.sleep(0.02)
         for worker in workers:
-            worker.send_signal(signal.SIGKILL)
+            worker.kill()
             worker.wait()
     assert list(outputs.glob("*.journal")), "they were killed in the middle"
     run(folder, inputs, outputs, status=3)
