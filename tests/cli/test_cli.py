@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -13,8 +14,10 @@ from typing import Any
 
 import pytest
 import transformers
+from click.testing import CliRunner
 
 import fminfer
+from fminfer.cli.app import main
 from fminfer.models.checkpoint import DEMO_MODEL
 from scripts.train_demo_model import HOUSE, all_examples
 from tests.conftest import run_files
@@ -36,9 +39,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def answered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Answer all example queries in one run; return the output folder and what stderr said."""
     folder = tmp_path_factory.mktemp("answers")
-    command = [sys.executable, "-m", "fminfer", "run", "--infer-data", QUERIES]
-    command += ["--output", folder, "--stats", folder / "stats.json"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    found = run("--infer-data", QUERIES, "--output", folder, "--stats", folder / "stats.json")
     assert found.returncode == 3, found.stderr
     assert found.stdout == "", "stdout is for records only"
     return folder, found.stderr
@@ -224,11 +225,13 @@ def test_more_files_than_may_be_open_at_once(tmp_path: Path) -> None:
     for number in range(120):
         (tmp_path / f"request_{number}.jsonl").write_text('{"prompt": "x", "max_tokens": 1}\n')
 
-    def few_files() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
-
-    command = [sys.executable, "-m", "fminfer", "run", "-q", str(tmp_path)]
-    assert subprocess.run(command, preexec_fn=few_files).returncode == 0
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 80, hard))
+    try:
+        done = CliRunner().invoke(main, ["run", "-q", str(tmp_path)])
+        assert done.exit_code == 0, done.output
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert len(list(tmp_path.glob("output_request_*.jsonl"))) == 120
     assert not list(tmp_path.glob("*.journal"))
 
@@ -236,10 +239,11 @@ def test_more_files_than_may_be_open_at_once(tmp_path: Path) -> None:
 def test_an_interrupted_run_is_status_130_and_keeps_its_rows(tmp_path: Path) -> None:
     """It used to end in SIGABRT: the stage's thread was inside torch at the interpreter's exit."""
     path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "x", "max_tokens": 400, "ignore_eos": true}\n' * 3000)
+    row = '{"prompt": "x", "max_tokens": %d, "ignore_eos": true}\n'
+    path.write_text(row % 1 + row % 400 * 3000)
     journal = tmp_path / "output_a.jsonl.journal"
     command = [sys.executable, "-m", "fminfer", "run", str(path), "--max-rows", "8"]
-    command += ["--grace", "1"]
+    command += ["--grace", "0.2"]
 
     def mind_interrupts() -> None:  # a shell's background jobs are started with SIGINT ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -248,12 +252,12 @@ def test_an_interrupted_run_is_status_130_and_keeps_its_rows(tmp_path: Path) -> 
         command, stderr=subprocess.PIPE, text=True, preexec_fn=mind_interrupts
     )
     try:
-        for _ in range(600):
+        for _ in range(3000):
             if process.poll() is not None or (
                 journal.exists() and journal.read_bytes().count(b"\n") > 1
             ):
                 break
-            time.sleep(0.1)
+            time.sleep(0.02)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     finally:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from fminfer.cli.config_file import NOTICES
 from fminfer.cli.config_keys import flags_of
 from fminfer.cli.submit_command import run_stand_in
 from fminfer.core.errors import UsageError
+from tests.forked import run_forked
 
 QUERIES = Path(__file__).parent.parent.parent / "examples" / "queries" / "plain.jsonl"
 # Of seeds 001 and 003: the keys of EnergonAI's files, with what its examples import around them.
@@ -344,11 +343,6 @@ def test_a_run_takes_its_flags_from_the_file(file: Path) -> None:
         f'device = "cpu"\ninfer-data = "{QUERIES}"\noutput = "out.jsonl"\nport = 1\n[run]\n'
         "limit = 2\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "fminfer", "run", "--config", file.name],
-        cwd=file.parent,
-        capture_output=True,
-        text=True,
-    )
+    done = run_forked(["run", "--config", file.name], folder=file.parent)
     assert done.returncode == 0, done.stderr
     assert len((file.parent / "out.jsonl").read_text().splitlines()) == 2

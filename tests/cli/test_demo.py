@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import programs
+
 ROOT = Path(__file__).parents[2]
 SUM = "cat setup.cfg pyproject.toml constraints.txt | cksum | cut -d' ' -f1"
 
@@ -53,6 +55,9 @@ def demo_of(clone: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
 
 def test_it_shows_answers_of_every_kind(clone: Path) -> None:
     """It ended at the first chat, and left its outputs in the folder for temporary files."""
+    programs(clone.parent / "programs")
+    forking = f'#!/bin/sh\nexec {clone.parent}/programs/fminfer "$@"\n'
+    (clone / ".venv" / "bin" / "fminfer").write_text(forking)
     with demo_of(clone) as demo:
         told, _ = demo.communicate(timeout=300)
     assert demo.returncode == 0, told

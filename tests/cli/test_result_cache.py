@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from fminfer.answers.answer_store import FILE
 from fminfer.cli.app import main
+from tests.forked import run_forked
 
 GREEDY = {"prompt": "Question: How do you go from the den to the porch?\nAnswer:", "temperature": 0}
 REQUESTS: list[dict[str, Any]] = [
@@ -44,8 +45,9 @@ def test_another_run_takes_the_answers(source: Path, tmp_path: Path, flags: list
     outputs = [tmp_path / name for name in ("one.jsonl", "two.jsonl")]
     stats = tmp_path / "stats.json"
     for output, num_kept in zip(outputs, (0, 6), strict=True):
-        done = run(source, "--result-cache", cache, "--output", output, "--stats", stats, *flags)
-        assert done.exit_code == 3, done.output
+        words = [source, "--result-cache", cache, "--output", output, "--stats", stats, *flags]
+        done = run_forked(["run", "--dtype", "float32", *words])
+        assert done.returncode == 3, done.stderr
         assert f"cache     {num_kept} requests had an answer in {cache}" in done.stderr
         told = json.loads(stats.read_text())
         assert told["result_cache"] == str(cache) and told["cache_trouble"] == ""

@@ -21,8 +21,9 @@ from fminfer.cluster.slurm_and_lsf import (
     read_list,
 )
 from fminfer.files.status_file import status_path
+from tests.conftest import more
 from tests.fakes import cluster
-from tests.forked import programs, run_forked
+from tests.forked import programs
 
 FAKES = Path(__file__).parent.parent / "fakes"
 QUERIES = Path(__file__).parent.parent.parent / "examples" / "queries" / "plain.jsonl"
@@ -72,6 +73,13 @@ def ran(queue: Path) -> list[list[str]]:
 
 
 both = pytest.mark.parametrize("scheduler", ["slurm", "lsf"])
+
+
+def both_in_modes(*names: str, modes: str = "each array ranks") -> pytest.MarkDecorator:
+    """Mark a test of every scheduler in every mode; pairs without a name are more of the same."""
+    pairs = [(scheduler, mode) for scheduler in ("slurm", "lsf") for mode in modes.split()]
+    marked = [pytest.param(*pair, marks=[] if " ".join(pair) in names else more) for pair in pairs]
+    return pytest.mark.parametrize(("scheduler", "mode"), marked)
 
 
 @both
@@ -149,8 +157,7 @@ def test_one_job_of_ranks(scheduler: str, queue: Path, shards: Path) -> None:
     assert ran(queue) == [["run", *model, "--infer-data", str(shards)]] * 4, "a rank a task"
 
 
-@both
-@pytest.mark.parametrize("mode", ["each", "array", "ranks"])
+@both_in_modes("slurm each", "lsf array", "slurm ranks")
 def test_only_what_is_missing_is_submitted_again(
     scheduler: str, mode: str, queue: Path, shards: Path
 ) -> None:
@@ -184,8 +191,7 @@ def test_an_output_that_was_edited_is_refused(queue: Path, shards: Path) -> None
     assert names(queue) == []
 
 
-@both
-@pytest.mark.parametrize("mode", ["each", "array", "ranks"])
+@both_in_modes("slurm each", "slurm array", "lsf each", "lsf ranks")
 def test_a_job_out_of_time_requeues_itself(
     scheduler: str, mode: str, queue: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,8 +217,7 @@ def test_no_job_requeues_itself_for_ever(
     assert cluster.run_queue(10) == [75]
 
 
-@both
-@pytest.mark.parametrize("mode", ["each", "array"])
+@both_in_modes("slurm each", "lsf array", modes="each array")
 def test_submit_waits_for_room(
     scheduler: str, mode: str, queue: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,8 +285,7 @@ def test_without_a_scheduler(
     assert not (shards / "jobs").exists()
 
 
-@both
-@pytest.mark.parametrize("mode", ["each", "array", "ranks"])
+@both_in_modes("slurm each", "lsf array", "lsf ranks")
 def test_a_dry_run_prints_what_is_sent(
     scheduler: str, mode: str, queue: Path, shards: Path
 ) -> None:
@@ -304,8 +308,7 @@ def test_a_dry_run_prints_what_is_sent(
     assert len(lists) == (mode != "each")
 
 
-@both
-@pytest.mark.parametrize("mode", ["each", "array"])
+@both_in_modes("lsf each", "slurm array", modes="each array")
 def test_odd_names(
     scheduler: str, mode: str, queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -476,9 +479,9 @@ def test_run_finds_its_file_in_the_jobs_name(tmp_path: Path) -> None:
     """As jobs of the old tool's loop did: `bsub -J "lsf_opt#$file" … fminfer run`."""
     path = tmp_path / "a#1.jsonl"
     path.write_text("".join(QUERIES.read_text().splitlines(keepends=True)[:2]))
-    environ = os.environ | {"LSB_JOBNAME": f"lsf_demo#{path}"}
-    done = run_forked(["run", "--kernels", "off"], environ=environ)
-    assert done.returncode == 0, done.stderr
+    environ = {"LSB_JOBNAME": f"lsf_demo#{path}"}
+    done = CliRunner().invoke(main, ["run", "--kernels", "off"], env=environ)
+    assert done.exit_code == 0, done.output
     assert f"Answering {path}, which is in this job's name." in done.stderr
     assert len((tmp_path / "output_a#1.jsonl").read_text().splitlines()) == 2
 

@@ -82,7 +82,7 @@ def test_a_terminal_sees_what_happens_from_the_start(size: tuple[int, int], tmp_
     There was no bar with 0 columns, as in a container, or with 0 lines.
     """
     rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "x", "max_tokens": 200, "ignore_eos": true}\n' * 99)
+    rows.write_text('{"prompt": "x", "max_tokens": 20, "ignore_eos": true}\n' * 99)
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, size)
     said: list[bytes] = []

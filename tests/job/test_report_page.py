@@ -156,7 +156,7 @@ def test_many_long_rows_stay_small(tmp_path: Path) -> None:
     }
     choice = {"text": " word" * 500, "index": 0, "logprobs": logprobs, "finish_reason": "length"}
     with output.open("wb") as file:
-        for number in range(1200):
+        for number in range(400):
             result = {
                 "choices": [choice],
                 "usage": {"prompt_tokens": 9000, "completion_tokens": 500},
@@ -172,7 +172,7 @@ def test_many_long_rows_stay_small(tmp_path: Path) -> None:
     prompt_length = len(asked["text"]) + asked["left_out"] + len(asked["tail"])
     assert 40_000 < prompt_length < 40_100
     assert "characters are cut in the middle" in text_of(page)
-    assert tile(page, "Answer tokens") == "600,000"
+    assert tile(page, "Answer tokens") == "200,000"
 
 
 SHOTS = "Good or bad?\nReview: It was broken when it came, and nobody helped me. → negative\n"

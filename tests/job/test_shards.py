@@ -32,11 +32,12 @@ from fminfer.job.run_inputs import open_files
 from fminfer.job.run_summary import JobSummary
 from fminfer.job.shared_folder import SharedFiles
 from fminfer.machine import liveness
+from tests.conftest import IS_ALL
 from tests.shards import answer_shards
 from tests.shards.answer_shards import share
 
 SCRIPT = Path(answer_shards.__file__)
-NUM_ROUNDS = int(os.environ.get("FMINFER_SHARD_ROUNDS", "2"))
+NUM_ROUNDS = int(os.environ.get("FMINFER_SHARD_ROUNDS", "2" if IS_ALL else "1"))
 NUM_RUNS, NUM_SHARDS, NUM_LINES = 8, 50, 20
 
 

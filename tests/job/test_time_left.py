@@ -25,6 +25,7 @@ from fminfer.job.progress import ProgressBar, TimeLeft
 from fminfer.runtime.build.assembly import build_loop
 from fminfer.runtime.lines.runner import WINDOW
 from fminfer.text.tokenizer import Tokenizer
+from tests.conftest import more
 from tests.line_bench import over_lines
 
 END_ID = 7
@@ -142,7 +143,9 @@ def run(
     loop.on_step = on_step
     base = {"temperature": 0, "user": ""}
     lines = (Line(0, i, json.dumps(base | row).encode()) for i, row in enumerate(rows, 1))
-    for record in over_lines(loop, Intake(tokenizer, limits), read_ahead=WINDOW).run(lines):
+    for record in over_lines(
+        loop, Intake(tokenizer, limits), read_ahead=how.get("read_ahead", WINDOW)
+    ).run(lines):
         assert record.error is None
     return told
 
@@ -161,16 +164,22 @@ def errors_at(told: list[tuple[float, float | None]], shares: list[float]) -> li
 MIDDLE = [1 / 3, 1 / 2, 3 / 4]
 
 
-@pytest.mark.parametrize("machine", [*MACHINES])
+WORKLOADS: list[tuple[str, int, dict[str, Any]]] = [
+    *(("score", 96, {}), ("generate", 64, {}), ("generate", 600, {}), ("prefixes", 128, {})),
+    *(("few long", 12, {}), ("uneven", 40, {}), ("uneven", 300, {}), ("candidates", 200, {})),
+    ("uneven", 40, {"max_rows": 8}),
+    ("short, then long", 96, {"max_rows": 16}),
+    ("generate", 600, {"stop_rate": 0.02}),
+    ("prefixes", 128, {"num_blocks": 26}),  # the prefix cache has too little room
+]
+
+
 @pytest.mark.parametrize(
-    ("workload", "count", "how"),
-    [
-        *(("score", 96, {}), ("generate", 64, {}), ("generate", 600, {}), ("prefixes", 128, {})),
-        *(("few long", 12, {}), ("uneven", 40, {}), ("uneven", 300, {}), ("candidates", 200, {})),
-        ("uneven", 40, {"max_rows": 8}),
-        ("short, then long", 96, {"max_rows": 16}),
-        ("generate", 600, {"stop_rate": 0.02}),
-        ("prefixes", 128, {"num_blocks": 26}),  # the prefix cache has too little room
+    ("workload", "count", "how", "machine"),
+    [  # Many rows on one machine each, in turn; on the others they are more of the same.
+        pytest.param(*each, name, marks=more if each[1] > 64 and (i + j) % 3 else [])
+        for i, each in enumerate(WORKLOADS)
+        for j, name in enumerate(MACHINES)
     ],
 )
 def test_the_time_left_is_right_from_a_third_on(
@@ -193,11 +202,13 @@ def test_rows_that_stop_early_are_learned(monkeypatch: pytest.MonkeyPatch, stops
         assert errors_at(told, [0.1])[0] > 1, "nobody can know that no row draws 800 tokens"
 
 
-@pytest.mark.parametrize("factor", [0.4, 3.0])
-def test_a_change_of_speed_is_seen(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+@pytest.mark.parametrize(("factor", "count"), [(0.4, 600), (3.0, 330)])
+def test_a_change_of_speed_is_seen(
+    monkeypatch: pytest.MonkeyPatch, factor: float, count: int
+) -> None:
     """All steps since the start counted alike: 0.58 of the time was told long after a slow-down."""
     how = {"factor": factor, "changes_at": 120}
-    told = run(monkeypatch, rows_of("score", 600), 600, **how)
+    told = run(monkeypatch, rows_of("score", count), count, **how)
     changed_s = told[how["changes_at"]][0]
     later = [now_s + left_s for now_s, left_s in told if now_s > changed_s + 62 and left_s]
     assert len(later) > 20
@@ -212,8 +223,8 @@ def test_the_time_left_of_a_last_long_row_only_falls(monkeypatch: pytest.MonkeyP
 
 
 def test_rows_that_are_not_read_yet_count_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit of it: only the first 1,024 lines of 3,000 were read, and the others are longer."""
-    told = run(monkeypatch, rows_of("short, then long", 3000), 3000)
+    """The limit of it: only the first third of the lines was read, and the others are longer."""
+    told = run(monkeypatch, rows_of("short, then long", 750), 750, read_ahead=256)
     early, late = errors_at(told, [0.1, 0.6])
     assert early < -0.3 and abs(late) < 0.25
 
