@@ -35,7 +35,7 @@ class StepShape:
         """Return the most tokens of a step.
 
         Stages wait for each other when a long step comes between short ones; so while rows decode
-        in a pipeline of several, prompts come in smaller pieces (docs/pipeline.md has figures).
+        in a pipeline of several, prompts come in smaller pieces.
         """
         if self.num_stages == 1 or not is_decoding or self.has_long_steps:
             return self.chunk_size
