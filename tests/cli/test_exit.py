@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from fminfer.cli.app import main
 from tests.faults.torture import is_alive
 
-# Two processes, of one import: one ends by an error of its own, and the other tells how that ended.
+# Two processes, of one import: one ends by an error of its own; the other tells how, and ends, too.
 OPEN_RUN = """
 import os
 import signal
@@ -25,6 +25,8 @@ fminfer.Engine
 import_transformers()
 other = os.fork()
 signal.alarm(100)
+if other:
+    print(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
 engine = fminfer.Engine(dtype="float32", kernels="off", max_rows=8)
 records = engine.run([{"prompt": "north", "max_tokens": 40, "ignore_eos": True}] * 300)
 
@@ -35,7 +37,6 @@ kept = first()
 next(kept)
 if not other:
     raise ValueError('boom')
-print(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
 """
 
 

@@ -199,7 +199,6 @@ def test_a_program_is_not_run_again_by_its_ranks(then: str, status: int, tmp_pat
     assert ("ValueError: boom" in err) == bool(status)
 
 
-@more  # test_faults.py kills rank 0 of a run, test_team.py a run of pipelines
 def test_ranks_end_with_a_program_that_is_killed(tmp_path: Path) -> None:
     then = "print(*os.popen(f'pgrep -P {os.getpid()} -f serve-part').read().split(), flush=True)"
     program = start_program(tmp_path, then + "\ntime.sleep(100)")
@@ -232,11 +231,11 @@ def test_two_ranks_give_lm_eval_the_numbers_of_one(no_rank_is_left: None) -> Non
         assert one[0] == pytest.approx(two[0], abs=1e-4) and one[1] == two[1]
 
 
-def start_run(folder: Path, *flags: str, num_rows: int = 24) -> Forked:
+def start_run(folder: Path, *flags: str) -> Forked:
     """Start a run of two ranks in a process group of its own, and wait until a row is kept."""
     rows = [
         {"prompt": "north", "max_tokens": 100, "ignore_eos": True, "user": str(n)}
-        for n in range(num_rows)
+        for n in range(24)
     ]
     source, journal = folder / "in.jsonl", folder / "out.jsonl.journal"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -271,7 +270,7 @@ def test_a_second_ctrl_c_ends_all_at_once(tmp_path: Path) -> None:
 
 def test_a_run_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
     """Ctrl-Z stopped the launcher alone, and its ranks went on."""
-    run = start_run(tmp_path, "--rank-timeout", "2", num_rows=12)
+    run = start_run(tmp_path, "--rank-timeout", "2")
     os.killpg(run.pid, signal.SIGSTOP)  # SIGTSTP needs a terminal
     time.sleep(0.5)
     num_kept = (tmp_path / "out.jsonl.journal").read_bytes().count(b"\n")
@@ -280,7 +279,7 @@ def test_a_run_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
     os.killpg(run.pid, signal.SIGCONT)
     _, err = run.communicate(timeout=90)
     assert run.returncode == 0, err
-    assert (tmp_path / "out.jsonl").read_bytes().count(b"\n") == 12
+    assert (tmp_path / "out.jsonl").read_bytes().count(b"\n") == 24
 
 
 def test_what_a_process_is_told_arrives_as_it_was() -> None:

@@ -122,13 +122,15 @@ def test_a_claim_that_this_server_or_a_copied_one_has_left(
 ) -> None:
     """After a trouble of the disk was mended, a batch waited for its own server without end."""
     with running(engine, state=tmp_path) as server:
-        batch = create(server, long_lines(30, 50))
+        batch = create(server, long_lines(60, 100))
         wait_until(server, batch, some_done)
-    claim = Claims().take(tmp_path / "batches" / batch["id"] / "output.jsonl")
+    output = tmp_path / "batches" / batch["id"] / "output.jsonl"
+    assert not output.exists(), "the batch is not over"
+    claim = Claims().take(output)
     assert claim is not None and claim.path.exists(), "one of a living process"
     with running(engine, state=tmp_path) as server:
         batch = wait_for_end(server, batch)
-        assert batch["status"] == "completed" and len(texts_of(server, batch)) == 30
+        assert batch["status"] == "completed" and len(texts_of(server, batch)) == 60
 
 
 def test_another_model_does_not_begin_a_batch(
@@ -153,7 +155,7 @@ def test_an_input_that_is_not_as_it_was(
 ) -> None:
     """Lines of an emptied input were named nowhere once its batch expired."""
     with running(engine, state=tmp_path) as server:
-        batch = create(server, long_lines(30, 50), window="1h")
+        batch = create(server, long_lines(60, 100), window="1h")
         wait_until(server, batch, some_done)
     source = tmp_path / "files" / f"{batch['input_file_id']}.jsonl"
     kept = source.read_bytes()
@@ -161,10 +163,10 @@ def test_an_input_that_is_not_as_it_was(
     with running(engine, state=tmp_path) as server:
         paused = wait_until(server, batch, has_trouble)
         assert paused["errors"]["data"][0]["code"] == "input_changed"
-        assert some_done(paused) and paused["request_counts"]["total"] == 30
+        assert some_done(paused) and paused["request_counts"]["total"] == 60
     source.write_bytes(kept)
     clock.ahead_s = 3600
     with running(engine, state=tmp_path) as server:
         batch = wait_for_end(server, batch)
         counts = batch["request_counts"]
-        assert batch["status"] == "expired" and counts["completed"] + counts["failed"] == 30
+        assert batch["status"] == "expired" and counts["completed"] + counts["failed"] == 60

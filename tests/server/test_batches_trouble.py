@@ -203,7 +203,7 @@ def test_another_model_pauses_a_batch_until_the_old_one_is_back(
     with running(engine, state=state, fingerprint={"the model": "a"}) as server:
         lanes = server.engine.runs.lanes
         lanes.is_closed = True  # so that they begin together
-        first, second = (create(server, long_lines(30, 50)) for _ in range(2))
+        first, second = (create(server, long_lines(60, 50)) for _ in range(2))
         until(lambda: [lane.num_waiting >= 20 for lane in lanes.all] == [True] * 2, "all wait")
         lanes.is_closed = False
         for batch in (first, second):
@@ -216,7 +216,7 @@ def test_another_model_pauses_a_batch_until_the_old_one_is_back(
             assert error["code"] == "model_changed"
             assert "the model was a, is b" in error["message"] and "cancel" in error["message"]
             counts = paused["request_counts"]
-            assert counts["total"] == 30 and counts["completed"] > 2, "the finished lines"
+            assert counts["total"] == 60 and counts["completed"] > 2, "the finished lines"
         server.post(f"/v1/batches/{second['id']}/cancel", b"")
         second = wait_for_end(server, second)
         assert second["status"] == "cancelled" and len(texts_of(server, second)) > 2
@@ -225,7 +225,7 @@ def test_another_model_pauses_a_batch_until_the_old_one_is_back(
     with running(engine, state=state, fingerprint={"the model": "a"}) as server:
         first = wait_for_end(server, first)
         assert first["status"] == "completed" and first["errors"] is None
-        assert len(texts_of(server, first)) == 30
+        assert len(texts_of(server, first)) == 60
 
 
 def test_a_fault_of_ours_pauses_one_batch(
@@ -243,7 +243,7 @@ def test_a_fault_of_ours_pauses_one_batch(
 def test_an_input_that_is_gone_pauses_its_batch(engine: fminfer.Engine, tmp_path: Path) -> None:
     state = tmp_path / "state"
     with running(engine, state=state) as server:
-        batch = create(server, long_lines(30, 50))
+        batch = create(server, long_lines(60, 100))
         wait_until(server, batch, lambda found: found["request_counts"]["completed"] > 2)
     (source,) = state.glob("files/*.jsonl")
     kept = source.read_bytes()
@@ -267,7 +267,7 @@ def test_an_engine_that_fails_keeps_the_batch(engine: fminfer.Engine, tmp_path: 
 
     broken._core.step = fail  # type: ignore[method-assign]
     with running(broken, state=state) as server:
-        batch = create(server, long_lines(30, 50))
+        batch = create(server, long_lines(60, 100))
         wait_until(server, batch, lambda found: found["request_counts"]["completed"] > 2)
         is_broken.set()
         server.thread.join(20)
@@ -276,7 +276,7 @@ def test_an_engine_that_fails_keeps_the_batch(engine: fminfer.Engine, tmp_path: 
     with running(engine, state=state) as server:
         batch = wait_for_end(server, batch)
         assert batch["status"] == "completed" and batch["errors"] is None
-        assert len(texts_of(server, batch)) == 30
+        assert len(texts_of(server, batch)) == 60
 
 
 def test_an_output_that_was_changed_is_not_sent(server: Running, tmp_path: Path) -> None:
