@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import fcntl
 import gc
+import inspect
 import json
 import multiprocessing
 import os
@@ -33,9 +34,11 @@ from typing import Any, NoReturn
 import pytest
 
 COMMAND = [sys.executable, "-m", "fminfer"]
-PR_SET_CHILD_SUBREAPER = 36  # of <linux/prctl.h>
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # of <linux/prctl.h>
 libc = ctypes.CDLL(None)
 _context: ForkServerContext | None = None
+_adopts = threading.Lock()  # of what prctl says of this process
+PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")  # of subprocess
 
 
 class Forked:
@@ -236,23 +239,29 @@ class _AdoptingPopen(subprocess.Popen):  # type: ignore[type-arg]
     def _execute_child(self, args: Any, *rest: Any) -> None:
         if args[: len(COMMAND)] != COMMAND:
             return super()._execute_child(args, *rest)  # type: ignore[misc]
-        pass_fds, _, environ, _, _, _, *pipes = rest[3:15]
+        execute = super()._execute_child  # type: ignore[misc]
+        given = inspect.signature(execute).bind(args, *rest).arguments
+        assert not any(given[name] for name in ("cwd", "preexec_fn", "start_new_session"))
+        pipes, pass_fds = [given[name] for name in PIPES], given["pass_fds"]
         told, tell = os.pipe()
         targets = [0, 1, 2, *pass_fds]
         files = [pipes[0], pipes[3], pipes[5], *pass_fds, tell]
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         place = (str(Path.cwd()), mask, targets)
-        what = (args, environ, place, _Descriptors(files))
-        libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # its children's orphans are its own
-        try:
-            middle = fork_server().Process(target=_fork_again, args=what)
-            middle.start()
-            os.close(tell)
-            self.pid = int(os.read(told, 20))
-            middle.join()
-        finally:
-            libc.prctl(PR_SET_CHILD_SUBREAPER, 0)
-            os.close(told)
+        what = (args, given["env"], place, _Descriptors(files))
+        before = ctypes.c_int()
+        with _adopts:
+            libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+            libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # its children's orphans are its own
+            try:
+                middle = fork_server().Process(target=_fork_again, args=what)
+                middle.start()
+                os.close(tell)
+                self.pid = int(os.read(told, 20))
+                middle.join()
+            finally:
+                libc.prctl(PR_SET_CHILD_SUBREAPER, before.value)
+                os.close(told)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
@@ -269,10 +278,11 @@ def _fork_again(
         os._exit(0)
     folder, mask, targets = place
     os.chdir(folder)
-    *given, tell = [fcntl.fcntl(each, fcntl.F_DUPFD, 500) for each in files.numbers]
+    first = 1 + max(targets + files.numbers + [100])  # from here on nothing is in the way
+    *given, tell = [fcntl.fcntl(each, fcntl.F_DUPFD, first) for each in files.numbers]
     tracker = resource_tracker._resource_tracker
-    tracker._fd = fcntl.fcntl(resource_tracker.getfd(), fcntl.F_DUPFD, 500)  # type: ignore[attr-defined]
-    os.closerange(0, 500)
+    tracker._fd = fcntl.fcntl(resource_tracker.getfd(), fcntl.F_DUPFD, first)  # type: ignore[attr-defined]
+    os.closerange(0, first)
     for descriptor, target in zip(given, targets, strict=True):
         os.dup2(descriptor, target)
         os.close(descriptor)
