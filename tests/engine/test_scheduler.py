@@ -461,7 +461,8 @@ def test_a_prompt_is_cancelled_wherever_it_is() -> None:
     driver.fill()
     assert len(driver.scheduler.waiting) == 0 and driver.scheduler.kv.num_sequences == 1
     driver.cancel(drawing)
-    assert driver.in_flight, "it draws in a step in flight"
+    in_flight = [each for planned in driver.in_flight for each in planned.sequences]
+    assert drawing.sequences[0] in in_flight, "it draws in a step in flight"
     while driver.in_flight:
         driver.collect()
     driver.scheduler.check_idle()
@@ -537,7 +538,8 @@ def test_scores_of_a_cancelled_prompt_are_complete_for_those_who_share_them() ->
     driver.fill()
     assert sharing.num_cached == 39 and sharing.shared_scores
     driver.cancel(scored)
-    assert driver.in_flight, "its scores are in flight"
+    in_flight = [each for planned in driver.in_flight for each in planned.scored_prompts]
+    assert scored in in_flight, "its scores are in flight"
     driver.run()
     assert len(scored.reports) < 80, "what was not fed is not scored"
 

@@ -499,7 +499,7 @@ def test_it_can_be_killed_at_every_step(
     is_whole: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before and after each system call that changes a file (every third): no answer is lost."""
+    """Before and after each system call that changes a file (every second): no answer is lost."""
     monkeypatch.setattr(other_work, "PROC", tmp_path / "no")  # threads of killed runs are many
     template = tmp_path / "template"
     template.mkdir()
@@ -517,7 +517,7 @@ def test_it_can_be_killed_at_every_step(
     wanted = answers_in(output) & answers_in(tmp_path / "whole.jsonl")
     assert len(wanted) >= 3
     # The state after one call is that before the next.
-    for moment in range(0 if IS_ALL or is_whole else 2, 400, 2 if IS_ALL else 6):
+    for moment in range(0 if IS_ALL or is_whole else 2, 400, 2 if IS_ALL else 4):
         folder = tmp_path / str(moment)
         shutil.copytree(template, folder)
         source, output = (folder / name for name in names)

@@ -454,10 +454,10 @@ def test_a_file_that_a_server_has_lost(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="a system without direct reads")
-def test_threads_that_are_refused_direct_reads_at_once(
+def test_pieces_are_read_at_once_where_direct_reads_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second took the refusal for a failing disk, because the first had left direct reads."""
+    """When each thread found that out, the second took it for a failing disk."""
     file = tmp_path / "file"
     file.write_bytes(b"weights " * (2 * PIECE // 8))
     read, both = os.preadv, threading.Barrier(2)
