@@ -72,7 +72,7 @@ def check_same(found: list[TokenLogprobs], whole: TokenLogprobs) -> None:
 @pytest.mark.parametrize("count", [2, 3, 7, 26])
 def test_draws_are_those_of_one_rank(bodies: tuple[Ranker, Drawer], count: int) -> None:
     """With each filter and all together, edits of logits, bans, masks of many and of few tokens."""
-    for number in range(num_examples(24 if count < 10 else 9)):
+    for number in range(num_examples(24 if count < 10 else 12)):
         check_draws(random.Random(number), count, *bodies)
 
 

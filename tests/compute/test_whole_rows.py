@@ -89,7 +89,8 @@ def test_prompts_see_themselves_alone(
     scoring = scoring_of(how, device, None, None if biases is None else biases.to(device))
     own = replace(scoring, relative=None if scoring.relative is None else scoring.relative.cpu())
     whole = KvCache([how], num_blocks=0, block_size=16, dtype=dtype, device=device, kernel=kernel)
-    for lengths in (LENGTHS, LENGTHS[::-1].copy(), LENGTHS[2:5])[2 if is_slow else 0 :]:
+    some = (LENGTHS, LENGTHS[::-1].copy(), LENGTHS[2:5])
+    for lengths in some[2 if changes else 0 :: 2] if is_slow else some:
         attend = whole.plan_whole(lengths, 2, None)
         for layer in range(2):
             tokens = int(lengths.sum())

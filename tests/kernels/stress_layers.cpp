@@ -224,7 +224,8 @@ void run_layers() {
             for (int64_t kind = 0; kind < 3; kind++) gate(random, type, kind);
         }
         run_layer(random, FLOAT32, FLOAT32, FLOAT32);
-        run_layer(random, FLOAT32, BFLOAT16, i % 3);
+        for (int64_t kv_type : {FLOAT32, BFLOAT16, FLOAT16})
+            run_layer(random, FLOAT32, BFLOAT16, kv_type);
         run_layer(random, BFLOAT16, BFLOAT16, BFLOAT16);
         run_layer(random, FLOAT32, BFLOAT16, FLOAT32, true);
         run_layer(random, BFLOAT16, BFLOAT16, BFLOAT16, true);

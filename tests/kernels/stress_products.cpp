@@ -86,7 +86,8 @@ void run_products() {
             const int64_t inputs = least * random.from(1, least == 32 ? 24 : 5);
             const bool is_first = i == 0 && &kind == &KINDS[0];
             multiply(random, inputs, {kind.number}, FLOAT32, FLOAT32, is_first);
-            multiply(random, inputs, {kind.number}, BFLOAT16, i % 2 ? BFLOAT16 : FLOAT32, is_first);
+            for (int64_t out_type : {BFLOAT16, FLOAT32})
+                multiply(random, inputs, {kind.number}, BFLOAT16, out_type, is_first);
             std::vector<int64_t> types = {kind.number};
             for (int64_t more = random.from(1, 3); more > 0; more--)
                 types.push_back(random_type(random, inputs, BFLOAT16));
