@@ -27,8 +27,9 @@ def faults(num_ranks: int) -> list[str]:
 
 TWO, FOUR = faults(2), faults(4)
 # Of two ranks a third of the faults, every kind and phase with either rank; of two stages of two
-# ranks each kind and phase once. scripts/test --all runs all.
-SOME = [*((fault, 1) for fault in TWO[0::7] + TWO[3::7]), *((fault, 2) for fault in FOUR[2::14])]
+# ranks each kind and phase once, and the last rank killed. scripts/test --all runs all.
+SOME = [(fault, 1) for fault in TWO[0::7] + TWO[3::7]]
+SOME += [(fault, 2) for fault in [*FOUR[2::14], "kill 3 decode"]]
 ALL = [*((fault, 1) for fault in TWO), *((fault, 2) for fault in FOUR)]
 
 
