@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Literal
 
 import torch
@@ -22,6 +23,7 @@ def plain_of(weights: Weights, name: str) -> torch.Tensor | None:
     return weights[name].plain if name in weights else None
 
 
+@cache  # most layers of a model are equal, and plans of many ways ask often
 def layer_specs(layer: Layer, hidden_size: int) -> TensorSpecs:
     """Return the tensors of a layer. Products are (outputs, inputs), of experts (experts, …)."""
     attention, of_hidden = layer.attention, (hidden_size,)

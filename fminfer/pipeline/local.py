@@ -29,13 +29,15 @@ class QueuedPipeline(ABC):
         # open would wait for this one for ever.
         atexit.register(self.close)
         self._is_closed = False
-        self.is_broken = False  # a rank failed; no result will come any more
+        self.failure: BaseException | None = None  # of a rank; no result will come any more
         self.num_in_flight = 0
 
     def submit(self, step: Step) -> None:
-        """Send a step in; steps are done in the order of their submission."""
+        """Send a step in; steps are done in this order. What ended the pipeline is raised."""
         if self._is_closed:
             raise UsageError("the engine is closed; make a new one")
+        if self.failure is not None:
+            raise self.failure
         self.num_in_flight += 1
         self._steps.put((self._turn, step))
 
@@ -68,14 +70,14 @@ class QueuedPipeline(ABC):
         self._is_closed = True
         atexit.unregister(self.close)
         self._steps.put(None)
-        if not self.is_broken:
+        if self.failure is None:
             self._thread.join()
 
     def _begin(self) -> None:
         try:
             self._on_start()
         except BaseException as error:
-            self.is_broken = True
+            self.failure = error
             self._results.put((LAST_TURN, error))
         else:
             self._work()

@@ -252,7 +252,7 @@ class RingPipeline(QueuedPipeline):
         """Raise an error in whoever waits for a result; nothing more comes."""
         if isinstance(error, PipelineError):
             error = self._explain(str(error))
-        is_first, self.is_broken = not self.is_broken, True
+        is_first, self.failure = self.failure is None, self.failure or error
         self._release()
         for each in (*self._ring, *self._rank_work.followers):
             if isinstance(each, _Sender):

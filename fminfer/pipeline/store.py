@@ -154,6 +154,8 @@ class Store(dist.Store):
             introduce(self._socket, secret)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.settimeout(None)
+            # The addresses of this rank and of the store, as this rank reaches it.
+            self.ends = self._socket.getsockname()[0], self._socket.getpeername()[0]
         except BaseException:
             self._socket.close()
             raise
@@ -161,11 +163,6 @@ class Store(dist.Store):
     def connect_again(self, timeout_s: float) -> Store:
         """Open another connection, whose calls do not wait for those on this one."""
         return connect(self.host, self.port, self.secret, timeout_s, self._prefix)
-
-    @property
-    def ends(self) -> tuple[str, str]:
-        """The addresses of this rank and of the store, as this rank reaches it."""
-        return self._socket.getsockname()[0], self._socket.getpeername()[0]
 
     def hide(self) -> None:
         """Take its address away, so that no other run finds it."""

@@ -105,6 +105,28 @@ def test_prompts_see_themselves_alone(
                 assert torch.allclose(each.float(), expected, atol=ERRORS[dtype], rtol=0.02)
 
 
+def test_without_memory_for_more_blocks_those_of_before_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts in halves then had a cache that counted blocks which were not there."""
+    how = make_how(2)
+    kernel, device = make_kernel(BODIES[-1], how.heads, 2, DIM, torch.float32)
+    whole = KvCache(
+        [how], num_blocks=0, block_size=8, dtype=torch.float32, device=device, kernel=kernel
+    )
+
+    def fail(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("can't allocate memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", fail)
+        with pytest.raises(RuntimeError, match="allocate"):
+            whole.plan_whole(LENGTHS, 1, None)
+    half = LENGTHS[:3]
+    ((keys, values),) = whole.plan_whole(half, 1, None).layers
+    assert len(keys) == len(values) == whole.num_blocks >= half.sum() / 8
+
+
 def test_only_kept_tokens_have_outputs(body: str) -> None:
     torch.manual_seed(0)
     how = make_how(2)

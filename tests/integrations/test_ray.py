@@ -25,6 +25,7 @@ from fminfer.cli.app import main
 from fminfer.contract.envelope import Line
 from fminfer.core.errors import UsageError
 from fminfer.integrations.ray import Answer, _read_files, answer, read_lines
+from tests.conftest import more
 
 REPO = Path(__file__).parent.parent.parent
 PROMPT = "Question: How do you go from the bathroom to the office?\nAnswer:"
@@ -96,6 +97,7 @@ def test_the_example_gives_the_records_of_a_run(
     assert not list(tmp_path.glob("*.ordered"))
 
 
+@more  # files in parts and ranks of an actor; the example above runs two actors
 def test_parquet_in_batches(cluster: None, stage: Answer, tmp_path: Path) -> None:
     """Every row comes back once; with a number it gets what one engine answers alone.
 

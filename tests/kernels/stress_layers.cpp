@@ -82,15 +82,16 @@ void norm(Random& random, int64_t type, bool is_rms) {
 void rotate(Random& random, int64_t type) {
     Apart rows(random, type);
     const int64_t half = random.from(1, rows.width / 2), turned = 2 * half;
-    const Numbers cos(random, rows.outer * turned, FLOAT32);
-    const Numbers sin(random, rows.outer * turned, FLOAT32);
+    const Numbers cos(random, rows.outer * half, FLOAT32);
+    const Numbers sin(random, rows.outer * half, FLOAT32);
     rows.run_both(
         [&](const Rows* r) { fminfer_rotate(r, cos.floats(), sin.floats(), turned); });
     rows.each([&](int64_t i, int64_t from, int64_t o, int64_t e) {
         double wanted = rows.x.at(from);
         if (e < turned) {
             const double other = e < half ? -rows.x.at(from + half) : rows.x.at(from - half);
-            wanted = wanted * cos.at(o * turned + e) + other * sin.at(o * turned + e);
+            const int64_t at = o * half + e % half;
+            wanted = wanted * cos.at(at) + other * sin.at(at);
         }
         check(is_near(rows.out.at(i), wanted, type), "a rotary position is wrong");
     });
@@ -187,7 +188,7 @@ void run_layer(Random& random, int64_t type, int64_t weight_type, int64_t kv_typ
     const RandomLayer made(random, step, type, weight_type, has_blocks);
     const Layer& layer = made.layer;
     const Numbers x(random, a.num_tokens * made.hidden, type);
-    const Numbers cos(random, a.num_tokens * made.turned, FLOAT32), sin = cos;
+    const Numbers cos(random, a.num_tokens * made.turned / 2, FLOAT32), sin = cos;
     std::vector<int64_t> kept;
     for (int64_t token : step.wanted)
         if (random.is_so() || token == step.wanted.back()) kept.push_back(token);

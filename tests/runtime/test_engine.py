@@ -23,7 +23,7 @@ from fminfer.compute.sampling.sampler import score
 from fminfer.compute.step import Step, StepResult
 from fminfer.core import errors
 from fminfer.core.config import EngineConfig, make_config
-from fminfer.core.errors import StepLimitError
+from fminfer.core.errors import PipelineError, StepLimitError
 from fminfer.machine.device import why_slow
 from fminfer.models.checkpoint import open_model
 from fminfer.models.layer_source import open_weights
@@ -351,6 +351,19 @@ def test_an_interrupt_between_a_result_and_its_counting_hangs_nothing() -> None:
     assert pipeline.collect().step_id == 0, "what was dropped is not mistaken for the next result"
     pipeline.close()
     pipeline.drop()
+
+
+def test_a_pipeline_that_has_ended_takes_no_step() -> None:
+    """It was told once alone: after an interrupt at that moment the next call waited for ever."""
+
+    def fail() -> None:
+        raise PipelineError("there is no such device")
+
+    pipeline = LocalPipeline(lambda step: StepResult(step.step_id, {}, []), fail)
+    assert pipeline._results.get(timeout=30), "… and the interrupt comes here"
+    with pytest.raises(PipelineError, match="no such device"):
+        pipeline.submit(Step(0))
+    pipeline.close()
 
 
 def test_a_closed_engine_says_so(llama_checkpoint: tuple[Path, Any]) -> None:

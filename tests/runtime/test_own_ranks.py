@@ -268,6 +268,7 @@ def test_a_second_ctrl_c_ends_all_at_once(tmp_path: Path) -> None:
     assert run.returncode == 130 and "Rows that are finished and kept" in err, err
 
 
+@more  # test_fewer_cores.py stops a command and its ranks
 def test_a_run_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
     """Ctrl-Z stopped the launcher alone, and its ranks went on."""
     run = start_run(tmp_path, "--rank-timeout", "2")

@@ -40,13 +40,13 @@ class KvCache:
         self._have(num_blocks)
 
     def _have(self, num_blocks: int) -> None:
-        """Have so many blocks, without values."""
-        self.num_blocks = self._shape[2] = num_blocks
+        """Have so many blocks, without values; without memory for them all stays as it is."""
+        shape = [*self._shape[:2], num_blocks, *self._shape[3:]]
         # Not zeroed: the system then gives memory page by page, as blocks come into use.
-        self._kv = torch.empty(self._shape, dtype=self._dtype, device=self.device)
+        self._kv = torch.empty(shape, dtype=self._dtype, device=self.device)
+        self.num_blocks, self.layers = num_blocks, [(each[0], each[-1]) for each in self._kv]
         if self.device.type == "cpu":
             use_small_pages(self._kv.data_ptr(), self._kv.nbytes)
-        self.layers = [(each[0], each[-1]) for each in self._kv]
 
     def plan_cross(self, rows: Rows, kept: np.ndarray | None) -> StepAttention:
         """Return the attention of tokens to what the encoder gave, as `BlockTables.cross` has them.

@@ -50,7 +50,7 @@ class TokenShard(TokenSpan):
     def draw(self, logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor) -> torch.Tensor:
         logits, own = _rows_of(logits, rows).float(), how.rows(rows)
         if not how.host.is_filtered.any():
-            return self._race(logits, own)
+            return self._race(logits, replace(own, on_host=how.on_host))
         found = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
         for is_part, draw_part in (
             (~own.is_filtered, self._race),

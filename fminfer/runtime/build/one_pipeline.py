@@ -141,9 +141,9 @@ class OnePipeline:
         if group is None:
             return
         group.watch.stop()
-        if not self.stages.is_broken:
+        if self.stages.failure is None:
             group.watch.hear_last()
-        group.leave(has_failed=self.stages.is_broken)
+        group.leave(has_failed=self.stages.failure is not None)
 
 
 def _most_read(loaded: LoadedPart) -> int:
