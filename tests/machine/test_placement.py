@@ -176,8 +176,8 @@ def test_a_card_that_cannot_be_used_ends_the_steps_with_its_error(
     loaded: Any = SimpleNamespace(device=torch.device("cuda:1"))
     step: Any = "a step"
     with closing(_build_pipeline(stage, loaded, None)) as pipeline:
-        pipeline.submit(step)
         with pytest.raises(RuntimeError, match="invalid device"):
+            pipeline.submit(step)  # which may hear of it already
             pipeline.collect()
         pipeline.drop()
 
