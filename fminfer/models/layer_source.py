@@ -20,7 +20,7 @@ from fminfer.models.origins import Origin, Origins, Piece, cut_origins, drawn_or
 from fminfer.models.sharding import WHOLE, ModelShare, outputs_dim
 from fminfer.models.stored.direct_reads import Lent, Span, merge
 from fminfer.models.stored.tensor_table import TensorFiles, Waiting, reading_ahead
-from fminfer.models.tensor_specs import TensorSpecs, Weights, entry_specs, exit_specs, layer_specs
+from fminfer.models.tensor_specs import Weights, entry_specs, exit_specs, layer_specs
 
 OnProgress = Callable[[int, int], None]
 MOST_BETWEEN = 64  # rows of other ranks that are read with those around them
@@ -48,7 +48,7 @@ class LayerSource:
         self.resident = [number for number in part.numbers if number not in streamed]
         self.is_first, self.is_last, model = part.is_first, part.is_last, checkpoint.model
 
-        def group(specs: TensorSpecs, top: str = "") -> Origins:
+        def group(specs: Collection[str], top: str = "") -> Origins:
             return {name: origins[top + name] for name in specs if top + name in origins}
 
         self._layers = {

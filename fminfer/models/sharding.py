@@ -17,7 +17,7 @@ from fminfer.compute.spec import Attention, HeadsOfAll, Layer, Mlp, Model, Moe
 from fminfer.compute.weights import Format, Joined, TensorSpec, Units
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import even_parts
-from fminfer.models.tensor_specs import TensorSpecs, entry_specs, exit_specs, layer_specs
+from fminfer.models.tensor_specs import entry_specs, exit_specs, layer_specs
 
 TOKENS_UNIT = 8  # masks of allowed tokens are bytes of 8
 MORE_RANKS = "--pipeline-group-size uses more ranks"
@@ -106,7 +106,7 @@ def _share_model(model: Model, shard: int, count: int, blocks: Mapping[str, int]
     return ModelShare(held, shard, tuple(tokens), cuts)
 
 
-def _cuts(specs: TensorSpecs, parts: Parts, shard: int) -> dict[str, TensorCut]:
+def _cuts(specs: Mapping[str, TensorSpec], parts: Parts, shard: int) -> dict[str, TensorCut]:
     def own(units: Units, first: int = 0) -> range:
         part = parts[units.of]
         return range(first + part.start * units.size, first + part.stop * units.size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Literal
@@ -24,7 +25,7 @@ def plain_of(weights: Weights, name: str) -> torch.Tensor | None:
 
 
 @cache  # most layers of a model are equal, and plans of many ways ask often
-def layer_specs(layer: Layer, hidden_size: int) -> TensorSpecs:
+def layer_specs(layer: Layer, hidden_size: int) -> Mapping[str, TensorSpec]:
     """Return the tensors of a layer. Products are (outputs, inputs), of experts (experts, …)."""
     attention, of_hidden = layer.attention, (hidden_size,)
     found: TensorSpecs = {}

@@ -159,8 +159,8 @@ def _find_metaseq(folder: Path) -> WeightFiles | None:
     if numbers := _numbers(folder, PART):
         parts = [f"reshard-model_part-{number}.pt" for number in range(max(numbers) + 1)]
         return WeightFiles("metaseq", _all_there(folder, parts))
-    for file in sorted(folder.glob("*-shard[0-9]*.pt")):
-        raise unsharded_error(file.name)
+    if raw := sorted(folder.glob("*-shard[0-9]*.pt")):
+        raise unsharded_error(raw[0].name)
     return None
 
 
