@@ -131,7 +131,7 @@ class ProgressBar:
         self._last_step_s = self._last_line_s = time.perf_counter()
         self._every_s = BAR_EVERY_S if self._is_terminal else FIRST_LINE_S
         self._time_left = time_left or TimeLeft()
-        self._num_rows = self._num_tokens = 0
+        self._num_rows = self._num_errors = self._num_tokens = 0
         self._elapsed_s = 0.0
         self._left, self._left_at_s = UNKNOWN, -math.inf
         hide = is_quiet or not self._is_terminal
@@ -156,7 +156,7 @@ class ProgressBar:
 
     def update(self, num_rows: int, num_errors: int, engine: Observed) -> None:
         """Show the newest counts, if it is time to; `num_errors` of the rows are in error."""
-        self._num_rows = num_rows
+        self._num_rows, self._num_errors = num_rows, num_errors
         now_s = time.perf_counter()
         if self._is_quiet or now_s - self._last_line_s <= self._every_s:
             return
@@ -165,18 +165,23 @@ class ProgressBar:
             self._every_s = min(2 * self._every_s, LINE_EVERY_S)
         if self._left == UNKNOWN or now_s - self._left_at_s >= LEFT_EVERY_S:
             self._left, self._left_at_s = self._tell_left(engine), now_s
-        total = "?" if self.total_rows is None else self.total_rows
-        rows = f"{num_rows}/{total} rows"
-        texts = self._texts(num_errors)
         if self._is_terminal:
-            room = num_columns() - len(f"fminfer: 100%|| {rows}, ") - LEAST_BAR
-            text = next((each for each in texts if len(each) <= room), texts[-1])
-            self._bar.set_postfix_str(text, refresh=False)
-            self._bar.total = self.total_rows
-            self._bar.update(num_rows - self._bar.n)
-            self._bar.refresh()
+            self._show_bar()
         else:
-            print(f"{rows}, {texts[0]}", file=sys.stderr, flush=True)
+            print(f"{self._rows}, {self._texts()[0]}", file=sys.stderr, flush=True)
+
+    @property
+    def _rows(self) -> str:
+        return f"{self._num_rows}/{'?' if self.total_rows is None else self.total_rows} rows"
+
+    def _show_bar(self) -> None:
+        texts = self._texts()
+        room = num_columns() - len(f"fminfer: 100%|| {self._rows}, ") - LEAST_BAR
+        text = next((each for each in texts if len(each) <= room), texts[-1])
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.total = self.total_rows
+        self._bar.update(self._num_rows - self._bar.n)
+        self._bar.refresh()
 
     def _tell_left(self, engine: Observed) -> str:
         left_s = self.left_s(engine)
@@ -185,12 +190,13 @@ class ProgressBar:
         is_most = self._time_left.is_most(engine, self.total_rows)
         return f"left {'<' if is_most else '~'}{show_seconds(left_s)}"
 
-    def _texts(self, num_errors: int) -> list[str]:
+    def _texts(self) -> list[str]:
         """Return what stands behind the rows, and shorter forms of it for narrow terminals."""
         # Rows may take long to end; tokens show that they go on.
         tokens_per_s = self._num_tokens / self._elapsed_s if self._elapsed_s > 0 else 0.0
         tokens, speed = f"{self._num_tokens:,} tokens", f"{tokens_per_s:,.0f} tok/s"
-        most = [self._left, *([counted(num_errors, "error")] if num_errors else [])]
+        errors = [counted(self._num_errors, "error")] if self._num_errors else []
+        most = [*filter(None, [self._left]), *errors]
         slowed = ["slowed by other work"] if self._is_slowed() else []
         brief = [*most, *(["slowed"] if slowed else [])]
         forms = [
@@ -204,5 +210,6 @@ class ProgressBar:
         return [", ".join(form) for form in forms]
 
     def close(self) -> None:
-        self._bar.update(self._num_rows - self._bar.n)
+        self._left = ""  # the run has ended
+        self._show_bar()
         self._bar.close()

@@ -5,9 +5,12 @@
 #include <new>
 
 bool stress::has_memory = true;
+std::atomic<int64_t> stress::num_refused{0};
 
 void* operator new(size_t size, const std::nothrow_t&) noexcept {
-    return stress::has_memory ? std::malloc(size) : nullptr;
+    if (stress::has_memory) return std::malloc(size);
+    stress::num_refused++;
+    return nullptr;
 }
 void* operator new(size_t size) {
     void* const found = operator new(size, std::nothrow);

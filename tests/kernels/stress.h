@@ -2,6 +2,7 @@
 // very size, so that a sanitizer sees what is read or written behind the end.
 #pragma once
 
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -31,6 +32,7 @@ inline void check(bool is_so, const char* what) {
 
 // Whether `new` finds memory: a part of the program may say that there is none.
 extern bool has_memory;
+extern std::atomic<int64_t> num_refused;  // how often it found none
 
 #ifndef SHARE
 #define SHARE 1
