@@ -33,8 +33,6 @@ _TO_LINES = (
 _TO_UTF8 = "save it as UTF-8 (iconv -f {0} -t UTF-8 FILE > NEW does it)"
 # The first bytes of what holds no JSON lines; what it is, and what to do.
 _OTHERS = (
-    (b"\xff\xfe", "text in UTF-16", _TO_UTF8.format("UTF-16")),
-    (b"\xfe\xff", "text in UTF-16", _TO_UTF8.format("UTF-16")),
     (b"PAR1", "a Parquet table", _TO_LINES),
     (b"PK\x03\x04", "a ZIP archive, as .xlsx files are", f"unpack it. Of a sheet, {_TO_LINES}"),
     (b"SQLite format 3\0", "an SQLite database", _TO_LINES),
@@ -192,9 +190,11 @@ def explain_bytes(head: bytes) -> str:
     for magic, what, remedy in _OTHERS:
         if head.startswith(magic):
             return f"it is {what}; {remedy}"
-    zeros = tuple(byte == 0 for byte in head[:4])
+    is_marked = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    zeros = tuple(byte == 0 for byte in head[2 * is_marked :][:4])  # JSON begins with ASCII
     if zeros in ((False, True) * 2, (True, False) * 2):
-        return f"it is text in UTF-16; {_TO_UTF8.format('UTF-16' + 'BL'[zeros[1]] + 'E')}"
+        encoding = "UTF-16" if is_marked else "UTF-16BE" if zeros[0] else "UTF-16LE"
+        return f"it is text in UTF-16; {_TO_UTF8.format(encoding)}"
     if _PAGE.match(head):
         return f"it is a page of the web, or XML; {_PAGE_REMEDY}"
     return ""
