@@ -109,7 +109,7 @@ class RequestCore(Protocol):
 
 
 class EngineCore(RequestCore, Observed, Protocol):
-    """A whole engine. `add`, `cancel` and `wait` are for any thread, other methods for one."""
+    """A whole engine. `add`, `cancel`, `wait` and `wake` are for any thread, others for one."""
 
     lines: EngineStats  # counts of lines that were read, a part of `stats`
 
@@ -134,7 +134,10 @@ class EngineCore(RequestCore, Observed, Protocol):
         """
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for work, at most until the timeout; return whether there is any."""
+        """Wait for work, at most until `wake` or the timeout; return whether there is any."""
+
+    def wake(self) -> None:
+        """End a `wait`, or the next one if none goes on."""
 
     def start_run(self) -> None:
         """Count the steps of a run anew; no longer drain."""

@@ -105,14 +105,12 @@ class EngineLoop:
         self._notify()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until there is work or somebody calls `wake`; return whether there is work."""
         with self._news:
             self._news.wait_for(lambda: self.has_work or self._is_woken, timeout_s)
             self._is_woken = False
         return self.has_work
 
     def wake(self) -> None:
-        """End a `wait`, or the next one if none goes on."""
         self._is_woken = True
         self._notify()
 

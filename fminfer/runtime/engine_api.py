@@ -205,9 +205,13 @@ class Engine:
         self._core.cancel(request_id)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for work, at most until the timeout; return whether there is any."""
+        """Wait for work, at most until `wake` or the timeout; return whether there is any."""
         self.runs.lanes.feed()
         return bool(self.runs.left) or self._core.wait(timeout_s)
+
+    def wake(self) -> None:
+        """End a `wait`, or the next one if none goes on. Any thread may call it."""
+        self._core.wake()
 
     @property
     def has_work(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Awaitable, Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +135,9 @@ def make_app(service: Service, settings: ServerSettings, batches: BatchService |
     app.include_router(batch_routes(service, batches))
     app.include_router(page_routes())
     _add_errors(app, service)
-    document = _describe(app, has_keys=bool(settings.api_keys))
-    app.openapi = lambda: document  # type: ignore[method-assign]
+    # It is made when it is first asked for: that takes as long as all else here.
+    describe = cache(partial(_describe, app, has_keys=bool(settings.api_keys)))
+    app.openapi = describe  # type: ignore[method-assign]
     app.add_middleware(AccessCheck, settings=settings, service=service)
     return app
 

@@ -19,7 +19,7 @@ from fminfer.server.http_errors import HttpError, shutting_down
 from fminfer.server.metrics import Metrics
 from fminfer.server.replies import Reply
 
-IDLE_S = 0.2  # after which an idle engine looks whether it is to end
+IDLE_S = 0.2  # between looks whether an idle team has lost a pipeline
 TOKENIZERS = 2  # requests that are tokenized at once
 MOST_LOOKING = 16  # requests that a full queue tokenizes at once, to look for a kept answer
 MOST_RETRY_S = 60
@@ -199,6 +199,7 @@ class Dispatcher:
     def end(self) -> None:
         """Have `run` return."""
         self._is_over.set()
+        self._engine.wake()
         self._tokenizers.end()
         self._compilers.end()
 

@@ -195,6 +195,21 @@ def test_answers_say_how_long_a_connection_stays_open(engine: fminfer.Engine) ->
         assert refused.headers["connection"] == "close" and "keep-alive" not in refused.headers
 
 
+@pytest.mark.parametrize("pipelines", [1, 2])
+def test_an_idle_engine_hears_at_once_that_its_server_ends(
+    pipelines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looked five times a second."""
+    monkeypatch.setattr("fminfer.server.dispatcher.IDLE_S", 60.0)
+    engine = fminfer.Engine(device="cpu", data_group_size=pipelines)
+    try:
+        for _ in range(2):
+            with running(engine) as server:
+                assert server.post("/v1/completions", SHORT).status == 200
+    finally:
+        engine.close()
+
+
 def test_pipelines_that_die_while_nothing_is_asked_end_the_server() -> None:
     """It went on, in good health, until somebody asked for something."""
     environ = os.environ | {"OMP_NUM_THREADS": "1"}

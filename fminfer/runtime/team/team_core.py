@@ -54,7 +54,7 @@ class Team:
         self._cancelled: deque[int] = deque()
         self._waiting: deque[SentRequest] = deque()  # for a pipeline
         self._news = threading.Condition()
-        self._is_closed = False
+        self._is_closed = self._is_woken = False
         self._wake_out, self._wake_in = os.pipe()
         os.set_blocking(self._wake_in, False)
         self.lines = EngineStats()  # of lines that were read, which pipelines do not see
@@ -121,21 +121,24 @@ class Team:
         request_id = next(self._ids) if request_id is None else request_id
         ask = Ask(request_id, prepared, priority, is_streamed, is_counted)
         self._added.append(SentRequest(ask))
-        self._wake()
+        self.wake()
         return request_id
 
     def cancel(self, request_id: int) -> None:
         """Forget a request."""
         self._cancelled.append(request_id)
-        self._wake()
+        self.wake()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for work, at most until the timeout; return whether there is any.
+        """Wait for work, at most until `wake` or the timeout; return whether there is any.
 
         What pipelines say unasked is work, too: that of one that died is its end.
         """
         with self._news:
-            self._news.wait_for(lambda: self.has_work or self._is_closed, timeout_s)
+            self._news.wait_for(
+                lambda: self.has_work or self._is_closed or self._is_woken, timeout_s
+            )
+            self._is_woken = False
         if self.has_work or self._is_closed:
             return self.has_work
         living = [pipeline.connection for pipeline in self._living]
@@ -243,9 +246,10 @@ class Team:
     def _living(self) -> list[TeamPipeline]:
         return [pipeline for pipeline in self._pipelines if pipeline.is_alive]
 
-    def _wake(self) -> None:
-        """End a `wait`, or a `step` that listens."""
+    def wake(self) -> None:
+        """End a `wait`, or the next one; and a `step` that listens."""
         with self._news:
+            self._is_woken = True
             self._news.notify_all()
             if not self._is_closed:
                 with contextlib.suppress(BlockingIOError):  # it is full
