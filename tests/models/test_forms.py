@@ -27,7 +27,7 @@ from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.stored.weight_folder import find_weights
 from fminfer.models.tensor_specs import Weights
 from fminfer.plan.planning import plan_ahead
-from tests.conftest import IS_ALL, make_model, more, save_byte_tokenizer, some_families
+from tests.conftest import FEW, IS_ALL, make_model, more, save_byte_tokenizer, some_families
 from tests.forked import fork_server, run_forked
 from tests.forms import FORMS, TOPS, Files, save
 from tests.models.test_transformer import logits_of
@@ -73,7 +73,8 @@ def test_every_form_of_opt(form: str, tmp_path: Path) -> None:
         torch.testing.assert_close(logits_of(folder, parts_of(sizes), IDS), own_logits(model))
 
 
-@pytest.mark.parametrize("family", some_families())
+# Pickles have the names of modules: those of granitemoe changed in transformers 5.23.
+@pytest.mark.parametrize("family", some_families((*FEW, "granitemoe")))
 @pytest.mark.parametrize("form", ["bin", "bin-old"])
 def test_every_family_as_pickles(form: str, family: str, tmp_path: Path) -> None:
     model = make_model(family)
