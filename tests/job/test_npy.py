@@ -215,6 +215,9 @@ def test_two_workers_are_killed_and_go_on(model: tuple[Path, Any, Any], tmp_path
         for worker in workers:
             worker.kill()
             worker.wait()
+        for claim in outputs.glob("*.claim/*"):
+            if not claim.stat().st_size:  # it was killed before it had written whose it is,
+                os.utime(claim, (0, 0))  # and a minute later nobody minds it
     assert list(outputs.glob("*.journal")), "they were killed in the middle"
     run(folder, inputs, outputs, status=3)
     with fminfer.Engine(str(folder), dtype="float32") as engine:
