@@ -22,12 +22,15 @@ from fminfer.files.line_reader import (
     is_input_name,
     read_lines,
 )
-from fminfer.files.split_folders import MANIFEST, PART_NAME, is_split
+from fminfer.files.split_folders import is_split
 from fminfer.files.streams import (
+    MANIFEST,
+    PART_NAME,
     STDIN,
     changed_ns,
     explain_bytes,
     explain_text,
+    is_part,
     is_stream,
     require_zstd,
 )
@@ -201,7 +204,8 @@ def _look_into(path: Path, changed_at: int) -> tuple[Kind, str]:
     head = first_bytes(path)
     is_spread = ".json" in path.suffixes and head.lstrip().startswith(b"{")  # which may end in CR
     is_known = is_spread or PART_NAME.fullmatch(path.name)  # a part may hold wrong lines alone
-    if trouble := explain_bytes(head) or ("" if is_known else explain_text(head)):
+    trouble = explain_bytes(head) or ("" if is_known else explain_text(head))
+    if trouble and not is_part(path):
         return "", trouble
     kind: Kind = ""
     for number, line in enumerate(islice(read_lines(path, 0), NUM_LOOKED_AT)):

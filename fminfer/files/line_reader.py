@@ -23,6 +23,7 @@ from fminfer.files.streams import (
     changed_ns,
     digest_of,
     explain_bytes,
+    is_part,
     opens_array,
     packing_of,
     read_chunks,
@@ -69,6 +70,8 @@ def holds_plain_lines(path: Path) -> bool:
     """Tell whether a file is one request a line, unpacked, and can be read more than once."""
     if path.suffix not in LINES or not path.is_file():
         return False
+    if is_part(path):
+        return True
     with reading_file(path), path.open("rb") as file:
         head, is_whole = file.read(CHUNK_BYTES), not file.read(1)
     return not (packing_of(head, "") or opens_array(head.removeprefix(UTF8_BOM), is_whole=is_whole))
@@ -193,6 +196,8 @@ def _read_all(path: Path, source: int, digest: Digest | None) -> Iterator[Line]:
 
 def _numbered(path: Path, chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes | CutValue, str]]:
     """Yield each value with its number and what is wrong with it, as far as other lines tell."""
+    if is_part(path):
+        return explain_spread(enumerate(split_lines(chunks), 1))
     chunks = Ahead(_without_bom(chunks))
     first, head = _pass_blank(chunks)
     if trouble := explain_bytes(head):

@@ -9,12 +9,9 @@ from pathlib import Path
 
 from fminfer.contract.json_object import load
 from fminfer.core.errors import UsageError
-from fminfer.files.streams import changed_ns, digest_of
+from fminfer.files.streams import MANIFEST, MANIFEST_HEAD, PART_NAME, changed_ns, digest_of
 
-MANIFEST = "manifest.json"  # the folder's parts may stand below it
-PART_NAME = re.compile(r"request_(0|[1-9][0-9]{0,17})\.jsonl")
 NUM_EQUAL = "num_equal"  # in what a manifest says of a part; see `envelope.Line`
-_HEAD = b'{"fminfer_split"'
 _NUM_EQUAL = re.compile(rb'\{"num_equal":.*?\],"path":("(?:[^"\\]|\\.)*")')
 
 
@@ -41,7 +38,7 @@ def _find_entries(manifest: Path, changed_at: int) -> dict[str, int]:
     """Return where a manifest tells of parts whose lines have equal ones, by the parts' paths."""
     found, place = {}, 0
     with manifest.open("rb") as file:
-        if not file.peek(len(_HEAD)).startswith(_HEAD):
+        if not file.peek(len(MANIFEST_HEAD)).startswith(MANIFEST_HEAD):
             return {}
         for line in file:
             if match := _NUM_EQUAL.match(line):
@@ -66,7 +63,7 @@ def is_split(folder: Path) -> bool:
             head = file.readline()
     except OSError:
         return False
-    if not head.startswith(_HEAD):
+    if not head.startswith(MANIFEST_HEAD):
         return False
     if not re.search(rb'"is_complete": ?true', head):
         raise UsageError(f"the split into {folder} was not finished; repeat its command")

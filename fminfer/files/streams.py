@@ -25,6 +25,9 @@ COMPRESSED = (".gz", ".zst")
 CHUNK_BYTES = 2**16
 DIGEST_CHUNK_BYTES = 2**20
 A_PIPE = "a pipe"  # instead of a digest
+MANIFEST = "manifest.json"  # of a split's folder; the parts may stand below it
+MANIFEST_HEAD = b'{"fminfer_split"'
+PART_NAME = re.compile(r"request_(0|[1-9][0-9]{0,17})\.jsonl")
 _PACKED = ((b"\x1f\x8b", ".gz"), (b"\x28\xb5\x2f\xfd", ".zst"))
 _LINE = 'A request is a line such as {"prompt": "…", "max_tokens": 8}'
 _TO_LINES = (
@@ -33,6 +36,8 @@ _TO_LINES = (
 _TO_UTF8 = "save it as UTF-8 (iconv -f {0} -t UTF-8 FILE > NEW does it)"
 # The first bytes of what holds no JSON lines; what it is, and what to do.
 _OTHERS = (
+    (b"\xff\xfe", "text in UTF-16", _TO_UTF8.format("UTF-16")),
+    (b"\xfe\xff", "text in UTF-16", _TO_UTF8.format("UTF-16")),
     (b"PAR1", "a Parquet table", _TO_LINES),
     (b"PK\x03\x04", "a ZIP archive, as .xlsx files are", f"unpack it. Of a sheet, {_TO_LINES}"),
     (b"SQLite format 3\0", "an SQLite database", _TO_LINES),
@@ -49,6 +54,14 @@ _CONTROL = re.compile(rb"[\0-\x08\x0e-\x1f]")
 def is_stream(path: Path) -> bool:
     """Tell whether an input is stdin, or a shell's `<(…)`: nothing can stand beside it."""
     return path == STDIN or path.parent in DEVICES
+
+
+def is_part(path: Path) -> bool:
+    """Tell whether `fminfer split` wrote a file: lines, whatever a wrong first one looks like."""
+    for folder in path.absolute().parents[:2] if PART_NAME.fullmatch(path.name) else ():
+        with suppress(OSError), (folder / MANIFEST).open("rb") as file:
+            return file.read(len(MANIFEST_HEAD)) == MANIFEST_HEAD
+    return False
 
 
 class Digest:
@@ -167,7 +180,7 @@ class _Tap(io.RawIOBase):
 def _decompress(path: Path, raw: Any) -> tuple[Any, tuple[type[Exception], ...]]:
     """Return a stream of what a file holds, and what it raises where its data is damaged."""
     head = raw.peek(1) if hasattr(raw, "peek") else b"{"  # a stand-in for stdin: not packed
-    kind = packing_of(head, path.suffix)
+    kind = "" if is_part(path) else packing_of(head, path.suffix)
     if kind == ".gz":
         return gzip.GzipFile(fileobj=raw), (EOFError, gzip.BadGzipFile, zlib.error)
     if kind == ".zst":
@@ -190,11 +203,9 @@ def explain_bytes(head: bytes) -> str:
     for magic, what, remedy in _OTHERS:
         if head.startswith(magic):
             return f"it is {what}; {remedy}"
-    is_marked = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    zeros = tuple(byte == 0 for byte in head[2 * is_marked :][:4])  # JSON begins with ASCII
+    zeros = tuple(byte == 0 for byte in head[:4])
     if zeros in ((False, True) * 2, (True, False) * 2):
-        encoding = "UTF-16" if is_marked else "UTF-16BE" if zeros[0] else "UTF-16LE"
-        return f"it is text in UTF-16; {_TO_UTF8.format(encoding)}"
+        return f"it is text in UTF-16; {_TO_UTF8.format('UTF-16' + 'BL'[zeros[1]] + 'E')}"
     if _PAGE.match(head):
         return f"it is a page of the web, or XML; {_PAGE_REMEDY}"
     return ""

@@ -23,8 +23,8 @@ from fminfer.files.journal import journal_path
 from fminfer.files.line_reader import NAMED_ENDINGS, count_rows
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.output_paths import answers_path, plan_each
-from fminfer.files.split_folders import PART_NAME
 from fminfer.files.status_file import STATUS, read_status, status_path
+from fminfer.files.streams import PART_NAME
 from fminfer.job.report.answer_fields import read_answer
 from fminfer.job.report.scanning import RowsFile
 from fminfer.job.report.told_outputs import is_there, output_of

@@ -14,6 +14,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import PlainTextResponse, RedirectResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from fminfer.core.errors import OutputError, RequestError
@@ -129,11 +130,12 @@ def make_app(service: Service, settings: ServerSettings, batches: BatchService |
         redoc_url=None,
         redirect_slashes=False,  # the address of a proxy before it is not known
     )
-    for routes in (openai_routes, model_routes, old_routes):
-        app.include_router(routes(service))
-    app.include_router(file_routes(batches))
-    app.include_router(batch_routes(service, batches))
-    app.include_router(page_routes())
+    routers = [routes(service) for routes in (openai_routes, model_routes, old_routes)]
+    routers += [file_routes(batches), batch_routes(service, batches), page_routes()]
+    for router in routers:
+        app.include_router(router)
+    told = (each for router in routers for each in router.routes if isinstance(each, APIRoute))
+    app.state.paths = {each.path for each in told if each.include_in_schema}
     _add_errors(app, service)
     # It is made when it is first asked for: that takes as long as all else here.
     describe = cache(partial(_describe, app, has_keys=bool(settings.api_keys)))
@@ -213,7 +215,7 @@ def _find_remedy(request: Request, path: str) -> str:
     parts = path.rsplit("/", PARTS)[1:]  # the last ones: a path may have thousands
     tails = ["/".join(parts[start:]) for start in range(len(parts))]
     places = [place for tail in tails for place in (f"/v1/{tail}", f"/{tail}")]
-    here = next((place for place in places if place in request.app.openapi()["paths"]), "")
+    here = next((place for place in places if place in request.app.state.paths), "")
     if here.startswith("/v1/"):
         return f"it is at {here}; set the base_url of your client to {request.base_url}v1. "
     return f"it is at {here}. " if here else ""

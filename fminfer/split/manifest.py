@@ -28,8 +28,8 @@ import numpy.typing as npt
 from fminfer.contract.json_object import dump, load
 from fminfer.core.errors import UsageError
 from fminfer.files.disk import replacing
-from fminfer.files.split_folders import MANIFEST, NUM_EQUAL, PART_NAME
-from fminfer.files.streams import reading_file
+from fminfer.files.split_folders import NUM_EQUAL
+from fminfer.files.streams import MANIFEST, PART_NAME, reading_file
 
 NO_ENGINE = "default"  # of requests that name none
 MAX_BYTES = 200  # of a folder's name, all components together

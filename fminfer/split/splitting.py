@@ -31,9 +31,8 @@ from fminfer.files.json_values import CutValue
 from fminfer.files.line_reader import UTF8_BOM, holds_plain_lines, read_lines, split_lines
 from fminfer.files.ordered_output import traces
 from fminfer.files.output_paths import answers_path, require_parent
-from fminfer.files.split_folders import MANIFEST, PART_NAME
 from fminfer.files.status_file import status_path
-from fminfer.files.streams import A_PIPE, digest_of, read_chunks
+from fminfer.files.streams import A_PIPE, MANIFEST, PART_NAME, digest_of, read_chunks
 from fminfer.split.grouping import Groups, RequestGroup, find_length, find_most_varied
 from fminfer.split.manifest import Manifest, SplitPart, folder_name, read_paths, write_manifest
 

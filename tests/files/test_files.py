@@ -148,10 +148,9 @@ def test_a_pipes_lines_are_lines_whatever_the_first_one_is(tmp_path: Path) -> No
 
 def test_a_part_of_wrong_lines_is_answered_line_by_line(tmp_path: Path) -> None:
     """`fminfer split` puts them into one part, of which `fminfer merge` wants every line."""
-    for first in (b"a,b", b"\xff\xfe\x81]", b"\xfe\xff]"):  # UTF-16 has a zero in each pair
-        part = write(tmp_path / "request_0.jsonl", first + b"\n\0,d\ne,f\n")
-        assert find_inputs([tmp_path]) == [part]
-        assert [line.raw for line in read_lines(part, 0)] == [first, b"\0,d", b"e,f"]
+    part = write(tmp_path / "request_0.jsonl", b"a,b\n\0,d\ne,f\n")
+    assert find_inputs([tmp_path]) == [part]
+    assert [line.raw for line in read_lines(part, 0)] == [b"a,b", b"\0,d", b"e,f"]
 
 
 OTHER_FORMS = {

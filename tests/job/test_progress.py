@@ -170,6 +170,10 @@ def test_the_bar_fits_a_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) 
     assert "45%|" in frames[0] and "left ~" in frames[0], frames
     assert (", 12,345 errors, slowed" in frames[0]) == (columns > 60), frames
     assert (" tok/s, left " in frames[0]) == ("slowed by other work" in frames[0]) == (columns > 80)
+    assert "left" not in frames[-1] and "12,345 errors" in frames[-1], (
+        "as it stays when all is done"
+    )
+    assert (" tok/s, 12,345 errors" in frames[-1]) == (columns > 80), frames
 
 
 def test_progress_is_honest_about_what_it_does_not_know(

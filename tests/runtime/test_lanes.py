@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,20 @@ def test_requests_behind_all_others_are_counted_apart(engine: fminfer.Engine) ->
     assert core.num_waiting_behind == core.num_waiting == 0
     if engine.config.data_group_size == 1:
         assert set(ended[:6]) == set(live)
+
+
+def test_a_wait_ends_by_its_time_and_by_wake(engine: fminfer.Engine) -> None:
+    """A request that was worked off ended the next wait of several pipelines, too."""
+    engine.add({"prompt": [5, 6], "max_tokens": 2})
+    while engine.has_work:
+        engine.step()
+    began_s = time.monotonic()
+    engine.wait(0.3)
+    assert time.monotonic() - began_s >= 0.29
+    engine.wake()
+    began_s = time.monotonic()
+    engine.wait(30)
+    assert time.monotonic() - began_s < 10
 
 
 def test_an_answer_that_comes_before_its_request_is_noted_is_not_lost(

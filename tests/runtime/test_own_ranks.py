@@ -21,6 +21,7 @@ import pytest
 import fminfer
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import PipelineError, UsageError
+from fminfer.machine.stopper import REPEAT_CTRL_C_S
 from fminfer.pipeline.ranks import RankConfig, RankFacts, Spread
 from fminfer.runtime.launch import processes
 from fminfer.runtime.launch.role import ChildOptions, Role, Task, find_role
@@ -260,12 +261,17 @@ def test_ctrl_c_reaches_all_processes_and_ends_the_run_in_good_order(tmp_path: P
 
 
 def test_a_second_ctrl_c_ends_all_at_once(tmp_path: Path) -> None:
-    run = start_run(tmp_path, "--grace", "100", num_tokens=600)  # over a second for two rows
+    run = start_run(tmp_path, "--grace", "100", num_tokens=700)  # over a second for two rows
     os.killpg(run.pid, signal.SIGINT)
-    time.sleep(0.4)  # REPEAT_CTRL_C_S: sooner, it would be the same one
+    until_s = time.monotonic() + 20
+    while "Ctrl-C again" not in run.said():
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+    time.sleep(REPEAT_CTRL_C_S + 0.1)  # sooner, it would be the same one
+    num_kept = (tmp_path / "out.jsonl.journal").read_bytes().count(b"\n") - 1
     os.killpg(run.pid, signal.SIGINT)
     _, err = run.communicate(timeout=10)
-    assert run.returncode == 130 and "Rows that are finished and kept" in err, err
+    assert run.returncode == 130 and f"finished and kept: {num_kept}." in err, err
 
 
 @more  # test_fewer_cores.py stops a command and its ranks

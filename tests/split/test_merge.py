@@ -19,6 +19,7 @@ from fminfer.cli.app import main
 from fminfer.contract.envelope import Line, open_envelope
 from fminfer.contract.record import make_id
 from fminfer.core.errors import FminferError, OutputError, UsageError
+from fminfer.files.input_folders import find_inputs
 from fminfer.files.journal import journal_path
 from fminfer.files.line_reader import read_lines
 from fminfer.files.ordered_output import errors_path
@@ -114,6 +115,36 @@ def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "merged.errors.jsonl",
         "merged.jsonl",
     ]
+
+
+FOREIGN = (
+    b"\xff\xfe\x81]",
+    b"<html>no</html>",
+    b"\x1f\x8b\x08x",
+    b"PAR1",
+    b"BZh9",
+    b"[5, 6]",
+    b"a,b",
+)
+
+
+@pytest.mark.parametrize("rows", [1, 100], ids=["alone", "together"])
+def test_a_wrong_line_that_begins_as_another_kind_of_file_costs_itself(
+    rows: int, tmp_path: Path
+) -> None:
+    """A part that began with one was refused, or taken for packed, and never could be merged."""
+    good = b'{"prompt": "a", "max_tokens": 2}'
+    lines = [line for wrong in FOREIGN for line in (good, wrong)]
+    (tmp_path / "all.jsonl").write_bytes(b"\n".join(lines))
+    parts = split(tmp_path / "all.jsonl", tmp_path / "parts", chunk=100 * rows)
+    command = ["run", *map(str, find_inputs(parts)), "-q"]
+    found = CliRunner().invoke(main, command)
+    assert found.exit_code == 3, found.output
+    merged = tmp_path / "merged.jsonl"
+    summary = merge_parts(tmp_path / "parts", merged)
+    assert (summary.num_answers, summary.num_errors) == (len(FOREIGN), len(FOREIGN))
+    errors = [json.loads(line) for line in errors_path(merged).read_bytes().splitlines()]
+    assert [error["line"] for error in errors] == [*range(2, 2 * len(FOREIGN) + 1, 2)]
 
 
 def test_the_command_ends_with_3_if_there_are_errors(answered: Path) -> None:

@@ -121,13 +121,13 @@ class Team:
         request_id = next(self._ids) if request_id is None else request_id
         ask = Ask(request_id, prepared, priority, is_streamed, is_counted)
         self._added.append(SentRequest(ask))
-        self.wake()
+        self._notify()
         return request_id
 
     def cancel(self, request_id: int) -> None:
         """Forget a request."""
         self._cancelled.append(request_id)
-        self.wake()
+        self._notify()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for work, at most until `wake` or the timeout; return whether there is any.
@@ -248,8 +248,11 @@ class Team:
 
     def wake(self) -> None:
         """End a `wait`, or the next one; and a `step` that listens."""
+        self._is_woken = True
+        self._notify()
+
+    def _notify(self) -> None:
         with self._news:
-            self._is_woken = True
             self._news.notify_all()
             if not self._is_closed:
                 with contextlib.suppress(BlockingIOError):  # it is full
