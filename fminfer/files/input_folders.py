@@ -30,9 +30,9 @@ from fminfer.files.streams import (
     changed_ns,
     explain_bytes,
     explain_text,
-    is_part,
     is_stream,
     require_zstd,
+    split_of,
 )
 
 MOST_NAMED = 5  # files or folders in a message
@@ -205,7 +205,7 @@ def _look_into(path: Path, changed_at: int) -> tuple[Kind, str]:
     is_spread = ".json" in path.suffixes and head.lstrip().startswith(b"{")  # which may end in CR
     is_known = is_spread or PART_NAME.fullmatch(path.name)  # a part may hold wrong lines alone
     trouble = explain_bytes(head) or ("" if is_known else explain_text(head))
-    if trouble and not is_part(path):
+    if trouble and not split_of(path):
         return "", trouble
     kind: Kind = ""
     for number, line in enumerate(islice(read_lines(path, 0), NUM_LOOKED_AT)):

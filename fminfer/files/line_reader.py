@@ -23,11 +23,11 @@ from fminfer.files.streams import (
     changed_ns,
     digest_of,
     explain_bytes,
-    is_part,
     opens_array,
     packing_of,
     read_chunks,
     reading_file,
+    split_of,
 )
 
 UTF8_BOM = b"\xef\xbb\xbf"
@@ -70,7 +70,7 @@ def holds_plain_lines(path: Path) -> bool:
     """Tell whether a file is one request a line, unpacked, and can be read more than once."""
     if path.suffix not in LINES or not path.is_file():
         return False
-    if is_part(path):
+    if split_of(path):
         return True
     with reading_file(path), path.open("rb") as file:
         head, is_whole = file.read(CHUNK_BYTES), not file.read(1)
@@ -196,7 +196,7 @@ def _read_all(path: Path, source: int, digest: Digest | None) -> Iterator[Line]:
 
 def _numbered(path: Path, chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes | CutValue, str]]:
     """Yield each value with its number and what is wrong with it, as far as other lines tell."""
-    if is_part(path):
+    if split_of(path):
         return explain_spread(enumerate(split_lines(chunks), 1))
     chunks = Ahead(_without_bom(chunks))
     first, head = _pass_blank(chunks)

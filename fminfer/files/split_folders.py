@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fminfer.contract.json_object import load
 from fminfer.core.errors import UsageError
-from fminfer.files.streams import MANIFEST, MANIFEST_HEAD, PART_NAME, changed_ns, digest_of
+from fminfer.files.streams import MANIFEST, MANIFEST_HEAD, changed_ns, digest_of, split_of
 
 NUM_EQUAL = "num_equal"  # in what a manifest says of a part; see `envelope.Line`
 _NUM_EQUAL = re.compile(rb'\{"num_equal":.*?\],"path":("(?:[^"\\]|\\.)*")')
@@ -20,10 +20,8 @@ def find_num_equal(path: Path) -> array[int] | None:
 
     None: it is no part, no line has an equal one, or it was edited since.
     """
-    if not PART_NAME.fullmatch(path.name) or not path.is_file():
-        return None
-    folder = next((each for each in path.absolute().parents if (each / MANIFEST).is_file()), None)
-    if folder is None:
+    folder = split_of(path)
+    if folder is None or not path.is_file():
         return None
     manifest, name = folder / MANIFEST, path.absolute().relative_to(folder).as_posix()
     try:
@@ -38,8 +36,6 @@ def _find_entries(manifest: Path, changed_at: int) -> dict[str, int]:
     """Return where a manifest tells of parts whose lines have equal ones, by the parts' paths."""
     found, place = {}, 0
     with manifest.open("rb") as file:
-        if not file.peek(len(MANIFEST_HEAD)).startswith(MANIFEST_HEAD):
-            return {}
         for line in file:
             if match := _NUM_EQUAL.match(line):
                 found[str(load(match[1]))] = place

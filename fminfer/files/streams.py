@@ -56,12 +56,16 @@ def is_stream(path: Path) -> bool:
     return path == STDIN or path.parent in DEVICES
 
 
-def is_part(path: Path) -> bool:
-    """Tell whether `fminfer split` wrote a file: lines, whatever a wrong first one looks like."""
-    for folder in path.absolute().parents[:2] if PART_NAME.fullmatch(path.name) else ():
+def split_of(path: Path) -> Path | None:
+    """Return the folder of the split of which a file is a part; None: it is none.
+
+    A part has plain lines, whatever a wrong first one looks like.
+    """
+    for folder in path.absolute().parents if PART_NAME.fullmatch(path.name) else ():
         with suppress(OSError), (folder / MANIFEST).open("rb") as file:
-            return file.read(len(MANIFEST_HEAD)) == MANIFEST_HEAD
-    return False
+            if file.read(len(MANIFEST_HEAD)) == MANIFEST_HEAD:
+                return folder
+    return None
 
 
 class Digest:
@@ -180,7 +184,7 @@ class _Tap(io.RawIOBase):
 def _decompress(path: Path, raw: Any) -> tuple[Any, tuple[type[Exception], ...]]:
     """Return a stream of what a file holds, and what it raises where its data is damaged."""
     head = raw.peek(1) if hasattr(raw, "peek") else b"{"  # a stand-in for stdin: not packed
-    kind = "" if is_part(path) else packing_of(head, path.suffix)
+    kind = "" if split_of(path) else packing_of(head, path.suffix)
     if kind == ".gz":
         return gzip.GzipFile(fileobj=raw), (EOFError, gzip.BadGzipFile, zlib.error)
     if kind == ".zst":

@@ -134,8 +134,8 @@ def make_app(service: Service, settings: ServerSettings, batches: BatchService |
     routers += [file_routes(batches), batch_routes(service, batches), page_routes()]
     for router in routers:
         app.include_router(router)
-    told = (each for router in routers for each in router.routes if isinstance(each, APIRoute))
-    app.state.paths = {each.path for each in told if each.include_in_schema}
+    known = (each for router in routers for each in router.routes if isinstance(each, APIRoute))
+    app.state.paths = {each.path for each in known if each.include_in_schema}
     _add_errors(app, service)
     # It is made when it is first asked for: that takes as long as all else here.
     describe = cache(partial(_describe, app, has_keys=bool(settings.api_keys)))

@@ -232,10 +232,10 @@ def test_two_ranks_give_lm_eval_the_numbers_of_one(no_rank_is_left: None) -> Non
         assert one[0] == pytest.approx(two[0], abs=1e-4) and one[1] == two[1]
 
 
-def start_run(folder: Path, *flags: str, num_tokens: int = 100) -> Forked:
+def start_run(folder: Path, *flags: str) -> Forked:
     """Start a run of two ranks in a process group of its own, and wait until a row is kept."""
     rows = [
-        {"prompt": "north", "max_tokens": num_tokens, "ignore_eos": True, "user": str(n)}
+        {"prompt": "north", "max_tokens": 100, "ignore_eos": True, "user": str(n)}
         for n in range(24)
     ]
     source, journal = folder / "in.jsonl", folder / "out.jsonl.journal"
@@ -261,7 +261,9 @@ def test_ctrl_c_reaches_all_processes_and_ends_the_run_in_good_order(tmp_path: P
 
 
 def test_a_second_ctrl_c_ends_all_at_once(tmp_path: Path) -> None:
-    run = start_run(tmp_path, "--grace", "100", num_tokens=700)  # over a second for two rows
+    run = start_run(tmp_path, "--grace", "100", "--rank-timeout", "100")
+    (child,) = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    os.kill(int(child), signal.SIGSTOP)  # so that no row ends in the grace, on any machine
     os.killpg(run.pid, signal.SIGINT)
     until_s = time.monotonic() + 20
     while "Ctrl-C again" not in run.said():

@@ -71,6 +71,8 @@ def test_the_document_has_every_route_and_no_error_of_fastapis(server: Running) 
         *("/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content"),
         *("/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel"),
     } == set(document["paths"])
+    for path in (each for each in document["paths"] if "{" not in each and each != "/"):
+        assert "it is at /" in server.get(f"/elsewhere{path}").error["message"], "paths are known"
     for operations in document["paths"].values():
         for operation in operations.values():
             assert "422" not in operation["responses"]
