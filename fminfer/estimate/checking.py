@@ -136,7 +136,7 @@ class Check:
             self._plan,
             [*map(str, inputs)],
             counts,
-            intake.warnings.to_dict() | self._of_bytes(counts.num_lines),
+            intake.warnings.to_dict() | self._warn_of_tokenizer(counts.num_lines),
             self._show_first(checker, inputs),
             self._predict(),
         )
@@ -200,13 +200,16 @@ class Check:
         ms_token = 1e3 * seconds / max(1.0, num_tokens)
         return PlannedRun(config, plan, "", predict_load(plan, roofs), seconds, ms_token, bound)
 
-    def _of_bytes(self, num_lines: int) -> dict[str, int]:
-        """Warn of prompts whose tokens are counted without the model's own tokenizer."""
+    def _warn_of_tokenizer(self, num_lines: int) -> dict[str, int]:
+        """Tell of files that disagree, and of tokens that are counted by bytes."""
         config = self._config
-        if config.random_init is None or config.tokenizer or config.skip_tokenizer_init:
-            return {}
-        text = "--random-init counts a token for each byte, about four times too many; give the "
-        return {f"{text}model's own --tokenizer": num_lines} if num_lines else {}
+        texts = [self._tokenizer.note]
+        if config.random_init and not config.tokenizer and not config.skip_tokenizer_init:
+            texts.append(
+                "--random-init counts a token for each byte, about four times too many; give "
+                "the model's own --tokenizer"
+            )
+        return {text: num_lines for text in texts if text and num_lines}
 
     def _build_loop(
         self,

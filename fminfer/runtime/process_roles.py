@@ -180,6 +180,8 @@ def start_engine(run: ProcessContext, checkpoint: Checkpoint, compute: Compute) 
         tell("There is no GPU here: --cuda-id means nothing, the CPU computes.")
     if not is_quiet and (why := why_no_cache()):
         tell(f"Nothing is kept from run to run, which makes each slower: {why}.")
+    if note := engine.tokenizer.note:
+        tell(f"{note}.")
     if told := engine.facts.streaming:
         tell(f"Offload: {told}.")
     elif config.offload != "off":

@@ -17,11 +17,9 @@ from tokenizers import Tokenizer as BackendTokenizer
 def follow_model_file(backend: BackendTokenizer, folder: Path) -> None:
     """Make `backend` prepare text as the folder's sentencepiece model says.
 
-    Nothing is done where a tokenizer.json rules, and where the model's pieces have other ids than
-    the tokenizer's: families that shift them bring rules of their own.
+    Nothing is done where the model's pieces have other ids than the tokenizer's: families that
+    shift them bring rules of their own.
     """
-    if (folder / "tokenizer.json").exists():
-        return
     for file in sorted(folder.glob("*.model")):
         model = _read(file)
         if model is not None and all(

@@ -18,6 +18,7 @@ from fminfer.text.detokenizer import BROKEN, Detokenizer
 from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.sentencepieces import follow_model_file
 from fminfer.text.token_lengths import LongestToken, find_longest, least_tokens
+from fminfer.text.tokenizer_file import follow_tokenizer_file
 
 # Files of vocabularies, beside those whose names end in .model or .tiktoken.
 LEGACY_TEMPLATE = "chat_template.json"  # where models that read images, too, kept theirs
@@ -32,6 +33,7 @@ class Tokenizer:
     """
 
     has_words = True  # otherwise ids have no text
+    note = ""  # what the user is to know of its files
 
     def __init__(self, hf: Any | None) -> None:
         backend = _byte_tokenizer() if hf is None else getattr(hf, "backend_tokenizer", None)
@@ -102,14 +104,21 @@ class Tokenizer:
         except (OSError, ValueError, KeyError, TypeError) as error:
             _refuse_cut_files(folder)
             raise CheckpointError(f"{folder} has no usable tokenizer: {error}") from error
+        note = ""
         if (backend := getattr(hf, "backend_tokenizer", None)) is not None:
-            follow_model_file(backend, folder)
+            file = folder / "tokenizer.json"
+            if file.exists():
+                note = follow_tokenizer_file(hf, file)
+            else:
+                follow_model_file(backend, folder)
         if not hf.chat_template and (file := folder / LEGACY_TEMPLATE).exists():
             try:
                 hf.chat_template = read_template(file)
             except (OSError, ValueError) as error:
                 raise broken(file, str(error)) from error
-        return cls(hf)
+        tokenizer = cls(hf)
+        tokenizer.note = note
+        return tokenizer
 
     def encode(
         self, text: str, *, with_offsets: bool = False, add_special_tokens: bool = True
