@@ -7,18 +7,19 @@ trained on the tokens that its tokenizer.json makes, so that file is followed.
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
-import orjson
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as BackendTokenizer
 
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import broken
 
-FILE = "tokenizer.json"
 _PARTS = ("normalizer", "pre_tokenizer", "model", "decoder")
+_ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # What parts of published tokenizers cut in different ways.
 _PROBE = (
@@ -71,17 +72,24 @@ def _load_file(file: Path) -> BackendTokenizer:
         raise broken(file, error) from error
 
 
+def _read_added_tokens(file: Path) -> list[dict[str, Any]]:
+    """Return the entries of the file's added tokens; all else of it is not parsed again."""
+    text = file.read_text("utf-8")
+    key = _ADDED_TOKENS.search(text)
+    if key is None:
+        return []
+    entries: list[dict[str, Any]]
+    entries, _ = json.JSONDecoder().raw_decode(text, key.end())
+    return entries
+
+
 def _replace_added_tokens(backend: BackendTokenizer, stored: BackendTokenizer, file: Path) -> None:
     """Take added tokens and their flags from the file; what is special for others stays so.
 
     Args:
         stored: the tokenizer that the file alone makes.
     """
-    try:
-        entries = orjson.loads(file.read_bytes()).get("added_tokens") or []
-        entries.sort(key=lambda entry: entry["id"])
-    except (ValueError, AttributeError, TypeError, KeyError) as error:
-        raise broken(file, error) from error
+    entries = sorted(_read_added_tokens(file), key=lambda entry: int(entry["id"]))
     others = backend.get_added_tokens_decoder().values()
     special = {token.content for token in others if token.special}
     tokens = []
