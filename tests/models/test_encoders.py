@@ -59,10 +59,15 @@ def ranks_of(
     return ShardedRanks(plans, 640)
 
 
-def vectors(folder: Path | None, types: list[int] | None = None, **options: Any) -> torch.Tensor:
+def vectors(
+    folder: Path | None,
+    types: list[int] | None = None,
+    prompts: list[list[int]] = PROMPTS,
+    **options: Any,
+) -> torch.Tensor:
     """Return one vector a prompt, or the hidden states of all of an encoder with a decoder."""
-    lengths = np.array([*map(len, PROMPTS)])
-    step = Step(0, lengths=lengths, token_ids=np.concatenate(PROMPTS))
+    lengths = np.array([*map(len, prompts)])
+    step = Step(0, lengths=lengths, token_ids=np.concatenate(prompts))
     if types is not None:
         step.token_types = np.array(types, np.int8)
     found = ranks_of(folder, **options).run(step).vectors
@@ -70,10 +75,12 @@ def vectors(folder: Path | None, types: list[int] | None = None, **options: Any)
 
 
 @torch.no_grad()
-def oracle(model: Any, pool: Any, types: list[int] | None = None) -> torch.Tensor:
+def oracle(
+    model: Any, pool: Any, types: list[int] | None = None, prompts: list[list[int]] = PROMPTS
+) -> torch.Tensor:
     """Return what transformers gives for each prompt alone; `pool` makes it of hidden states."""
     rows, first = [], 0
-    for prompt in PROMPTS:
+    for prompt in prompts:
         given = {"input_ids": torch.tensor([prompt])}
         if types is not None:
             given["token_type_ids"] = torch.tensor([types[first : first + len(prompt)]])
@@ -113,6 +120,34 @@ def test_decoders_give_the_last_token_s_vector(name: str, kind: str, tmp_path: P
     folder, expected = save(model, tmp_path / "model"), oracle(model, lambda hidden: hidden[-1])
     for options in SOME:
         check(vectors(folder, **options), expected)
+
+
+def with_padding(padding_id: int) -> list[list[int]]:
+    """Return prompts with an id in front, inside, at the end, and in all places."""
+    pad = padding_id
+    return [[5, 6, 7, 8], [5, 6, pad, 8, 9], [pad, pad, 7], [5, 9, pad, pad], [pad, pad], [pad]]
+
+
+@pytest.mark.parametrize(
+    "name", ["roberta", "roberta:scores", "xlm-roberta", "camembert", "mpnet", "mpnet:scores"]
+)
+def test_padding_inside_a_text_has_no_position(name: str, tmp_path: Path) -> None:
+    """`<pad>` in a text, or its id, moved the positions of all tokens behind it by one."""
+    model = make_encoder(name)
+    prompts = with_padding(1 if "mpnet" in name else model.config.pad_token_id)
+    folder, expected = save(model, tmp_path / "model"), oracle(model, mean, prompts=prompts)
+    for options in (SPLITS["kernels"], SPLITS["both"]):
+        check(vectors(folder, prompts=prompts, **options), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt-bare", "bloom", "mixtral"])
+def test_a_judge_looks_at_the_last_token_that_is_no_padding(name: str, tmp_path: Path) -> None:
+    """A judge whose padding is EOS scored a text that ends with EOS by that EOS."""
+    model = make_decoder(name, "ForSequenceClassification", pad_token_id=4)
+    prompts = with_padding(4)
+    folder, expected = save(model, tmp_path / "model"), oracle(model, mean, prompts=prompts)
+    for options in (SPLITS["kernels"], SPLITS["both"]):
+        check(vectors(folder, prompts=prompts, **options), expected)
 
 
 @pytest.mark.parametrize("name", BOTH_WAYS)
