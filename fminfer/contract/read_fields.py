@@ -54,7 +54,7 @@ def _warn_of_unknown(
 ) -> list[RowWarning]:
     if fields.keys() <= table.keys() or not (unknown := unknown_names(fields, table)):
         return []
-    known = frozenset(table)
+    known = frozenset(name for name, each in table.items() if each.fate != "refused")
     names = list(map(cut_name, unknown[: MAX_NAMES + 1]))
     if is_strict:
         raise RequestError(

@@ -23,19 +23,11 @@ from fminfer.engine.prompt_fit import (
 )
 from fminfer.engine.sequence import AnswerKind, Prepared
 from fminfer.text.encoded_prompt import EncodedPrompt
-from fminfer.text.pairs import as_prompt, cut_encoding
+from fminfer.text.pairs import as_prompt, cut_encoding, lower_texts
 from fminfer.text.tokenizer import Tokenizer
 
 Text = str | tuple[str, str]  # or a pair of texts
 Encodings = dict[tuple[bool, Text], Any]  # with special tokens or not: a `tokenizers.Encoding`
-
-
-def _lower_texts(backend: Any) -> None:
-    """Make a tokenizer lower texts first, as sentence-transformers 6 does: no special tokens."""
-    from tokenizers import normalizers  # only where a folder says so
-
-    parts = [normalizers.Lowercase(), backend.normalizer]
-    backend.normalizer = normalizers.Sequence([each for each in parts if each is not None])
 
 
 def _name_text(error: RequestError, request: Request, number: int) -> RequestError:
@@ -78,7 +70,7 @@ class VectorIntake:
         tokenizer.backend.no_truncation()  # its file may name some, which are the run's to choose
         tokenizer.backend.no_padding()
         if facts.is_lowercased:
-            _lower_texts(tokenizer.backend)
+            lower_texts(tokenizer.backend)
         if tokenizer.hf is not None and "token_type_ids" not in tokenizer.hf.model_input_names:
             facts = replace(facts, has_types=False)
         self._tokenizer, self._limits = tokenizer, limits

@@ -278,7 +278,8 @@ class Stage:
 
     def _encode(self, step: Step, hidden: torch.Tensor | None) -> torch.Tensor:
         """Run the encoder's layers over whole prompts; the last one gives the tokens to pool."""
-        encoder, spec = self._network.encoder, self._network.model.encoder
+        encoder = self._network.encoder
+        spec = self._network.model.encoder
         assert encoder is not None and spec is not None, "a step of whole prompts"
         ends, pooling = step.lengths.cumsum(), self._network.pooling
 
