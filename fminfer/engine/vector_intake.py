@@ -82,7 +82,7 @@ class VectorIntake:
         endpoint = told or find_asked(fields) or "embeddings"
         if told is None and endpoint == "embeddings" and self._facts.is_scored:
             endpoint = "classify"
-        own = FIELDS[endpoint]
+        own = {name for name, each in FIELDS[endpoint].items() if each.fate != "refused"}
         args = {name: value for name, value in self._args.items() if name in own}
         config = self._limits.config
         request = parse_vectors({**fields, **args}, endpoint, self._facts, is_strict=config.strict)
