@@ -1,7 +1,7 @@
 """The one table of a request's fields: what each may be, what becomes of it, and its help.
 
-It has what is acted on or recorded, and from `refused_fields` what is refused. Parsing, the groups
-of `split`, the keys of draws, /openapi.json and the tables in docs/contract.md
+It has what is acted on or recorded, and from `refused_fields` what is refused. Parsing, the
+groups of `split`, the keys of draws, /openapi.json and the tables in docs/contract.md
 (`scripts/field_tables`) come from it.
 """
 
@@ -191,7 +191,8 @@ _RECORDED = (
     *recorded("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id"),
     *recorded("prompt_cache_options", "session_id", "priority", "cache_salt", "cache_prompt"),
     *recorded("guided_decoding_backend", "stream_interval", "return_mm_kwargs"),
-    *recorded("keep_alive", "timeout", "extra_headers", "extra_query", "use_cache", "batch_size"),
+    *recorded("keep_alive", "timeout", "extra_headers", "extra_query", "use_cache"),
+    *recorded("batch_size"),
     # Of samplers that are refused unless they are off.
     *recorded("mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent"),
     *recorded("dry_base", "dry_allowed_length", "dry_sequence_breakers", "dry_penalty_last_n"),

@@ -72,7 +72,7 @@ class Field:
     def schema(self, most: int = INT64 - 1) -> Schema:
         """Return the JSON Schema of its values, whose `limit` allows numbers up to `most`."""
         if self.only is not None:
-            return {"not": whole()}
+            return {"anyOf": [{"not": {"type": "object"}}, {"enum": list(self.neutral)}]}
         if self.fate == "refused":
             return allow_null({"enum": list(self.neutral)}) if self.neutral else NULL
         found = self.kind.schema(most)

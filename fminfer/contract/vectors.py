@@ -159,8 +159,8 @@ def _find_prefix(name: str | None, prompts: list[str | list[int]], facts: Vector
     if prefix and any(isinstance(each, list) for each in prompts):
         raise RequestError(
             "unsupported_parameter",
-            f"prompt_name is {show(name)} and input holds token ids, which are read as they are. "
-            "Give texts, or put the prompt's ids in front and remove prompt_name",
+            f"prompt_name is {show(name)} and input holds token ids, which are read as they are"
+            ". Give texts, or put the prompt's ids in front and remove prompt_name",
             "prompt_name",
         )
     return prefix

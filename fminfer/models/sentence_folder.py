@@ -86,8 +86,8 @@ def _prompts_of(
     if default and default not in prompts:
         known = ", ".join(prompts) or "none"
         raise CheckpointError(
-            f"{file} names {default!r} as default_prompt_name, and its prompts are: {known}. Add "
-            "that prompt, or set default_prompt_name to one of them or to null"
+            f"{file} names {default!r} as default_prompt_name, and its prompts are: {known}. "
+            "Add that prompt, or set default_prompt_name to one of them or to null"
         )
     return prompts, default
 
@@ -97,8 +97,8 @@ def _similarity_of(file: Path, settings: dict[str, Any]) -> Similarity:
     similarity = next((each for each in SIMILARITIES if each == name), None)
     if similarity is None:
         raise CheckpointError(
-            f"{file} names {name!r} as similarity_fn_name; these run: {', '.join(SIMILARITIES)}. "
-            "Set it to one of them, or to null for cosine"
+            f"{file} names {name!r} as similarity_fn_name; these run: "
+            f"{', '.join(SIMILARITIES)}. Set it to one of them, or to null for cosine"
         )
     return similarity
 
@@ -116,22 +116,25 @@ def read_object(file: Path) -> dict[str, Any]:
 
 def sentence_files(folder: Path) -> list[Path]:
     """List the files of such a folder that are no weights, for digests and copies."""
+    if not (folder / MODULES).exists():
+        return []
     files = {folder / MODULES, folder / SETTINGS}
     for _, place in _modules(folder):
         files.update(place.glob(TEXT_SETTINGS))
         if place != folder:
             files.add(place / CONFIG)
-    return sorted(file for file in files if file.is_file()) if (folder / MODULES).exists() else []
+    return sorted(file for file in files if file.is_file())
 
 
 def dense_weights(folder: Path) -> list[str]:
     """List the weight files that dense layers may have, by their paths in the folder."""
     places = [place for kind, place in _modules(folder) if kind == "Dense"]
-    return [str((place / name).relative_to(folder)) for place in places for name in DENSE_WEIGHTS]
+    files = [place / name for place in places for name in DENSE_WEIGHTS]
+    return [str(file.relative_to(folder)) for file in files]
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:
-    """Return the kind and the folder of each module that MODULES lists; none: there is no list."""
+    """Return the kind and the folder of each module in MODULES; none: there is no list."""
     try:
         fields = json.loads((folder / MODULES).read_bytes())
         pairs = [(str(each["type"]), str(each.get("path") or "")) for each in fields]

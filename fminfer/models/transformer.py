@@ -245,7 +245,7 @@ class PoolingOf:
         """Return the packed tokens whose hidden states are pooled, int64; None: all of them."""
         if self._how.how == "last":
             return last_tokens(ids, lengths, self._how.padding_id)
-        return lengths.cumsum() - lengths if self._how.how == "cls" else None
+        return np.asarray(lengths.cumsum() - lengths) if self._how.how == "cls" else None
 
     def __call__(self, hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
         """Return vectors, (prompts, size) float32, of the kept tokens, (tokens, hidden)."""
