@@ -32,7 +32,7 @@ def own_fields(endpoint: Endpoint) -> list[Field]:
     """Return the fields of completions and of both, or those that are chat's alone."""
     rows = FIELDS[endpoint].items()
     shown = FIELDS[SHOWN[endpoint]] if endpoint in SHOWN else {}
-    return [each for name, each in rows if shown.get(name) is not each]
+    return [each for name, each in rows if shown.get(name) != each]
 
 
 def default_of(each: Field) -> str:
@@ -96,6 +96,10 @@ def fill(text: str) -> str:
         "fields: refused": refused("completions"),
         "fields: recorded": recorded(),
         "fields: refused in chat": refused("chat"),
+        "fields: refused for vectors": refused("embeddings"),
+        "fields: refused for scores": refused("score"),
+        "fields: refused for rankings": refused("rerank"),
+        "fields: refused for classes": refused("classify"),
         **{f"fields: {name}": acted_on(name) for name in ACTED_ON},
     }
     for name, table in parts.items():

@@ -210,6 +210,7 @@ class Pooling:
     readings: tuple[Reading, ...] = ()
     is_normalized: bool = False  # to length 1
     is_scored: bool = False  # the vector is the logits of classes
+    padding_id: int | None = None  # of "last": no token with this id is the last one
 
 
 @dataclass(slots=True, frozen=True)
@@ -222,6 +223,7 @@ class Encoder:
     num_positions: int = 0  # rows of a table of learned positions; 0: no such table
     position_offset: int = 0  # the row of position 0
     num_types: int = 0  # rows of a table of token types (BERT's segments)
+    padding_id: int | None = None  # a token with this id has no position (RoBERTa)
     pooling: Pooling | None = None  # None: there is a decoder
 
 

@@ -219,6 +219,31 @@ def ranges(starts: Column, counts: Column) -> Column:
     return offsets + np.arange(len(offsets))
 
 
+def text_positions(ids: Column, lengths: Column, padding_id: int | None) -> Column:
+    """Return each token's position in its prompt, (tokens,) int64.
+
+    Args:
+        padding_id: tokens with this id stand at -1 and are not counted, as RoBERTa was trained;
+            None: all tokens are counted.
+    """
+    if padding_id is None:
+        return ranges(0 * lengths, lengths)
+    is_text = ids != padding_id
+    counts = is_text.cumsum()
+    starts = lengths.cumsum() - lengths
+    num_before = (counts - is_text)[starts]
+    return np.where(is_text, counts - np.repeat(num_before, lengths) - 1, -1)
+
+
+def last_tokens(ids: Column, lengths: Column, padding_id: int | None) -> Column:
+    """Return each prompt's last token that is no padding, or its first one: (prompts,) int64."""
+    starts = lengths.cumsum() - lengths
+    places = np.arange(len(ids))
+    if padding_id is not None:
+        places = np.where(ids != padding_id, places, np.repeat(starts, lengths))
+    return np.maximum.reduceat(places, starts)
+
+
 class BlockTables:
     """The block tables of running sequences, by slot. A step brings new entries only."""
 

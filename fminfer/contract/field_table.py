@@ -1,8 +1,8 @@
 """The one table of a request's fields: what each may be, what becomes of it, and its help.
 
-It has the fields of OpenAI's and vLLM's completions and chat, and those of other tools for the same
-things. Parsing, the groups of `split`, the keys of draws, /openapi.json and the tables in
-docs/contract.md (`scripts/field_tables`) come from it.
+It has what is acted on or recorded, and from `refused_fields` what is refused. Parsing, the
+groups of `split`, the keys of draws, /openapi.json and the tables in docs/contract.md
+(`scripts/field_tables`) come from it.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from fminfer.contract.fields import (
     token_ids,
     wrong_type,
 )
+from fminfer.contract.refused_fields import REFUSED, recorded
 from fminfer.core.errors import RequestError
 
 MAX_CANDIDATES = 128  # n and best_of
@@ -84,18 +85,6 @@ def _read_stream_options(name: str, value: Any, most: int) -> str:
     if not options.get("include_usage"):
         return ""
     return "each" if options.get("continuous_usage_stats") else "last"
-
-
-def _refused(remedy: str, neutral: list[object], *names: str, ours: str = "") -> Iterator[Field]:
-    """Yield fields that nobody acts on, and the values of each that change nothing."""
-    for name in names:
-        yield Field(name, _ANY, remedy, fate="refused", neutral=tuple(neutral), ours=ours)
-
-
-def _recorded(*names: str) -> Iterator[Field]:
-    """Yield fields that are for the service that stores, routes or bills a request."""
-    for name in names:
-        yield Field(name, _ANY, "Changes no answer.", fate="recorded")
 
 
 _ANY = as_it_is(ANYTHING)
@@ -198,10 +187,16 @@ _DRAWS = (
 _RECORDED = (
     Field("model", as_it_is(_MODEL), "`--check-model` compares it.", fate="recorded"),
     Field("engine", _ANY, "An older name of model, compared as well.", fate="recorded"),
-    *_recorded("request_type", "user", "store", "metadata", "service_tier", "prediction"),
-    *_recorded("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id"),
-    *_recorded("prompt_cache_options", "session_id", "priority", "cache_salt", "cache_prompt"),
-    *_recorded("guided_decoding_backend", "stream_interval", "return_mm_kwargs"),
+    *recorded("request_type", "user", "store", "metadata", "service_tier", "prediction"),
+    *recorded("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id"),
+    *recorded("prompt_cache_options", "session_id", "priority", "cache_salt", "cache_prompt"),
+    *recorded("guided_decoding_backend", "stream_interval", "return_mm_kwargs"),
+    *recorded("keep_alive", "timeout", "extra_headers", "extra_query", "use_cache"),
+    *recorded("batch_size"),
+    # Of samplers that are refused unless they are off.
+    *recorded("mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent"),
+    *recorded("dry_base", "dry_allowed_length", "dry_sequence_breakers", "dry_penalty_last_n"),
+    *recorded("smoothing_curve", "timings_per_token"),
 )
 _OF_BOTH = (
     *_DRAWS,
@@ -255,45 +250,7 @@ _OF_BOTH = (
         neutral=({},),
     ),
     *CONSTRAINTS.values(),
-    *_refused("structured_outputs takes json, regex, choice or grammar", [""], "structural_tag"),
-    *_refused('In completions, "echo": true with logprobs gives them', [], "prompt_logprobs"),
-    *_refused("logprobs tells the likeliest tokens", [], "logprob_token_ids"),
-    *_refused("return_token_ids adds the ids", [False], "return_tokens_as_token_ids"),
-    *_refused("logprobs has text_offset in completions", [False], "return_token_offsets"),
-    *_refused("Give the prompt as text or as token ids", [], "prompt_embeds"),
-    *_refused("logit_bias changes logits", [[]], "logits_processors"),
-    *_refused("repetition_penalty makes repetitions rare", [], "repetition_detection"),
-    *_refused("max_tokens limits the whole answer", [-1], "thinking_token_budget"),
-    *_refused("Give it in the chat_template_kwargs of a chat", [], "enable_thinking"),
-    *_refused("best_of returns the likeliest of several", [False], "use_beam_search"),
-    *_refused("best_of returns the likeliest of several", [1], "num_beams"),
-    *_refused('For the likeliest tokens, give "temperature": 0', [True], "do_sample"),
-    *_refused("", [""], "suffix"),
-    *_refused("", [True], "spaces_between_special_tokens"),
-    *_refused("", [False], "watermarking", "early_stopping"),
-    *_refused("", [{}], "kv_transfer_params", "ec_transfer_params", "vllm_xargs"),
-    *_refused("", [1], "length_penalty", "typical_p", "tfs_z"),
-    *_refused("", [0], "routed_experts_prompt_start", "no_repeat_ngram_size", "penalty_alpha"),
-    *_refused("", [0], "top_a", "mirostat", "xtc_probability", "dry_multiplier"),
-    *_refused("Answers are text", [["text"]], "modalities"),
-    *_refused("Answers are text", [], "audio"),
-    *_refused("Answers are text", [{}], "media_io_kwargs", "mm_processor_kwargs"),
-    *_refused("Ask for it in words", ["medium"], "verbosity"),
-    *_refused("", [], "moderation", "web_search_options"),
-    *_refused("A model's reasoning is a part of its text", [True], "include_reasoning"),
-    *_refused("A server's POST /tokenize tells a chat's tokens", [False], "return_prompt_text"),
-    *_refused("A run takes one by --chat-template FILE", [], "chat_template"),
-    *_refused('In chat, give {"documents": …} as chat_template_kwargs', [], "documents"),
-    *_refused("In chat, give tools and tool_choice", ["none", "auto"], "function_call"),
-    *_refused("", [], "max_new_tokens", "n_predict", ours="max_tokens"),
-    *_refused("", [0], "min_new_tokens", ours="min_tokens"),
-    *_refused("", [1], "num_return_sequences", ours="n"),
-    *_refused("", [[]], "stop_sequences", ours="stop"),
-    *_refused("", [1], "repeat_penalty", ours="repetition_penalty"),
-    *_refused("", [""], "regex", ours="guided_regex"),
-    *_refused("", [""], "ebnf", ours="guided_grammar"),
 )
-_IN_CHAT = "It belongs to chat: give messages in place of prompt"
 _OF_COMPLETIONS = (
     _PROMPT,
     _DECODER_PROMPT,
@@ -317,15 +274,6 @@ _OF_COMPLETIONS = (
         echo="The prompt first, in text and in logprobs.",
     ),
     *_fields(_SWITCH, add_special_tokens="false: no BOS before a string prompt."),
-    *_refused(_IN_CHAT, [], "messages", "reasoning_effort"),
-    *_refused(_IN_CHAT, [[]], "tools", "functions"),
-    *_refused(_IN_CHAT, ["none", "auto"], "tool_choice"),
-    *_refused(_IN_CHAT, [{}], "chat_template_kwargs"),
-    *_refused(_IN_CHAT, [True, False], "parallel_tool_calls"),
-    *_refused(_IN_CHAT, [True], "add_generation_prompt"),
-    *_refused(_IN_CHAT, [False], "continue_final_message"),
-    *_refused("Give that number as logprobs", [0], "top_logprobs"),
-    *_refused("", [], "max_completion_tokens", ours="max_tokens"),
 )
 _OF_CHAT = (
     _MESSAGES,
@@ -364,17 +312,17 @@ _OF_CHAT = (
         chat_template_kwargs="Further variables of the template, none of its own as `messages`.",
     ),
     *_fields(_TEXT, reasoning_effort="A variable of the template."),
-    *_refused("The prompt of a chat request is its messages", [], "prompt"),
-    *_refused("An answer in chat is a message; /v1/completions has echo", [False, 0], "echo"),
-    *_refused("/v1/completions has best_of", [1], "best_of"),
-    *_refused("/v1/completions has decoder_prompt", [], "decoder_prompt"),
-    *_refused("Give tools and tool_choice", [[]], "functions"),
-    *_refused("The template writes them", [False], "add_special_tokens"),
 )
 
 
 _OF_VECTORS = (
     *_RECORDED,
+    *_fields(
+        _TEXT,
+        prompt_name="Which of the model's own prompts stands before each text, and before the "
+        "first of a pair that is read together. Token ids have none. Default: the one that the "
+        "model names, or none.",
+    ),
     *_fields(_SWITCH, add_special_tokens="false: no special tokens around a text."),
     *_fields(
         _CUT,
@@ -401,15 +349,22 @@ _OF_EMBEDDINGS = (
         encoding_format='"base64": the bytes of float32 numbers, little-endian.',
     ),
     *_fields(
-        _TEXT,
-        prompt_name="Which of the model's own prompts stands before each text. Default: the one "
-        "that the model names, or none.",
+        _SWITCH,
+        normalize="true: each vector has the length 1. Default: as the model says.",
+    ),
+)
+_OF_SCORES = (
+    *_OF_VECTORS,
+    *_fields(
+        _SWITCH,
+        default=True,
+        use_activation="false: scores and classes are logits; refused of models of vectors.",
     ),
 )
 _RERANKED = tuple(each for each in _COMPARED if each.name in ("query", "documents"))
 _OF_RERANK = (
     *(replace(each, is_required=True) for each in _RERANKED),
-    *_OF_VECTORS,
+    *_OF_SCORES,
     *_fields(integer(0), top_n="Tell only the best so many. 0, or default: all."),
     *_fields(_SWITCH, default=True, return_documents="false: leave the documents out."),
 )
@@ -421,14 +376,15 @@ def _by_name(*rows: Field) -> dict[str, Field]:
     return found
 
 
-FIELDS: dict[Endpoint, dict[str, Field]] = {
-    "completions": _by_name(*_OF_COMPLETIONS, *_OF_BOTH),
-    "chat": _by_name(*_OF_CHAT, *_OF_BOTH),
-    "embeddings": _by_name(*_OF_EMBEDDINGS),
-    "score": _by_name(*(each for each in _COMPARED if each.name != "query"), *_OF_VECTORS),
-    "rerank": _by_name(*_OF_RERANK),
-    "classify": _by_name(_INPUT, *_OF_VECTORS),
+_ACTED_ON: dict[Endpoint, tuple[Field, ...]] = {
+    "completions": (*_OF_COMPLETIONS, *_OF_BOTH),
+    "chat": (*_OF_CHAT, *_OF_BOTH),
+    "embeddings": _OF_EMBEDDINGS,
+    "score": (*(each for each in _COMPARED if each.name != "query"), *_OF_SCORES),
+    "rerank": _OF_RERANK,
+    "classify": (_INPUT, *_OF_SCORES),
 }
+FIELDS = {endpoint: _by_name(*rows, *REFUSED[endpoint]) for endpoint, rows in _ACTED_ON.items()}
 DRAW_FIELDS = tuple(each.name for each in _DRAWS)
 COLUMNS = {
     each.name: each.column for each in _DRAWS if each.column

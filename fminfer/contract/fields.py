@@ -59,15 +59,20 @@ class Field:
     default: object = None  # what its absence means; None: `SamplingParams` or `help` says it
     neutral: tuple[object, ...] = ()  # of a refused one: values that are accepted beside null
     ours: str = ""  # of a refused one: our name of the same thing
+    only: type | None = None  # of a refused one: values of other types are data, and no wish
     is_required: bool = False
     column: str = ""  # numpy's type of its column in a step's draws; "": it has none
 
     def accepts(self, value: object) -> bool:
         """Tell whether a value of a refused field changes no answer."""
-        return value is None or any(is_same(value, each) for each in self.neutral)
+        if value is None or (self.only is not None and not isinstance(value, self.only)):
+            return True
+        return any(is_same(value, each) for each in self.neutral)
 
     def schema(self, most: int = INT64 - 1) -> Schema:
         """Return the JSON Schema of its values, whose `limit` allows numbers up to `most`."""
+        if self.only is not None:
+            return {"anyOf": [{"not": {"type": "object"}}, {"enum": list(self.neutral)}]}
         if self.fate == "refused":
             return allow_null({"enum": list(self.neutral)}) if self.neutral else NULL
         found = self.kind.schema(most)

@@ -38,6 +38,17 @@ def read_fields(
     return found, _warn_of_unknown(fields, table, is_strict=is_strict)
 
 
+def refuse_others(fields: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Refuse fields that an older route does not read; one that changes no answer passes."""
+    recorded = {name for name, each in FIELDS["chat"].items() if each.fate == "recorded"}
+    for name in unknown_names(fields, recorded.union(known)):
+        raise RequestError(
+            "unsupported_parameter",
+            f"{name[:64]} is no field of {where}, which reads {', '.join(known)}. Remove it",
+            name[:64],
+        )
+
+
 def unknown_names(fields: Mapping[str, Any], known: Collection[str]) -> list[str]:
     """Return the names that are not known, in order; a null wishes nothing."""
     return sorted(name for name in fields.keys() - known if fields[name] is not None)
@@ -54,7 +65,7 @@ def _warn_of_unknown(
 ) -> list[RowWarning]:
     if fields.keys() <= table.keys() or not (unknown := unknown_names(fields, table)):
         return []
-    known = frozenset(table)
+    known = frozenset(name for name, each in table.items() if each.fate != "refused")
     names = list(map(cut_name, unknown[: MAX_NAMES + 1]))
     if is_strict:
         raise RequestError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fminfer.contract.constraint import find_constraint
 from fminfer.contract.endpoints import Endpoint
@@ -88,6 +88,9 @@ class SamplingParams:
 
 DEFAULTS = SamplingParams()
 _PARAMS = frozenset(each.name for each in dataclasses.fields(SamplingParams))
+# What a score of two vectors is; distances are negative, so that more is nearer.
+Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
+SIMILARITIES: tuple[Similarity, ...] = get_args(Similarity)
 RAW_TOKENS = 256  # most tokens of the completion of a text that comes without a request
 
 
@@ -105,7 +108,8 @@ class VectorFacts:
     labels: tuple[str, ...] = ()  # of the classes
     prompts: Mapping[str, str] = field(default_factory=dict)  # by name, what stands before a text
     default_prompt: str | None = None  # the name of the one that a request without a name gets
-    is_lowercased: bool = False  # the tokenizer gets texts in lower case
+    is_lowercased: bool = False  # texts are in lower case before the tokenizer's own normalizer
+    similarity: Similarity = "cosine"  # what a score is, of a model that gives vectors
 
 
 @dataclass(slots=True, frozen=True)
@@ -113,11 +117,16 @@ class VectorWish:
     """What is made of the vectors of a request's prompts."""
 
     facts: VectorFacts = field(repr=False)  # the same for all requests of a model
+    prefix: str = ""  # stands before each text that is read by itself, and before a pair
     dimensions: int | None = None  # keep the first so many numbers
+    is_normalized: bool = False  # to length 1
     is_base64: bool = False
+    is_raw: bool = False  # scores and classes as logits
     seconds: tuple[str, ...] = ()  # what prompts are compared with: each, or the only one with all
     top_n: int | None = None
     returns_documents: bool = True
+    # The fields that hold the texts and the seconds, for errors.
+    names: tuple[str, str] = field(default=("input", ""), repr=False, compare=False)
 
 
 @dataclass(slots=True, frozen=True)

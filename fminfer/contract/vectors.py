@@ -27,19 +27,21 @@ def parse_vectors(
     """Check one request for vectors, or for what is made of them."""
     check_model(endpoint, facts)
     found, warnings = read_fields(fields, endpoint, max_logprobs=0, is_strict=is_strict)
-    firsts, seconds = _read_texts(fields, endpoint)
+    firsts, seconds, names = _read_texts(fields, endpoint)
     wish = VectorWish(
         facts,
-        _check_dimensions(found.get("dimensions"), facts),
-        found.get("encoding_format") == "base64",
-        tuple(seconds),
-        found.get("top_n"),
-        found.get("return_documents", True),
+        prefix=_find_prefix(found.get("prompt_name"), firsts, facts),
+        dimensions=_check_dimensions(found.get("dimensions"), facts),
+        is_normalized=_check_normalize(found.get("normalize"), facts),
+        is_base64=found.get("encoding_format") == "base64",
+        is_raw=_check_activation(found.get("use_activation"), facts),
+        seconds=tuple(seconds),
+        top_n=found.get("top_n"),
+        returns_documents=found.get("return_documents", True),
+        names=names,
     )
     own = {name: found[name] for name in _PARAMS if name in found}
     params = replace(POOLED, **own) if own else POOLED
-    if endpoint == "embeddings":
-        firsts = [_put_before(each, found.get("prompt_name"), facts) for each in firsts]
     return Request(firsts, params, tuple(warnings), endpoint=endpoint, vectors=wish)
 
 
@@ -72,12 +74,12 @@ def _what_is_needed(endpoint: Endpoint, facts: VectorFacts | None) -> str:
 
 def _read_texts(
     fields: Mapping[str, Any], endpoint: Endpoint
-) -> tuple[list[str | list[int]], list[str]]:
-    """Return the prompts, and what they are compared with."""
+) -> tuple[list[str | list[int]], list[str], tuple[str, str]]:
+    """Return the prompts, what they are compared with, and the names of both fields."""
     if endpoint in ("embeddings", "classify"):
         prompts = read_prompts(fields, "input")
         check_choices(len(prompts), 1, 1, "input")
-        return prompts, []
+        return prompts, [], ("input", "")
     names = ("query", "documents")
     if endpoint == "score":
         names = next((each for each in _PAIRS if fields.get(each[0]) is not None), _PAIRS[0])
@@ -90,7 +92,7 @@ def _read_texts(
             names[0],
         )
     check_choices(len(seconds), 1, 1, names[1])
-    return [*firsts], seconds
+    return [*firsts], seconds, names
 
 
 def _read_strings(fields: Mapping[str, Any], name: str) -> list[str]:
@@ -117,8 +119,32 @@ def _check_dimensions(dimensions: int | None, facts: VectorFacts) -> int | None:
     return None if dimensions == facts.size else dimensions
 
 
-def _put_before(prompt: str | list[int], name: str | None, facts: VectorFacts) -> str | list[int]:
-    """Return a text behind the model's prompt of a name, or behind its default one."""
+def _check_normalize(value: bool | None, facts: VectorFacts) -> bool:
+    """Tell whether vectors are made as long as 1."""
+    if value is False and facts.is_normalized:
+        raise RequestError(
+            "unsupported_parameter",
+            "normalize is false, and this model itself gives its vectors the length 1. Remove "
+            "normalize, or leave Normalize out of a copy's modules.json",
+            "normalize",
+        )
+    return facts.is_normalized if value is None else value
+
+
+def _check_activation(value: bool | None, facts: VectorFacts) -> bool:
+    """Tell whether scores are to stay logits."""
+    if value is False and not facts.is_scored:
+        raise RequestError(
+            "unsupported_parameter",
+            "use_activation is false, and this model has no logits: its scores compare vectors. "
+            "Remove use_activation",
+            "use_activation",
+        )
+    return value is False
+
+
+def _find_prefix(name: str | None, prompts: list[str | list[int]], facts: VectorFacts) -> str:
+    """Return the model's prompt of a name, or its default one; "": there is none."""
     if name is not None and name not in facts.prompts:
         known = ", ".join(map(show, facts.prompts)) or "none"
         raise RequestError(
@@ -127,5 +153,14 @@ def _put_before(prompt: str | list[int], name: str | None, facts: VectorFacts) -
             "prompt into the text",
             "prompt_name",
         )
-    name = facts.default_prompt if name is None else name
-    return prompt if name is None or isinstance(prompt, list) else facts.prompts[name] + prompt
+    if name is None:
+        return facts.prompts.get(facts.default_prompt or "", "")
+    prefix = facts.prompts[name]
+    if prefix and any(isinstance(each, list) for each in prompts):
+        raise RequestError(
+            "unsupported_parameter",
+            f"prompt_name is {show(name)} and input holds token ids, which are read as they are"
+            ". Give texts, or put the prompt's ids in front and remove prompt_name",
+            "prompt_name",
+        )
+    return prefix

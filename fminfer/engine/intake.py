@@ -49,6 +49,22 @@ class Asked:
     is_openai: bool
 
 
+def _encode_each(
+    encode: Callable[[str | list[int]], EncodedPrompt], prompts: list[str | list[int]]
+) -> list[EncodedPrompt]:
+    """Encode prompts; an error says which of several it is about."""
+    encoded = list[EncodedPrompt]()
+    for number, prompt in enumerate(prompts):
+        try:
+            encoded.append(encode(prompt))
+        except RequestError as error:
+            if len(prompts) == 1:
+                raise
+            message = f"prompt[{number}]: {error.message}"
+            raise RequestError(error.code, message, error.param) from None
+    return encoded
+
+
 class Intake:
     """Prepares requests, one by one, on any thread."""
 
@@ -193,9 +209,9 @@ class Intake:
         )
         sources: list[EncodedPrompt] = []
         if self.limits.start_ids is None:
-            prompts = [fit.encode(prompt) for prompt in request.prompts]
+            prompts = _encode_each(fit.encode, request.prompts)
         else:
-            sources = [fit.encode_source(prompt) for prompt in request.prompts]
+            sources = _encode_each(fit.encode_source, request.prompts)
             prompts = [fit.encode_start(each) for each in sources]
         params = fit.settle(max(len(prompt.ids) for prompt in prompts))
         _check_logprobs(prompts, params)

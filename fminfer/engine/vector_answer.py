@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from base64 import b64encode
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from fminfer.contract.request import VectorFacts, VectorWish
+from fminfer.contract.request import Similarity, VectorWish
 from fminfer.engine.sequence import AnswerKind, Array, RequestState
 
 
@@ -27,10 +28,10 @@ def make_of_vectors(state: RequestState, wish: VectorWish) -> list[dict[str, Any
 
 
 def _embeddings(vectors: Array, wish: VectorWish) -> list[dict[str, Any]]:
-    if wish.dimensions is not None:
-        vectors = vectors[:, : wish.dimensions]
-        if wish.facts.is_normalized:
-            vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    is_whole = wish.dimensions is None
+    vectors = vectors[:, : wish.dimensions]
+    if wish.is_normalized and not (is_whole and wish.facts.is_normalized):
+        vectors = _normalize(vectors)
     told: list[Any] = [*np.ascontiguousarray(vectors)]
     if wish.is_base64:  # of float32 numbers, little-endian
         told = [b64encode(np.asarray(vector, "<f4").tobytes()).decode() for vector in vectors]
@@ -40,21 +41,26 @@ def _embeddings(vectors: Array, wish: VectorWish) -> list[dict[str, Any]]:
     ]
 
 
+def _normalize(vectors: Array) -> Array:
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+
+
 def _sigmoid(logits: Array) -> Array:
     return np.exp(-np.logaddexp(0, -logits.astype("f8")))
 
 
-def _probabilities(logits: Array, facts: VectorFacts) -> Array:
-    """Return those of one text's classes."""
+def _probabilities(logits: Array, wish: VectorWish) -> Array:
+    """Return those of one text's classes, or their logits."""
     logits = logits.astype("f8")
-    if facts.odds != "softmax":
-        return _sigmoid(logits) if facts.odds == "sigmoid" else logits
+    odds = "identity" if wish.is_raw else wish.facts.odds
+    if odds != "softmax":
+        return _sigmoid(logits) if odds == "sigmoid" else logits
     powers = np.exp(logits - logits.max())
     return powers / powers.sum()
 
 
 def _classify(index: int, logits: Array, wish: VectorWish) -> dict[str, Any]:
-    probs, labels = _probabilities(logits, wish.facts), wish.facts.labels
+    probs, labels = _probabilities(logits, wish), wish.facts.labels
     best = int(probs.argmax())
     return {
         "index": index,
@@ -65,13 +71,39 @@ def _classify(index: int, logits: Array, wish: VectorWish) -> dict[str, Any]:
 
 
 def _scores(vectors: Array, wish: VectorWish) -> Array:
-    """Return a score a pair: its class's probability or logit, or the cosine of its vectors."""
+    """Return a score a pair: its class's probability or logit, or its vectors' similarity."""
     if wish.facts.is_scored:
-        return (vectors if wish.facts.is_score_logit else _sigmoid(vectors))[:, 0]
+        is_logit = wish.is_raw or wish.facts.is_score_logit
+        return (vectors if is_logit else _sigmoid(vectors))[:, 0]
     vectors = vectors.astype("f8")
-    vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     num_firsts = len(vectors) - len(wish.seconds)
-    return (vectors[:num_firsts] * vectors[num_firsts:]).sum(axis=1)  # one, or as many
+    return _COMPARED_BY[wish.facts.similarity](vectors[:num_firsts], vectors[num_firsts:])
+
+
+def _cosines(firsts: Array, seconds: Array) -> Array:
+    products = _dot_products(_normalize(firsts), _normalize(seconds))
+    return np.clip(products, -1.0, 1.0)  # rounding may leave 1.0000000000000002
+
+
+def _dot_products(firsts: Array, seconds: Array) -> Array:
+    return (firsts * seconds).sum(axis=1)
+
+
+def _euclidean(firsts: Array, seconds: Array) -> Array:
+    return 0.0 - np.linalg.norm(firsts - seconds, axis=1)  # 0.0, where a minus makes -0.0
+
+
+def _manhattan(firsts: Array, seconds: Array) -> Array:
+    return 0.0 - np.abs(firsts - seconds).sum(axis=1)
+
+
+# Each takes vectors, (one or pairs, size) and (pairs, size).
+_COMPARED_BY: dict[Similarity, Callable[[Array, Array], Array]] = {
+    "cosine": _cosines,
+    "dot": _dot_products,
+    "euclidean": _euclidean,
+    "manhattan": _manhattan,
+}
 
 
 def _ranking(scores: list[float], wish: VectorWish) -> list[dict[str, Any]]:

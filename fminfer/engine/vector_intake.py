@@ -23,11 +23,32 @@ from fminfer.engine.prompt_fit import (
 )
 from fminfer.engine.sequence import AnswerKind, Prepared
 from fminfer.text.encoded_prompt import EncodedPrompt
-from fminfer.text.pairs import as_prompt, cut_encoding
+from fminfer.text.pairs import as_prompt, cut_encoding, lower_texts
 from fminfer.text.tokenizer import Tokenizer
 
 Text = str | tuple[str, str]  # or a pair of texts
 Encodings = dict[tuple[bool, Text], Any]  # with special tokens or not: a `tokenizers.Encoding`
+
+
+def _name_text(error: RequestError, request: Request, number: int) -> RequestError:
+    """Return an error that says which text it is about, if a request has several.
+
+    Args:
+        number: of the text, where seconds are counted behind the prompts.
+    """
+    wish = request.vectors
+    assert wish is not None, "a request that draws"
+    name = wish.names[0]
+    num_texts = len(request.prompts)
+    if number >= num_texts:
+        number -= num_texts
+        name = wish.names[1]
+        num_texts = len(wish.seconds)
+    if not wish.seconds and num_texts == 1:
+        return error
+    place = f"{name}[{number}]" if num_texts > 1 else name
+    param = name if error.param == wish.names[0] else error.param
+    return RequestError(error.code, f"{place}: {error.message}", param)
 
 
 class VectorIntake:
@@ -48,6 +69,8 @@ class VectorIntake:
         self._backend = tokenizer.backend
         tokenizer.backend.no_truncation()  # its file may name some, which are the run's to choose
         tokenizer.backend.no_padding()
+        if facts.is_lowercased:
+            lower_texts(tokenizer.backend)
         if tokenizer.hf is not None and "token_type_ids" not in tokenizer.hf.model_input_names:
             facts = replace(facts, has_types=False)
         self._tokenizer, self._limits = tokenizer, limits
@@ -59,7 +82,7 @@ class VectorIntake:
         endpoint = told or find_asked(fields) or "embeddings"
         if told is None and endpoint == "embeddings" and self._facts.is_scored:
             endpoint = "classify"
-        own = FIELDS[endpoint]
+        own = {name for name, each in FIELDS[endpoint].items() if each.fate != "refused"}
         args = {name: value for name, value in self._args.items() if name in own}
         config = self._limits.config
         request = parse_vectors({**fields, **args}, endpoint, self._facts, is_strict=config.strict)
@@ -107,15 +130,14 @@ class VectorIntake:
                 else:
                     prompts.append(self._cut(encodings[adds, each], fit))
         except RequestError as error:
-            if len(listed) == 1 or fit.source != "input":
-                raise
-            text = f"input[{len(prompts)}]: {error.message}"
-            raise RequestError(error.code, text, error.param) from None
+            num_before = len(request.prompts) if listed and isinstance(listed[0], tuple) else 0
+            raise _name_text(error, request, num_before + len(prompts)) from None
         kind = cast(AnswerKind, request.endpoint)
         return Prepared(request.params, prompts, kind=kind, vectors=request.vectors)
 
     def _fit(self, request: Request) -> PromptFit:
-        source = {"score": "text_1", "rerank": "documents"}.get(request.endpoint, "input")
+        assert request.vectors is not None, "a request that draws"
+        source = request.vectors.names[0]
         return PromptFit(
             self._tokenizer, self._limits, request.params, self._warn, source, is_source=True
         )
@@ -125,17 +147,20 @@ class VectorIntake:
         wish = request.vectors
         assert wish is not None, "a request that draws"
         firsts, seconds = request.prompts, wish.seconds
-        for text in (*firsts, *seconds):
+        for number, text in enumerate((*firsts, *seconds)):
             if isinstance(text, str):
-                fit.refuse_giant(text)
                 if not self._tokenizer.has_words:
                     raise needs_words(f"{fit.source} is text", fit.source)
-        lower = str.lower if self._facts.is_lowercased else str
+                try:
+                    fit.refuse_giant(text)
+                except RequestError as error:
+                    raise _name_text(error, request, number) from None
         if seconds and wish.facts.is_scored:
             firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
             pairs = zip(firsts, seconds, strict=True)
-            return [(lower(str(first)), lower(second)) for first, second in pairs]
-        return [lower(each) if isinstance(each, str) else each for each in (*firsts, *seconds)]
+            return [(f"{wish.prefix}{first}", second) for first, second in pairs]
+        texts = (*firsts, *seconds)
+        return [wish.prefix + each if isinstance(each, str) else each for each in texts]
 
     def _cut(self, encoding: Any, fit: PromptFit) -> EncodedPrompt:
         """Return a text's ids, as its request and then the run cuts them."""

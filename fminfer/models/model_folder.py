@@ -10,7 +10,7 @@ from typing import Any
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import GGUF, gguf_error
 from fminfer.models.known_sizes import folder_of
-from fminfer.models.sentence_folder import DENSE_WEIGHTS
+from fminfer.models.sentence_folder import dense_weights
 from fminfer.models.stored.weight_folder import ADAPTER_WEIGHTS, find_weights
 
 ADAPTER = "adapter_config.json"
@@ -57,7 +57,7 @@ def fetch_weights(name: str, revision: str | None = None) -> Path:
     names = [each for each in names if not each.startswith(ADAPTER_WEIGHTS)]
     for patterns in WEIGHT_FILES:
         if any(fnmatch(each, pattern) for each in names for pattern in patterns):
-            return fetch(name, SMALL_FILES + patterns + DENSE_WEIGHTS, commit)
+            return fetch(name, SMALL_FILES + patterns + dense_weights(folder), commit)
     return folder  # loading says that it has no weights
 
 

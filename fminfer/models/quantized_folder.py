@@ -112,7 +112,7 @@ def _write_small_files(checkpoint: Checkpoint, folder: Path, quantized: str) -> 
         files.append((generation, generation / GENERATION))
     for top, file in files:
         target = folder / file.relative_to(str(top))
-        target.parent.mkdir(exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)
     fields = checkpoint.config.to_dict()
     fields.pop("_name_or_path", None)

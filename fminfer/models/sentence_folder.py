@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.compute.spec import Pooling, Reading
+from fminfer.contract.request import SIMILARITIES, Similarity
 from fminfer.core.errors import CheckpointError
 
 MODULES = "modules.json"
 SETTINGS = "config_sentence_transformers.json"
 CONFIG = "config.json"
+TEXT_SETTINGS = "sentence_*_config.json"  # beside the model, as a pattern
 TOKENIZER = "tokenizer_config.json"
-DENSE_WEIGHTS = ["*_Dense/model.safetensors", "*_Dense/pytorch_model.bin"]
+DENSE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in the folder of a dense layer
 _MODES = {"cls_token": "cls", "max_tokens": "max", "mean_tokens": "mean", "lasttoken": "last"}
 _MODES |= {"weightedmean_tokens": "weightedmean", "mean_sqrt_len_tokens": "mean_sqrt_len_tokens"}
 _ACTIVATIONS = {"Identity": "", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu"}
@@ -33,12 +35,13 @@ class SentenceFolder:
     prompts: Mapping[str, str] = field(default_factory=dict)  # by name; texts begin with one
     default_prompt: str = ""  # the name of the one that is used if none is asked for
     activation: str | None = None  # what a score is made by, as a name of torch
+    similarity: Similarity = "cosine"  # what a score of two vectors is
 
 
 def read_sentence_folder(folder: Path) -> SentenceFolder | None:
     """Read such a folder, or refuse it; None: it is none."""
-    modules = _modules(folder / MODULES)
-    kinds = [each["type"].rpartition(".")[2] for each in modules]
+    modules = _modules(folder)
+    kinds = [kind for kind, _ in modules]
     if (kinds[:1] != ["Transformer"] and "Pooling" not in kinds) or "LogitScore" in kinds:
         return None
     if others := sorted({*kinds} - {"Transformer", "Pooling", "Dense", "Normalize", "Dropout"}):
@@ -46,7 +49,7 @@ def read_sentence_folder(folder: Path) -> SentenceFolder | None:
     order = " ".join(kind for kind in kinds if kind != "Dropout")  # only training applies it
     if not re.fullmatch("Transformer( Pooling( Dense)*( Normalize)?)?", order):
         raise _not_run(folder / MODULES, f"the modules {order} in this order")
-    own = [folder / str(each.get("path", "")) for each in modules]
+    own = [place for _, place in modules]
     if own[0] != folder:
         raise _not_run(folder / MODULES, f"its model in a folder below, {own[0].name}; move it up")
     dense = [each for each, kind in zip(own, kinds, strict=True) if kind == "Dense"]
@@ -55,17 +58,49 @@ def read_sentence_folder(folder: Path) -> SentenceFolder | None:
         readings = tuple(_reading_of(each / CONFIG) for each in dense)
         how = _mode_of(own[kinds.index("Pooling")] / CONFIG)
         pooling = Pooling(how, readings, is_normalized="Normalize" in kinds)
-    texts = next((read_object(each) for each in sorted(folder.glob("sentence_*_config.json"))), {})
+    texts = next((read_object(each) for each in sorted(own[0].glob(TEXT_SETTINGS))), {})
     settings = read_object(folder / SETTINGS)
+    prompts, default_prompt = _prompts_of(folder / SETTINGS, settings, pooling)
     return SentenceFolder(
         pooling,
         tuple(dense),
         texts.get("max_seq_length") or read_object(folder / TOKENIZER).get("model_max_length"),
         bool(texts.get("do_lower_case")),
-        {name: text or "" for name, text in (settings.get("prompts") or {}).items()},
-        settings.get("default_prompt_name") or "",
+        prompts,
+        default_prompt,
         settings.get("activation_fn"),
+        _similarity_of(folder / SETTINGS, settings),
     )
+
+
+def _prompts_of(
+    file: Path, settings: dict[str, Any], pooling: Pooling | None
+) -> tuple[dict[str, str], str]:
+    """Return the prompts by name, and the name of the default one; "": there is none."""
+    prompts = {name: text or "" for name, text in (settings.get("prompts") or {}).items()}
+    default = settings.get("default_prompt_name") or ""
+    # sentence-transformers has both of these, empty, for every model that gives vectors.
+    usual = () if pooling is None else ("query", "document")
+    if default in usual:
+        prompts.setdefault(default, "")
+    if default and default not in prompts:
+        known = ", ".join(prompts) or "none"
+        raise CheckpointError(
+            f"{file} names {default!r} as default_prompt_name, and its prompts are: {known}. "
+            "Add that prompt, or set default_prompt_name to one of them or to null"
+        )
+    return prompts, default
+
+
+def _similarity_of(file: Path, settings: dict[str, Any]) -> Similarity:
+    name = settings.get("similarity_fn_name") or "cosine"
+    similarity = next((each for each in SIMILARITIES if each == name), None)
+    if similarity is None:
+        raise CheckpointError(
+            f"{file} names {name!r} as similarity_fn_name; these run: "
+            f"{', '.join(SIMILARITIES)}. Set it to one of them, or to null for cosine"
+        )
+    return similarity
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -81,18 +116,36 @@ def read_object(file: Path) -> dict[str, Any]:
 
 def sentence_files(folder: Path) -> list[Path]:
     """List the files of such a folder that are no weights, for digests and copies."""
-    names = (MODULES, SETTINGS, "sentence_*_config.json", "*_*/config.json")
-    found = (file for name in names for file in folder.glob(name))
-    return sorted(found) if (folder / MODULES).exists() else []
-
-
-def _modules(file: Path) -> list[dict[str, Any]]:
-    """Return the modules that a file lists; none: it is no file of sentence-transformers."""
-    try:
-        found = json.loads(file.read_bytes())
-        return [each | {"type": str(each["type"])} for each in found]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    if not (folder / MODULES).exists():
         return []
+    files = {folder / MODULES, folder / SETTINGS}
+    for _, place in _modules(folder):
+        files.update(place.glob(TEXT_SETTINGS))
+        if place != folder:
+            files.add(place / CONFIG)
+    return sorted(file for file in files if file.is_file())
+
+
+def dense_weights(folder: Path) -> list[str]:
+    """List the weight files that dense layers may have, by their paths in the folder."""
+    places = [place for kind, place in _modules(folder) if kind == "Dense"]
+    files = [place / name for place in places for name in DENSE_WEIGHTS]
+    return [str(file.relative_to(folder)) for file in files]
+
+
+def _modules(folder: Path) -> list[tuple[str, Path]]:
+    """Return the kind and the folder of each module in MODULES; none: there is no list."""
+    try:
+        fields = json.loads((folder / MODULES).read_bytes())
+        pairs = [(str(each["type"]), str(each.get("path") or "")) for each in fields]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return []
+    for _, path in pairs:
+        if Path(path).is_absolute() or ".." in Path(path).parts:
+            raise CheckpointError(
+                f"{folder / MODULES} names {path!r}, which is not in its folder; mend the path"
+            )
+    return [(kind.rpartition(".")[2], folder / path) for kind, path in pairs]
 
 
 def _mode_of(file: Path) -> str:

@@ -35,7 +35,7 @@ from fminfer.compute.step import (
     StepResult,
     TokenLogprobs,
     make_draws,
-    ranges,
+    text_positions,
 )
 from fminfer.core.messages import StageSpan
 from fminfer.machine.device import send
@@ -279,16 +279,18 @@ class Stage:
     def _encode(self, step: Step, hidden: torch.Tensor | None) -> torch.Tensor:
         """Run the encoder's layers over whole prompts; the last one gives the tokens to pool."""
         encoder = self._network.encoder
-        assert encoder is not None, "a step of whole prompts"
+        spec = self._network.model.encoder
+        assert encoder is not None and spec is not None, "a step of whole prompts"
         ends, pooling = step.lengths.cumsum(), self._network.pooling
 
         def run_rows(first: int, last: int) -> torch.Tensor:
             lengths, end = step.lengths[first:last], int(ends[last - 1])
             start = end - int(lengths.sum())
             part = slice(start, end)
-            positions = ranges(0 * lengths, lengths)
-            kept = None if pooling is None else pooling.kept(lengths)
-            columns = [positions, step.token_ids[part], step.token_types[part]]
+            prompt_ids = step.token_ids[part]
+            positions = text_positions(prompt_ids, lengths, spec.padding_id)
+            kept = None if pooling is None else pooling.kept(prompt_ids, lengths)
+            columns = [positions, prompt_ids, step.token_types[part]]
             columns += [] if kept is None else [kept]
             sent_positions, ids, types, *of_kept = send(columns, self._device)
             index = of_kept[0] if of_kept else None

@@ -14,7 +14,7 @@ from fminfer.compute.layers.products import Linear
 from fminfer.compute.registry import Registry
 from fminfer.compute.shards import ShardGroup
 from fminfer.compute.spec import Encoder, Layer, Model, Pooling
-from fminfer.compute.step import ranges
+from fminfer.compute.step import Column, last_tokens, ranges
 from fminfer.compute.weights import Function, Weight, dense
 from fminfer.machine.device import send
 from fminfer.models.layer import LayerOf, normed_sum
@@ -241,12 +241,11 @@ class PoolingOf:
         of_readings = ((n, weight) for n, weight in exit.items() if n.startswith("reading_"))
         self._read_by = {name: weight.plain.float() for name, weight in of_readings}
 
-    def kept(self, lengths: np.ndarray) -> np.ndarray | None:
+    def kept(self, ids: Column, lengths: Column) -> Column | None:
         """Return the packed tokens whose hidden states are pooled, int64; None: all of them."""
-        if self._how.how not in ("cls", "last"):
-            return None
-        ends = lengths.cumsum()
-        return ends - 1 if self._how.how == "last" else ends - lengths
+        if self._how.how == "last":
+            return last_tokens(ids, lengths, self._how.padding_id)
+        return lengths.cumsum() - lengths if self._how.how == "cls" else None
 
     def __call__(self, hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
         """Return vectors, (prompts, size) float32, of the kept tokens, (tokens, hidden)."""

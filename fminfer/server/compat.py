@@ -25,6 +25,7 @@ from fminfer.contract.fields import (
     whole,
     wrong_type,
 )
+from fminfer.contract.read_fields import refuse_others
 from fminfer.core.errors import RequestError
 from fminfer.core.quantities import counted
 from fminfer.engine.engine_core import Finished
@@ -155,6 +156,7 @@ def _from_generation(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _from_latency(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the completions request that one of the latency server means."""
+    refuse_others(fields, ("inputs", "parameters"), "POST /")
     parameters = {} if fields.get("parameters") is None else fields["parameters"]
     if not isinstance(parameters, dict):
         raise wrong_type("parameters", parameters, "an object or null")

@@ -23,6 +23,7 @@ from fminfer.contract.fields import (
     whole,
     wrong_type,
 )
+from fminfer.contract.read_fields import refuse_others
 from fminfer.core.errors import RequestError
 from fminfer.core.version import __version__
 from fminfer.engine.prompt_fit import RequestLimits
@@ -140,6 +141,7 @@ def _tokenize(service: Service, fields: dict[str, Any]) -> dict[str, Any]:
 
 def _detokenize(service: Service, fields: dict[str, Any]) -> dict[str, Any]:
     """Do what vLLM's /detokenize does."""
+    refuse_others(fields, ("tokens",), "/detokenize")
     engine, ids = service.engine, fields.get("tokens")
     if not isinstance(ids, list):
         raise wrong_type("tokens", ids, "a list of token ids")
@@ -160,9 +162,10 @@ def _prepare_one(service: Service, request: dict[str, Any], name: str) -> list[i
             asked["max_tokens"] = 0
         prepared = service.engine.prepare(asked, endpoint=endpoint)
     except RequestError as error:
-        if error.param not in ("prompt", "input"):
+        source = "prompt" if service.engine.intake.limits.vectors is None else "input"
+        if error.param != source:
             raise
-        message = error.message.replace(error.param, name, 1)
+        message = error.message.replace(source, name, 1)
         raise RequestError(error.code, message, name) from None
     if len(prepared.prompts) != 1:
         raise HttpError(400, f"{name} holds several prompts; send one", param=name)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from tokenizers import normalizers
+
 from fminfer.text.encoded_prompt import EncodedPrompt
+
+
+def lower_texts(backend: Any) -> None:
+    """Make a tokenizer lower texts, but no special tokens, as sentence-transformers 6 does."""
+    parts = [normalizers.Lowercase(), backend.normalizer]
+    backend.normalizer = normalizers.Sequence([each for each in parts if each is not None])
 
 
 def as_prompt(encoding: Any, *, has_types: bool) -> EncodedPrompt:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from fminfer.contract.endpoints import Endpoint
+from fminfer.contract.endpoints import OF_DRAWS, Endpoint
 from fminfer.contract.field_table import FIELDS
 from fminfer.contract.fields import Field
+from fminfer.contract.refused_fields import REFUSED
 from fminfer.contract.request import DEFAULTS, parse_request
+from fminfer.core.errors import RequestError
 from fminfer.split.grouping import Groups
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +55,55 @@ def test_every_field_of_openai_and_vllm_is_known(endpoint: Endpoint, names: str)
 def test_both_endpoints_know_the_same_names() -> None:
     """Wishes of chat, such as `verbosity`, were taken for unknown names in completions."""
     assert FIELDS["completions"].keys() == FIELDS["chat"].keys()
+
+
+# Of vectors: what vLLM, text-embeddings-inference, Infinity, Cohere, Jina, Voyage, Gemini and
+# sentence-transformers call their wishes. Each endpoint acts on one, refuses it, or records it.
+OF_VECTORS = """
+activation add_special_tokens candidate_labels dimension dimensions embed_dtype embedding_types
+encoding_format endianness extra_body function_to_apply input_type instruction late_chunking
+max_chunks_per_doc max_length max_tokens max_tokens_per_doc messages model normalize normalized
+options output_dimension output_dimensionality output_dtype parameters pooling_task precision
+priority prompt prompt_name query_prefix rank_fields raw_scores return_documents return_text
+return_multivector score_function score_threshold stream task task_type texts top_k top_n truncate
+truncate_dim truncate_prompt_tokens truncation truncation_direction use_activation user
+"""
+# Of completions and chat: wishes in the wrong place, and other tools' names.
+MISPLACED = """
+begin_suppress_tokens extra_body forced_decoder_ids format generationConfig generation_config
+guided_decoding images input instructions json_mode keep_alive lora_request max_output_tokens
+max_length mirostat mirostat_tau no_repeat_ngram_size num_beams num_ctx num_predict options
+parameters random_seed reasoning repeat_penalty response_mime_type response_schema sampling_params
+seed stop_sequences suppress_tokens system system_instruction text think thinking top_n_sigma
+typical_p xtc_probability
+"""
+
+
+@pytest.mark.parametrize("endpoint", get_args(Endpoint))
+def test_no_endpoint_begins_with_an_empty_list(endpoint: Endpoint) -> None:
+    """Scores and rankings began with a handful of names, so that other wishes were dropped."""
+    table = FIELDS[endpoint]
+    names = MISPLACED if endpoint in OF_DRAWS else OF_VECTORS
+    assert not set(names.split()) - table.keys()
+    refused = {name for name, each in table.items() if each.fate == "refused"}
+    assert len(refused) > 100 and refused == {each.name for each in REFUSED[endpoint]}
+    assert any(each.fate == "acted on" for each in table.values())
+
+
+def test_endpoints_of_a_kind_know_the_same_names() -> None:
+    """A field of one endpoint, such as `top_n`, is a wish on the other ones as well."""
+    vectors = [each for each in get_args(Endpoint) if each not in OF_DRAWS]
+    assert len(vectors) > 3
+    for endpoint in vectors:
+        assert FIELDS[endpoint].keys() == FIELDS["embeddings"].keys()
+
+
+@pytest.mark.parametrize("value", ["A or B", ["A", "B"], 3, True])
+def test_columns_of_data_are_no_wishes(value: object) -> None:
+    """`options` of a question with choices is no object of Ollama's."""
+    assert parse_request({"prompt": "x", "options": value}, max_logprobs=5).params == DEFAULTS
+    with pytest.raises(RequestError, match="Its fields stand in the request itself"):
+        parse_request({"prompt": "x", "options": {"num_predict": 1}}, max_logprobs=5)
 
 
 def test_each_field_is_told() -> None:

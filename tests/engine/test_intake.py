@@ -197,3 +197,11 @@ def test_warnings_do_not_grow_with_the_file() -> None:
     assert told[1] == "Warning: line 2: unknown parameters are kept and not acted on: key_1"
     run({"prompt": ">", "max_tokens": 1, "x" * 10_000: 1}, bench=bench)
     assert len(told[-1]) < 200
+
+
+def test_a_prompt_that_is_too_long_is_named(demo: Tokenizer) -> None:
+    """Of several prompts, the error did not say which one is too long."""
+    for long in (GIANT, "north " * 900, [5] * 900):
+        error = refused(demo, ["a", "b", long] if isinstance(long, str) else [[5], [6], long])
+        assert error.message.startswith("prompt[2]: the prompt has ")
+        assert refused(demo, long).message.startswith("the prompt has ")

@@ -59,10 +59,15 @@ def ranks_of(
     return ShardedRanks(plans, 640)
 
 
-def vectors(folder: Path | None, types: list[int] | None = None, **options: Any) -> torch.Tensor:
+def vectors(
+    folder: Path | None,
+    types: list[int] | None = None,
+    prompts: list[list[int]] = PROMPTS,
+    **options: Any,
+) -> torch.Tensor:
     """Return one vector a prompt, or the hidden states of all of an encoder with a decoder."""
-    lengths = np.array([*map(len, PROMPTS)])
-    step = Step(0, lengths=lengths, token_ids=np.concatenate(PROMPTS))
+    lengths = np.array([*map(len, prompts)])
+    step = Step(0, lengths=lengths, token_ids=np.concatenate(prompts))
     if types is not None:
         step.token_types = np.array(types, np.int8)
     found = ranks_of(folder, **options).run(step).vectors
@@ -70,10 +75,12 @@ def vectors(folder: Path | None, types: list[int] | None = None, **options: Any)
 
 
 @torch.no_grad()
-def oracle(model: Any, pool: Any, types: list[int] | None = None) -> torch.Tensor:
+def oracle(
+    model: Any, pool: Any, types: list[int] | None = None, prompts: list[list[int]] = PROMPTS
+) -> torch.Tensor:
     """Return what transformers gives for each prompt alone; `pool` makes it of hidden states."""
     rows, first = [], 0
-    for prompt in PROMPTS:
+    for prompt in prompts:
         given = {"input_ids": torch.tensor([prompt])}
         if types is not None:
             given["token_type_ids"] = torch.tensor([types[first : first + len(prompt)]])
@@ -113,6 +120,34 @@ def test_decoders_give_the_last_token_s_vector(name: str, kind: str, tmp_path: P
     folder, expected = save(model, tmp_path / "model"), oracle(model, lambda hidden: hidden[-1])
     for options in SOME:
         check(vectors(folder, **options), expected)
+
+
+def with_padding(padding_id: int) -> list[list[int]]:
+    """Return prompts with an id in front, inside, at the end, and in all places."""
+    pad = padding_id
+    return [[5, 6, 7, 8], [5, 6, pad, 8, 9], [pad, pad, 7], [5, 9, pad, pad], [pad, pad], [pad]]
+
+
+@pytest.mark.parametrize(
+    "name", ["roberta", "roberta:scores", "xlm-roberta", "camembert", "mpnet", "mpnet:scores"]
+)
+def test_padding_inside_a_text_has_no_position(name: str, tmp_path: Path) -> None:
+    """`<pad>` in a text, or its id, moved the positions of all tokens behind it by one."""
+    model = make_encoder(name)
+    prompts = with_padding(1 if "mpnet" in name else model.config.pad_token_id)
+    folder, expected = save(model, tmp_path / "model"), oracle(model, mean, prompts=prompts)
+    for options in (SPLITS["kernels"], SPLITS["both"]):
+        check(vectors(folder, prompts=prompts, **options), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt-bare", "bloom", "mixtral"])
+def test_a_judge_looks_at_the_last_token_that_is_no_padding(name: str, tmp_path: Path) -> None:
+    """A judge whose padding is EOS scored a text that ends with EOS by that EOS."""
+    model = make_decoder(name, "ForSequenceClassification", pad_token_id=4)
+    prompts = with_padding(4)
+    folder, expected = save(model, tmp_path / "model"), oracle(model, mean, prompts=prompts)
+    for options in (SPLITS["kernels"], SPLITS["both"]):
+        check(vectors(folder, prompts=prompts, **options), expected)
 
 
 @pytest.mark.parametrize("name", BOTH_WAYS)
@@ -228,17 +263,97 @@ def test_dense_layers_lie_in_folders_of_their_own(tmp_path: Path) -> None:
 
 
 def test_the_hub_gives_dense_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their weights lie below the folder of the model's, of which one form is fetched."""
-    small = [f"{name}/config.json" for name in ("1_Pooling", "2_Dense")]
+    """Their weights lie where modules.json says; those of a folder `head` were not fetched."""
+    small = [f"{name}/config.json" for name in ("1_Pooling", "head")]
     names = ["config.json", "modules.json", *small, "model.safetensors", "pytorch_model.bin"]
-    weights = ["2_Dense/model.safetensors", "2_Dense/pytorch_model.bin", "onnx/model.onnx"]
-    hub = Hub(tmp_path, tmp_path / "empty", names + weights)
+    weights = ["head/model.safetensors", "head/pytorch_model.bin", "onnx/model.onnx"]
+    (tmp_path / "files").mkdir()
+    modules = sentence_files(DENSE | {"path": "head"})["modules.json"]
+    (tmp_path / "files/modules.json").write_text(json.dumps(modules))
+    hub = Hub(tmp_path, tmp_path / "files", names + weights)
     monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
     monkeypatch.setattr(
         "huggingface_hub.HfApi.model_info", lambda self, n, revision: hub.model_info(n, revision)
     )
     found = {str(f.relative_to(hub.folder)) for f in fetch_weights("some/model").rglob("*.*")}
     assert found == {*names, *weights} - {"pytorch_model.bin", "onnx/model.onnx"}
+
+
+def move_modules(folder: Path, **places: str) -> None:
+    """Give modules' folders other names, by their kinds, in modules.json and on the disk."""
+    modules = json.loads((folder / "modules.json").read_text())
+    for module in modules:
+        place = places.get(module["type"].rpartition(".")[2])
+        if place is not None:
+            (folder / place).parent.mkdir(exist_ok=True)
+            (folder / module["path"]).rename(folder / place)
+            module["path"] = place
+    (folder / "modules.json").write_text(json.dumps(modules))
+
+
+@pytest.mark.parametrize(("pooling", "dense"), [("Pooling", "head"), ("parts/mean", "parts/out")])
+def test_modules_lie_where_modules_json_says(pooling: str, dense: str, tmp_path: Path) -> None:
+    """Names such as 1_Pooling were guessed: another pooling was no other model for a run's rows.
+
+    `fminfer quantize` left the files out, and its folder did not run.
+    """
+    model, folder = make_encoder("bert"), tmp_path / "model"
+    expected = read_by(dense_folder(model, folder), oracle(model, mean))
+    move_modules(folder, Pooling=pooling, Dense=dense)
+    check(vectors(folder), expected)
+
+    write_quantized(
+        open_checkpoint(str(folder)),
+        tmp_path / "small",
+        "int8",
+        seed=0,
+        on_progress=lambda *_: None,
+    )
+    check(vectors(tmp_path / "small"), vectors(folder, quantize="int8"))
+
+    before = model_digest(folder)
+    (folder / pooling / "config.json").write_text('{"pooling_mode": "max"}')
+    assert model_digest(folder) != before
+
+
+@pytest.mark.parametrize("path", ["../model/1_Pooling", "/elsewhere"])
+def test_modules_outside_of_their_folder_are_refused(path: str, tmp_path: Path) -> None:
+    modules = sentence_files()
+    modules["modules.json"][1]["path"] = path
+    folder = save(make_encoder("bert"), tmp_path / "model", modules)
+    with pytest.raises(CheckpointError, match="which is not in its folder"):
+        read_sentence_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"default_prompt_name": "passage", "prompts": {"query": "q: "}},
+            "prompts are: query. Add",
+        ),
+        ({"default_prompt_name": "passage"}, "names 'passage' as default_prompt_name"),
+        ({"similarity_fn_name": "jaccard"}, "these run: cosine, dot, euclidean, manhattan"),
+    ],
+)
+def test_settings_that_name_nothing_are_refused(
+    settings: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    """A default prompt that is not there was none, and every similarity was the cosine."""
+    files = sentence_files() | {"config_sentence_transformers.json": settings}
+    folder = save(make_encoder("bert"), tmp_path / "model", files)
+    with pytest.raises(CheckpointError, match=says):
+        read_sentence_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["query", "document", None, ""])
+def test_settings_that_ask_for_nothing_pass(name: str | None, tmp_path: Path) -> None:
+    """sentence-transformers gives models of vectors an empty prompt of these two names."""
+    settings = {"default_prompt_name": name, "similarity_fn_name": None}
+    files = sentence_files() | {"config_sentence_transformers.json": settings}
+    found = read_sentence_folder(save(make_encoder("bert"), tmp_path / "model", files))
+    assert found is not None and found.similarity == "cosine"
+    assert found.prompts.get(found.default_prompt, "") == ""
 
 
 def test_a_causal_language_model_in_such_a_folder_gives_vectors(tmp_path: Path) -> None:
@@ -340,20 +455,23 @@ def test_the_length_limit_of_a_folder_of_today(tmp_path: Path) -> None:
     assert open_checkpoint(str(folder)).context_length == 10
 
 
+def model_digest(folder: Path) -> str:
+    config = make_config(str(folder))
+    return fingerprint_of(config, open_model(config), torch.float32, torch.float32)["the model"]
+
+
 def test_a_fingerprint_covers_how_vectors_are_made(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     dense_folder(make_encoder("bert"), folder)
-
-    def found() -> str:
-        config = make_config(str(folder))
-        return fingerprint_of(config, open_model(config), torch.float32, torch.float32)["the model"]
-
-    seen = {found()}
+    seen = {model_digest(folder)}
     (folder / "1_Pooling/config.json").write_text('{"pooling_mode": "max"}')
-    seen.add(found())
+    seen.add(model_digest(folder))
     torch.save({"linear.weight": torch.ones(24, 64)}, folder / "2_Dense/pytorch_model.bin")
-    seen.add(found())
-    assert len(seen) == 3
+    seen.add(model_digest(folder))
+    settings = folder / "config_sentence_transformers.json"
+    settings.write_text('{"similarity_fn_name": "dot"}')
+    seen.add(model_digest(folder))
+    assert len(seen) == 4
     assert "reading_0.pytorch_model.bin" in digest_files(open_checkpoint(str(folder)))
 
 

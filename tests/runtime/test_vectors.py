@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from base64 import b64decode
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,19 +97,10 @@ def test_forms_of_an_embedding(embedding: Pair) -> None:
 
 
 def test_what_a_folder_of_sentence_transformers_says(tmp_path: Path) -> None:
-    """Fewer dimensions get length 1 again; prompts stand before texts, of embeddings alone."""
+    """Fewer dimensions get length 1 again; prompts stand before texts."""
     model, hf = save_bert(tmp_path)
-    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
-    modules = [{"path": path, "type": f"sentence_transformers.{k}"} for path, k in kinds.items()]
     prompts = {"query": "w7 w8 ", "document": ""}
-    settings = {"prompts": prompts, "default_prompt_name": "query"}
-    for name, value in (
-        ("modules.json", modules),
-        ("1_Pooling/config.json", {"pooling_mode": "mean"}),
-        ("config_sentence_transformers.json", settings),
-    ):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(json.dumps(value))
+    save_sentence_files(tmp_path, prompts=prompts, default_prompt_name="query")
     plain, asked = mean_vectors(model, hf, ["w1", "w7 w8 w1"])
     with fminfer.Engine(str(tmp_path), dtype="float32") as engine:
         for vector, expected in (
@@ -120,6 +112,133 @@ def test_what_a_folder_of_sentence_transformers_says(tmp_path: Path) -> None:
         assert "document" in str(refusal(engine, {"input": "w1", "prompt_name": "passage"}))
         (score,) = result(engine, {"text_1": "w1", "text_2": "w1"})["data"]
         assert score["score"] == pytest.approx(1, abs=1e-6)
+
+
+def save_sentence_files(
+    folder: Path, *, is_normalized: bool = True, is_lowercased: bool = False, **settings: Any
+) -> None:
+    """Save what sentence-transformers has beside a model whose vectors are means."""
+    kinds = {"": "Transformer", "1_Pooling": "Pooling"}
+    if is_normalized:
+        kinds["2_Normalize"] = "Normalize"
+    modules = [{"path": path, "type": f"sentence_transformers.{k}"} for path, k in kinds.items()]
+    for name, value in (
+        ("modules.json", modules),
+        ("1_Pooling/config.json", {"pooling_mode": "mean"}),
+        ("config_sentence_transformers.json", settings),
+        ("sentence_bert_config.json", {"do_lower_case": is_lowercased}),
+    ):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(value))
+
+
+SOME = ["w1 w2 w3", "w4 w5", "w6", "w1 w9"]
+SIMILARITIES: dict[str, Any] = {
+    "cosine": partial(torch.nn.functional.cosine_similarity, dim=-1),
+    "dot": lambda first, second: (first * second).sum(-1),
+    "euclidean": lambda first, second: -torch.dist(first, second, 2),
+    "manhattan": lambda first, second: -torch.dist(first, second, 1),
+}
+
+
+@pytest.mark.parametrize("name", SIMILARITIES)
+def test_a_score_is_the_model_s_similarity_of_the_vectors_that_are_served(
+    name: str, tmp_path: Path
+) -> None:
+    """Scores were cosines, whatever similarity_fn_name said, and of texts without the prompt."""
+    save_bert(tmp_path)
+    settings = {"similarity_fn_name": name, "prompts": {"q": "w7 w8 "}, "default_prompt_name": "q"}
+    save_sentence_files(tmp_path, is_normalized=False, **settings)
+    with fminfer.Engine(str(tmp_path), dtype="float32") as engine:
+        own = torch.from_numpy(engine.embed(SOME)).double()
+        scores = result(engine, {"text_1": SOME[0], "text_2": SOME})["data"]
+        ranking = result(engine, {"query": SOME[0], "documents": SOME})["results"]
+    expected = [SIMILARITIES[name](own[0], each).item() for each in own]
+    assert [each["score"] for each in scores] == pytest.approx(expected, abs=1e-4)
+    ranked = {each["index"]: each["relevance_score"] for each in ranking}
+    assert [ranked[number] for number in range(len(SOME))] == pytest.approx(expected, abs=1e-4)
+    assert [*ranked] == sorted(ranked, key=lambda number: -ranked[number])
+    assert {each["document"]["text"] for each in ranking} == {*SOME}
+    assert "-0.0" not in json.dumps(scores)
+
+
+def test_prompts_stand_before_the_first_text_of_a_pair(tmp_path: Path) -> None:
+    """A cross-encoder's default prompt was not used; sentence-transformers 6 does so."""
+    own = save_bert(tmp_path, num_labels=1)
+    module = {"type": "sentence_transformers.base.modules.transformer.Transformer", "path": ""}
+    (tmp_path / "modules.json").write_text(json.dumps([module]))
+    settings = {"prompts": {"q": "w7 w8 ", "other": "w9 "}, "default_prompt_name": "q"}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    with fminfer.Engine(str(tmp_path), dtype="float32") as engine:
+        for prefix, fields in (("w7 w8 ", {}), ("w9 ", {"prompt_name": "other"})):
+            pairs = logits_of(own, [f"{prefix}w1", f"{prefix}w1"], ["w2", "w3 w4"])
+            found = result(engine, {"text_1": "w1", "text_2": ["w2", "w3 w4"]} | fields)["data"]
+            expected = pairs.sigmoid()[:, 0].tolist()
+            assert [each["score"] for each in found] == pytest.approx(expected, abs=1e-5)
+            raw = {"query": "w1", "documents": ["w2", "w3 w4"], "use_activation": False}
+            best = result(engine, raw | fields)["results"][0]
+            assert best["relevance_score"] == pytest.approx(pairs.max().item(), abs=1e-4)
+            (classes,) = result(engine, {"input": "w1"} | fields)["data"]
+            alone = logits_of(own, [f"{prefix}w1"]).sigmoid().item()
+            assert classes["probs"] == pytest.approx([alone], abs=1e-5)
+
+
+def test_prompts_do_not_stand_before_token_ids(tmp_path: Path) -> None:
+    """`prompt_name` beside token ids was dropped; one that is empty asks for nothing."""
+    save_bert(tmp_path)
+    save_sentence_files(tmp_path, prompts={"query": "w7 ", "document": ""})
+    with fminfer.Engine(str(tmp_path), dtype="float32") as engine:
+        refused = refusal(engine, {"input": [2, 6, 3], "prompt_name": "query"})
+        assert refused.param == "prompt_name" and "holds token ids" in refused.message
+        result(engine, {"input": [[2, 6, 3]], "prompt_name": "document"})
+
+
+def test_logits_in_place_of_probabilities(scoring: Pair) -> None:
+    engine, own = scoring
+    for value, expected in ((False, logits_of(own, TEXTS)), (True, None), (None, None)):
+        found = result(engine, {"input": TEXTS, "use_activation": value})["data"]
+        if expected is None:
+            expected = logits_of(own, TEXTS)
+            expected = expected.sigmoid() if expected.shape[1] == 1 else expected.softmax(-1)
+        np.testing.assert_allclose([each["probs"] for each in found], expected, atol=1e-4)
+
+
+def test_vectors_of_length_1(embedding: Pair, tmp_path: Path) -> None:
+    engine, _ = embedding
+    (whole,) = engine.embed(["w1 w2"])
+    for fields, vector in (({}, whole), ({"dimensions": 5}, whole[:5])):
+        for value, expected in ((True, vector / np.linalg.norm(vector)), (False, vector)):
+            (found,) = result(engine, {"input": "w1 w2", "normalize": value} | fields)["data"]
+            np.testing.assert_allclose(found["embedding"], expected, rtol=1e-5)
+    refused = refusal(engine, {"text_1": "w1", "text_2": "w2", "use_activation": False})
+    assert refused.param == "use_activation" and "no logits" in refused.message
+    save_bert(tmp_path)
+    save_sentence_files(tmp_path)
+    with fminfer.Engine(str(tmp_path), dtype="float32") as normed:
+        assert refusal(normed, {"input": "w1", "normalize": False}).param == "normalize"
+        result(normed, {"input": "w1", "normalize": True})
+
+
+def test_no_cosine_is_beyond_1(embedding: Pair) -> None:
+    """Equal texts had a score of 1.0000000000000002."""
+    texts = [f"{first} {second}" for first in WORDS[:12] for second in WORDS[:5]]
+    found = result(embedding[0], {"text_1": texts, "text_2": texts})["data"]
+    assert all(1 - 1e-6 < each["score"] <= 1 for each in found)
+
+
+def test_do_lower_case_leaves_special_tokens(tmp_path: Path) -> None:
+    """`[SEP]` in a text was lowered to `[sep]`, and a capital sigma as Python does."""
+    model, hf = save_bert(tmp_path)
+    save_sentence_files(tmp_path, is_normalized=False, is_lowercased=True)
+    fields = json.loads((tmp_path / "tokenizer.json").read_text())
+    fields["normalizer"]["lowercase"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"do_lower_case": False}))
+    plain = "w1 [SEP] w2"
+    with fminfer.Engine(str(tmp_path), dtype="float32") as engine:
+        found = engine.embed([plain, "W1 [SEP] W2"])
+    np.testing.assert_allclose(found, mean_vectors(model, hf, [plain, plain]), atol=1e-4)
 
 
 def test_long_texts_are_cut_as_transformers_cuts(embedding: Pair) -> None:
@@ -316,3 +435,40 @@ def test_equal_lines_are_computed_once_and_a_wrong_one_costs_itself(embedding: P
 def test_a_text_that_is_too_long_is_named(embedding: Pair) -> None:
     asked = {"input": ["w1", "w2", " ".join(["w3"] * 80)]}
     assert str(refusal(embedding[0], asked)).startswith("input[2]: the prompt has 82 tokens; ")
+
+
+LONG = "w3 " * 80
+GIANT = "w3 " * 200_000  # refused before it is tokenized
+
+
+@pytest.mark.parametrize("long", [LONG, GIANT])
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"query": "w1", "documents": ["w1", "long", "w2"]}, "documents[1]"),
+        ({"query": "w1", "documents": ["long"]}, "documents"),
+        ({"text_1": "w1", "text_2": ["w1", "w2", "long"]}, "text_2[2]"),
+        ({"text_1": ["w1", "w2"], "text_2": ["w1", "long"]}, "text_2[1]"),
+        ({"queries": "w1", "documents": ["long", "w2"]}, "documents[0]"),
+    ],
+)
+def test_a_document_that_is_too_long_is_named(
+    fields: dict[str, Any], place: str, long: str, embedding: Pair, scoring: Pair
+) -> None:
+    """Only embeddings said which of many texts was too long."""
+    asked = json.loads(json.dumps(fields).replace("long", long))
+    engines = [embedding[0]]
+    if scoring[1][0].config.num_labels == 1:
+        engines.append(scoring[0])
+    for engine in engines:
+        refused = refusal(engine, asked)
+        assert refused.message.startswith(f"{place}: the prompt has ")
+        assert refused.param == place.partition("[")[0]
+
+
+def test_a_query_that_is_too_long_is_named(embedding: Pair) -> None:
+    for fields, place in (
+        ({"query": LONG, "documents": ["w1", "w2"]}, "query"),
+        ({"text_1": ["w1", LONG], "text_2": ["w1", "w2"]}, "text_1[1]"),
+    ):
+        assert refusal(embedding[0], fields).message.startswith(f"{place}: the prompt has ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +15,20 @@ from fminfer.contract.field_table import FIELDS
 from fminfer.contract.fields import Field
 from tests.server.batch_calls import CHAT, COMPLETIONS, batch_line, content, create, wait_for_end
 from tests.server.running import Running, running
+from tests.vector_models import save_bert
 
 QUESTION = "How do you go from the porch to the den?"
 BODIES: dict[Endpoint, dict[str, Any]] = {
     "completions": {"prompt": QUESTION, "max_tokens": 2, "temperature": 0},
     "chat": {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 2, "seed": 5},
+    "embeddings": {"input": "w1 w2"},
+    "score": {"text_1": "w1", "text_2": ["w2", "w3"]},
+    "rerank": {"query": "w1", "documents": ["w2", "w3"]},
+    "classify": {"input": "w1 w2"},
 }
 WISH = {"a": ["wish"]}
 URLS: dict[Endpoint, str] = {"completions": COMPLETIONS, "chat": CHAT}
+VECTORS: tuple[Endpoint, ...] = ("embeddings", "score", "rerank", "classify")
 
 
 def refused(endpoint: Endpoint) -> list[Field]:
@@ -91,3 +98,57 @@ def test_a_wish_is_refused_in_batches_and_files(server: Running, endpoint: Endpo
     with fminfer.Engine(dtype="float32") as engine:
         records = list(engine.run([BODIES[endpoint] | {name: WISH} for name in names]))
     assert [record.error and record.error.param for record in records] == names
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Give a model that embeds, and one that scores."""
+    found = {name: tmp_path_factory.mktemp(name) for name in ("embedding", "scoring")}
+    save_bert(found["embedding"])
+    save_bert(found["scoring"], num_labels=1)
+    return found
+
+
+@pytest.mark.parametrize("endpoint", VECTORS)
+def test_no_wish_for_vectors_is_ignored(endpoint: Endpoint, folders: dict[str, Path]) -> None:
+    """`input_type`, `top_k`, `rank_fields` and others were answered as if they were not there."""
+    folder = folders["embedding" if endpoint == "embeddings" else "scoring"]
+    body, path = BODIES[endpoint], f"/v1/{endpoint}"
+    wishes = [each for each in refused(endpoint) if each.name not in ("query", "queries", "input")]
+    wishes = [each for each in wishes if not each.name.startswith("text_")]
+    with fminfer.Engine(str(folder), dtype="float32") as engine:
+        records = list(engine.run([body | {each.name: WISH} for each in wishes]))
+        told = [record.error and record.error.param for record in records]
+        assert told == [each.name for each in wishes]
+        with running(engine) as server:
+            plain = {**server.post(path, body).json, "id": "", "created": 0}
+            for each in wishes:
+                answer = server.post(path, body | {each.name: WISH})
+                assert answer.status == 400, (each.name, answer.body)
+                assert answer.error["code"] == "unsupported_parameter"
+                assert answer.error["param"] == each.name
+            for each in FIELDS[endpoint].values():
+                values = () if each.fate == "acted on" else (None, *each.neutral)
+                for value in values:
+                    answer = server.post(path, body | {each.name: value})
+                    assert answer.status == 200, (each.name, value, answer.body)
+                    assert {**answer.json, "id": "", "created": 0} == plain, (each.name, value)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("/", {"inputs": QUESTION}, "options"),
+        ("/", {"inputs": QUESTION}, "max_new_tokens"),
+        ("/detokenize", {"tokens": [5, 6]}, "skip_special_tokens"),
+        ("/detokenize", {"tokens": [5, 6]}, "suppress_tokens"),
+    ],
+)
+def test_older_routes_refuse_what_they_do_not_read(
+    server: Running, path: str, body: dict[str, Any], name: str
+) -> None:
+    """They left every other field out in silence."""
+    assert server.post(path, body).status == 200
+    assert server.post(path, body | {"user": "me", name: None}).status == 200
+    answer = server.post(path, body | {name: WISH})
+    assert answer.status == 400 and answer.error["param"] == name

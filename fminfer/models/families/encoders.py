@@ -46,6 +46,7 @@ def _bert_like(
     norm: Norm | None = None,
     head: Sources = POOLER,  # that scores classes
     activation: str = "tanh",  # of that head
+    padding_id: int | None = None,  # of tokens without a position
     **more: Any,  # as for `assemble`
 ) -> Architecture:
     """Return a BERT (Devlin et al. 2018) with what differs."""
@@ -59,7 +60,8 @@ def _bert_like(
     if "mlp" not in more:
         own["mlp"] = mlp_of(c, is_gated=False, has_bias=True)
     num_types = getattr(c, "type_vocab_size", 0)
-    found = pooled(assemble(c, norm=norm, usual=usual, **own | more), MEAN, num_types=num_types)
+    layers = assemble(c, norm=norm, usual=usual, **own | more)
+    found = pooled(layers, MEAN, num_types=num_types, padding_id=padding_id)
     readings = Reading(c.hidden_size, activation), Reading(c.num_labels)
     scored = Pooling("cls", readings, is_scored=True), head
     return replace(found, base=base, scored=scored)
@@ -67,7 +69,13 @@ def _bert_like(
 
 def roberta(c: Any) -> Architecture:
     """Return RoBERTa (Liu et al. 2019): positions begin behind the padding's row."""
-    return _bert_like(c, base="roberta.", head=CLASSIFIER, position_offset=c.pad_token_id + 1)
+    return _bert_like(
+        c,
+        base="roberta.",
+        head=CLASSIFIER,
+        position_offset=c.pad_token_id + 1,
+        padding_id=c.pad_token_id,
+    )
 
 
 def distilbert(c: Any) -> Architecture:
@@ -95,7 +103,8 @@ def distilbert(c: Any) -> Architecture:
 def mpnet(c: Any) -> Architecture:
     """Return MPNet (Song et al. 2020): biases by distance, which layers share.
 
-    transformers looks 32 of them up, however many a config names.
+    transformers looks 32 of them up, however many a config names. Padding is id 1 in positions,
+    whatever a config names.
     """
     inner = sources(
         qkv="attention.attn.q attention.attn.k attention.attn.v",
@@ -110,6 +119,7 @@ def mpnet(c: Any) -> Architecture:
         attention={"relative": Relative(32, 128, is_causal=False)},
         inner=BERT_INNER | inner,
         position_offset=2,
+        padding_id=1,
     )
 
 
@@ -210,7 +220,9 @@ def with_head(architecture: Architecture, c: Any, pooling: Pooling | None) -> Ar
     if name.endswith("ForSequenceClassification"):
         if model.encoder is not None and architecture.scored is None:
             raise _refused(name, "a head for classes behind a decoder, which does not run")
-        of_last = Pooling("last", (Reading(c.num_labels, has_bias=False),), is_scored=True)
+        reading = Reading(c.num_labels, has_bias=False)
+        padding_id = getattr(c, "pad_token_id", None)
+        of_last = Pooling("last", (reading,), is_scored=True, padding_id=padding_id)
         return pooled(architecture, *(architecture.scored or (of_last, sources(reading_0="score"))))
     if _REFUSED.search(name):
         why = "whose head does not run"
@@ -240,6 +252,7 @@ def pooled(
     pooling: Pooling,
     readings: Sources | None = None,  # where the tensors of the pooling's dense layers are
     num_types: int = 0,  # of tokens
+    padding_id: int | None = None,  # of tokens without a position
 ) -> Architecture:
     """Return an encoder that pools. A decoder's layers become the encoder's, and stay causal."""
     model, outer, encoder = architecture.model, architecture.outer, architecture.model.encoder
@@ -257,6 +270,7 @@ def pooled(
             model.num_positions,
             model.position_offset,
             num_types,
+            padding_id,
         )
         outer = {f"encoder.{n}" if n in _MOVED else n: where for n, where in outer.items()}
     elif not model.is_pooled:

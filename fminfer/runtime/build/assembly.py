@@ -147,7 +147,6 @@ def find_vectors(checkpoint: Checkpoint) -> VectorFacts | None:
     pooling, sentence = encoder.pooling, checkpoint.sentence
     labels = getattr(checkpoint.config, "id2label", None) or {}
     prompts = {} if sentence is None else sentence.prompts
-    named = "" if sentence is None else sentence.default_prompt
     return VectorFacts(
         pooling.readings[-1].size if pooling.readings else checkpoint.model.hidden_size,
         pooling.is_scored,
@@ -157,8 +156,9 @@ def find_vectors(checkpoint: Checkpoint) -> VectorFacts | None:
         has_types=encoder.num_types > 1,
         labels=tuple(labels[number] for number in sorted(labels)) if pooling.is_scored else (),
         prompts=prompts,
-        default_prompt=named if named in prompts else None,
+        default_prompt=None if sentence is None else sentence.default_prompt or None,
         is_lowercased=sentence is not None and sentence.is_lowercased,
+        similarity="cosine" if sentence is None else sentence.similarity,
     )
 
 

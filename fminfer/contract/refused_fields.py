@@ -1,0 +1,313 @@
+"""Fields of other tools, by endpoint, that nobody acts on, and what to do instead.
+
+They are those of OpenAI, vLLM, SGLang, llama.cpp, Ollama, text-generation-inference and
+text-embeddings-inference, Gemini, Anthropic, Cohere, Jina, Voyage, Infinity and
+sentence-transformers. A value that asks for nothing passes. Any other one is an error, so that
+no wish is dropped. A new endpoint needs an entry in `REFUSED`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fminfer.contract.endpoints import Endpoint
+from fminfer.contract.fields import ANYTHING, Field, as_it_is
+
+_ANY = as_it_is(ANYTHING)
+
+
+def _refused(
+    remedy: str, neutral: list[object], *names: str, ours: str = "", only: type | None = None
+) -> Iterator[Field]:
+    """Yield fields that nobody acts on, and the values of each that change nothing."""
+    for name in names:
+        yield Field(
+            name, _ANY, remedy, fate="refused", neutral=tuple(neutral), ours=ours, only=only
+        )
+
+
+def recorded(*names: str) -> Iterator[Field]:
+    """Yield fields that are for the service that stores, routes or bills a request."""
+    for name in names:
+        yield Field(name, _ANY, "Changes no answer.", fate="recorded")
+
+
+_INSIDE = "Its fields stand in the request itself, by the names of docs/contract.md"
+_COLUMN = "A column of data stands beside a `request` object"
+_SCHEMA = "response_format or structured_outputs asks for JSON"
+_THOUGHT = "A chat's chat_template_kwargs switch thinking; max_tokens limits the whole answer"
+_SYSTEM = f"In chat, a message of the role system says it. {_COLUMN}"
+_CONTEXT = "A run takes it as --max-model-len"
+_WEIGHTS = "A run has one model; merge an adapter into it"
+_BEAMS = "best_of returns the likeliest of several"
+_BIAS = "logit_bias and bad_words ban tokens; allowed_token_ids allows them"
+_START = "decoder_prompt begins an answer"
+_END = "ignore_eos, stop and stop_token_ids say where an answer ends"
+# Of completions and chat alike.
+_OF_DRAWS = (
+    *_refused("structured_outputs takes json, regex, choice or grammar", [""], "structural_tag"),
+    *_refused('In completions, "echo": true with logprobs gives them', [], "prompt_logprobs"),
+    *_refused("logprobs tells the likeliest tokens", [], "logprob_token_ids"),
+    *_refused("logprobs tells the likeliest tokens", [0], "n_probs", "top_n_tokens"),
+    *_refused("logprobs tells the likeliest tokens", [0], "top_logprobs_num", "nprobs"),
+    *_refused("logprobs tells them", [False], "return_logprob", "output_scores"),
+    *_refused("logprobs tells them", [False], "response_logprobs", "responseLogprobs"),
+    *_refused('In completions, "echo": true with logprobs gives them', [False], "output_logits"),
+    *_refused("", [False], "decoder_input_details", "post_sampling_probs", "flat_logprobs"),
+    *_refused("", [False], "output_hidden_states", "output_attentions", "return_hidden_states"),
+    *_refused("return_token_ids adds the ids", [False], "return_tokens_as_token_ids"),
+    *_refused("return_token_ids adds the ids", [False], "return_tokens"),
+    *_refused("logprobs has text_offset in completions", [False], "return_token_offsets"),
+    *_refused("Give the prompt as text or as token ids", [], "prompt_embeds", "input_embeds"),
+    *_refused(f"Give prompt or messages. {_COLUMN}", [""], "input"),
+    *_refused("logit_bias changes logits", [[]], "logits_processors", "logits_processor"),
+    *_refused("logit_bias changes logits", [""], "custom_logit_processor"),
+    *_refused("logit_bias changes logits", [[], {}], "sequence_bias", "logit_bias_exp"),
+    *_refused(_BIAS, [[]], "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"),
+    *_refused(_BIAS, [[]], "force_words_ids", "banned_tokens", "custom_token_bans", "token_ban"),
+    *_refused(_BIAS, [[]], "allowed_tokens", "excluded_tokens", "banned_strings"),
+    *_refused(_START, [[]], "forced_decoder_ids", "decoder_input_ids"),
+    *_refused(_START, [], "forced_bos_token_id", "decoder_start_token_id"),
+    *_refused("", [], "forced_eos_token_id", "exponential_decay_length_penalty"),
+    *_refused(_END, [[], ""], "eos_token_id", "stopping_criteria", "stop_regex", "stop_token"),
+    *_refused(_END, [False], "ban_eos_token", "no_stop_trim"),
+    *_refused("repetition_penalty makes repetitions rare", [], "repetition_detection"),
+    *_refused("max_tokens limits the whole answer", [-1], "thinking_token_budget"),
+    *_refused("Give it in the chat_template_kwargs of a chat", [], "enable_thinking"),
+    *_refused(_THOUGHT, [], "think", "reasoning_budget"),
+    *_refused(_THOUGHT, [], "thinking", "reasoning", only=dict),
+    *_refused(_THOUGHT, [], "thinking_budget", "thinking_config", "thinkingConfig"),
+    *_refused("A model's reasoning is a part of its text", ["none"], "reasoning_format"),
+    *_refused("A model's reasoning is a part of its text", [False], "separate_reasoning"),
+    *_refused("A model's reasoning is a part of its text", [False], "include_thoughts"),
+    *_refused(_BEAMS, [False], "use_beam_search"),
+    *_refused(_BEAMS, [1], "num_beams", "num_beam_groups", "beam_width"),
+    *_refused("", [0], "diversity_penalty"),
+    *_refused('For the likeliest tokens, give "temperature": 0', [True], "do_sample"),
+    *_refused("", [""], "suffix"),
+    *_refused("", [True], "spaces_between_special_tokens", "detokenize"),
+    *_refused("", [False], "watermarking", "watermark", "early_stopping", "dynamic_temperature"),
+    *_refused("", [{}], "kv_transfer_params", "ec_transfer_params", "vllm_xargs", "extra_args"),
+    *_refused("", [1], "length_penalty", "typical_p", "typical", "typ_p", "tfs_z", "tfs"),
+    *_refused("", [1], "guidance_scale", "cfg_scale", "encoder_repetition_penalty"),
+    *_refused("", [0], "routed_experts_prompt_start", "no_repeat_ngram_size", "penalty_alpha"),
+    *_refused("", [0], "encoder_no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff"),
+    *_refused("", [0], "top_a", "mirostat", "mirostat_mode", "dry_multiplier"),
+    *_refused("", [0], "xtc_probability"),
+    *_refused("", [0], "dynatemp_range", "dynatemp_min", "dynatemp_max", "smoothing_factor"),
+    *_refused("", [0], "n_keep", "num_keep", "n_discard", "n_indent", "t_max_predict_ms"),
+    *_refused("", [0, -1], "top_n_sigma", "nsigma", "adaptive_target"),
+    *_refused("repetition_penalty counts the whole text", [-1], "repeat_last_n"),
+    *_refused("repetition_penalty counts the whole text", [0], "repetition_penalty_range"),
+    *_refused("repetition_penalty counts the whole text", [0], "rep_pen_range"),
+    *_refused("repetition_penalty counts the whole text", [-1], "penalty_last_n"),
+    *_refused("docs/contract.md, 7, tells their order", [[]], "samplers", "sampler_order"),
+    *_refused("docs/contract.md, 7, tells their order", [[]], "sampler_priority"),
+    *_refused("", [""], "negative_prompt"),
+    *_refused("Answers are text", [["text"]], "modalities", "response_modalities"),
+    *_refused("Answers are text", [], "audio"),
+    *_refused("Answers are text", [{}], "media_io_kwargs", "mm_processor_kwargs"),
+    *_refused("Prompts are text", [[]], "images", "image", "image_data", "multi_modal_data"),
+    *_refused("Ask for it in words", ["medium"], "verbosity"),
+    *_refused("", [False], "safe_prompt", "enable_search", "token_healing", "temperature_last"),
+    *_refused("", [], "max_time", "search_parameters", "search_options", "guardrailConfig"),
+    *_refused("", [], "moderation", "web_search_options"),
+    *_refused("", [], "previous_response_id"),
+    *_refused("", [], "conversation", only=dict),
+    *_refused("", [[]], "transforms", "plugins", "safety_settings", "safetySettings"),
+    *_refused("A model's reasoning is a part of its text", [True], "include_reasoning"),
+    *_refused("A server's POST /tokenize tells a chat's tokens", [False], "return_prompt_text"),
+    *_refused("A run takes one by --chat-template FILE", [], "chat_template", "template"),
+    *_refused("A run takes one by --chat-template FILE", [], "prompt_template"),
+    *_refused("A run takes one by --chat-template FILE", [], "instruction_template"),
+    *_refused('In chat, give {"documents": …} as chat_template_kwargs', [], "documents"),
+    *_refused("In chat, give tools and tool_choice", ["none", "auto"], "function_call"),
+    # Wishes in the wrong place.
+    *_refused(_INSIDE, [{}], "extra_body", "generation_config", "generationConfig"),
+    *_refused(_INSIDE, [{}], "sampling_params", "sampling_parameters", "model_kwargs"),
+    *_refused(_INSIDE, [{}], "inference_config", "inferenceConfig", "generate_kwargs"),
+    *_refused(_INSIDE, [{}], "textGenerationConfig", "additionalModelRequestFields"),
+    *_refused("In chat, give tools and tool_choice", [{}], "tool_config", "toolConfig"),
+    *_refused("In chat, give tools and tool_choice", [[]], "mcp_servers", "connectors"),
+    *_refused(_INSIDE, [{}], "options", "parameters", "params", only=dict),
+    *_refused(_SCHEMA, [{}], "guided_decoding", "response_schema", "responseSchema"),
+    *_refused(_SCHEMA, [{}], "output_config", "text_format", "output_schema", "outlines"),
+    *_refused(_SCHEMA, [{}], "text", only=dict),
+    *_refused(_SCHEMA, ["", "text"], "format", "output_format", "response_type", "grammar_type"),
+    *_refused(_SCHEMA, ["text/plain"], "response_mime_type", "responseMimeType"),
+    *_refused(_SCHEMA, [False], "json_mode", "json_object", "guided_json_object"),
+    *_refused(_SYSTEM, [""], "system", "system_prompt", "instructions"),
+    *_refused(_SYSTEM, [""], "system_instruction", "systemInstruction", "system_message"),
+    *_refused(_SYSTEM, [""], "preamble", "prompt_mode"),
+    *_refused(_CONTEXT, [], "num_ctx", "n_ctx", "max_model_len", "truncation_length"),
+    *_refused(_CONTEXT, [], "max_context_length"),
+    *_refused("truncate_prompt_tokens cuts a prompt", [], "prompt_truncate_len"),
+    *_refused("truncate_prompt_tokens cuts a prompt", [], "prompt_truncation"),
+    *_refused("--on-too-long says it", [], "context_length_exceeded_behavior"),
+    *_refused("logprobs tells them", ["NONE"], "return_likelihoods"),
+    *_refused(_WEIGHTS, [[], {}], "lora", "lora_path", "lora_request", "adapter", "adapter_id"),
+    *_refused("truncate_prompt_tokens cuts a prompt", [False, "disabled"], "truncate"),
+    *_refused("truncate_prompt_tokens cuts a prompt", [False, "disabled"], "truncation"),
+    *_refused("max_tokens counts what is drawn, without the prompt", [], "max_length"),
+    *_refused("min_tokens counts what is drawn, without the prompt", [0], "min_length"),
+    *_refused("", [], "max_new_tokens", "n_predict", "num_predict", ours="max_tokens"),
+    *_refused("", [], "max_output_tokens", "maxOutputTokens", "maxTokens", ours="max_tokens"),
+    *_refused("", [], "max_gen_len", "max_tokens_to_sample", "num_tokens", ours="max_tokens"),
+    *_refused("", [[]], "stopping_strings", "end_sequences", ours="stop"),
+    *_refused("", [], "sampler_seed", ours="seed"),
+    *_refused("", [""], "grammar_string", ours="grammar"),
+    *_refused("", [""], "regex_pattern", ours="guided_regex"),
+    *_refused("", [0], "min_new_tokens", "min_completion_tokens", ours="min_tokens"),
+    *_refused("", [1], "num_return_sequences", "num_completions", ours="n"),
+    *_refused("", [1], "candidate_count", "candidateCount", "num_generations", ours="n"),
+    *_refused("", [[]], "stop_sequences", "stopSequences", "stop_strings", ours="stop"),
+    *_refused("", [[]], "stop_words", "stop_str", "stops", ours="stop"),
+    *_refused("", [1], "repeat_penalty", "rep_pen", ours="repetition_penalty"),
+    *_refused("", [0], "presencePenalty", ours="presence_penalty"),
+    *_refused("", [0], "frequencyPenalty", ours="frequency_penalty"),
+    *_refused("", [], "temp", ours="temperature"),
+    *_refused("", [1], "topP", ours="top_p"),
+    *_refused("", [0, -1], "topK", ours="top_k"),
+    *_refused("", [0], "minP", ours="min_p"),
+    *_refused("", [], "random_seed", "randomSeed", ours="seed"),
+    *_refused("", [""], "regex", ours="guided_regex"),
+    *_refused("", [""], "ebnf", ours="guided_grammar"),
+    *_refused("", [{}], "structured_output", ours="structured_outputs"),
+)
+_IN_CHAT = "It belongs to chat: give messages in place of prompt"
+_IN_COMPLETIONS = (
+    *_OF_DRAWS,
+    *_refused(_IN_CHAT, [], "messages", "reasoning_effort"),
+    *_refused(_IN_CHAT, [[]], "tools", "functions"),
+    *_refused(_IN_CHAT, ["none", "auto"], "tool_choice"),
+    *_refused(_IN_CHAT, [{}], "chat_template_kwargs"),
+    *_refused(_IN_CHAT, [True, False], "parallel_tool_calls"),
+    *_refused(_IN_CHAT, [True], "add_generation_prompt"),
+    *_refused(_IN_CHAT, [False], "continue_final_message"),
+    *_refused(_IN_CHAT, [True], "raw"),
+    *_refused("Give that number as logprobs", [0], "top_logprobs"),
+    *_refused("", [], "max_completion_tokens", ours="max_tokens"),
+    *_refused("", [], "inputs", "input_ids", "prompt_token_ids", ours="prompt"),
+    *_refused("", [False], "return_full_text", ours="echo"),
+    *_refused("", [True], "add_bos_token", ours="add_special_tokens"),
+)
+_IN_PROMPT = "The prompt of a chat request is its messages"
+_IN_CHATS = (
+    *_OF_DRAWS,
+    *_refused(_IN_PROMPT, [], "prompt", "inputs", "input_ids", "prompt_token_ids"),
+    *_refused("An answer in chat is a message; /v1/completions has echo", [False, 0], "echo"),
+    *_refused("An answer in chat is a message", [False], "return_full_text"),
+    *_refused("/v1/completions has raw prompts", [False], "raw"),
+    *_refused("/v1/completions has best_of", [1], "best_of"),
+    *_refused("/v1/completions has decoder_prompt", [], "decoder_prompt"),
+    *_refused("Give tools and tool_choice", [[]], "functions"),
+    *_refused("The template writes them", [False], "add_special_tokens"),
+    *_refused("The template writes it", [], "add_bos_token"),
+)
+_PROMPTS = "prompt_name names one of the model's own prompts; or write it into the text"
+_CUT = "truncate_prompt_tokens cuts each text"
+_NUMBERS = 'Numbers are float32; "encoding_format": "base64" makes them smaller'
+# Of embeddings, scores, rankings and classes alike.
+_OF_VECTORS = (
+    *_refused(_PROMPTS, [""], "prompt", "input_type", "text_type", "task", "task_type"),
+    *_refused(_PROMPTS, [""], "instruction", "instruct", "instructions", "query_instruction"),
+    *_refused("prompt_name names one of the model's own prompts", [], "prompts", "taskType"),
+    *_refused(_PROMPTS, [""], "prefix", "query_prefix", "document_prefix", "system"),
+    *_refused(_PROMPTS, [False], "is_query", "is_document", "is_passage"),
+    *_refused(_CUT, [False, "NONE", "none"], "truncate", "truncation", "auto_truncate"),
+    *_refused(_CUT, [], "max_tokens", "max_tokens_per_doc", "max_tokens_per_query"),
+    *_refused(_CUT, [], "max_length", "max_doc_length", "max_query_length", "truncate_length"),
+    *_refused(_CUT, [], "overlap_tokens", "max_seq_length", "max_chunks_per_doc"),
+    *_refused("", ["Right", "right"], "truncation_direction", ours="truncation_side"),
+    *_refused(_NUMBERS, ["float32"], "embed_dtype", "precision", "dtype"),
+    *_refused(_NUMBERS, ["float"], "output_dtype", "embedding_type", "embeddings_type"),
+    *_refused(_NUMBERS, [["float"], "float"], "embedding_types", "embeddingTypes"),
+    *_refused(_NUMBERS, ["native", "little"], "endianness"),
+    *_refused("Each text has one vector", [False], "late_chunking", "return_multivector"),
+    *_refused("Each text has one vector", ["sentence_embedding"], "output_value"),
+    *_refused("Each text has one vector", ["dense"], "output_type"),
+    *_refused("Each text has one vector", [False], "return_sparse", "return_colbert_vecs"),
+    *_refused("The model's modules say it", [], "pooling", "pooling_type", "pooling_task"),
+    *_refused("Each answer has all scores", [], "score_threshold", "threshold", "min_score"),
+    *_refused("Each answer has all scores", [], "relevance_threshold"),
+    *_refused("The model's config names its classes", [], "candidate_labels"),
+    *_refused("The model's config names its classes", [], "hypothesis_template"),
+    *_refused("Each class has its probability", [True], "return_all_scores"),
+    *_refused("Each class has its probability", [], "top_labels", "multi_label"),
+    *_refused("Only texts are read", ["text"], "modality"),
+    *_refused("Only texts are read", [[]], "image", "images", "video", "audio"),
+    *_refused("Only texts are read", [{}], "mm_processor_kwargs", "media_io_kwargs"),
+    *_refused("Give texts in place of messages", [], "messages", "chat_template"),
+    *_refused("Give texts in place of messages", [{}], "chat_template_kwargs"),
+    *_refused("Give texts in place of messages", [True, False], "add_generation_prompt"),
+    *_refused("Give texts in place of messages", [False], "continue_final_message"),
+    *_refused("", [False], "stream", "return_embeddings", "rewrite_query", "echo", "logprobs"),
+    *_refused("", [1], "n"),
+    *_refused(_INSIDE, [{}], "extra_body"),
+    *_refused(_INSIDE, [{}], "options", "parameters", only=dict),
+    *_refused(_WEIGHTS, [[], {}], "lora", "lora_path", "lora_request", "adapter", "adapter_id"),
+    *_refused("The model's config says it", [], "score_function", "similarity_fn_name"),
+    *_refused('"use_activation": false leaves logits', [False], "raw_scores", "return_logits"),
+    *_refused('"use_activation": false leaves logits', [True], "softmax", "apply_softmax"),
+    *_refused('"use_activation": false leaves logits', [True], "activation"),
+    *_refused('"use_activation": false leaves logits', [], "function_to_apply", "activation_fn"),
+    *_refused("Documents are compared by their text", [["text"]], "rank_fields"),
+)
+_IN_EMBEDDINGS = "/v1/embeddings has dimensions, normalize and encoding_format"
+_IN_RERANK = "/v1/rerank ranks documents"
+_IN_SCORE = "/v1/score compares texts"
+_DIMENSIONS = (
+    *("output_dimension", "dimension", "output_dimensionality", "outputDimensionality"),
+    *("truncate_dim", "embedding_dimension"),
+)
+_NORMALIZE = ("normalized", "normalize_embeddings", "embd_normalize")
+_DOCUMENTS = ("texts", "passages", "docs", "sentences")
+_NOT_EMBEDDED = (
+    *_refused(_IN_EMBEDDINGS, [], "dimensions", *_DIMENSIONS),
+    *_refused(_IN_EMBEDDINGS, [], "normalize", *_NORMALIZE),
+    *_refused(_IN_EMBEDDINGS, ["float"], "encoding_format"),
+)
+_NOT_RANKED = (
+    *_refused(_IN_RERANK, [], "query"),
+    *_refused(_IN_RERANK, [0], "top_n", "top_k"),
+    *_refused(_IN_RERANK, [False], "return_documents", "return_text", "return_input"),
+)
+_COMPARED = ("text_1", "text_2", "queries", "data_1", "data_2")
+REFUSED: dict[Endpoint, tuple[Field, ...]] = {
+    "completions": _IN_COMPLETIONS,
+    "chat": _IN_CHATS,
+    "embeddings": (
+        *_OF_VECTORS,
+        *_NOT_RANKED,
+        *_refused(_IN_RERANK, [], "documents"),
+        *_refused(_IN_SCORE, [], *_COMPARED),
+        *_refused("", [], "inputs", "input_ids", *_DOCUMENTS, ours="input"),
+        *_refused("", [], *_DIMENSIONS, ours="dimensions"),
+        *_refused("", [], "use_activation", *_NORMALIZE, ours="normalize"),
+    ),
+    "score": (
+        *_OF_VECTORS,
+        *_NOT_EMBEDDED,
+        *_NOT_RANKED,
+        *_refused("Give text_1 and text_2", [], "input", "inputs", "input_ids", *_DOCUMENTS),
+        *_refused("", [], "data_1", ours="text_1"),
+        *_refused("", [], "data_2", ours="text_2"),
+    ),
+    "rerank": (
+        *_OF_VECTORS,
+        *_NOT_EMBEDDED,
+        *_refused("Give query and documents", [], "input", "inputs", "input_ids"),
+        *_refused(_IN_SCORE, [], *_COMPARED),
+        *_refused("", [], *_DOCUMENTS, ours="documents"),
+        *_refused("", [0], "top_k", ours="top_n"),
+        *_refused("", [True], "return_text", "return_input", ours="return_documents"),
+    ),
+    "classify": (
+        *_OF_VECTORS,
+        *_NOT_EMBEDDED,
+        *_NOT_RANKED,
+        *_refused(_IN_RERANK, [], "documents"),
+        *_refused(_IN_SCORE, [], *_COMPARED),
+        *_refused("", [], "inputs", "input_ids", *_DOCUMENTS, ours="input"),
+    ),
+}
