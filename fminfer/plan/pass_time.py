@@ -16,6 +16,7 @@ from fminfer.compute.spec import Moe
 from fminfer.compute.weights import Dense
 from fminfer.models.decode_graphs import can_capture
 from fminfer.models.tensor_specs import exit_specs, layer_specs, model_specs
+from fminfer.pipeline.local import STEP_LIMIT_S
 from fminfer.plan.expected_bytes import layer_bytes
 from fminfer.plan.roofs import Roofs
 from fminfer.plan.run_plan import RankPlan, RunPlan
@@ -27,6 +28,9 @@ MEMORY_SHARE, ARITHMETIC_SHARE, LINK_SHARE = 0.7, 0.65, 0.8
 HOST_STEP_S, HOST_ROW_S, LAUNCH_S = 1e-3, 40e-6, 0.7e-3
 # Stored bytes, in 16 bits, that a core quantizes a second: a Zen 3 beside other work.
 QUANTIZING_RATES = {"int8": 0.2e9, "int4": 0.1e9}
+# What no working machine falls below, in a step that is not to be taken for one that hangs.
+LEAST_RATES = {"cpu": 10e9, "cuda": 1e12}  # operations a second
+LEAST_DISK_RATE = 20e6  # bytes a second
 SUM_S = 30e-6  # latency of a sum over ranks, or of sending: not measured
 START_S = 10.0  # of a process: imports, tokenizer, kernels' trials
 
@@ -175,6 +179,21 @@ def predict_run(
     at_once = 1 if _take_turns(plan) else num_stages
     waits = at_once / min(at_once, max(1.0, num_rows))
     return sum(bounds.values()) * waits, max(bounds, key=bounds.__getitem__, default="")
+
+
+def limit_step(plan: RunPlan) -> float:
+    """Return the seconds without a result that are a hang, on the slowest machine that works.
+
+    Half an hour, with the largest step's arithmetic, and reading all weights where a step may.
+    """
+    size, on_cpu = plan.sizes.chunk_size, plan.device.type == "cpu"
+    if plan.checkpoint.model.encoder is not None:  # which reads whole prompts
+        size = max(size, plan.checkpoint.context_length)
+    num_weights = sum(spec.size for spec in model_specs(plan.checkpoint.model).values())
+    seconds = STEP_LIMIT_S + 2.0 * num_weights * size / LEAST_RATES[plan.device.type]
+    if on_cpu or any(rank.streamed for rank in plan.ranks):
+        seconds += 4 * num_weights / LEAST_DISK_RATE  # float32
+    return seconds
 
 
 def predict_load(plan: RunPlan, roofs: Roofs) -> float:

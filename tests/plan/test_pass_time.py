@@ -14,6 +14,7 @@ from fminfer.plan.machine_facts import Machine
 from fminfer.plan.pass_time import (
     START_S,
     StepLoad,
+    limit_step,
     measure_rank,
     predict_load,
     predict_run,
@@ -227,3 +228,13 @@ def test_what_is_told_of_passes() -> None:
         "all layers stay in memory"
     ]
     assert tell_passes(plan_of("opt-125m", A100), A100) == []
+
+
+def test_no_step_of_a_slow_machine_is_taken_for_one_that_hangs() -> None:
+    """A CPU or a disk may need hours for one step of a large model, and a GPU half an hour."""
+    assert 1800 < limit_step(plan_of("llama-8b", H200)) < 1900
+    streamed = plan_of("bloom-176b", A100, offload="disk")
+    assert limit_step(streamed) > 2 * 176.2e9 / 25e6, "a disk of 25 MB/s"
+    config = EngineConfig(random_init="llama-70b", dtype="float32", device="cpu")
+    plan = make_plan(config, open_model(config, has_weights=False), Machine())
+    assert limit_step(plan) > 2 * 70e9 * plan.sizes.chunk_size / 20e9, "a core of 20 GFLOP/s"

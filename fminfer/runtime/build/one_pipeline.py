@@ -25,6 +25,7 @@ from fminfer.pipeline.local import LocalPipeline, QueuedPipeline
 from fminfer.pipeline.ranks import ALONE, Spread
 from fminfer.pipeline.ring import RingPipeline, serve
 from fminfer.pipeline.watch import Fault
+from fminfer.plan.pass_time import limit_step
 from fminfer.plan.run_plan import name_of
 from fminfer.plan.streaming import describe_streaming
 from fminfer.runtime.build.agreement import END_S
@@ -64,6 +65,7 @@ class OnePipeline:
         end_openmp_threads()  # steps are another thread's work
         self._group, self._watch = group, None if group is None else group.watch
         self.stages = _build_pipeline(stage, loaded, group)
+        self.stages.limit_s = limit_step(plan)
         self.graphs, self._stream = stage.graphs, (stream := loaded.network.stream)
         disk_speed = 0.0 if stream is None else stream.reads.bytes_per_s
         self._facts = Facts(
@@ -136,7 +138,7 @@ class OnePipeline:
         """End the stage's thread, and the other ranks."""
         group, self._group = self._group, None
         self.stages.close()
-        if self._stream is not None:
+        if self._stream is not None and not self.stages.is_hung:
             self._stream.close()
         if group is None:
             return
