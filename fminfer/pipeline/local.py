@@ -19,7 +19,8 @@ Result = tuple[int, StepResult | BaseException]  # in whose turn it was asked fo
 LAST_TURN = sys.maxsize  # of what ends a pipeline
 WAIT_S = 0.5
 # Without a result for so long, a step hangs. One may also take 100 times as long as most did.
-STEP_LIMIT_S, LIMIT_MEDIANS, WINDOW = 1800.0, 100, 64
+STEP_LIMIT_S = 1800.0
+LIMIT_MEDIANS = 100
 
 
 class QueuedPipeline(ABC):
@@ -38,8 +39,7 @@ class QueuedPipeline(ABC):
         self.failure: BaseException | None = None  # of a rank; no result will come any more
         self.num_in_flight = 0
         self.limit_s = STEP_LIMIT_S  # the least time without a result that counts as a hang
-        self.is_hung = False  # a step hangs: threads of this process may wait for ever
-        self._step_times: deque[float] = deque(maxlen=WINDOW)
+        self._step_times: deque[float] = deque(maxlen=64)
 
     def submit(self, step: Step) -> None:
         """Send a step in; steps are done in this order. What ended the pipeline is raised."""
@@ -80,9 +80,8 @@ class QueuedPipeline(ABC):
             except queue.Empty:
                 num_waits += 1
             waited_s = num_waits * WAIT_S
-            median_s = statistics.median(self._step_times or [0.0])
-            if waited_s > max(self.limit_s, LIMIT_MEDIANS * median_s) and self.failure is None:
-                self.is_hung = True
+            long_s = LIMIT_MEDIANS * statistics.median(self._step_times or [0.0])
+            if waited_s > max(self.limit_s, long_s) and self.failure is None:
                 self.fail(
                     PipelineError(
                         f"no result came for {show_short(waited_s)}, so a step hangs: a device, "
@@ -94,12 +93,8 @@ class QueuedPipeline(ABC):
         """Raise an error in whoever waits for a result; nothing more comes."""
         is_first = self.failure is None
         self.failure = self.failure or error
-        self._end_waits()
         if is_first:
             self._results.put((LAST_TURN, error))
-
-    def _end_waits(self) -> None:
-        """End what this process's threads wait for, once a rank has failed."""
 
     def _deliver(self, turn: int, result: StepResult | BaseException) -> None:
         """Hand a result on. What comes after a failure is dropped: it may be of an ended sum.

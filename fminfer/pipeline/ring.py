@@ -254,8 +254,6 @@ class RingPipeline(QueuedPipeline):
         if isinstance(error, PipelineError):
             error = self._explain(str(error))
         super().fail(error)
-
-    def _end_waits(self) -> None:
         # On a thread, for an end to sums of a GPU that hangs may itself wait.
         threading.Thread(target=self._release, name="releasing", daemon=True).start()
         for each in (*self._ring, *self._rank_work.followers):

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from fminfer.compute.weights import Format, Use
+from fminfer.compute.weights import Dense, Format, Use
 from fminfer.core.config import STREAMED, EngineConfig, StepSizes
 from fminfer.core.option import options_of
 from fminfer.core.partition import Part
@@ -76,6 +76,7 @@ class RunPlan:
     kv_dtype: torch.dtype  # of the KV cache
     holding: Holding  # what decides in which format a tensor is held
     stored: Mapping[str, Format]  # of each tensor in files, by name; none: there are no files
+    made: Mapping[str, Format]  # of each tensor as it is read, and quantized if options say so
     held: Mapping[str, Format]  # of each tensor in memory
     formats: Mapping[Use, Format]  # the same of most, by what they are for
     has_kernels: bool  # the CPU's are there, and may be used
@@ -85,11 +86,19 @@ class RunPlan:
     shortage: str = ""  # what does not fit, and what to do
     why_reread: str = ""  # weights do not fit, and are read from the disk at each step
     chunk_size: int = 0  # most tokens of a step, if layers are streamed; 0: as options say
+    made_in: str = ""  # the format of most weights before blocks became floats; "": none did
 
     @property
     def held_in(self) -> str:
         """What people call the format of most weights in memory."""
-        return self.formats["product"].name
+        name = self.formats["product"].name
+        return name if self.made_in in ("", name) else f"{name} of {self.made_in}"
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether a GPU makes floats of blocks at each use, for it has no kernels for them."""
+        multiplied = (held for name, held in self.held.items() if name != "embed.weight")
+        return self.device.type == "cuda" and any(not isinstance(h, Dense) for h in multiplied)
 
     @property
     def own(self) -> RankPlan:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fminfer.compute.weights import DEQUANTIZED_AT_ONCE, DEQUANTIZED_BYTES
 from fminfer.core.config import EngineConfig
 from fminfer.models.checkpoint import open_model
+from fminfer.models.decode_graphs import graph_sizes
+from fminfer.plan.expected_bytes import GRAPH_KERNEL_BYTES
 from fminfer.plan.machine_facts import Machine
 from fminfer.plan.pass_time import (
     START_S,
@@ -25,6 +30,29 @@ from fminfer.plan.planning import make_plan
 from fminfer.plan.roofs import KINDS, Roofs
 from fminfer.plan.run_plan import RunPlan
 
+MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+}
+QWEN3_30B = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+}
 H200, A100 = KINDS["h200"], KINDS["a100-80gb"]
 GIB = 1 << 30
 
@@ -155,12 +183,49 @@ def test_a_mixture_reads_the_experts_that_its_tokens_choose() -> None:
     assert work.streamed_bytes > 0.99 * (work.weight_bytes + work.expert_bytes)
 
 
-def test_quantized_weights_are_made_floats_on_a_gpu() -> None:
-    """Their products have no kernel there, so that they save memory and cost time."""
-    plain, small = plan_of("llama-8b", H200), plan_of("llama-8b", H200, quantize="int8")
-    load = decode(8, 100)
+@pytest.mark.parametrize(("quantize", "moved_bytes"), [("int8", 19 + 1), ("int4", 34 + 0.6)])
+def test_blocks_that_become_floats_at_each_use_cost_what_is_moved(
+    quantize: Any, moved_bytes: float
+) -> None:
+    """They counted as one copy that is written and read. They save memory and cost time."""
+    small_gpu = replace(H200, device_bytes=16 * GIB)
+    plain, small = plan_of("llama-8b", H200), plan_of("llama-8b", small_gpu, quantize=quantize)
     assert small.own.takes.weights < 0.6 * plain.own.takes.weights
-    assert step_of(small, load, H200) > step_of(plain, load, H200)
+    load = decode(8, 100)
+    seconds, bound = step_of(small, load, H200)
+    num_weights = 32 * 218e6  # of layers
+    assert bound == "memory"
+    assert seconds == pytest.approx(num_weights * moved_bytes / (H200.memory_rate * 0.7), rel=0.1)
+    assert seconds > 6 * step_of(plain, load, H200)[0]
+    wide = plan_of("llama-8b", H200, quantize=quantize)  # floats fit
+    assert step_of(wide, load, H200)[0] < 1.3 * step_of(plain, load, H200)[0]
+
+
+def test_the_graphs_of_blocks_have_more_nodes() -> None:
+    """Ten a layer were counted, where each use of a weight makes floats of it first."""
+    small_gpu = replace(H200, device_bytes=16 * GIB)
+    plain, small = plan_of("llama-8b", small_gpu), plan_of("llama-8b", small_gpu, quantize="int4")
+    pieces = 1 + 1 + 4 + 2  # of qkv, out, up and down, 2 ** 25 numbers each
+    more = small.own.takes.work - plain.own.takes.work
+    graphs = len(graph_sizes(small.sizes.max_decode_rows))
+    temporary = DEQUANTIZED_AT_ONCE["cuda"] * DEQUANTIZED_BYTES
+    assert more == 32 * 12 * pieces * graphs * GRAPH_KERNEL_BYTES + temporary
+
+
+@pytest.mark.parametrize(
+    ("fields", "rows", "expected_ms"),
+    [("MIXTRAL", 8, 50), ("MIXTRAL", 64, 55), ("QWEN3_30B", 8, 290), ("QWEN3_30B", 64, 630)],
+)
+def test_experts_on_a_gpu_are_launched_one_by_one(
+    fields: str, rows: int, expected_ms: float, tmp_path: Path
+) -> None:
+    """Predictions were ten times too short: they knew bytes alone."""
+    (tmp_path / "config.json").write_text(json.dumps(globals()[fields]))
+    config = EngineConfig(model=str(tmp_path), dtype="bfloat16", skip_tokenizer_init=True)
+    machine = Machine(device_bytes=H200.device_bytes)
+    plan = make_plan(config, open_model(config, has_weights=False), machine)
+    seconds, bound = step_of(plan, decode(rows, 450), H200)
+    assert 1e3 * seconds == pytest.approx(expected_ms, rel=0.2) and bound == "launches"
 
 
 def test_loading_reads_a_node_s_part_of_the_model_once() -> None:
@@ -209,9 +274,10 @@ def test_memory_of_bloom_176b_on_8_gpus_is_what_energonai_published(
     """The most that was allocated on a GPU, so without the context of CUDA and what is kept free.
 
     We count weights, a step of 512 tokens and their keys and values. Their figures have no prompt
-    length, and may be GB or GiB: both hold.
+    length, and may be GB or GiB: both hold. On 80 GB ours would hold floats of int8.
     """
-    plan = plan_of("bloom-176b", A100, tensor_parallel_size=8, quantize=quantize, chunk_size=512)
+    roofs = KINDS["a100-40gb"] if quantize else A100
+    plan = plan_of("bloom-176b", roofs, tensor_parallel_size=8, quantize=quantize, chunk_size=512)
     for rank in plan.ranks:
         takes = rank.takes
         counted = takes.total(512) - takes.libraries

@@ -81,7 +81,7 @@ class OnePipeline:
             kv_bytes_per_token=plan.own.takes.kv_token,
             has_kernel=stage.has_kernel,
             why_plain=why.plain,
-            why_slower=plan.why_reread or why.slower,
+            why_slower=why.slower,
             num_stages=loaded.part.num_stages,
             num_ranks=len(plan.ranks),
             streaming=describe_streaming(plan, disk_speed),
@@ -138,7 +138,8 @@ class OnePipeline:
         """End the stage's thread, and the other ranks."""
         group, self._group = self._group, None
         self.stages.close()
-        if self._stream is not None and not self.stages.is_hung:
+        # If it failed without other ranks it hangs, and so may a read.
+        if self._stream is not None and (group is not None or self.stages.failure is None):
             self._stream.close()
         if group is None:
             return
