@@ -214,9 +214,9 @@ class Weight:
     def to_floats(self, held: Format) -> Weight:
         """Return the same numbers in a format of floats, which are made some rows at a time."""
         (floats,) = held.empty(self.shape, self.device)
-        numbers = range(self.shape[0]) if len(self.shape) > 2 else ()
-        experts = [self.expert(number) for number in numbers]
-        pieces = [piece for each in experts or [self] for piece in each.pieces()]
+        has_experts = len(self.shape) > 2
+        items = [self.expert(n) for n in range(self.shape[0])] if has_experts else [self]
+        pieces = [piece for item in items for piece in item.pieces()]
         sizes = [len(each.tensors[0]) for each in pieces]
         rows = torch.split(floats.view(-1, self.shape[-1]), sizes)
         for piece, target in zip(pieces, rows, strict=True):

@@ -122,8 +122,7 @@ def time_step(plan: RunPlan, work: RankWork, load: StepLoad, roofs: Roofs) -> di
     has_graph = plan.may_capture and not work.place and load.num_tokens <= load.num_rows
     has_graph = has_graph and can_capture(plan.checkpoint.model.layers)
     kernels = work.kernels + work.expert_kernels * (1 - unread)
-    launches_s = kernels * (GRAPH_KERNEL_S if has_graph else KERNEL_S)
-    launches_s += 0.0 if has_graph else work.num_layers * LAUNCH_S
+    layer_s, kernel_s = (0.0, GRAPH_KERNEL_S) if has_graph else (LAUNCH_S, KERNEL_S)
     rate = roofs.disk_rate / num if work.place == "disk" else roofs.host_rate * LINK_SHARE
     arithmetic_s = operations * sharers / (roofs.arithmetic_rate * ARITHMETIC_SHARE)
     quantizing_s = work.quantized_bytes * num / _quantizing_rate(plan, roofs)
@@ -134,7 +133,7 @@ def time_step(plan: RunPlan, work: RankWork, load: StepLoad, roofs: Roofs) -> di
         "arithmetic": arithmetic_s,
         "quantizing": quantizing_s,
         "host memory" if work.place == "cpu" else "disk": work.streamed_bytes / rate,
-        "launches": launches_s if on_gpu else 0.0,
+        "launches": (work.num_layers * layer_s + kernels * kernel_s) * on_gpu,
         "other ranks": _between_ranks(plan, load, roofs),
         "host": HOST_STEP_S + HOST_ROW_S * load.num_rows,
     }

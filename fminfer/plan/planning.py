@@ -66,6 +66,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
         held=held,
         formats=formats,
         has_kernels=has_kernels,
+        has_blocks=_makes_floats(device, held),
         packed_by=choose_packer(machine, dtype, formats["product"], has_kernels=has_kernels),
     )
     planned = _place(plan)
@@ -94,15 +95,27 @@ def _place(plan: RunPlan) -> RunPlan:
     return replace(plan, shortage=shortage, num_kv_tokens=num_kv_tokens, why_reread=slowness)
 
 
+def _makes_floats(device: torch.device, held: Mapping[str, Format]) -> bool:
+    """Tell whether a device multiplies by blocks, and makes floats of them for that."""
+    multiplied = (each for name, each in held.items() if name != "embed.weight")
+    return device.type == "cuda" and not all(isinstance(each, Dense) for each in multiplied)
+
+
 def _hold_floats(plan: RunPlan) -> RunPlan:
     """Return the plan with floats in place of blocks, but for an embedding that is no head."""
-    is_tied = bool(plan.checkpoint.config.tie_word_embeddings)
-    uses: tuple[Use, ...] = ("product", "head", "embedding") if is_tied else ("product", "head")
-    holding = replace(plan.holding, floats=uses)
+    is_tied = plan.checkpoint.config.tie_word_embeddings
+    holding = replace(plan.holding, floats=USES if is_tied else ("product", "head"))
     specs = model_specs(plan.checkpoint.model)
     held = {name: holding.held(plan.made[name], spec) for name, spec in specs.items()}
     formats = {use: _of_most(specs, held, use) or Dense(plan.dtype) for use in USES}
-    return replace(plan, holding=holding, held=held, formats=formats, made_in=plan.held_in)
+    return replace(
+        plan,
+        holding=holding,
+        held=held,
+        formats=formats,
+        has_blocks=False,
+        made_in=plan.held_in,
+    )
 
 
 def _has_room(plan: RunPlan) -> bool:
@@ -110,11 +123,10 @@ def _has_room(plan: RunPlan) -> bool:
 
     It needs the --budget, or else the longest row that the model takes, and 16 of 1,024 tokens.
     """
-    is_planned = plan.machine.device_bytes is not None
-    num_sharers = 1 if is_planned else len(find_sharers(plan.config, plan.machine))
+    sharers = [0] if plan.machine.device_bytes else find_sharers(plan.config, plan.machine)
     longest = min(plan.most_kv_tokens, max(LEAST_KV_TOKENS, plan.checkpoint.context_length))
     needed = max(takes.total(plan.config.budget or longest) for takes in plan.takes)
-    fits = needed * num_sharers <= plan.room_bytes  # which is 0 if nobody has looked
+    fits = needed * len(sharers) <= plan.room_bytes  # which is 0 if nobody has looked
     return fits and not any(rank.streamed for rank in plan.ranks)
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from fminfer.compute.weights import Dense, Format, Use
+from fminfer.compute.weights import Format, Use
 from fminfer.core.config import STREAMED, EngineConfig, StepSizes
 from fminfer.core.option import options_of
 from fminfer.core.partition import Part
@@ -80,6 +80,7 @@ class RunPlan:
     held: Mapping[str, Format]  # of each tensor in memory
     formats: Mapping[Use, Format]  # the same of most, by what they are for
     has_kernels: bool  # the CPU's are there, and may be used
+    has_blocks: bool  # a GPU has no kernels for blocks: at each use it makes floats of them
     packed_by: Literal["kernels", "torch", ""]  # who packs the weights of products
     ranks: tuple[RankPlan, ...] = ()  # of one pipeline
     num_kv_tokens: int = 0  # size of each pipeline's KV cache; 0: not one block fits
@@ -93,12 +94,6 @@ class RunPlan:
         """What people call the format of most weights in memory."""
         name = self.formats["product"].name
         return name if self.made_in in ("", name) else f"{name} of {self.made_in}"
-
-    @property
-    def has_blocks(self) -> bool:
-        """Whether a GPU makes floats of blocks at each use, for it has no kernels for them."""
-        multiplied = (held for name, held in self.held.items() if name != "embed.weight")
-        return self.device.type == "cuda" and any(not isinstance(h, Dense) for h in multiplied)
 
     @property
     def own(self) -> RankPlan:

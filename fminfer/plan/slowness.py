@@ -6,7 +6,6 @@ from fminfer.compute.spec import Moe
 from fminfer.machine.device import why_slow
 from fminfer.plan.run_plan import RunPlan
 
-HAVE_GRAPHS = "copies and stages have them: --data-group-size, --pipeline-group-size"
 NO_FLOATS = (
     "become floats at each use, for floats do not fit a GPU beside the KV cache; a smaller "
     "--budget or more GPUs may make room"
@@ -19,7 +18,8 @@ def find_slowness(plan: RunPlan) -> list[str]:
     on_gpu = plan.device.type == "cuda"
     has_experts = any(isinstance(layer.mlp, Moe) for layer in model.layers)
     without_graphs = {
-        f"--tensor-parallel-size ({HAVE_GRAPHS})": plan.machine.num_shards > 1,
+        "--tensor-parallel-size (copies and stages have them: --data-group-size, "
+        "--pipeline-group-size)": plan.machine.num_shards > 1,
         "streamed layers": any(rank.streamed for rank in plan.ranks),
         "mixtures of experts": has_experts,
         "attention to an encoder": any(layer.cross for layer in model.layers),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import fminfer
-from fminfer.compute.weights import Dense
+from fminfer.compute.weights import Dense, Format
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_checkpoint, open_model
@@ -118,10 +119,10 @@ def test_on_a_cpu_nothing_changes() -> None:
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan for a device that has no kernels for blocks, and much memory; the CPU computes."""
 
-    def has_blocks(plan: RunPlan) -> bool:
-        return any(not isinstance(held, Dense) for held in plan.held.values())
+    def makes_floats(device: torch.device, held: Mapping[str, Format]) -> bool:
+        return any(not isinstance(each, Dense) for each in held.values())
 
-    monkeypatch.setattr(RunPlan, "has_blocks", property(has_blocks))
+    monkeypatch.setattr(planning, "_makes_floats", makes_floats)
     monkeypatch.setattr(machine_facts, "free_bytes", lambda _: 64 * GIB)
 
 

@@ -11,8 +11,7 @@ from click.testing import CliRunner
 
 import fminfer
 from fminfer.cli.app import main
-from fminfer.plan import slowness
-from fminfer.plan.run_plan import RunPlan
+from fminfer.plan import planning, slowness
 from fminfer.plan.slowness import find_slowness
 from tests.plan.test_planning import plan_of
 
@@ -47,7 +46,8 @@ def test_a_run_and_its_summary_say_them(
     llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mixtures, blocks and --tp on a GPU took many times what they could, and nothing said it."""
-    monkeypatch.setattr(RunPlan, "has_blocks", True)
+    monkeypatch.setattr(planning, "_makes_floats", lambda *_: True)
+    monkeypatch.setattr(planning, "_has_room", lambda _: False)
     engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", kernels="off")
     engine.close()
     assert engine.facts.why_slower == f"weights in float32 {slowness.NO_FLOATS}"
