@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fminfer.compute.layers.products import head_takes, kernel_takes
-from fminfer.compute.quantized import UNPACKING
 from fminfer.compute.spec import Mlp, Model, Moe
-from fminfer.compute.weights import DEQUANTIZED_AT_ONCE, DEQUANTIZED_BYTES, Dense, TensorSpec
+from fminfer.compute.weights import DEQUANTIZED_AT_ONCE, DEQUANTIZED_BYTES, Dense
 from fminfer.core.partition import Part
 from fminfer.models.decode_graphs import can_capture, graph_sizes, input_bytes
 from fminfer.models.families.tensor_names import AS_STORED, Architecture, source_of
@@ -32,8 +30,7 @@ EXPERT_HOLE_BYTES = {"float32": 1 << 20}
 LOGIT_BYTES = {"cpu": 3 * 4, "cuda": 40}
 HIDDEN_COPIES, WIDE_COPIES = 8, 3  # copies of a step's hidden states, and of an MLP's inner ones
 EXPERT_COPIES = 6  # for each expert of a token: four in the dtype, and a sum in float32
-LAYER_KERNELS = 10  # of a layer in a CUDA graph
-GRAPH_KERNEL_BYTES = 26 << 10  # what the driver keeps of each of them: not measured
+GRAPH_LAYER_BYTES = 1 << 18  # what the driver keeps of a layer in a CUDA graph: not measured
 
 
 def expect_bytes(
@@ -95,24 +92,6 @@ def expect_bytes(
         passing=passing,
         host=host,
     )
-
-
-def count_unpacking(plan: RunPlan, specs: Mapping[str, TensorSpec]) -> tuple[int, float]:
-    """Return the kernels with which a GPU makes floats of a layer's blocks, and what they move.
-
-    It does so at each use. All matrices count as of the format that most have.
-    """
-    if not plan.has_blocks:
-        return 0, 0.0
-    first, *_ = plan.formats["product"].name.split(" + ")
-    kernels, moved_bytes = UNPACKING.get(first, (1, 0.0))
-    matrices = [spec for spec in specs.values() if spec.use == "product"]
-    num_pieces = sum(
-        math.prod(spec.shape[:-2])  # of experts each
-        * math.ceil(math.prod(spec.shape[-2:]) / DEQUANTIZED_AT_ONCE["cuda"])
-        for spec in matrices
-    )
-    return kernels * num_pieces, moved_bytes * sum(spec.size for spec in matrices)
 
 
 @dataclass(slots=True, frozen=True)
@@ -193,12 +172,10 @@ def _step_bytes(plan: RunPlan, part: Part, model: Model, *, has_graphs: bool) ->
     graphs = 0
     if has_graphs and kind == "cuda" and plan.may_capture and can_capture(layers):
         rows = plan.sizes.max_decode_rows
-        all_specs = (layer_specs(layer, model.hidden_size) for layer in layers)
-        kernels = sum(LAYER_KERNELS + count_unpacking(plan, specs)[0] for specs in all_specs)
-        graphs = kernels * len(graph_sizes(rows)) * GRAPH_KERNEL_BYTES + input_bytes(rows)
+        graphs = len(layers) * len(graph_sizes(rows)) * GRAPH_LAYER_BYTES + input_bytes(rows)
         tokens += rows  # the graphs' pool holds the hidden states of the largest one
-    graphs += DEQUANTIZED_AT_ONCE[kind] * DEQUANTIZED_BYTES if plan.has_blocks else 0
-    return tokens * hidden * plan.dtype.itemsize + LOGIT_BYTES[kind] * logits + graphs
+    floats = DEQUANTIZED_AT_ONCE[kind] * DEQUANTIZED_BYTES if plan.has_blocks else 0
+    return tokens * hidden * plan.dtype.itemsize + LOGIT_BYTES[kind] * logits + graphs + floats
 
 
 def _token_numbers(part: Part, model: Model) -> int:

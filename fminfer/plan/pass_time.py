@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fminfer.compute.quantized import UNPACKING
 from fminfer.compute.spec import Moe
-from fminfer.compute.weights import Dense
+from fminfer.compute.weights import DEQUANTIZED_AT_ONCE, Dense, TensorSpec
 from fminfer.models.decode_graphs import can_capture
 from fminfer.models.tensor_specs import exit_specs, layer_specs, model_specs
 from fminfer.pipeline.local import STEP_LIMIT_S
-from fminfer.plan.expected_bytes import count_unpacking, layer_bytes
+from fminfer.plan.expected_bytes import layer_bytes
 from fminfer.plan.roofs import Roofs
 from fminfer.plan.run_plan import RankPlan, RunPlan
 from fminfer.plan.streaming import describe_streaming, find_conversion
@@ -31,11 +32,8 @@ QUANTIZING_RATES = {"int8": 0.2e9, "int4": 0.1e9}
 # What no working machine falls below, in a step that is not to be taken for one that hangs.
 LEAST_RATES = {"cpu": 10e9, "cuda": 1e12}  # operations a second
 LEAST_DISK_RATE = 20e6  # bytes a second
-# A kernel that plain torch launches, and one of a CUDA graph; kernels of an expert that computes
-# by itself. Not measured, but an expert took about 0.1 ms.
-KERNEL_S = 10e-6
-GRAPH_KERNEL_S = 2e-6
-EXPERT_KERNELS = 10
+KERNEL_S = 10e-6  # that plain torch launches: not measured
+EXPERT_KERNELS = 10  # of one that computes by itself: 0.1 ms, which is estimated
 SUM_S = 30e-6  # latency of a sum over ranks, or of sending: not measured
 START_S = 10.0  # of a process: imports, tokenizer, kernels' trials
 
@@ -71,6 +69,24 @@ class RankWork:
     key_operations: float = 0.0
 
 
+def _count_unpacking(plan: RunPlan, specs: Mapping[str, TensorSpec]) -> tuple[int, float]:
+    """Return the kernels with which a GPU makes floats of a layer's blocks, and what they move.
+
+    It does so at each use. All matrices count as of the format that most have.
+    """
+    if not plan.has_blocks:
+        return 0, 0.0
+    first, *_ = plan.formats["product"].name.split(" + ")
+    kernels, moved_bytes = UNPACKING.get(first, (1, 0.0))
+    matrices = [spec for spec in specs.values() if spec.use == "product"]
+    num_pieces = sum(
+        math.prod(spec.shape[:-2])  # of experts each
+        * math.ceil(math.prod(spec.shape[-2:]) / DEQUANTIZED_AT_ONCE["cuda"])
+        for spec in matrices
+    )
+    return kernels * num_pieces, moved_bytes * sum(spec.size for spec in matrices)
+
+
 def measure_rank(plan: RunPlan, rank: RankPlan) -> RankWork:
     """Count what a rank does in a pass."""
     model, share, streamed = plan.checkpoint.model, rank.share, rank.streamed
@@ -92,7 +108,7 @@ def measure_rank(plan: RunPlan, rank: RankPlan) -> RankWork:
         specs = layer_specs(layer, model.hidden_size)
         experts = sum(spec.size for name, spec in specs.items() if name.startswith("experts."))
         numbers = sum(spec.size for spec in specs.values())
-        kernels, moved_bytes = count_unpacking(plan, specs)
+        kernels, moved_bytes = _count_unpacking(plan, specs)
         num_experts = layer.mlp.num_experts if isinstance(layer.mlp, Moe) else 0
         work.kernels += kernels * (1 - experts / numbers)
         work.expert_kernels += kernels * experts / numbers + EXPERT_KERNELS * num_experts
@@ -122,7 +138,7 @@ def time_step(plan: RunPlan, work: RankWork, load: StepLoad, roofs: Roofs) -> di
     has_graph = plan.may_capture and not work.place and load.num_tokens <= load.num_rows
     has_graph = has_graph and can_capture(plan.checkpoint.model.layers)
     kernels = work.kernels + work.expert_kernels * (1 - unread)
-    layer_s, kernel_s = (0.0, GRAPH_KERNEL_S) if has_graph else (LAUNCH_S, KERNEL_S)
+    launches_s = 0.0 if has_graph else work.num_layers * LAUNCH_S + kernels * KERNEL_S
     rate = roofs.disk_rate / num if work.place == "disk" else roofs.host_rate * LINK_SHARE
     arithmetic_s = operations * sharers / (roofs.arithmetic_rate * ARITHMETIC_SHARE)
     quantizing_s = work.quantized_bytes * num / _quantizing_rate(plan, roofs)
@@ -133,7 +149,7 @@ def time_step(plan: RunPlan, work: RankWork, load: StepLoad, roofs: Roofs) -> di
         "arithmetic": arithmetic_s,
         "quantizing": quantizing_s,
         "host memory" if work.place == "cpu" else "disk": work.streamed_bytes / rate,
-        "launches": (work.num_layers * layer_s + kernels * kernel_s) * on_gpu,
+        "launches": launches_s if on_gpu else 0.0,
         "other ranks": _between_ranks(plan, load, roofs),
         "host": HOST_STEP_S + HOST_ROW_S * load.num_rows,
     }

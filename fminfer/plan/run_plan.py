@@ -102,8 +102,12 @@ class RunPlan:
 
     @property
     def may_capture(self) -> bool:
-        """Whether a GPU may replay decode steps as CUDA graphs, which capture no sums of shards."""
-        return self.config.kernels != "off" and self.machine.num_shards == 1
+        """Whether a GPU may replay decode steps as CUDA graphs, which capture no sums of shards.
+
+        Where blocks become floats at each use, kernels are too many for a graph, and long enough.
+        """
+        is_apart = self.machine.num_shards > 1 or self.has_blocks
+        return self.config.kernels != "off" and not is_apart
 
     @property
     def takes(self) -> list[ExpectedBytes]:

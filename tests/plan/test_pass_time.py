@@ -13,8 +13,8 @@ import pytest
 from fminfer.compute.weights import DEQUANTIZED_AT_ONCE, DEQUANTIZED_BYTES
 from fminfer.core.config import EngineConfig
 from fminfer.models.checkpoint import open_model
-from fminfer.models.decode_graphs import graph_sizes
-from fminfer.plan.expected_bytes import GRAPH_KERNEL_BYTES
+from fminfer.models.decode_graphs import graph_sizes, input_bytes
+from fminfer.plan.expected_bytes import GRAPH_LAYER_BYTES
 from fminfer.plan.machine_facts import Machine
 from fminfer.plan.pass_time import (
     START_S,
@@ -201,15 +201,19 @@ def test_blocks_that_become_floats_at_each_use_cost_what_is_moved(
     assert step_of(wide, load, H200)[0] < 1.3 * step_of(plain, load, H200)[0]
 
 
-def test_the_graphs_of_blocks_have_more_nodes() -> None:
-    """Ten a layer were counted, where each use of a weight makes floats of it first."""
+def test_blocks_have_no_graphs_and_memory_for_the_floats_of_a_piece() -> None:
+    """A graph of an 8B would have had tens of thousands of nodes, and ten a layer were counted."""
     small_gpu = replace(H200, device_bytes=16 * GIB)
     plain, small = plan_of("llama-8b", small_gpu), plan_of("llama-8b", small_gpu, quantize="int4")
+    assert plain.may_capture and not small.may_capture
+    load, temporary = decode(8, 100), DEQUANTIZED_AT_ONCE["cuda"] * DEQUANTIZED_BYTES
+    launches = time_step(small, measure_rank(small, small.own), load, H200)["launches"]
     pieces = 1 + 1 + 4 + 2  # of qkv, out, up and down, 2 ** 25 numbers each
-    more = small.own.takes.work - plain.own.takes.work
-    graphs = len(graph_sizes(small.sizes.max_decode_rows))
-    temporary = DEQUANTIZED_AT_ONCE["cuda"] * DEQUANTIZED_BYTES
-    assert more == 32 * 12 * pieces * graphs * GRAPH_KERNEL_BYTES + temporary
+    assert launches == pytest.approx(32 * (0.7e-3 + 12 * pieces * 10e-6))
+    rows = small.sizes.max_decode_rows
+    graphs = 32 * len(graph_sizes(rows)) * GRAPH_LAYER_BYTES + input_bytes(rows)
+    of_rows = rows * small.own.takes.work_token
+    assert small.own.takes.work == plain.own.takes.work - graphs - of_rows + temporary
 
 
 @pytest.mark.parametrize(

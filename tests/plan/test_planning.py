@@ -22,6 +22,7 @@ from fminfer.plan import machine_facts, planning
 from fminfer.plan.machine_facts import Machine
 from fminfer.plan.planning import make_plan, share_among
 from fminfer.plan.run_plan import RunPlan
+from fminfer.runtime.build import builder
 from tests.conftest import make_model, save_byte_tokenizer
 from tests.gguf_building import SAMPLES
 
@@ -192,3 +193,20 @@ def test_each_shard_holds_the_floats_of_its_blocks(shard: int, tmp_path: Path) -
         held = both[1][name]
         assert held.is_plain == (name != "embed.weight")
         assert torch.equal(held.dequantized(torch.float32), weight.dequantized(torch.float32)), name
+
+
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_what_becomes_floats_at_each_use_is_not_captured(
+    has_blocks: bool, llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph would have had a node for each kernel that makes floats of a piece."""
+    captured = []
+
+    def make_graphs(cache: Any) -> None:
+        captured.append(cache)
+
+    monkeypatch.setattr(builder, "find_graphs", lambda *_: make_graphs)
+    monkeypatch.setattr(planning, "_makes_floats", lambda *_: has_blocks)
+    monkeypatch.setattr(planning, "_has_room", lambda _: False)
+    answers(llama_checkpoint[0])
+    assert bool(captured) == (not has_blocks)

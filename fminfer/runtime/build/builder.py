@@ -179,7 +179,8 @@ def make_stage(loaded: LoadedPart) -> Stage:
     else:  # CUDA graphs do not capture sums yet
         device = loaded.device
         graphs = find_graphs(plan.config.kernels, network, loaded.attention, most, device)
-        graphs = None if network.stream else graphs  # graphs replay work on weights that stay
+        # Graphs replay work on weights that stay.
+        graphs = None if network.stream or plan.has_blocks else graphs
     return Stage(
         network,
         kv_dtype=plan.kv_dtype,
