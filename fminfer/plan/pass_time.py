@@ -35,6 +35,7 @@ LEAST_DISK_RATE = 20e6  # bytes a second
 KERNEL_S = 10e-6  # that plain torch launches: not measured
 EXPERT_KERNELS = 10  # of one that computes by itself: 0.1 ms, which is estimated
 SUM_S = 30e-6  # latency of a sum over ranks, or of sending: not measured
+GLOO_RATE = 2e9  # bytes a second: estimated
 START_S = 10.0  # of a process: imports, tokenizer, kernels' trials
 
 
@@ -179,6 +180,8 @@ def _between_ranks(plan: RunPlan, load: StepLoad, roofs: Roofs) -> float:
     seconds = num_sums * (SUM_S + 2 * (shards - 1) / shards * size / roofs.link_rate)
     is_near = len(plan.ranks) <= roofs.num_devices
     rate = roofs.link_rate if is_near else roofs.network_rate
+    if shards > 1:  # NCCL adds up, and hidden states go through the host
+        rate = min(rate, GLOO_RATE)
     return seconds + (SUM_S + size / rate) * (stages > 1)
 
 

@@ -163,6 +163,16 @@ def test_tensor_parallelism_reads_less_and_pays_for_sums_and_launches() -> None:
     assert shard["other ranks"] > 2 * 32 * 30e-6 and shard["launches"] > 0
 
 
+def test_hidden_states_of_shards_go_through_the_host() -> None:
+    """A hop of 64 MB was predicted at the rate of the link between two GPUs."""
+    roofs = replace(A100, num_devices=4, link_rate=1e15)
+    sizes = {"pipeline_group_size": 2, "tensor_parallel_size": 2}
+    plan = plan_of("llama-70b", roofs, chunk_size=4096, **sizes)
+    load = StepLoad(4096, 0, 4096, 4096 * 100, 0)
+    seconds = time_step(plan, measure_rank(plan, plan.own), load, roofs)["other ranks"]
+    assert 30e-3 < seconds - 80 * 30e-6 < 60e-3
+
+
 def test_stages_wait_where_there_are_fewer_rows_than_stages() -> None:
     roofs = replace(A100, num_devices=8)
     plan = plan_of("llama-8b", roofs, pipeline_group_size=8)
