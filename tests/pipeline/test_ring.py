@@ -69,6 +69,14 @@ def explain(text: str) -> FminferError:
     return PipelineError(text)
 
 
+def close(pipeline: RingPipeline) -> None:
+    """Wait for all threads: a late one would send to the next test's wire."""
+    pipeline.close()
+    for thread in (pipeline._thread, *pipeline._ring, *pipeline._rank_work.followers):
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
 @pytest.mark.parametrize("turn", TURNS)
 def test_no_token_of_an_aborted_sum_is_a_result(turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another shard died, the sum was aborted, and its garbage was the step's token."""
@@ -84,7 +92,7 @@ def test_no_token_of_an_aborted_sum_is_a_result(turn: int, monkeypatch: pytest.M
     time.sleep(2 * ABORT_S)  # the stage is done with both
     with pytest.raises(PipelineError, match="the connection to rank 1 broke"):
         pipeline.collect()
-    pipeline.close()
+    close(pipeline)
 
 
 @pytest.mark.parametrize("turn", TURNS[:5])
@@ -104,7 +112,7 @@ def test_a_result_of_the_last_stage_that_comes_late_is_dropped(
         with pytest.raises(PipelineError, match="rank 1 has failed"):
             pipeline.collect()
     wire.is_broken.set()
-    pipeline.close()
+    close(pipeline)
 
 
 @pytest.mark.parametrize("turn", TURNS[:5])
