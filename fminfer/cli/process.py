@@ -17,6 +17,7 @@ from fminfer.compute.kernels.kernel_build import abandon_build, start_build
 from fminfer.core.config import ComputeOptions, EngineConfig
 from fminfer.core.errors import (
     FminferError,
+    PipelineError,
     StoppedError,
     StopReason,
     UsageError,
@@ -92,6 +93,8 @@ class Ending:
         """Say what is wrong and end."""
         if isinstance(error, KeyboardInterrupt):  # told twice
             error = self.stopper.reason or StoppedError("Interrupted.")
+        if isinstance(error, PipelineError):  # a thread may wait for a device that hangs
+            self.is_alone = False
         if isinstance(error, FminferError) and error.is_told and not self.is_verbose:
             status = status_of(error)
         else:

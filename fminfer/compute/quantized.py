@@ -310,6 +310,26 @@ OWN_FORMS = (
 _BY_NAME = {form.name: form for form in OWN_FORMS}
 
 
+# How many kernels of plain torch make floats of blocks, and the bytes a number that they move.
+UNPACKING: dict[str, tuple[int, float]] = {
+    "Q8_0": (5, 19.4),
+    "Q4_0": (9, 31.4),
+    "Q4_1": (11, 31.9),
+    "Q5_0": (15, 41.6),
+    "Q5_1": (17, 42.0),
+    "Q4_K": (27, 32.1),
+    "Q5_K": (32, 40.3),
+    "Q6_K": (16, 39.9),
+    "int8": (5, 19.1),
+    "int8-32": (5, 19.4),
+    "int8-row": (5, 19.0),
+    "int4": (12, 33.9),
+    "int4-128": (12, 33.2),
+    "int4-symmetric": (10, 33.4),
+    "int4-symmetric-128": (10, 33.1),
+}
+
+
 def quantized_forms(name: str, use: Use) -> tuple[Blocks, ...]:
     """Return what a matrix becomes by --quantize: the first of these forms that takes its rows.
 

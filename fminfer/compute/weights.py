@@ -18,7 +18,9 @@ Tensors = tuple[torch.Tensor, ...]
 Matrix = Literal["product", "moved", "head", "embedding", "router"]
 Use = Matrix | Literal["choice", "norm", "norm_bias", "bias", "other"]
 USES: tuple[Use, ...] = (*get_args(Matrix), "choice", "norm", "norm_bias", "bias", "other")
-DEQUANTIZED_AT_ONCE = 1 << 22  # numbers, whose copies take up to 12 bytes each
+# Numbers that become floats at once. Few fit a CPU's caches; many take few kernels of a GPU.
+DEQUANTIZED_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 25}
+DEQUANTIZED_BYTES = 12  # of each of them, at most: copies
 KERNEL_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # what the CPU's kernels compute in
 
 
@@ -201,13 +203,25 @@ class Weight:
     def pieces(self) -> Iterator[Weight]:
         """Give its rows as smaller weights, each small enough to be made floats."""
         inputs = self.shape[-1]
-        step = max(1, DEQUANTIZED_AT_ONCE // inputs)
+        step = max(1, DEQUANTIZED_AT_ONCE[self.device.type] // inputs)
         is_joined = isinstance(self.format, Joined)
         tensors = [(tensor,) for tensor in self.tensors] if is_joined else [self.tensors]
         for (held, outputs), own in zip(self.parts, tensors, strict=True):
             for first in range(0, outputs, step):
                 rows = tuple(tensor[first : first + step] for tensor in own)
                 yield Weight(TensorSpec((len(rows[0]), inputs), self.spec.use), held, rows)
+
+    def to_floats(self, held: Format) -> Weight:
+        """Return the same numbers in a format of floats, which are made some rows at a time."""
+        (floats,) = held.empty(self.shape, self.device)
+        has_experts = len(self.shape) > 2
+        items = [self.expert(n) for n in range(self.shape[0])] if has_experts else [self]
+        pieces = [piece for item in items for piece in item.pieces()]
+        sizes = [len(each.tensors[0]) for each in pieces]
+        rows = torch.split(floats.view(-1, self.shape[-1]), sizes)
+        for piece, target in zip(pieces, rows, strict=True):
+            target.copy_(piece.dequantized(floats.dtype))
+        return replace(self, format=held, tensors=(floats,))
 
     def first_rows(self, number: int) -> Weight:
         """Return its first rows, which are as many or all."""

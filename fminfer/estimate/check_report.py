@@ -10,6 +10,7 @@ from fminfer.core.quantities import counted, show_bytes, show_dtypes, show_short
 from fminfer.estimate.line_checks import LineCounts
 from fminfer.estimate.run_plans import PlanReport
 from fminfer.plan.run_plan import RunPlan, name_of
+from fminfer.plan.slowness import find_slowness
 
 MAX_SHOWN = 1000  # characters of the first prompt
 
@@ -90,6 +91,7 @@ class CheckReport:
             "first_prompt": None if self.first is None else asdict(self.first),
             "memory": memory,
             "work": asdict(self.work),
+            "why_slower": find_slowness(plan),
             "passes": self.passes,
             "plans": None if self.plans is None else self.plans.to_dict(),
         }
@@ -139,6 +141,7 @@ class CheckReport:
             )
         yield from self._memory_lines()
         yield from (f"{'passes' * (n == 0):<10}{text}" for n, text in enumerate(self.passes))
+        yield from (f"slower    {reason}" for reason in find_slowness(self.plan))
         if is_run and work.seconds is None:
             yield f"time      not predicted: {work.why_not}"
         elif is_run and work.seconds is not None:

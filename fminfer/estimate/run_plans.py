@@ -12,6 +12,7 @@ from fminfer.core.errors import UsageError
 from fminfer.core.quantities import counted, show_bytes, show_short
 from fminfer.plan.roofs import Roofs
 from fminfer.plan.run_plan import RunPlan, Streamed
+from fminfer.plan.slowness import find_slowness
 
 ALL_BITS: tuple[Quantized | None, ...] = (None, "int8", "int4")
 MOST_ROWS = 12  # of the table, unless all are asked for
@@ -65,8 +66,12 @@ class PlannedRun:
         found: dict[str, Any] = {"flags": self.flags, "why_not": self.why_not}
         if self.plan is None or self.why_not:
             return found
-        found |= {"weight_dtype": self.plan.held_in, "kv_tokens": self.plan.num_kv_tokens}
-        found |= {"rank_bytes": self.rank_bytes, "streamed": [*map(asdict, self.streamed)]}
+        found |= {"weight_dtype": self.plan.held_in, "why_slower": find_slowness(self.plan)}
+        found |= {
+            "kv_tokens": self.plan.num_kv_tokens,
+            "rank_bytes": self.rank_bytes,
+            "streamed": [*map(asdict, self.streamed)],
+        }
         return found | {n: getattr(self, n) for n in ("load_s", "run_s", "ms_token", "bound")}
 
     def to_cells(self) -> list[str]:
@@ -171,7 +176,10 @@ class PlanReport:
             lines.append(f"not       {counted(count, 'way')}: {why}")
         nearest = sorted(others, key=lambda run: run.rank_bytes) if not fitting else []
         lines += [f"nearest   {r.name}: {r.plan.shortage}" for r in nearest if r.plan][:1]
-        return "\n".join([*lines, *(f"fastest   {run.name}" for run in fitting[:1])])
+        fastest = fitting[:1]
+        reasons = (each for run in fastest if run.plan for each in find_slowness(run.plan))
+        lines += [f"fastest   {run.name}" for run in fastest]
+        return "\n".join([*lines, *(f"slower    {reason}" for reason in reasons)])
 
     def _title(self) -> str:
         roofs = self.roofs

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from fminfer.compute.quantized import GGUF_FORMS, OWN_FORMS, Blocks, quantized_forms
-from fminfer.compute.weights import Dense, Format, Shape, Tensors, TensorSpec, join
+from fminfer.compute.weights import Dense, Format, Shape, Tensors, TensorSpec, Use, join
 
 
 class StoredFormat(Format, Protocol):
@@ -45,9 +45,20 @@ class Holding:
     dtype: torch.dtype  # of the arithmetic
     keeps_bfloat16: bool = False  # what is stored so and multiplied or looked up stays so
     quantized: str = ""  # what floats become, --quantize; "": they stay floats
+    floats: tuple[Use, ...] = ()  # for these uses, blocks become floats once they are made
+
+    def held(self, made: Format, spec: TensorSpec) -> Format:
+        """Return the format of a tensor that is made in another, `of`. Both give equal answers.
+
+        Logits are products in float32, and an embedding may be the head.
+        """
+        if isinstance(made, Dense) or spec.use not in self.floats:
+            return made
+        is_wide = spec.use != "product" or (spec.is_wide and self.dtype == torch.float16)
+        return Dense(torch.float32 if is_wide else self.dtype)
 
     def of(self, spec: TensorSpec, stored: Iterable[tuple[Format, int]]) -> Format:
-        """Return the format of a tensor.
+        """Return the format in which a tensor is made.
 
         Args:
             stored: the formats of what it is made of, and how many rows each has, from its first

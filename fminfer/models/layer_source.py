@@ -127,12 +127,17 @@ class LayerSource:
 
     def _size(self, origins: Origins) -> int:
         own = origins.values()
-        return sum(self._maker.format_of(each).num_bytes(each.held.shape) for each in own)
+        return sum(self._held(each).num_bytes(each.held.shape) for each in own)
+
+    def _held(self, origin: Origin) -> Format:
+        return self._maker.holding.held(self._maker.format_of(origin), origin.spec)
 
     def _make(self, origins: Origins, where: str = "") -> Weights:
         found: Weights = {}
         for name, origin in origins.items():
-            found[name] = self._maker.make(where + name, origin)
+            weight = self._maker.make(where + name, origin)
+            held = self._held(origin)
+            found[name] = weight if held == weight.format else weight.to_floats(held)
             self._done += found[name].num_bytes
             self._on_progress(min(self._done, self._total), self._total)
         return found

@@ -55,7 +55,7 @@ class Head:
             return Linear(self._weight, self._bias)(hidden.float())
         weight = self._weight.plain
         if weight.dtype == torch.float32:
-            return nn.functional.linear(hidden, weight, self._bias)
+            return nn.functional.linear(hidden.float(), weight, self._bias)
         if weight.is_cuda:
             logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
         else:  # some outputs after the other

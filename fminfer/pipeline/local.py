@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import atexit
 import queue
+import statistics
 import sys
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 
 from fminfer.compute.step import Step, StepResult
-from fminfer.core.errors import UsageError
+from fminfer.core.errors import PipelineError, UsageError
+from fminfer.core.quantities import show_short
 
 Result = tuple[int, StepResult | BaseException]  # in whose turn it was asked for, and what came
 LAST_TURN = sys.maxsize  # of what ends a pipeline
+WAIT_S = 0.5
+# Without a result for so long, a step hangs. One may also take 100 times as long as most did.
+STEP_LIMIT_S = 1800.0
+LIMIT_MEDIANS = 100
 
 
 class QueuedPipeline(ABC):
@@ -31,6 +38,8 @@ class QueuedPipeline(ABC):
         self._is_closed = False
         self.failure: BaseException | None = None  # of a rank; no result will come any more
         self.num_in_flight = 0
+        self.limit_s = STEP_LIMIT_S  # the least time without a result that counts as a hang
+        self._step_times: deque[float] = deque(maxlen=64)
 
     def submit(self, step: Step) -> None:
         """Send a step in; steps are done in this order. What ended the pipeline is raised."""
@@ -42,17 +51,58 @@ class QueuedPipeline(ABC):
         self._steps.put((self._turn, step))
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step's result; what a stage raised is raised here."""
+        """Wait for the oldest step's result; what a stage raised is raised here.
+
+        Raises:
+            PipelineError: none came for so long that its step hangs.
+        """
         assert self.num_in_flight, "nothing is in flight"
         turn = -1
         while turn < self._turn:
-            turn, result = self._results.get()
+            turn, result = self._await_result()
         self.num_in_flight -= 1
         if turn == LAST_TURN:
             self._results.put((turn, result))  # whoever asks again is told again
         if isinstance(result, BaseException):
             raise result
+        self._step_times.append(sum(span.end_s - span.start_s for span in result.spans))
         return result
+
+    def _await_result(self) -> Result:
+        """Return what comes next, which is the pipeline's failure once a step hangs.
+
+        Waits are counted, and not the time: a run that was suspended as a whole can go on.
+        """
+        num_waits = 0
+        while True:
+            try:
+                return self._results.get(timeout=WAIT_S)
+            except queue.Empty:
+                num_waits += 1
+            waited_s = num_waits * WAIT_S
+            long_s = LIMIT_MEDIANS * statistics.median(self._step_times or [0.0])
+            if waited_s > max(self.limit_s, long_s) and self.failure is None:
+                self.fail(
+                    PipelineError(
+                        f"no result came for {show_short(waited_s)}, so a step hangs: a device, "
+                        "its driver or a disk does not answer"
+                    )
+                )
+
+    def fail(self, error: BaseException) -> None:
+        """Raise an error in whoever waits for a result; nothing more comes."""
+        is_first = self.failure is None
+        self.failure = self.failure or error
+        if is_first:
+            self._results.put((LAST_TURN, error))
+
+    def _deliver(self, turn: int, result: StepResult | BaseException) -> None:
+        """Hand a result on. What comes after a failure is dropped: it may be of an ended sum.
+
+        A sum of NCCL that is aborted returns as if it were done, and its tokens are wrong.
+        """
+        if self.failure is None:
+            self._results.put((turn, result))
 
     def drop(self) -> None:
         """Throw the results of the steps in flight away; later steps are done behind them.
@@ -77,8 +127,7 @@ class QueuedPipeline(ABC):
         try:
             self._on_start()
         except BaseException as error:
-            self.failure = error
-            self._results.put((LAST_TURN, error))
+            self.fail(error)
         else:
             self._work()
 
@@ -101,6 +150,6 @@ class LocalPipeline(QueuedPipeline):
         while (asked := self._steps.get()) is not None:
             turn, step = asked
             try:
-                self._results.put((turn, self._run(step)))
+                self._deliver(turn, self._run(step))
             except BaseException as error:
-                self._results.put((turn, error))
+                self._deliver(turn, error)

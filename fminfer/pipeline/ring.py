@@ -21,7 +21,7 @@ from fminfer.core.errors import FminferError, PipelineError
 from fminfer.core.messages import StageSpan
 from fminfer.core.partition import Part
 from fminfer.machine.device import use_device
-from fminfer.pipeline.local import LAST_TURN, QueuedPipeline
+from fminfer.pipeline.local import QueuedPipeline
 from fminfer.pipeline.wire import (
     HiddenForm,
     RankMessage,
@@ -208,6 +208,8 @@ def serve(
                 raise failures[0] from error
             raise
         is_over = message.kind == "stop"
+        if failures and not is_over:  # a sum that was released may look as if it were done
+            raise failures[0]
         if is_over:
             on_stop()
             work.join()  # rank 0 hears of it last
@@ -249,16 +251,14 @@ class RingPipeline(QueuedPipeline):
         self._thread.start()
 
     def fail(self, error: BaseException) -> None:
-        """Raise an error in whoever waits for a result; nothing more comes."""
         if isinstance(error, PipelineError):
             error = self._explain(str(error))
-        is_first, self.failure = self.failure is None, self.failure or error
-        self._release()
+        super().fail(error)
+        # On a thread, for an end to sums of a GPU that hangs may itself wait.
+        threading.Thread(target=self._release, name="releasing", daemon=True).start()
         for each in (*self._ring, *self._rank_work.followers):
             if isinstance(each, _Sender):
                 each.put(None)
-        if is_first:
-            self._results.put((LAST_TURN, error))
 
     def _work(self) -> None:
         try:
@@ -280,4 +280,4 @@ class RingPipeline(QueuedPipeline):
             self.fail(message)
         elif message.kind == "result":
             result = decode_result(message.body, decode_spans(message.spans))
-            self._results.put((self._turns.get(), result))
+            self._deliver(self._turns.get(), result)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fminfer.compute.layers.products import head_takes, kernel_takes
 from fminfer.compute.spec import Mlp, Model, Moe
-from fminfer.compute.weights import Dense
+from fminfer.compute.weights import DEQUANTIZED_AT_ONCE, DEQUANTIZED_BYTES, Dense
 from fminfer.core.partition import Part
 from fminfer.models.decode_graphs import can_capture, graph_sizes, input_bytes
 from fminfer.models.families.tensor_names import AS_STORED, Architecture, source_of
@@ -174,7 +174,8 @@ def _step_bytes(plan: RunPlan, part: Part, model: Model, *, has_graphs: bool) ->
         rows = plan.sizes.max_decode_rows
         graphs = len(layers) * len(graph_sizes(rows)) * GRAPH_LAYER_BYTES + input_bytes(rows)
         tokens += rows  # the graphs' pool holds the hidden states of the largest one
-    return tokens * hidden * plan.dtype.itemsize + LOGIT_BYTES[kind] * logits + graphs
+    floats = DEQUANTIZED_AT_ONCE[kind] * DEQUANTIZED_BYTES if plan.has_blocks else 0
+    return tokens * hidden * plan.dtype.itemsize + LOGIT_BYTES[kind] * logits + graphs + floats
 
 
 def _token_numbers(part: Part, model: Model) -> int:

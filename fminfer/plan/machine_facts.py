@@ -108,11 +108,18 @@ def choose_device(
     return device
 
 
-def count_sharers(config: ComputeOptions, machine: Machine) -> int:
-    """Return how many engines of this machine take the memory of this process's device."""
+def find_sharers(config: ComputeOptions, machine: Machine) -> list[int]:
+    """Return the engine of each rank here that takes the memory of this process's device."""
     device, first = choose_device(config, machine, machine.rank), machine.rank - machine.local_rank
     ranks = range(first, first + machine.local_size)
-    return sum(
-        any(choose_device(config, machine, rank, engine) == device for rank in ranks)
+    return [
+        engine
         for engine in range(machine.num_engines)
-    )
+        for rank in ranks
+        if choose_device(config, machine, rank, engine) == device
+    ]
+
+
+def count_sharers(config: ComputeOptions, machine: Machine) -> int:
+    """Return how many engines of this machine take the memory of this process's device."""
+    return len({*find_sharers(config, machine)})

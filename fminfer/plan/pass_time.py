@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fminfer.compute.quantized import UNPACKING
 from fminfer.compute.spec import Moe
-from fminfer.compute.weights import Dense
+from fminfer.compute.weights import DEQUANTIZED_AT_ONCE, Dense, TensorSpec
 from fminfer.models.decode_graphs import can_capture
 from fminfer.models.tensor_specs import exit_specs, layer_specs, model_specs
+from fminfer.pipeline.local import STEP_LIMIT_S
 from fminfer.plan.expected_bytes import layer_bytes
 from fminfer.plan.roofs import Roofs
 from fminfer.plan.run_plan import RankPlan, RunPlan
@@ -27,7 +29,13 @@ MEMORY_SHARE, ARITHMETIC_SHARE, LINK_SHARE = 0.7, 0.65, 0.8
 HOST_STEP_S, HOST_ROW_S, LAUNCH_S = 1e-3, 40e-6, 0.7e-3
 # Stored bytes, in 16 bits, that a core quantizes a second: a Zen 3 beside other work.
 QUANTIZING_RATES = {"int8": 0.2e9, "int4": 0.1e9}
+# What no working machine falls below, in a step that is not to be taken for one that hangs.
+LEAST_RATES = {"cpu": 10e9, "cuda": 1e12}  # operations a second
+LEAST_DISK_RATE = 20e6  # bytes a second
+KERNEL_S = 10e-6  # that plain torch launches: not measured
+EXPERT_KERNELS = 10  # of one that computes by itself: 0.1 ms, which is estimated
 SUM_S = 30e-6  # latency of a sum over ranks, or of sending: not measured
+GLOO_RATE = 2e9  # bytes a second: estimated
 START_S = 10.0  # of a process: imports, tokenizer, kernels' trials
 
 
@@ -56,8 +64,28 @@ class RankWork:
     weight_bytes: float = 0.0  # of every pass
     expert_bytes: float = 0.0  # of all experts; a pass reads those that its tokens choose
     chosen_bytes: float = 0.0  # of the experts that one token chooses
+    kernels: float = 0.0  # of every pass, beside those of layers: they make floats of blocks
+    expert_kernels: float = 0.0  # of all experts, as `expert_bytes`
     token_operations: float = 0.0
     key_operations: float = 0.0
+
+
+def _count_unpacking(plan: RunPlan, specs: Mapping[str, TensorSpec]) -> tuple[int, float]:
+    """Return the kernels with which a GPU makes floats of a layer's blocks, and what they move.
+
+    It does so at each use. All matrices count as of the format that most have.
+    """
+    if not plan.has_blocks:
+        return 0, 0.0
+    first, *_ = plan.formats["product"].name.split(" + ")
+    kernels, moved_bytes = UNPACKING.get(first, (1, 0.0))
+    matrices = [spec for spec in specs.values() if spec.use == "product"]
+    num_pieces = sum(
+        math.prod(spec.shape[:-2])  # of experts each
+        * math.ceil(math.prod(spec.shape[-2:]) / DEQUANTIZED_AT_ONCE["cuda"])
+        for spec in matrices
+    )
+    return kernels * num_pieces, moved_bytes * sum(spec.size for spec in matrices)
 
 
 def measure_rank(plan: RunPlan, rank: RankPlan) -> RankWork:
@@ -76,15 +104,16 @@ def measure_rank(plan: RunPlan, rank: RankPlan) -> RankWork:
     )
     if streamed and plan.config.quantized_to and find_conversion(plan, streamed):
         work.quantized_bytes = streamed.num_bytes
-    makes_floats = plan.device.type == "cuda" and not isinstance(plan.formats["product"], Dense)
     for number in rank.part.numbers:
         layer = own.layers[number]
         specs = layer_specs(layer, model.hidden_size)
         experts = sum(spec.size for name, spec in specs.items() if name.startswith("experts."))
         numbers = sum(spec.size for spec in specs.values())
-        size = layer_bytes(plan, share, number).held
-        if makes_floats:  # each use writes floats, and reads them
-            size += 2 * numbers * plan.dtype.itemsize
+        kernels, moved_bytes = _count_unpacking(plan, specs)
+        num_experts = layer.mlp.num_experts if isinstance(layer.mlp, Moe) else 0
+        work.kernels += kernels * (1 - experts / numbers)
+        work.expert_kernels += kernels * experts / numbers + EXPERT_KERNELS * num_experts
+        size = layer_bytes(plan, share, number).held + moved_bytes
         chosen = layer.mlp.top_k / layer.mlp.num_experts if isinstance(layer.mlp, Moe) else 1.0
         of_experts = size * experts / numbers
         work.weight_bytes += size - of_experts
@@ -109,6 +138,8 @@ def time_step(plan: RunPlan, work: RankWork, load: StepLoad, roofs: Roofs) -> di
     operations += load.num_logits * work.logit_operations
     has_graph = plan.may_capture and not work.place and load.num_tokens <= load.num_rows
     has_graph = has_graph and can_capture(plan.checkpoint.model.layers)
+    kernels = work.kernels + work.expert_kernels * (1 - unread)
+    launches_s = 0.0 if has_graph else work.num_layers * LAUNCH_S + kernels * KERNEL_S
     rate = roofs.disk_rate / num if work.place == "disk" else roofs.host_rate * LINK_SHARE
     arithmetic_s = operations * sharers / (roofs.arithmetic_rate * ARITHMETIC_SHARE)
     quantizing_s = work.quantized_bytes * num / _quantizing_rate(plan, roofs)
@@ -119,7 +150,7 @@ def time_step(plan: RunPlan, work: RankWork, load: StepLoad, roofs: Roofs) -> di
         "arithmetic": arithmetic_s,
         "quantizing": quantizing_s,
         "host memory" if work.place == "cpu" else "disk": work.streamed_bytes / rate,
-        "launches": work.num_layers * LAUNCH_S * (on_gpu and not has_graph),
+        "launches": launches_s if on_gpu else 0.0,
         "other ranks": _between_ranks(plan, load, roofs),
         "host": HOST_STEP_S + HOST_ROW_S * load.num_rows,
     }
@@ -149,6 +180,8 @@ def _between_ranks(plan: RunPlan, load: StepLoad, roofs: Roofs) -> float:
     seconds = num_sums * (SUM_S + 2 * (shards - 1) / shards * size / roofs.link_rate)
     is_near = len(plan.ranks) <= roofs.num_devices
     rate = roofs.link_rate if is_near else roofs.network_rate
+    if shards > 1:  # NCCL adds up, and hidden states go through the host
+        rate = min(rate, GLOO_RATE)
     return seconds + (SUM_S + size / rate) * (stages > 1)
 
 
@@ -177,6 +210,21 @@ def predict_run(
     return sum(bounds.values()) * waits, max(bounds, key=bounds.__getitem__, default="")
 
 
+def limit_step(plan: RunPlan) -> float:
+    """Return the seconds without a result that are a hang, on the slowest machine that works.
+
+    Half an hour, with the largest step's arithmetic, and reading all weights where a step may.
+    """
+    size = plan.sizes.chunk_size
+    if plan.checkpoint.model.encoder is not None:  # which reads whole prompts
+        size = max(size, plan.checkpoint.context_length)
+    num_weights = sum(spec.size for spec in model_specs(plan.checkpoint.model).values())
+    seconds = STEP_LIMIT_S + 2.0 * num_weights * size / LEAST_RATES[plan.device.type]
+    if plan.device.type == "cpu" or any(rank.streamed for rank in plan.ranks):
+        seconds += 4 * num_weights / LEAST_DISK_RATE  # float32
+    return seconds
+
+
 def predict_load(plan: RunPlan, roofs: Roofs) -> float:
     """Predict the seconds until a run is ready: each node reads weights, and quantizes them."""
     specs = model_specs(plan.checkpoint.model)
@@ -184,7 +232,7 @@ def predict_load(plan: RunPlan, roofs: Roofs) -> float:
         specs.pop("head.weight", None)  # the embedding is the head
     forms = {name: plan.stored.get(name, Dense(plan.dtype)) for name in specs}
     sizes = {name: form.num_bytes(specs[name].shape) for name, form in forms.items()}
-    is_made = {n: not isinstance(plan.held[n], (Dense, type(forms[n]))) for n in sizes}
+    is_made = {n: not isinstance(plan.made[n], (Dense, type(forms[n]))) for n in sizes}
     made = sum(size for name, size in sizes.items() if is_made[name])
     streamed = [rank.streamed for rank in plan.ranks if rank.streamed]
     later = {n for each in streamed if each.place == "disk" for n in each.numbers}

@@ -22,10 +22,12 @@ from fminfer.models.origins import stored_formats
 from fminfer.models.sharding import ModelShare, share_model
 from fminfer.models.tensor_specs import TensorSpecs, head_cost, model_specs
 from fminfer.plan.expected_bytes import expect_bytes
-from fminfer.plan.machine_facts import Machine, choose_device, find_machine
+from fminfer.plan.machine_facts import Machine, choose_device, find_machine, find_sharers
 from fminfer.plan.run_plan import RankPlan, RunPlan
 from fminfer.plan.shortage import count_kv_tokens, explain_slowness, find_shortage
 from fminfer.plan.streaming import plan_streams
+
+LEAST_KV_TOKENS = 16 << 10  # of KV cache, beside which weights may be floats
 
 
 def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) -> RunPlan:
@@ -60,12 +62,26 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
         kv_dtype=dtype if config.kv_dtype == "auto" else _dtype_of(config.kv_dtype),
         holding=holding,
         stored={name: join(parts) for name, parts in stored.items() if parts},
+        made=held,
         held=held,
         formats=formats,
         has_kernels=has_kernels,
+        has_blocks=_makes_floats(device, held),
         packed_by=choose_packer(machine, dtype, formats["product"], has_kernels=has_kernels),
     )
-    shares = share_among(checkpoint.model, machine.num_shards, held)
+    planned = _place(plan)
+    if planned.has_blocks and not any(rank.streamed for rank in planned.ranks):
+        widened = _place(_hold_floats(plan))
+        if _has_room(widened):
+            return widened
+    return planned
+
+
+def _place(plan: RunPlan) -> RunPlan:
+    """Plan what each rank has and takes, and how much KV cache there is."""
+    config, checkpoint, machine = plan.config, plan.checkpoint, plan.machine
+    # Ranks divide whole blocks, also where one has room for floats and another has not.
+    shares = share_among(checkpoint.model, machine.num_shards, plan.made)
     ranks = [
         RankPlan(part.rank, part, share, takes=expect_bytes(plan, part, share))
         for stage in split_model(config, checkpoint, machine.num_stages)
@@ -77,6 +93,41 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
     shortage, slowness = find_shortage(plan), explain_slowness(plan)
     num_kv_tokens = 0 if shortage else count_kv_tokens(plan)
     return replace(plan, shortage=shortage, num_kv_tokens=num_kv_tokens, why_reread=slowness)
+
+
+def _makes_floats(device: torch.device, held: Mapping[str, Format]) -> bool:
+    """Tell whether a device multiplies by blocks, and makes floats of them for that."""
+    multiplied = (each for name, each in held.items() if name != "embed.weight")
+    return device.type == "cuda" and not all(isinstance(each, Dense) for each in multiplied)
+
+
+def _hold_floats(plan: RunPlan) -> RunPlan:
+    """Return the plan with floats in place of blocks, but for an embedding that is no head."""
+    is_tied = plan.checkpoint.config.tie_word_embeddings
+    holding = replace(plan.holding, floats=USES if is_tied else ("product", "head"))
+    specs = model_specs(plan.checkpoint.model)
+    held = {name: holding.held(plan.made[name], spec) for name, spec in specs.items()}
+    formats = {use: _of_most(specs, held, use) or Dense(plan.dtype) for use in USES}
+    return replace(
+        plan,
+        holding=holding,
+        held=held,
+        formats=formats,
+        has_blocks=False,
+        made_in=plan.held_in,
+    )
+
+
+def _has_room(plan: RunPlan) -> bool:
+    """Tell whether each rank's device has room for its weights, and for the KV cache it needs.
+
+    It needs the --budget, or else the longest row that the model takes, and 16 of 1,024 tokens.
+    """
+    sharers = [0] if plan.machine.device_bytes else find_sharers(plan.config, plan.machine)
+    longest = min(plan.most_kv_tokens, max(LEAST_KV_TOKENS, plan.checkpoint.context_length))
+    needed = max(takes.total(plan.config.budget or longest) for takes in plan.takes)
+    fits = needed * len(sharers) <= plan.room_bytes  # which is 0 if nobody has looked
+    return fits and not any(rank.streamed for rank in plan.ranks)
 
 
 def share_among(

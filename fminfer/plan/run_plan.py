@@ -76,20 +76,24 @@ class RunPlan:
     kv_dtype: torch.dtype  # of the KV cache
     holding: Holding  # what decides in which format a tensor is held
     stored: Mapping[str, Format]  # of each tensor in files, by name; none: there are no files
+    made: Mapping[str, Format]  # of each tensor as it is read, and quantized if options say so
     held: Mapping[str, Format]  # of each tensor in memory
     formats: Mapping[Use, Format]  # the same of most, by what they are for
     has_kernels: bool  # the CPU's are there, and may be used
+    has_blocks: bool  # a GPU has no kernels for blocks: at each use it makes floats of them
     packed_by: Literal["kernels", "torch", ""]  # who packs the weights of products
     ranks: tuple[RankPlan, ...] = ()  # of one pipeline
     num_kv_tokens: int = 0  # size of each pipeline's KV cache; 0: not one block fits
     shortage: str = ""  # what does not fit, and what to do
     why_reread: str = ""  # weights do not fit, and are read from the disk at each step
     chunk_size: int = 0  # most tokens of a step, if layers are streamed; 0: as options say
+    made_in: str = ""  # the format of most weights before blocks became floats; "": none did
 
     @property
     def held_in(self) -> str:
         """What people call the format of most weights in memory."""
-        return self.formats["product"].name
+        name = self.formats["product"].name
+        return name if self.made_in in ("", name) else f"{name} of {self.made_in}"
 
     @property
     def own(self) -> RankPlan:
@@ -98,8 +102,12 @@ class RunPlan:
 
     @property
     def may_capture(self) -> bool:
-        """Whether a GPU may replay decode steps as CUDA graphs, which capture no sums of shards."""
-        return self.config.kernels != "off" and self.machine.num_shards == 1
+        """Whether a GPU may replay decode steps as CUDA graphs, which capture no sums of shards.
+
+        Where blocks become floats at each use, kernels are too many for a graph, and long enough.
+        """
+        is_apart = self.machine.num_shards > 1 or self.has_blocks
+        return self.config.kernels != "off" and not is_apart
 
     @property
     def takes(self) -> list[ExpectedBytes]:

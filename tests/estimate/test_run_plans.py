@@ -86,7 +86,11 @@ def test_a_large_model_on_eight_gpus(rows: Path) -> None:
     assert streamed["streamed"][0]["place"] == "disk" and streamed["bound"] == "disk"
     assert "--tp 8 --offload auto" not in by_flags, "no layer needs it"
     half, whole = (by_flags[f] for f in ("--tp 8 --quantize int8", "--tp 8"))
-    assert half["rank_bytes"] < 0.6 * whole["rank_bytes"]
+    assert half["weight_dtype"] == "bfloat16 of int8", "floats fit, and are faster"
+    assert half["rank_bytes"] == pytest.approx(whole["rank_bytes"], rel=0.02)
+    blocks = by_flags["--data-group-size 2 --tp 4 --quantize int8"]
+    assert blocks["weight_dtype"] == "int8" and "at each use" in blocks["why_slower"][0]
+    assert 0.9 < blocks["rank_bytes"] / whole["rank_bytes"] < 1.1, "half of twice as much"
     for run in fitting:
         assert run["ms_token"] == pytest.approx(1e3 * run["run_s"] / (8 * 30))
         assert run["rank_bytes"] < KINDS["a100-80gb"].device_bytes

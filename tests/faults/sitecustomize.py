@@ -1,8 +1,8 @@
 """Makes one rank of a run fail at a chosen moment; Python imports it from a folder in its path.
 
-FAULT is "kind rank phase": raise, kill or stop; which rank; during load, prefill or decode. In
-decode it waits until a row is finished, which the journal FAULT_ROWS holds. FAULT_TIME is told when
-it happens.
+FAULT is "kind rank phase": raise, kill, stop or hang; which rank; during load, prefill or decode.
+One that hangs still beats. In decode it waits until a row is finished, which the journal FAULT_ROWS
+holds. FAULT_TIME is told when it happens.
 """
 
 import os
@@ -19,16 +19,20 @@ def _fail() -> None:
     Path(os.environ["FAULT_TIME"]).write_text(str(time.time()))
     if kind == "raise":
         raise RuntimeError("a fault that the test wants")
+    if kind == "hang":
+        time.sleep(1000)
     os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
 
 
 def _is_here() -> bool:  # asked late: a rank may be a fork of the one that imported this
-    own = [argument for argument in sys.orig_argv if argument.startswith("rank ")]
-    return rank == (own[0].removeprefix("rank ") if own else "0")
+    kinds = ("rank ", "pipeline ")
+    own = [argument for argument in sys.orig_argv if argument.startswith(kinds)]
+    return rank == (own[0].rpartition(" ")[2] if own else "0")
 
 
 if kind and "-m" in sys.orig_argv:
     import fminfer.runtime.build.builder
+    import fminfer.runtime.build.one_pipeline
     from fminfer.models.stage import Stage
 
     open_weights, forward = fminfer.runtime.build.builder.open_weights, Stage.forward
@@ -47,5 +51,7 @@ if kind and "-m" in sys.orig_argv:
             _fail()
         return forward(self, step, hidden)
 
+    if kind == "hang":
+        fminfer.runtime.build.one_pipeline.limit_step = lambda plan: 2.0
     fminfer.runtime.build.builder.open_weights = load_or_fail
     Stage.forward = forward_or_fail

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers.products import PackedPart, ProductKernel
-from fminfer.compute.quantized import Blocks
+from fminfer.compute.quantized import GGUF_FORMS, OWN_FORMS, UNPACKING, Blocks
 from fminfer.compute.registry import Registry
 from fminfer.compute.weights import Dense, Format
 from fminfer.core.config import EngineConfig
@@ -217,3 +219,30 @@ def test_random_weights_are_quantized_too(tmp_path: Path) -> None:
             own = weight.format.dequantize((weight.format.quantize(own),), torch.float32)
         assert torch.equal(weight.dequantized(torch.float32), own)
     assert sum(isinstance(weight.format, Blocks) for weight in blocks.values()) == 4
+
+
+class Counting(TorchDispatchMode):
+    """Counts what is launched, and the bytes that it reads and writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_kernels = self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and not func._schema.name.endswith("_unsafe_view"):
+            self.num_kernels += 1
+            tensors = [each for each in tree_leaves((args, out)) if isinstance(each, torch.Tensor)]
+            self.num_bytes += sum(each.numel() * each.itemsize for each in tensors)
+        return out
+
+
+@pytest.mark.parametrize("form", [each for each in (*GGUF_FORMS, *OWN_FORMS) if each.kind])
+def test_what_making_floats_takes(form: Blocks) -> None:
+    """Plans count with these figures: a GPU has no kernels for blocks, and does it at each use."""
+    kernels, moved_bytes = UNPACKING[form.name]
+    weights = form.empty((256, 4096), CPU)
+    with Counting() as counts:
+        form.dequantize(weights, torch.bfloat16)
+    assert counts.num_kernels == kernels
+    assert counts.num_bytes / (256 * 4096) == pytest.approx(moved_bytes, rel=0.02)

@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,3 +113,38 @@ def test_a_rank_that_fails_ends_all(
         assert f"{len(kept) - 1} kept from earlier runs" in done.stderr, done.stderr
     assert texts_of(tmp_path) == whole
     print(f"{fault}: {took_s:.1f} s")
+
+
+@pytest.mark.parametrize(
+    ("fault", "flags"),
+    [
+        pytest.param("hang 1 decode", ["--pipeline-group-size", 2], id="stage"),
+        pytest.param("hang 1 decode", ["--tensor-parallel-size", 2], id="shard"),
+        pytest.param("hang 0 decode", [], id="alone"),
+    ],
+)
+def test_a_step_that_hangs_ends_the_run(fault: str, flags: list[object], tmp_path: Path) -> None:
+    """A GPU that hangs was never noticed: its rank's beat has a thread of its own."""
+    done, took_s = run_with(fault, flags, tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "so a step hangs: a device, its driver or a disk does not answer" in done.stderr
+    assert "Rows that are finished and kept: " in done.stderr
+    assert took_s < 20 and no_process_is_left(tmp_path)
+
+
+def test_others_answer_what_a_pipeline_that_hangs_has(tmp_path: Path) -> None:
+    done, _ = run_with("hang 1 decode", ["--data-group-size", 2], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Pipeline 1 failed: no result came for" in done.stderr
+    assert "the others go on" in done.stderr and no_process_is_left(tmp_path)
+
+
+def run_with(fault: str, flags: list[object], folder: Path) -> tuple[Any, float]:
+    """Run the queries with a fault; return what became of it, and its seconds after the fault."""
+    moment, output = folder / "moment", folder / "out.jsonl"
+    environ = os.environ | {"FAULT": fault, "FAULT_ROWS": f"{output}.journal"}
+    environ |= {"FAULT_TIME": str(moment)}
+    environ["PYTHONPATH"] = f"{FAULTS}:{os.environ.get('PYTHONPATH', '')}"
+    words = ["run", QUERIES / "plain.jsonl", "--output", output, "--dtype", "float32", *flags]
+    done = run_forked(words, environ=environ, folder=folder)
+    return done, time.time() - float(moment.read_text())

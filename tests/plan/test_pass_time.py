@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fminfer.compute.weights import DEQUANTIZED_AT_ONCE, DEQUANTIZED_BYTES
 from fminfer.core.config import EngineConfig
 from fminfer.models.checkpoint import open_model
+from fminfer.models.decode_graphs import graph_sizes, input_bytes
+from fminfer.plan.expected_bytes import GRAPH_LAYER_BYTES
 from fminfer.plan.machine_facts import Machine
 from fminfer.plan.pass_time import (
     START_S,
     StepLoad,
+    limit_step,
     measure_rank,
     predict_load,
     predict_run,
@@ -24,6 +30,29 @@ from fminfer.plan.planning import make_plan
 from fminfer.plan.roofs import KINDS, Roofs
 from fminfer.plan.run_plan import RunPlan
 
+MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+}
+QWEN3_30B = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+}
 H200, A100 = KINDS["h200"], KINDS["a100-80gb"]
 GIB = 1 << 30
 
@@ -134,6 +163,16 @@ def test_tensor_parallelism_reads_less_and_pays_for_sums_and_launches() -> None:
     assert shard["other ranks"] > 2 * 32 * 30e-6 and shard["launches"] > 0
 
 
+def test_hidden_states_of_shards_go_through_the_host() -> None:
+    """A hop of 64 MB was predicted at the rate of the link between two GPUs."""
+    roofs = replace(A100, num_devices=4, link_rate=1e15)
+    sizes = {"pipeline_group_size": 2, "tensor_parallel_size": 2}
+    plan = plan_of("llama-70b", roofs, chunk_size=4096, **sizes)
+    load = StepLoad(4096, 0, 4096, 4096 * 100, 0)
+    seconds = time_step(plan, measure_rank(plan, plan.own), load, roofs)["other ranks"]
+    assert 30e-3 < seconds - 80 * 30e-6 < 60e-3
+
+
 def test_stages_wait_where_there_are_fewer_rows_than_stages() -> None:
     roofs = replace(A100, num_devices=8)
     plan = plan_of("llama-8b", roofs, pipeline_group_size=8)
@@ -154,12 +193,53 @@ def test_a_mixture_reads_the_experts_that_its_tokens_choose() -> None:
     assert work.streamed_bytes > 0.99 * (work.weight_bytes + work.expert_bytes)
 
 
-def test_quantized_weights_are_made_floats_on_a_gpu() -> None:
-    """Their products have no kernel there, so that they save memory and cost time."""
-    plain, small = plan_of("llama-8b", H200), plan_of("llama-8b", H200, quantize="int8")
-    load = decode(8, 100)
+@pytest.mark.parametrize(("quantize", "moved_bytes"), [("int8", 19 + 1), ("int4", 34 + 0.6)])
+def test_blocks_that_become_floats_at_each_use_cost_what_is_moved(
+    quantize: Any, moved_bytes: float
+) -> None:
+    """They counted as one copy that is written and read. They save memory and cost time."""
+    small_gpu = replace(H200, device_bytes=16 * GIB)
+    plain, small = plan_of("llama-8b", H200), plan_of("llama-8b", small_gpu, quantize=quantize)
     assert small.own.takes.weights < 0.6 * plain.own.takes.weights
-    assert step_of(small, load, H200) > step_of(plain, load, H200)
+    load = decode(8, 100)
+    seconds, bound = step_of(small, load, H200)
+    num_weights = 32 * 218e6  # of layers
+    assert bound == "memory"
+    assert seconds == pytest.approx(num_weights * moved_bytes / (H200.memory_rate * 0.7), rel=0.1)
+    assert seconds > 6 * step_of(plain, load, H200)[0]
+    wide = plan_of("llama-8b", H200, quantize=quantize)  # floats fit
+    assert step_of(wide, load, H200)[0] < 1.3 * step_of(plain, load, H200)[0]
+
+
+def test_blocks_have_no_graphs_and_memory_for_the_floats_of_a_piece() -> None:
+    """A graph of an 8B would have had tens of thousands of nodes, and ten a layer were counted."""
+    small_gpu = replace(H200, device_bytes=16 * GIB)
+    plain, small = plan_of("llama-8b", small_gpu), plan_of("llama-8b", small_gpu, quantize="int4")
+    assert plain.may_capture and not small.may_capture
+    load, temporary = decode(8, 100), DEQUANTIZED_AT_ONCE["cuda"] * DEQUANTIZED_BYTES
+    launches = time_step(small, measure_rank(small, small.own), load, H200)["launches"]
+    pieces = 1 + 1 + 4 + 2  # of qkv, out, up and down, 2 ** 25 numbers each
+    assert launches == pytest.approx(32 * (0.7e-3 + 12 * pieces * 10e-6))
+    rows = small.sizes.max_decode_rows
+    graphs = 32 * len(graph_sizes(rows)) * GRAPH_LAYER_BYTES + input_bytes(rows)
+    of_rows = rows * small.own.takes.work_token
+    assert small.own.takes.work == plain.own.takes.work - graphs - of_rows + temporary
+
+
+@pytest.mark.parametrize(
+    ("fields", "rows", "expected_ms"),
+    [("MIXTRAL", 8, 50), ("MIXTRAL", 64, 55), ("QWEN3_30B", 8, 290), ("QWEN3_30B", 64, 630)],
+)
+def test_experts_on_a_gpu_are_launched_one_by_one(
+    fields: str, rows: int, expected_ms: float, tmp_path: Path
+) -> None:
+    """Predictions were ten times too short: they knew bytes alone."""
+    (tmp_path / "config.json").write_text(json.dumps(globals()[fields]))
+    config = EngineConfig(model=str(tmp_path), dtype="bfloat16", skip_tokenizer_init=True)
+    machine = Machine(device_bytes=H200.device_bytes)
+    plan = make_plan(config, open_model(config, has_weights=False), machine)
+    seconds, bound = step_of(plan, decode(rows, 450), H200)
+    assert 1e3 * seconds == pytest.approx(expected_ms, rel=0.2) and bound == "launches"
 
 
 def test_loading_reads_a_node_s_part_of_the_model_once() -> None:
@@ -208,9 +288,10 @@ def test_memory_of_bloom_176b_on_8_gpus_is_what_energonai_published(
     """The most that was allocated on a GPU, so without the context of CUDA and what is kept free.
 
     We count weights, a step of 512 tokens and their keys and values. Their figures have no prompt
-    length, and may be GB or GiB: both hold.
+    length, and may be GB or GiB: both hold. On 80 GB ours would hold floats of int8.
     """
-    plan = plan_of("bloom-176b", A100, tensor_parallel_size=8, quantize=quantize, chunk_size=512)
+    roofs = KINDS["a100-40gb"] if quantize else A100
+    plan = plan_of("bloom-176b", roofs, tensor_parallel_size=8, quantize=quantize, chunk_size=512)
     for rank in plan.ranks:
         takes = rank.takes
         counted = takes.total(512) - takes.libraries
@@ -227,3 +308,13 @@ def test_what_is_told_of_passes() -> None:
         "all layers stay in memory"
     ]
     assert tell_passes(plan_of("opt-125m", A100), A100) == []
+
+
+def test_no_step_of_a_slow_machine_is_taken_for_one_that_hangs() -> None:
+    """A CPU or a disk may need hours for one step of a large model, and a GPU half an hour."""
+    assert 1800 < limit_step(plan_of("llama-8b", H200)) < 1900
+    streamed = plan_of("bloom-176b", A100, offload="disk")
+    assert limit_step(streamed) > 2 * 176.2e9 / 25e6, "a disk of 25 MB/s"
+    config = EngineConfig(random_init="llama-70b", dtype="float32", device="cpu")
+    plan = make_plan(config, open_model(config, has_weights=False), Machine())
+    assert limit_step(plan) > 2 * 70e9 * plan.sizes.chunk_size / 20e9, "a core of 20 GFLOP/s"

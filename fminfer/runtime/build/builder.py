@@ -14,7 +14,7 @@ from fminfer.compute.sampling.sampler import Drawer, Ranker
 from fminfer.compute.sampling.sharded import TokenShard
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part
-from fminfer.machine.device import free_bytes, measure_peak, use_device, why_slow
+from fminfer.machine.device import free_bytes, measure_peak, use_device
 from fminfer.machine.out_of_memory import is_out_of_memory
 from fminfer.machine.threads import ThreadCount
 from fminfer.models.checkpoint import Checkpoint
@@ -34,6 +34,7 @@ from fminfer.plan.machine_facts import find_machine
 from fminfer.plan.planning import make_plan
 from fminfer.plan.run_plan import RunPlan, Streamed
 from fminfer.plan.shortage import no_cache
+from fminfer.plan.slowness import find_slowness
 from fminfer.runtime.build.agreement import (
     agree_step_size,
     compare_weights,
@@ -149,7 +150,7 @@ def _find_slowness(loaded: LoadedPart, stage: Stage, group: Group | None) -> Slo
     """Return why a pipeline is slow; of several ranks the first that has a reason says it."""
     not_captured = "" if stage.graphs is None else stage.graphs.why_not
     plain = "; ".join(filter(None, (loaded.why_plain, not_captured)))
-    slower = "; ".join(filter(None, (plain, why_slow(loaded.plan.dtype, loaded.device))))
+    slower = "; ".join(filter(None, (*find_slowness(loaded.plan), plain)))
     ranks = gather(group, "why slower", [plain, slower])
     return Slowness(*(next(filter(None, each), "") for each in zip(*ranks, strict=True)))
 
@@ -178,7 +179,8 @@ def make_stage(loaded: LoadedPart) -> Stage:
     else:  # CUDA graphs do not capture sums yet
         device = loaded.device
         graphs = find_graphs(plan.config.kernels, network, loaded.attention, most, device)
-        graphs = None if network.stream else graphs  # graphs replay work on weights that stay
+        # Graphs replay work on weights that stay.
+        graphs = None if network.stream or plan.has_blocks else graphs
     return Stage(
         network,
         kv_dtype=plan.kv_dtype,

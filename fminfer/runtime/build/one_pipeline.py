@@ -25,6 +25,7 @@ from fminfer.pipeline.local import LocalPipeline, QueuedPipeline
 from fminfer.pipeline.ranks import ALONE, Spread
 from fminfer.pipeline.ring import RingPipeline, serve
 from fminfer.pipeline.watch import Fault
+from fminfer.plan.pass_time import limit_step
 from fminfer.plan.run_plan import name_of
 from fminfer.plan.streaming import describe_streaming
 from fminfer.runtime.build.agreement import END_S
@@ -64,6 +65,7 @@ class OnePipeline:
         end_openmp_threads()  # steps are another thread's work
         self._group, self._watch = group, None if group is None else group.watch
         self.stages = _build_pipeline(stage, loaded, group)
+        self.stages.limit_s = limit_step(plan)
         self.graphs, self._stream = stage.graphs, (stream := loaded.network.stream)
         disk_speed = 0.0 if stream is None else stream.reads.bytes_per_s
         self._facts = Facts(
@@ -79,7 +81,7 @@ class OnePipeline:
             kv_bytes_per_token=plan.own.takes.kv_token,
             has_kernel=stage.has_kernel,
             why_plain=why.plain,
-            why_slower=plan.why_reread or why.slower,
+            why_slower=why.slower,
             num_stages=loaded.part.num_stages,
             num_ranks=len(plan.ranks),
             streaming=describe_streaming(plan, disk_speed),
@@ -136,7 +138,8 @@ class OnePipeline:
         """End the stage's thread, and the other ranks."""
         group, self._group = self._group, None
         self.stages.close()
-        if self._stream is not None:
+        # If it failed without other ranks it hangs, and so may a read.
+        if self._stream is not None and (group is not None or self.stages.failure is None):
             self._stream.close()
         if group is None:
             return

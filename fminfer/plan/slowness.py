@@ -1,0 +1,37 @@
+"""Why a run is slower than it could be, as far as its plan shows: a table of reasons."""
+
+from __future__ import annotations
+
+from fminfer.compute.spec import Moe
+from fminfer.machine.device import why_slow
+from fminfer.plan.run_plan import RunPlan
+
+NO_FLOATS = (
+    "become floats at each use, for floats do not fit a GPU beside the KV cache; a smaller "
+    "--budget or more GPUs may make room"
+)
+
+
+def find_slowness(plan: RunPlan) -> list[str]:
+    """Return the reasons that hold for a plan; what --kernels off leaves out is none."""
+    model = plan.checkpoint.model
+    on_gpu = plan.device.type == "cuda"
+    has_experts = any(isinstance(layer.mlp, Moe) for layer in model.layers)
+    without_graphs = {
+        "--tensor-parallel-size (copies and stages have them: --data-group-size, "
+        "--pipeline-group-size)": plan.machine.num_shards > 1,
+        "streamed layers": any(rank.streamed for rank in plan.ranks),
+        "mixtures of experts": has_experts,
+        "attention to an encoder": any(layer.cross for layer in model.layers),
+    }
+    causes = " or ".join(cause for cause, holds in without_graphs.items() if holds)
+    reasons = {
+        plan.why_reread: True,
+        why_slow(plan.dtype, plan.device): True,
+        f"weights in {plan.held_in} {NO_FLOATS}": plan.has_blocks,
+        "a GPU computes experts one after another": on_gpu and has_experts,
+        f"there are no CUDA graphs of decode steps with {causes}": (
+            bool(causes) and on_gpu and not model.is_pooled and plan.config.kernels != "off"
+        ),
+    }
+    return [reason for reason, holds in reasons.items() if reason and holds]
