@@ -223,6 +223,7 @@ class Encoder:
     position_offset: int = 0  # the row of position 0
     num_types: int = 0  # rows of a table of token types (BERT's segments)
     pooling: Pooling | None = None  # None: there is a decoder
+    has_embed: bool = False  # it may have an embedding of its own beside the decoder's
 
 
 @dataclass(slots=True, frozen=True)

@@ -24,7 +24,7 @@ from fminfer.models.sharding import WHOLE, ModelShare, TensorCut, outputs_dim
 from fminfer.models.stored.stored_tensors import BLOCKS, DTYPES, FLOATS
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.stored.weight_folder import find_weights, indexed_names
-from fminfer.models.tensor_specs import model_specs
+from fminfer.models.tensor_specs import TIED, model_specs
 
 Parts = list[tuple[Format, int]]  # formats and numbers of rows, as `Holding.of` takes them
 
@@ -110,9 +110,10 @@ def find_origins(
     """
     search, specs = _Search(checkpoint, stored, types or {}), model_specs(checkpoint.model)
     found = {name: search.find(name, spec) for name, spec in specs.items()}
-    head = found.get("head.weight") if checkpoint.config.tie_word_embeddings else None
-    if head is not None and not all(map(search.has, head.pieces)):
-        del found["head.weight"]  # the embedding is the head
+    for name in found.keys() & TIED if checkpoint.config.tie_word_embeddings else ():
+        pieces = found[name].pieces
+        if pieces == found["embed.weight"].pieces or not all(map(search.has, pieces)):
+            del found[name]  # it is the embedding
     for wrong in search.find_wrong(found):
         raise CheckpointError(f"{checkpoint.name}{wrong}")
     return found
@@ -128,7 +129,7 @@ def drawn_origins(checkpoint: Checkpoint) -> Origins:
     """Return the tensors of a model that is stored nowhere."""
     specs = model_specs(checkpoint.model)
     if checkpoint.config.tie_word_embeddings:
-        specs.pop("head.weight", None)
+        specs = {name: spec for name, spec in specs.items() if name not in TIED}
     return {name: Origin(spec, (), AS_STORED) for name, spec in specs.items()}
 
 
@@ -160,7 +161,7 @@ def stored_formats(checkpoint: Checkpoint) -> dict[str, Parts]:
     try:
         if find_weights(folder).files:
             files, origins = read_origins(checkpoint, folder)
-            origins.setdefault("head.weight", origins["embed.weight"])  # one that is tied
+            origins = dict.fromkeys(TIED, origins["embed.weight"]) | origins
             return {name: each.stored_parts(files.types) for name, each in origins.items()}
     except CheckpointError:
         return {}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fminfer.compute.spec import Moe
 from fminfer.compute.weights import Dense
 from fminfer.models.decode_graphs import can_capture
-from fminfer.models.tensor_specs import exit_specs, layer_specs, model_specs
+from fminfer.models.tensor_specs import TIED, exit_specs, layer_specs, model_specs
 from fminfer.plan.expected_bytes import layer_bytes
 from fminfer.plan.roofs import Roofs
 from fminfer.plan.run_plan import RankPlan, RunPlan
@@ -181,7 +181,7 @@ def predict_load(plan: RunPlan, roofs: Roofs) -> float:
     """Predict the seconds until a run is ready: each node reads weights, and quantizes them."""
     specs = model_specs(plan.checkpoint.model)
     if plan.checkpoint.config.tie_word_embeddings:
-        specs.pop("head.weight", None)  # the embedding is the head
+        specs = {name: spec for name, spec in specs.items() if name not in TIED}
     forms = {name: plan.stored.get(name, Dense(plan.dtype)) for name in specs}
     sizes = {name: form.num_bytes(specs[name].shape) for name, form in forms.items()}
     is_made = {n: not isinstance(plan.held[n], (Dense, type(forms[n]))) for n in sizes}
