@@ -31,6 +31,8 @@ from fminfer.models.model_folder import (
 from fminfer.models.sentence_folder import SentenceFolder, read_object, read_sentence_folder
 
 GENERATION = "generation_config.json"
+# What a decoder behind an encoder begins with.
+START_FIELDS = ("decoder_start_token_id", "bos_token_id", "forced_bos_token_id")
 NO_OPTIONS = ModelOptions()
 
 
@@ -248,9 +250,12 @@ def _read_config(path: Path) -> Any:
         ) from error
     check_model_type(str(model_type), fields)
     try:
-        return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise CheckpointError(f"{path} has no usable config.json: {error}") from error
+    for name in START_FIELDS if config.is_encoder_decoder else ():
+        setattr(config, name, fields.get(name))  # transformers begins with no class's default
+    return config
 
 
 LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")

@@ -22,7 +22,7 @@ from fminfer.engine.loop import EngineLoop, Pipeline
 from fminfer.engine.prompt_fit import KvSize, RequestLimits
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.start import Starter
-from fminfer.models.checkpoint import GENERATION, Checkpoint
+from fminfer.models.checkpoint import GENERATION, START_FIELDS, Checkpoint
 from fminfer.models.known_sizes import DEMO_NAMES
 from fminfer.text.tokenizer import NoTokenizer, Tokenizer, read_template
 
@@ -124,19 +124,34 @@ def find_ends(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def find_start(checkpoint: Checkpoint) -> tuple[int, ...] | None:
-    """Return the ids that a decoder behind an encoder begins with; None: there is no encoder."""
+    """Return the ids that a decoder behind an encoder begins with; None: there is no encoder.
+
+    As in transformers, generation_config.json says it alone, where it is there. BOS begins where
+    no start is named.
+    """
     if checkpoint.model.encoder is None or checkpoint.model.is_pooled:
         return None
+    file = GENERATION
     fields = checkpoint.generation_fields
-    names = ("decoder_start_token_id", "forced_bos_token_id")
-    start, forced = (fields.get(name, getattr(checkpoint.config, name, None)) for name in names)
-    start = checkpoint.config.pad_token_id if start is None else start
-    if not isinstance(start, int):
-        raise CheckpointError(
-            f"{checkpoint.name} says no decoder_start_token_id, with which its decoder begins; put "
-            "it into its config.json"
-        )
-    return (start,) if forced is None else (start, forced)
+    if checkpoint.generation_folder is None:
+        file = "config.json"
+        fields = checkpoint.config.to_dict()
+
+    start, bos, forced = map(fields.get, START_FIELDS)
+    if start is None:
+        start = bos
+    if start is None and checkpoint.folder is None:  # random weights begin with anything
+        start = checkpoint.config.pad_token_id
+
+    ids = [start] if forced is None else [start, forced]
+    ids = [each[0] if isinstance(each, list) and len(each) == 1 else each for each in ids]
+    if all(isinstance(each, int) and 0 <= each < checkpoint.config.vocab_size for each in ids):
+        return tuple(ids)
+    stated = ", ".join(f"{name} {fields.get(name)!r}" for name in START_FIELDS)
+    raise CheckpointError(
+        f"{checkpoint.name} names no token that its decoder can begin with: its {file} has "
+        f"{stated}. Write the model's own decoder_start_token_id there"
+    )
 
 
 def find_vectors(checkpoint: Checkpoint) -> VectorFacts | None:
