@@ -48,6 +48,11 @@ class Relative:
     max_distance: int
     is_causal: bool  # otherwise half of the buckets are for keys behind the query
 
+    @property
+    def num_exact(self) -> int:
+        """How many distances have a bucket each, from 0 on."""
+        return (self.buckets if self.is_causal else self.buckets // 2) // 2
+
 
 @dataclass(slots=True, frozen=True)
 class Latent:

@@ -60,6 +60,7 @@ class RequestLimits:
     # What a decoder begins with, behind an encoder; None: there is no encoder.
     start_ids: tuple[int, ...] | None = None
     vectors: VectorFacts | None = None  # what the model gives; None: it generates text
+    source_length: int = 0  # tokens that an encoder before a decoder reads, at most
 
 
 @dataclass(slots=True, frozen=True)
@@ -97,7 +98,9 @@ class PromptFit:
     def encode_source(self, prompt: str | list[int]) -> EncodedPrompt:
         """Return what the encoder reads, which has the whole context for itself."""
         params = replace(self.params, max_tokens=0, logprobs=None, min_tokens=0)
-        return replace(self, params=params, is_source=True).encode(prompt)
+        length = self.limits.source_length or self.limits.context_length
+        limits = replace(self.limits, context_length=length)
+        return replace(self, params=params, limits=limits, is_source=True).encode(prompt)
 
     def encode_start(self, source: EncodedPrompt) -> EncodedPrompt:
         """Return what the decoder goes on from: the model's own start, and `decoder_prompt`."""

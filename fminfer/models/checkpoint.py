@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
-from fminfer.compute.spec import Model
+from fminfer.compute.attention.scoring import MOST_RELATIVE, relative_reach
+from fminfer.compute.spec import Layer, Model
 from fminfer.core.config import ModelOptions
 from fminfer.core.errors import CheckpointError, UsageError
 from fminfer.core.impostors import GGUF, broken, gguf_error, is_gguf, refuse_impostor
@@ -67,6 +69,15 @@ class Checkpoint:
     @property
     def context_length(self) -> int:
         """Most tokens of one sequence."""
+        model = self.model
+        return self._longest(model.layers[: model.num_cached] or model.layers)
+
+    @property
+    def source_length(self) -> int:
+        """Most tokens of a text that an encoder reads."""
+        return self._longest(self.model.layers[self.model.num_cached :])
+
+    def _longest(self, layers: Sequence[Layer]) -> int:
         if self.max_model_len:
             return self.max_model_len
         how = self.model.encoder or self.model
@@ -74,6 +85,8 @@ class Checkpoint:
         lengths = [context_length(self.config), *[rows] * bool(how.num_positions)]
         if self.sentence is not None and self.sentence.max_length:
             lengths.append(self.sentence.max_length)
+        relatives = {layer.attention.relative for layer in layers}
+        lengths += [relative_reach(each) + 1 for each in relatives if each]
         return min(lengths)
 
     @property
@@ -260,7 +273,6 @@ def _read_config(path: Path) -> Any:
 
 LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
 BLOOM_LENGTH = 2048  # BLOOM's newer configs state no length; this is what it was trained on
-RELATIVE_LENGTH = 8192  # T5's biases by distance know no limit; memory and patience do
 
 
 def context_length(config: Any) -> int:
@@ -272,7 +284,7 @@ def context_length(config: Any) -> int:
     (`llama_4_scaling_beta`).
     """
     if hasattr(config, "relative_attention_max_distance"):
-        return RELATIVE_LENGTH  # whatever n_positions says
+        return MOST_RELATIVE  # whatever n_positions says
     stated = (getattr(config, field, None) for field in LENGTH_FIELDS)
     length = next((int(value) for value in stated if value), BLOOM_LENGTH)
     own = getattr(config, "rope_parameters", None) or {}

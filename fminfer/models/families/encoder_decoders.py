@@ -23,6 +23,12 @@ def t5(c: Any, *, is_shared: bool = True) -> Architecture:
     mlp = Mlp(c.dense_act_fn, c.d_ff, is_gated=c.is_gated_act, is_wide=True)
     plain = Attention(c.num_heads, c.num_heads, c.d_kv, 1.0)
     buckets, most = c.relative_attention_num_buckets, c.relative_attention_max_distance
+    if buckets < 4 or most < 1:
+        raise CheckpointError(
+            f"config.json has relative_attention_num_buckets {buckets} and "
+            f"relative_attention_max_distance {most}; fminfer computes such a model, as "
+            "transformers does, only from 4 and from 1 on"
+        )
 
     def one(*, is_causal: bool) -> Layer:
         relative = Relative(buckets, most, is_causal=is_causal)

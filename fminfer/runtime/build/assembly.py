@@ -49,6 +49,7 @@ def make_intake(
         chat_template=_read_template(config),
         start_ids=find_start(checkpoint),
         vectors=vectors,
+        source_length=checkpoint.source_length,
     )
     return Intake(tokenizer, limits)
 
