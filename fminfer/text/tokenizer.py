@@ -21,6 +21,7 @@ from fminfer.text.token_lengths import LongestToken, find_longest, least_tokens
 
 # Files of vocabularies, beside those whose names end in .model or .tiktoken.
 LEGACY_TEMPLATE = "chat_template.json"  # where models that read images, too, kept theirs
+SAMPLES = ("a", "1", ".", "\u4e00")  # texts of which a vocabulary has one
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")
 
 
@@ -61,6 +62,18 @@ class Tokenizer:
             return None
         bos = self.piece(self.bos_id)
         return bos if self.encode(bos).ids[:2] == [self.bos_id] * 2 else None
+
+    @cached_property
+    def added_ids(self) -> tuple[list[int], list[int]]:
+        """The ids in front of each text and behind it, which belong to none of its characters."""
+        for text in SAMPLES:
+            bare = self._ids(text, False)
+            whole = self._ids(text, True)
+            for front in range(len(whole) - len(bare) + 1 if bare else 0):
+                end = front + len(bare)
+                if whole[front:end] == bare:
+                    return whole[:front], whole[end:]
+        return [], []
 
     def special_id(self, text: str) -> int | None:
         """Return the special token of this spelling; None: there is none."""
