@@ -31,6 +31,7 @@ from fminfer.models.model_folder import (
     refuse_what_is_beside,
 )
 from fminfer.models.sentence_folder import SentenceFolder, read_object, read_sentence_folder
+from fminfer.models.stored.rival_weights import refuse_rivals
 
 GENERATION = "generation_config.json"
 # What a decoder behind an encoder begins with.
@@ -169,6 +170,7 @@ def open_checkpoint(
         folder = fetch_weights(str(name), revision)
     elif is_of_hub:
         folder = fetch(str(name), SMALL_FILES, revision)
+    refuse_rivals(folder)
     sentence = read_sentence_folder(folder)
     return Checkpoint(
         DEMO_NAMES[0] if folder is DEMO_MODEL else str(name),

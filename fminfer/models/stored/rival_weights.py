@@ -1,0 +1,115 @@
+"""Weights beside those that are read: they are named, and refused if they are another model's."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from fminfer.core.errors import CheckpointError
+from fminfer.core.quantities import name_few
+from fminfer.models.stored.stored_tensors import (
+    BITS,
+    DTYPES,
+    FLOATS,
+    StoredTensor,
+    plain_strides,
+)
+from fminfer.models.stored.tensor_table import read_weight_file
+from fminfer.models.stored.weight_folder import WeightFiles, find_weights
+
+RIVALS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
+PROJECTOR = "mmproj"  # a projector of images, which changes no text
+NUM_VALUES = 1024  # from the middle of each tensor
+# Between two dtypes: a step of bfloat16, and the smallest steps of float16.
+TOLERANCE = {"rtol": 2.0**-7, "atol": 2.0**-14}
+# What a name begins with or not, as a model was saved with its head or without.
+BASE = re.compile(r"^(model|transformer|bert|roberta)\.")
+Table = Mapping[str, StoredTensor]  # by names without such a base
+
+
+def describe_unread(folder: Path) -> str:
+    """Say which weights of a folder are read, and which are not; "": all are."""
+    found, others = _find_others(folder)
+    if not others:
+        return ""
+    read = name_few([file.name for file in found.files], 1)
+    return f"Weights are read from {read}. Not read: {name_few([f.name for f in others], 3)}."
+
+
+def refuse_rivals(folder: Path) -> None:
+    """Refuse weights beside those that are read, if they differ in a tensor of the same name.
+
+    Shapes are compared, and some values of each tensor. Many folders hold the same weights twice,
+    in two formats or dtypes.
+
+    Raises:
+        CheckpointError: two models lie in the folder, or what would be read is broken.
+    """
+    found, others = _find_others(folder)
+    others = [file for file in others if file.suffix != ".gguf"]  # its tensors have other names
+    files = [read_weight_file(file) for file in found.files if others]
+    table = {
+        BASE.sub("", name): tensor
+        for file in files
+        for name, tensor in file.tensors.items()
+        if found.homes.get(name, file.path.name) == file.path.name
+    }
+    for other in others:
+        if name := _find_difference(table, other):
+            read = table[name].file.name
+            raise CheckpointError(
+                f"{folder} holds two models: {read} and {other.name} differ in the tensor "
+                f"{name!r}, and {read} would be read. Delete what is not the model's: "
+                f"{name_few([file.name for file in others], 3)}, or what would be read"
+            )
+
+
+def _find_others(folder: Path) -> tuple[WeightFiles, list[Path]]:
+    """Find the weights that are read, and files beside them that are named like weights.
+
+    There are none beside weights that are incomplete, which loading refuses.
+    """
+    try:
+        found = find_weights(folder)
+    except CheckpointError:
+        found = WeightFiles("safetensors", [])
+    if not found.files or not folder.is_dir():
+        return found, []
+    named = {file for pattern in RIVALS for file in folder.glob(pattern)}
+    return found, sorted(f for f in named - {*found.files} if PROJECTOR not in f.name)
+
+
+def _find_difference(table: Table, other: Path) -> str:
+    """Return the first tensor that another file holds differently; "": none."""
+    try:
+        tensors = {BASE.sub("", n): t for n, t in read_weight_file(other).tensors.items()}
+        names = sorted(tensors.keys() & table.keys())
+        return next((name for name in names if _differs(table[name], tensors[name])), "")
+    except (CheckpointError, OSError):  # a download that was left out, which nobody reads
+        return ""
+
+
+def _differs(mine: StoredTensor, theirs: StoredTensor) -> bool:
+    if mine.shape != theirs.shape:
+        return True
+    values, others = _read_some(mine), _read_some(theirs)
+    if len(values) != len(others):  # one of them is not read here
+        return False
+    tolerance = {"rtol": 0.0, "atol": 0.0} if mine.dtype == theirs.dtype else TOLERANCE
+    return not torch.allclose(values.float(), others.float(), equal_nan=True, **tolerance)
+
+
+def _read_some(tensor: StoredTensor) -> torch.Tensor:
+    """Return values from a tensor's middle; none of one whose values do not follow each other."""
+    count = math.prod(tensor.shape)
+    if tensor.dtype not in FLOATS or not count or tensor.strides != plain_strides(tensor.shape):
+        return torch.empty(0)
+    size = BITS[tensor.dtype] // 8
+    num = min(NUM_VALUES, count)
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.start + (count - num) // 2 * size)
+        return torch.frombuffer(bytearray(file.read(num * size)), dtype=DTYPES[tensor.dtype])
