@@ -1,4 +1,4 @@
-"""Encoders with decoders beside transformers: their embeddings, first tokens, biases by distance."""
+"""Encoders with decoders beside transformers: embeddings, first tokens, biases by distance."""
 
 from __future__ import annotations
 
