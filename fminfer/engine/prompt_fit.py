@@ -101,8 +101,8 @@ class PromptFit:
     def encode_source(self, prompt: str | list[int]) -> EncodedPrompt:
         """Return what the encoder reads, which has the whole context for itself."""
         params = replace(self.params, max_tokens=0, logprobs=None, min_tokens=0)
-        length = self.limits.source_length or self.limits.context_length
-        limits = replace(self.limits, context_length=length)
+        most = self.limits.source_length or self.limits.context_length
+        limits = replace(self.limits, context_length=most)
         return replace(self, params=params, limits=limits, is_source=True).encode(prompt)
 
     def encode_start(self, source: EncodedPrompt) -> EncodedPrompt:
@@ -149,10 +149,9 @@ class PromptFit:
 
     def cut_to_fit(self, encoded: EncodedPrompt) -> EncodedPrompt:
         """Return a prompt as its request and then the run cuts it."""
-        added = (0, 0)
-        if encoded.is_whole_text and self.params.add_special_tokens:
-            front, back = self.tokenizer.added_ids
-            added = (len(front), len(back))
+        is_framed = encoded.is_whole_text and self.params.add_special_tokens
+        front, back = self.tokenizer.added_ids if is_framed else ([], [])
+        added = (len(front), len(back))
         wished = self._truncate(encoded, added)
         fitting = self._fit(wished, added)
         if fitting is not wished:
@@ -275,15 +274,14 @@ class PromptFit:
             return self.cut(room, side)
         ids = encoded.ids
         front, back = added
-        end = len(ids) - back
-        text = ids[front:end]
-        start, rest = ids[:front], ids[end:]
+        text = ids[front : len(ids) - back]
+        ends = [ids[:front], ids[len(ids) - back :]]
         if front + back >= room:  # no text would be left
-            start, rest = [], []
-
-        size = room - len(start) - len(rest)
+            ends = [[], []]
+        size = room - len(ends[0]) - len(ends[1])
         text = text[:size] if side == "right" else text[-size:]
-        kept = start + text + rest
+
+        kept = ends[0] + text + ends[1]
         num_cut = encoded.num_cut + len(ids) - len(kept)
         return replace(self.describe(kept), num_cut=num_cut)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,12 @@ from fminfer.models.model_folder import (
     refuse_gguf,
     refuse_what_is_beside,
 )
-from fminfer.models.sentence_folder import SentenceFolder, read_object, read_sentence_folder
+from fminfer.models.sentence_folder import (
+    MODULES,
+    SentenceFolder,
+    read_object,
+    read_sentence_folder,
+)
 from fminfer.models.stored.rival_weights import refuse_rivals
 
 GENERATION = "generation_config.json"
@@ -247,10 +253,7 @@ def _read_config(path: Path) -> Any:
     if path.is_dir() and not file.exists():
         if files := [each.name for each in path.glob(f"*{GGUF}")]:
             raise gguf_error(str(path), files)
-        raise CheckpointError(
-            f"{path} has no config.json. Put the model's own there; or name one, a folder with "
-            "one, a hub id, or a known size by --model-config"
-        )
+        raise _no_config_error(path)
     if is_gguf(file):
         raise CheckpointError(f"{file} is a GGUF file, no config.json; give it by --model-name")
     refuse_impostor(file)
@@ -271,6 +274,25 @@ def _read_config(path: Path) -> Any:
     for name in START_FIELDS if config.is_encoder_decoder else ():
         setattr(config, name, fields.get(name))  # transformers begins with no class's default
     return config
+
+
+def _no_config_error(path: Path) -> CheckpointError:
+    """Return the error of a folder without config.json; models in folders below are named."""
+    configs = sorted(path.glob("*/config.json"))
+    below = [file.parent for file in configs if "model_type" in read_object(file)]
+    remedy = (
+        "Put the model's own there; or name one, a folder with one, a hub id, or a known size "
+        "by --model-config"
+    )
+    if below and (path / MODULES).exists():
+        remedy = (
+            f"Its model lies in {below[0].name}, as in sentence-transformers' folders of 2020. "
+            f"Move it up: mv -n {shlex.quote(str(below[0]))}/* {shlex.quote(str(path))} && "
+            f'sed -i \'s/"{below[0].name}"/""/\' {shlex.quote(str(path / MODULES))}'
+        )
+    elif below:
+        remedy = f"Models lie in folders below; give one: --model-name {below[-1]}"
+    return CheckpointError(f"{path} has no config.json. {remedy}")
 
 
 LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")

@@ -195,12 +195,18 @@ class _Search:
                 yield f": tensor {name!r} has shape {found}, and config.json asks for {shape}{why}"
         left = [n for n in self._stored if n not in used and not is_left_out(n, left_out)]
         missing = [name for name in used if name not in self._stored]
+        of_head = origins["head.weight"].pieces if "head.weight" in origins else ()
         for name in missing:
             why = "the checkpoint is incomplete, fetch it again"
             if left:
                 why = (
                     f"it holds {left[0]!r}, which a model of this config does not have. Config and "
                     "weights do not belong together, or names were changed"
+                )
+            elif missing == [name for piece in of_head for name in piece.stored]:
+                why = (
+                    "it was saved without its head. If the embedding is the head, set "
+                    "tie_word_embeddings to true in config.json; else save the whole model"
                 )
             yield f" lacks {len(missing)} of the model's tensors, such as {name!r}; {why}"
         by_core = {self._core(each): each for each in used}

@@ -20,10 +20,9 @@ from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.sentencepieces import follow_model_file
 from fminfer.text.token_lengths import LongestToken, find_longest, least_tokens
 
-# Files of vocabularies, beside those whose names end in .model or .tiktoken.
 LEGACY_TEMPLATE = "chat_template.json"  # where models that read images, too, kept theirs
 BYT5 = "ByT5Tokenizer"  # whose vocabulary is the 256 bytes, in no file
-SAMPLES = ("a", "1", ".", "\u4e00")  # texts of which a vocabulary has one
+# Files of vocabularies, beside those whose names end in .model or .tiktoken.
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")
 
 
@@ -70,14 +69,10 @@ class Tokenizer:
     @cached_property
     def added_ids(self) -> tuple[list[int], list[int]]:
         """The ids in front of each text and behind it, which belong to none of its characters."""
-        for text in SAMPLES:
-            bare = self._ids(text, False)
-            whole = self._ids(text, True)
-            for front in range(len(whole) - len(bare) + 1 if bare else 0):
-                end = front + len(bare)
-                if whole[front:end] == bare:
-                    return whole[:front], whole[end:]
-        return [], []
+        bare = self._ids("a", False)
+        whole = self._ids("a", True)
+        front = whole.index(bare[0]) if bare else len(whole)
+        return whole[:front], whole[front + len(bare) :]
 
     def special_id(self, text: str) -> int | None:
         """Return the special token of this spelling; None: there is none."""

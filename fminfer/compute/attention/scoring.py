@@ -101,27 +101,27 @@ def relative_buckets(how: Relative) -> torch.Tensor:
     return first + torch.where(distance < how.num_exact, distance, far)
 
 
-def _far_buckets(how: Relative, distance: torch.Tensor, buckets: int) -> torch.Tensor:
+def _far_buckets(spec: Relative, distance: torch.Tensor, buckets: int) -> torch.Tensor:
     """Return the buckets of distances that share them; below 0: there is none."""
-    exact = how.num_exact
-    logs = torch.log(distance.clamp(min=1).float() / exact) / math.log(how.max_distance / exact)
-    far = exact + (logs * (buckets - exact)).long()  # in this order: it rounds as transformers does
+    exact = spec.num_exact
+    logs = torch.log(distance.clamp(min=1).float() / exact) / math.log(spec.max_distance / exact)
+    far = exact + (logs * (buckets - exact)).long()  # in transformers' order, to round as it does
     return far.clamp(max=buckets - 1)
 
 
-def relative_reach(how: Relative) -> int:
+def relative_reach(spec: Relative) -> int:
     """Return the largest distance of a key that has a bucket.
 
-    Buckets of one distance each may reach beyond `max_distance`. The logarithm's steps then count
-    down from there, and transformers fails where they come below 0.
+    Buckets of one distance each may reach beyond `max_distance`. From there on the logarithm
+    counts down, and transformers fails where it comes below 0.
     """
-    exact = how.num_exact
-    if exact < how.max_distance:
+    exact = spec.num_exact
+    if exact < spec.max_distance:
         return NO_LIMIT
-    if exact == how.max_distance:  # the steps have no size
+    if exact == spec.max_distance:  # the steps have no size
         return exact - 1
-    buckets = how.buckets if how.is_causal else how.buckets // 2
-    far = _far_buckets(how, torch.arange(exact, MOST_RELATIVE), buckets)
+    buckets = spec.buckets if spec.is_causal else spec.buckets // 2
+    far = _far_buckets(spec, torch.arange(exact, MOST_RELATIVE), buckets)
     return exact - 1 + int((far >= 0).sum())
 
 

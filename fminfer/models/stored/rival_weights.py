@@ -1,10 +1,11 @@
-"""Weights beside those that are read: they are named, and refused if they are another model's."""
+"""Weights beside those that are read: named, and refused if they are another model's."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -28,43 +29,41 @@ NUM_VALUES = 1024  # from the middle of each tensor
 TOLERANCE = {"rtol": 2.0**-7, "atol": 2.0**-14}
 # What a name begins with or not, as a model was saved with its head or without.
 BASE = re.compile(r"^(model|transformer|bert|roberta)\.")
-Table = Mapping[str, StoredTensor]  # by names without such a base
 
 
 def describe_unread(folder: Path) -> str:
     """Say which weights of a folder are read, and which are not; "": all are."""
-    found, others = _find_others(folder)
+    weights, others = _find_others(folder)
     if not others:
         return ""
-    read = name_few([file.name for file in found.files], 1)
+    read = name_few([file.name for file in weights.files], 1)
     return f"Weights are read from {read}. Not read: {name_few([f.name for f in others], 3)}."
 
 
 def refuse_rivals(folder: Path) -> None:
     """Refuse weights beside those that are read, if they differ in a tensor of the same name.
 
-    Shapes are compared, and some values of each tensor. Many folders hold the same weights twice,
-    in two formats or dtypes.
+    Shapes are compared, and some values of each tensor. Many folders hold the same weights
+    twice, in two formats or dtypes.
 
     Raises:
         CheckpointError: two models lie in the folder, or what would be read is broken.
     """
-    found, others = _find_others(folder)
-    others = [file for file in others if file.suffix != ".gguf"]  # its tensors have other names
-    files = [read_weight_file(file) for file in found.files if others]
+    weights, others = _find_others(folder)
+    files = [read_weight_file(file) for file in weights.files if others]
     table = {
         BASE.sub("", name): tensor
         for file in files
         for name, tensor in file.tensors.items()
-        if found.homes.get(name, file.path.name) == file.path.name
+        if weights.homes.get(name, file.path.name) == file.path.name
     }
     for other in others:
         if name := _find_difference(table, other):
-            read = table[name].file.name
             raise CheckpointError(
-                f"{folder} holds two models: {read} and {other.name} differ in the tensor "
-                f"{name!r}, and {read} would be read. Delete what is not the model's: "
-                f"{name_few([file.name for file in others], 3)}, or what would be read"
+                f"{folder} holds two models: {table[name].file.name} and {other.name} differ in "
+                f"the tensor {name!r}. Delete what is not the model's: "
+                f"{name_few([file.name for file in others], 3)}, or else "
+                f"{name_few([file.name for file in weights.files], 3)}, which would be read"
             )
 
 
@@ -73,17 +72,16 @@ def _find_others(folder: Path) -> tuple[WeightFiles, list[Path]]:
 
     There are none beside weights that are incomplete, which loading refuses.
     """
-    try:
-        found = find_weights(folder)
-    except CheckpointError:
-        found = WeightFiles("safetensors", [])
-    if not found.files or not folder.is_dir():
-        return found, []
-    named = {file for pattern in RIVALS for file in folder.glob(pattern)}
-    return found, sorted(f for f in named - {*found.files} if PROJECTOR not in f.name)
+    weights = WeightFiles("safetensors", [])
+    with suppress(CheckpointError):
+        weights = find_weights(folder)
+    patterns = RIVALS if weights.files and folder.is_dir() else ()
+    named = {file for pattern in patterns for file in folder.glob(pattern)}
+    others = named - {*weights.files}
+    return weights, sorted(file for file in others if PROJECTOR not in file.name)
 
 
-def _find_difference(table: Table, other: Path) -> str:
+def _find_difference(table: Mapping[str, StoredTensor], other: Path) -> str:
     """Return the first tensor that another file holds differently; "": none."""
     try:
         tensors = {BASE.sub("", n): t for n, t in read_weight_file(other).tensors.items()}
@@ -94,17 +92,17 @@ def _find_difference(table: Table, other: Path) -> str:
 
 
 def _differs(mine: StoredTensor, theirs: StoredTensor) -> bool:
-    if mine.shape != theirs.shape:
-        return True
-    values, others = _read_some(mine), _read_some(theirs)
-    if len(values) != len(others):  # one of them is not read here
-        return False
+    values = _read_some(mine)
+    others = _read_some(theirs)
     tolerance = {"rtol": 0.0, "atol": 0.0} if mine.dtype == theirs.dtype else TOLERANCE
-    return not torch.allclose(values.float(), others.float(), equal_nan=True, **tolerance)
+    return mine.shape != theirs.shape or (
+        len(values) == len(others)  # else one of them is not read here
+        and not torch.allclose(values.float(), others.float(), equal_nan=True, **tolerance)
+    )
 
 
 def _read_some(tensor: StoredTensor) -> torch.Tensor:
-    """Return values from a tensor's middle; none of one whose values do not follow each other."""
+    """Return values from a tensor's middle; none if its values do not follow each other."""
     count = math.prod(tensor.shape)
     if tensor.dtype not in FLOATS or not count or tensor.strides != plain_strides(tensor.shape):
         return torch.empty(0)

@@ -95,12 +95,10 @@ def _find_saved(folder: Path, form: Form, one: str, several: str) -> WeightFiles
         missing = [file.name for file in files if not file.exists()]
         for name in missing[:1]:
             others = sorted(file.name for file in {*folder.glob(several)} - {*files})
-            remedy = ""
-            if others:
-                remedy = f". If {name_few(others, 2)} hold the model, delete {index.name}"
+            remedy = f". If {name_few(others, 2)} hold the model, delete {index.name}"
             raise CheckpointError(
                 f"{folder} lacks {name}, which its {index.name} names ({len(missing)} such files); "
-                f"fetch it{remedy}"
+                f"fetch it{remedy if others else ''}"
             )
         return WeightFiles(form, files, homes, index.name)
     files = [folder / one] if is_one else sorted(folder.glob(several))

@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from fminfer.answers.line_counter import LineCounter
 from fminfer.contract.field_table import COLUMNS, FIELDS
 from fminfer.contract.fields import INT64, integer
@@ -24,10 +26,15 @@ from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.start import Starter
 from fminfer.models.checkpoint import GENERATION, START_FIELDS, Checkpoint
 from fminfer.models.known_sizes import DEMO_NAMES
+from fminfer.models.stored.tensor_table import find_odd_tensor
 from fminfer.text.tokenizer import NoTokenizer, Tokenizer, read_template
 
 # Of the fields that decide draws, those for which a model may have defaults.
 OF_MODELS = (*COLUMNS, "repetition_penalty")
+NAN_REMEDIES = {
+    torch.float32: "The weights hold nan, or overflow even in float32. Take another checkpoint",
+    torch.float16: "The dtype overflows. Try --dtype float32 or bfloat16",
+}
 
 
 def make_intake(
@@ -153,6 +160,19 @@ def find_start(checkpoint: Checkpoint) -> tuple[int, ...] | None:
         f"{checkpoint.name} names no token that its decoder can begin with: its {file} has "
         f"{stated}. Write the model's own decoder_start_token_id there"
     )
+
+
+def nan_explanation(checkpoint: Checkpoint, dtype: torch.dtype) -> Callable[[], str]:
+    """Return a function that says why numbers are nan, and what helps; it reads weights once."""
+
+    @cache
+    def explain() -> str:
+        name = "" if checkpoint.folder is None else find_odd_tensor(checkpoint.folder)
+        if name:
+            return f"The weights hold nan or infinity, as in {name!r}. Fetch the model again"
+        return NAN_REMEDIES.get(dtype, "The dtype overflows. Try --dtype float32")
+
+    return explain
 
 
 def find_vectors(checkpoint: Checkpoint) -> VectorFacts | None:
