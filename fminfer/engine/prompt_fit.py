@@ -195,7 +195,7 @@ class PromptFit:
         room = self._room_of_cut
         if self.on_too_long == "error" or room < 1:
             raise self._too_long(len(encoded.ids))
-        start = self.tokenizer.added_ids[0] or [self.tokenizer.bos_id]
+        start: list[int | None] = [*self.tokenizer.added_ids[0]] or [self.tokenizer.bos_id]
         if encoded.ids[: len(start)] == start:
             added = (len(start), added[1])
         return self._cut(encoded, room, self.on_too_long.removeprefix("truncate-"), added)

@@ -148,8 +148,8 @@ class Transformer:
                     self._look_up = self.head.packed.rows
                 source.leave_head(is_embedding=weight is embed)
         self._look_up_read = self._look_up  # of what an encoder reads
-        if (table := self._entry.pop("encoder.embed.weight", None)) is not None:
-            self._look_up_read = partial(table.rows, dtype=self.dtype)
+        if (of_encoder := self._entry.pop("encoder.embed.weight", None)) is not None:
+            self._look_up_read = partial(of_encoder.rows, dtype=self.dtype)
         self.weight_bytes = source.num_bytes  # as they were read
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

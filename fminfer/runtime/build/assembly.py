@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -151,7 +151,7 @@ def find_start(checkpoint: Checkpoint) -> tuple[int, ...] | None:
     if start is None and checkpoint.folder is None:  # random weights begin with anything
         start = checkpoint.config.pad_token_id
 
-    ids = [start] if forced is None else [start, forced]
+    ids: list[Any] = [start] if forced is None else [start, forced]
     ids = [each[0] if isinstance(each, list) and len(each) == 1 else each for each in ids]
     if all(isinstance(each, int) and 0 <= each < checkpoint.config.vocab_size for each in ids):
         return tuple(ids)
