@@ -176,8 +176,9 @@ def open_checkpoint(
         folder = fetch_weights(str(name), revision)
     elif is_of_hub:
         folder = fetch(str(name), SMALL_FILES, revision)
-    refuse_rivals(folder)
     sentence = read_sentence_folder(folder)
+    for each in (folder, *(sentence.dense if sentence else ())):
+        refuse_rivals(each)
     return Checkpoint(
         DEMO_NAMES[0] if folder is DEMO_MODEL else str(name),
         folder,

@@ -20,6 +20,8 @@ from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.models.origins import check_tensors
 from fminfer.models.stored.rival_weights import describe_unread
 from fminfer.models.stored.tensor_table import TensorFiles
+from tests.encoder_families import make_encoder
+from tests.models.test_encoders import dense_folder
 
 ONE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -97,6 +99,19 @@ def test_the_same_weights_in_two_forms_are_named(form: str, folder: Path) -> Non
     open_folder(folder)
     told = describe_unread(folder)
     assert told.startswith(f"Weights are read from {ONE}. Not read: ") and name in told
+
+
+def test_a_dense_layer_in_two_forms(tmp_path: Path) -> None:
+    """A folder of sentence-transformers holds weights in folders of its modules, too."""
+    dense_folder(make_encoder("bert"), tmp_path)
+    (dense,) = tmp_path.glob("*_Dense")
+    (file,) = dense.glob("model.safetensors")
+    tensors = load_file(file)
+    torch.save(tensors, dense / "pytorch_model.bin")
+    open_folder(tmp_path)
+    torch.save(changed(tensors), dense / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="holds two models"):
+        open_folder(tmp_path)
 
 
 def test_another_shape_is_another_model(folder: Path) -> None:
