@@ -89,7 +89,7 @@ class Origin:
         return [(p.format or Dense(DTYPES[types[n]]), p.last - p.first) for p, n in firsts]
 
 
-# By the names of `model_specs`, without the head's weight where the embedding is the head.
+# By the names of `model_specs`, without those that the embedding stands for.
 Origins = dict[str, Origin]
 
 
@@ -161,7 +161,8 @@ def stored_formats(checkpoint: Checkpoint) -> dict[str, Parts]:
     try:
         if find_weights(folder).files:
             files, origins = read_origins(checkpoint, folder)
-            origins = dict.fromkeys(TIED, origins["embed.weight"]) | origins
+            tied = model_specs(checkpoint.model).keys() & TIED
+            origins = dict.fromkeys(tied, origins["embed.weight"]) | origins
             return {name: each.stored_parts(files.types) for name, each in origins.items()}
     except CheckpointError:
         return {}
