@@ -133,10 +133,13 @@ def test_what_lies_beside_sound_weights(folder: Path) -> None:
     (folder / "m-Q8_0.gguf").write_bytes(b"GGUF")
     (folder / "mmproj-f16.gguf").write_bytes(b"GGUF")
     save_file({"lora_A.weight": torch.zeros(2)}, folder / "adapter_model.safetensors")
+    packed = {name: torch.zeros(4, 1, dtype=torch.uint8) for name in tensors}
+    save_file(packed, folder / "consolidated.4bit.safetensors")
     open_folder(folder)
     assert describe_unread(folder) == (
         "Weights are read from model-00001-of-00002.safetensors and 1 more. Not read: "
-        "adapter_model.safetensors, consolidated.safetensors, m-Q8_0.gguf and 1 more."
+        "adapter_model.safetensors, consolidated.4bit.safetensors, consolidated.safetensors and "
+        "2 more."
     )
 
 
