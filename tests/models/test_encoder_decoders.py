@@ -83,8 +83,9 @@ def test_each_side_reads_the_embedding_that_is_stored_for_it(layout: str, tmp_pa
 
     expected = expected_logprobs(read_back(tmp_path), SOURCE, DECODED)
     assert score(tmp_path, (SOURCE, DECODED)) == [pytest.approx(expected, abs=1e-4)]
-    two_ranks = score(tmp_path, (SOURCE, DECODED), world_size=2)
-    assert two_ranks == [pytest.approx(expected, abs=1e-4)]
+    if layout == "one of each":
+        two_ranks = score(tmp_path, (SOURCE, DECODED), world_size=2)
+        assert two_ranks == [pytest.approx(expected, abs=1e-4)]
 
 
 def test_equal_embeddings_are_held_once(tmp_path: Path) -> None:
