@@ -86,6 +86,8 @@ PAIRS: dict[str, dict[str, Any]] = {
     "umt5": _T5,
     "bart": _BART,
     "mbart": _BART,
+    "bart:untied": _BART | {"tie_word_embeddings": False},
+    "mbart:untied": _BART | {"tie_word_embeddings": False},
 }
 
 

@@ -48,6 +48,11 @@ class Relative:
     max_distance: int
     is_causal: bool  # otherwise half of the buckets are for keys behind the query
 
+    @property
+    def num_exact(self) -> int:
+        """How many distances have a bucket each, from 0 on."""
+        return (self.buckets if self.is_causal else self.buckets // 2) // 2
+
 
 @dataclass(slots=True, frozen=True)
 class Latent:
@@ -225,6 +230,7 @@ class Encoder:
     num_types: int = 0  # rows of a table of token types (BERT's segments)
     padding_id: int | None = None  # a token with this id has no position (RoBERTa)
     pooling: Pooling | None = None  # None: there is a decoder
+    has_embed: bool = False  # it may have an embedding of its own beside the decoder's
 
 
 @dataclass(slots=True, frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from fminfer.core.errors import CheckpointError
 
 _POINTER = b"version https://git-lfs"
+_NO_UTF_8 = re.compile(r"'utf-8' codec can't decode .*")  # Python's own words
 _GZIP = b"\x1f\x8b\x08"
 GGUF, MAGIC = ".gguf", b"GGUF"
 _PROJECTOR = "mmproj"  # of images, beside the model
@@ -39,8 +41,11 @@ def _start_of(path: Path) -> bytes:
 
 
 def broken(path: Path, why: object) -> CheckpointError:
-    """Return the error of a file that does not hold what its kind holds."""
-    return CheckpointError(f"{path} is broken ({why}); fetch it again")
+    """Return the error of a file that does not hold what its kind holds, or cannot be read."""
+    if isinstance(why, PermissionError):
+        return CheckpointError(f"{path} cannot be read: {why}. Let this user read it by chmod")
+    text = _NO_UTF_8.sub("a text in it is damaged, and no UTF-8", str(why))
+    return CheckpointError(f"{path} is broken ({text}); fetch it again")
 
 
 def is_gguf(name: str | Path | None) -> bool:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 from fminfer.core.config import TokenFormat
+from fminfer.core.errors import RequestError
 from fminfer.core.timing import RowTimes
 from fminfer.engine.engine_core import Delta, Event, Failed, Finished
 from fminfer.engine.results import len_of_possible_stop
@@ -37,6 +38,7 @@ class AnswerForm:
 
     tokenizer: Tokenizer
     token_format: TokenFormat
+    explain_nan: Callable[[], str] = lambda: "Try --dtype float32 or bfloat16"
     _spellings: dict[bool, Spelling] = field(default_factory=dict)
 
     def spelling(self, kind: AnswerKind) -> Spelling:
@@ -50,7 +52,11 @@ class AnswerForm:
 def build_answer(state: RequestState, form: AnswerForm) -> Event:
     """Build the answer of a request whose prompts are all finished."""
     if state.error is not None:
-        return Failed(state.id, state.error)
+        error = state.error
+        if error.code == "nan_logits":
+            message = f"{error.message}. {form.explain_nan()}"
+            error = RequestError(error.code, message, error.param)
+        return Failed(state.id, error)
     prepared = state.prepared
     num_prompt = sum(prompt.num_prompt_tokens for prompt in state.prompts)
     usage: dict[str, Any] = {"prompt_tokens": num_prompt}

@@ -29,6 +29,9 @@ SHORTER = RowWarning(
 )
 
 
+Ends = tuple[int, int]  # how many tokens in front of a text and behind it belong to none
+
+
 @dataclass(slots=True, frozen=True)
 class KvSize:
     """The size of the KV cache."""
@@ -60,6 +63,7 @@ class RequestLimits:
     # What a decoder begins with, behind an encoder; None: there is no encoder.
     start_ids: tuple[int, ...] | None = None
     vectors: VectorFacts | None = None  # what the model gives; None: it generates text
+    source_length: int = 0  # tokens that an encoder before a decoder reads, at most
 
 
 @dataclass(slots=True, frozen=True)
@@ -97,7 +101,9 @@ class PromptFit:
     def encode_source(self, prompt: str | list[int]) -> EncodedPrompt:
         """Return what the encoder reads, which has the whole context for itself."""
         params = replace(self.params, max_tokens=0, logprobs=None, min_tokens=0)
-        return replace(self, params=params, is_source=True).encode(prompt)
+        most = self.limits.source_length or self.limits.context_length
+        limits = replace(self.limits, context_length=most)
+        return replace(self, params=params, limits=limits, is_source=True).encode(prompt)
 
     def encode_start(self, source: EncodedPrompt) -> EncodedPrompt:
         """Return what the decoder goes on from: the model's own start, and `decoder_prompt`."""
@@ -143,8 +149,11 @@ class PromptFit:
 
     def cut_to_fit(self, encoded: EncodedPrompt) -> EncodedPrompt:
         """Return a prompt as its request and then the run cuts it."""
-        wished = self._truncate(encoded)
-        fitting = self._fit(wished)
+        is_framed = encoded.is_whole_text and self.params.add_special_tokens
+        front, back = self.tokenizer.added_ids if is_framed else ([], [])
+        added = (len(front), len(back))
+        wished = self._truncate(encoded, added)
+        fitting = self._fit(wished, added)
         if fitting is not wished:
             self.warn(RowWarning(f"prompts were cut by --on-too-long {self.on_too_long}"))
         return fitting
@@ -167,27 +176,29 @@ class PromptFit:
                 self.source,
             )
 
-    def _truncate(self, encoded: EncodedPrompt) -> EncodedPrompt:
-        """Return the prompt as `truncate_prompt_tokens` wishes it.
-
-        As in vLLM, a BOS in front stays if the tokenizer has put it there.
-        """
+    def _truncate(self, encoded: EncodedPrompt, added: Ends) -> EncodedPrompt:
+        """Return the prompt as `truncate_prompt_tokens` wishes it."""
         wished, num_tokens = self.params.truncate_prompt_tokens, len(encoded.ids)
         if wished == -1:
             wished = self._room if num_tokens <= self._room else self._room_of_cut
         if wished is None or not 0 < wished < num_tokens:
             return encoded
-        has_bos = encoded.is_whole_text and self.params.add_special_tokens
-        return self._cut(encoded, wished, self.params.truncation_side, keeps_bos=has_bos)
+        return self._cut(encoded, wished, self.params.truncation_side, added)
 
-    def _fit(self, encoded: EncodedPrompt) -> EncodedPrompt:
-        """Return the prompt if it fits the context; cut or refuse it otherwise."""
+    def _fit(self, encoded: EncodedPrompt, added: Ends = (0, 0)) -> EncodedPrompt:
+        """Return the prompt if it fits the context; cut or refuse it otherwise.
+
+        What the tokenizer puts in front, or BOS, stays also where ids or a chat's template say it.
+        """
         if len(encoded.ids) <= self._room:
             return encoded
         room = self._room_of_cut
         if self.on_too_long == "error" or room < 1:
             raise self._too_long(len(encoded.ids))
-        return self._cut(encoded, room, self.on_too_long.removeprefix("truncate-"))
+        start: list[int | None] = [*self.tokenizer.added_ids[0]] or [self.tokenizer.bos_id]
+        if encoded.ids[: len(start)] == start:
+            added = (len(start), added[1])
+        return self._cut(encoded, room, self.on_too_long.removeprefix("truncate-"), added)
 
     def describe(self, ids: list[int]) -> EncodedPrompt:
         return self.tokenizer.describe_ids(
@@ -257,23 +268,22 @@ class PromptFit:
             "max_tokens" if num_prompt < context else self.source,
         )
 
-    def _cut(
-        self, encoded: EncodedPrompt, room: int, side: str, *, keeps_bos: bool = True
-    ) -> EncodedPrompt:
-        """Cut a prompt to `room` tokens.
-
-        A BOS in front may stay when the left is cut, and EOS that ends what an encoder reads.
-        """
+    def _cut(self, encoded: EncodedPrompt, room: int, side: str, added: Ends) -> EncodedPrompt:
+        """Cut a prompt to `room` tokens, and none of those at either end that are no text's."""
         if self.cut is not None:
             return self.cut(room, side)
-        ids, num_cut = encoded.ids, len(encoded.ids) - room
-        if side == "right":
-            has_end = self.is_source and encoded.is_whole_text and ids[-1] == self.tokenizer.eos_id
-            ids = ids[: room - has_end] + ids[len(ids) - has_end :]
-        else:
-            num_kept = int(keeps_bos and ids[0] == self.tokenizer.bos_id and room > 1)
-            ids = ids[:num_kept] + ids[num_kept + num_cut :]
-        return replace(self.describe(ids), num_cut=encoded.num_cut + num_cut)
+        ids = encoded.ids
+        front, back = added
+        text = ids[front : len(ids) - back]
+        ends = [ids[:front], ids[len(ids) - back :]]
+        if front + back >= room:  # no text would be left
+            ends = [[], []]
+        size = room - len(ends[0]) - len(ends[1])
+        text = text[:size] if side == "right" else text[-size:]
+
+        kept = ends[0] + text + ends[1]
+        num_cut = encoded.num_cut + len(ids) - len(kept)
+        return replace(self.describe(kept), num_cut=num_cut)
 
 
 def needs_words(found: str, param: str) -> RequestError:

@@ -150,8 +150,7 @@ def _reports(columns: TokenLogprobs) -> Iterator[TokenReport]:
 def _nan_error(where: str, what: str = "logits") -> RequestError:
     return RequestError(
         "nan_logits",
-        f"the model's {what} for {where} are not numbers (nan); its weights or dtype overflow. "
-        "Try --dtype float32 or bfloat16",
+        f"the model's {what} for {where} are not numbers (nan)",
     )
 
 

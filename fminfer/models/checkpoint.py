@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ from typing import Any
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
-from fminfer.compute.spec import Model
+from fminfer.compute.attention.scoring import MOST_RELATIVE, relative_reach
+from fminfer.compute.spec import Layer, Model
 from fminfer.core.config import ModelOptions
 from fminfer.core.errors import CheckpointError, UsageError
 from fminfer.core.impostors import GGUF, broken, gguf_error, is_gguf, refuse_impostor
@@ -28,9 +31,17 @@ from fminfer.models.model_folder import (
     refuse_gguf,
     refuse_what_is_beside,
 )
-from fminfer.models.sentence_folder import SentenceFolder, read_object, read_sentence_folder
+from fminfer.models.sentence_folder import (
+    MODULES,
+    SentenceFolder,
+    read_object,
+    read_sentence_folder,
+)
+from fminfer.models.stored.rival_weights import refuse_rivals
 
 GENERATION = "generation_config.json"
+# What a decoder behind an encoder begins with.
+START_FIELDS = ("decoder_start_token_id", "bos_token_id", "forced_bos_token_id")
 NO_OPTIONS = ModelOptions()
 
 
@@ -65,6 +76,15 @@ class Checkpoint:
     @property
     def context_length(self) -> int:
         """Most tokens of one sequence."""
+        model = self.model
+        return self._longest(model.layers[: model.num_cached] or model.layers)
+
+    @property
+    def source_length(self) -> int:
+        """Most tokens of a text that an encoder reads."""
+        return self._longest(self.model.layers[self.model.num_cached :])
+
+    def _longest(self, layers: Sequence[Layer]) -> int:
         if self.max_model_len:
             return self.max_model_len
         how = self.model.encoder or self.model
@@ -72,6 +92,8 @@ class Checkpoint:
         lengths = [context_length(self.config), *[rows] * bool(how.num_positions)]
         if self.sentence is not None and self.sentence.max_length:
             lengths.append(self.sentence.max_length)
+        relatives = {layer.attention.relative for layer in layers}
+        lengths += [relative_reach(each) + 1 for each in relatives if each]
         return min(lengths)
 
     @property
@@ -155,6 +177,8 @@ def open_checkpoint(
     elif is_of_hub:
         folder = fetch(str(name), SMALL_FILES, revision)
     sentence = read_sentence_folder(folder)
+    for each in (folder, *(sentence.dense if sentence else ())):
+        refuse_rivals(each)
     return Checkpoint(
         DEMO_NAMES[0] if folder is DEMO_MODEL else str(name),
         folder,
@@ -230,10 +254,7 @@ def _read_config(path: Path) -> Any:
     if path.is_dir() and not file.exists():
         if files := [each.name for each in path.glob(f"*{GGUF}")]:
             raise gguf_error(str(path), files)
-        raise CheckpointError(
-            f"{path} has no config.json. Put the model's own there; or name one, a folder with "
-            "one, a hub id, or a known size by --model-config"
-        )
+        raise _no_config_error(path)
     if is_gguf(file):
         raise CheckpointError(f"{file} is a GGUF file, no config.json; give it by --model-name")
     refuse_impostor(file)
@@ -248,14 +269,35 @@ def _read_config(path: Path) -> Any:
         ) from error
     check_model_type(str(model_type), fields)
     try:
-        return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise CheckpointError(f"{path} has no usable config.json: {error}") from error
+    for name in START_FIELDS if config.is_encoder_decoder else ():
+        setattr(config, name, fields.get(name))  # transformers begins with no class's default
+    return config
+
+
+def _no_config_error(path: Path) -> CheckpointError:
+    """Return the error of a folder without config.json; models in folders below are named."""
+    configs = sorted(path.glob("*/config.json"))
+    below = [file.parent for file in configs if "model_type" in read_object(file)]
+    remedy = (
+        "Put the model's own there; or name one, a folder with one, a hub id, or a known size "
+        "by --model-config"
+    )
+    if below and (path / MODULES).exists():
+        remedy = (
+            f"Its model lies in {below[0].name}, as in sentence-transformers' folders of 2020. "
+            f"Move it up: mv -n {shlex.quote(str(below[0]))}/* {shlex.quote(str(path))} && "
+            f'sed -i \'s/"{below[0].name}"/""/\' {shlex.quote(str(path / MODULES))}'
+        )
+    elif below:
+        remedy = f"Models lie in folders below; give one: --model-name {below[-1]}"
+    return CheckpointError(f"{path} has no config.json. {remedy}")
 
 
 LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
 BLOOM_LENGTH = 2048  # BLOOM's newer configs state no length; this is what it was trained on
-RELATIVE_LENGTH = 8192  # T5's biases by distance know no limit; memory and patience do
 
 
 def context_length(config: Any) -> int:
@@ -267,7 +309,7 @@ def context_length(config: Any) -> int:
     (`llama_4_scaling_beta`).
     """
     if hasattr(config, "relative_attention_max_distance"):
-        return RELATIVE_LENGTH  # whatever n_positions says
+        return MOST_RELATIVE  # whatever n_positions says
     stated = (getattr(config, field, None) for field in LENGTH_FIELDS)
     length = next((int(value) for value in stated if value), BLOOM_LENGTH)
     own = getattr(config, "rope_parameters", None) or {}

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from fminfer.core.config import EngineConfig
-from fminfer.core.errors import CheckpointError, UsageError
+from fminfer.core.errors import UsageError
+from fminfer.core.impostors import broken
 from fminfer.core.option import FILE, Option, marks_of, options_of
 from fminfer.core.quantities import name_few
 from fminfer.core.version import DRAWING, __version__
@@ -135,7 +136,7 @@ def _add_weights(digest: hashlib.blake2b, file: Path) -> None:
                     tensors.seek(place)
                     digest.update(tensors.read(min(PIECE_BYTES, last - place)))
     except OSError as error:
-        raise CheckpointError(f"{file} is broken ({error}); fetch it again") from error
+        raise broken(file, error) from error
 
 
 def _files_digest(checkpoint: Checkpoint) -> str:

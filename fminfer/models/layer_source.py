@@ -96,7 +96,12 @@ class LayerSource:
 
     def entry(self) -> Weights:
         """Return the weights before the first layer; none but on the first stage."""
-        return self._make(self._entry)
+        weights = self._make(self._entry)
+        table = weights.get("encoder.embed.weight")
+        if self._is_tied and table and weights["embed.weight"].equals(table):
+            del weights["encoder.embed.weight"]  # stored twice: kept once
+            self.num_bytes -= table.num_bytes
+        return weights
 
     def exit(self, entry: Weights) -> Weights:
         """Return the weights after the last layer; an embedding that is the head is `entry`'s."""

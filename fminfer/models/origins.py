@@ -24,7 +24,7 @@ from fminfer.models.sharding import WHOLE, ModelShare, TensorCut, outputs_dim
 from fminfer.models.stored.stored_tensors import BLOCKS, DTYPES, FLOATS
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.stored.weight_folder import find_weights, indexed_names
-from fminfer.models.tensor_specs import model_specs
+from fminfer.models.tensor_specs import TIED, model_specs
 
 Parts = list[tuple[Format, int]]  # formats and numbers of rows, as `Holding.of` takes them
 
@@ -89,7 +89,7 @@ class Origin:
         return [(p.format or Dense(DTYPES[types[n]]), p.last - p.first) for p, n in firsts]
 
 
-# By the names of `model_specs`, without the head's weight where the embedding is the head.
+# By the names of `model_specs`, without those that the embedding stands for.
 Origins = dict[str, Origin]
 
 
@@ -110,9 +110,10 @@ def find_origins(
     """
     search, specs = _Search(checkpoint, stored, types or {}), model_specs(checkpoint.model)
     found = {name: search.find(name, spec) for name, spec in specs.items()}
-    head = found.get("head.weight") if checkpoint.config.tie_word_embeddings else None
-    if head is not None and not all(map(search.has, head.pieces)):
-        del found["head.weight"]  # the embedding is the head
+    for name in found.keys() & TIED if checkpoint.config.tie_word_embeddings else ():
+        pieces = found[name].pieces
+        if pieces == found["embed.weight"].pieces or not all(map(search.has, pieces)):
+            del found[name]  # it is the embedding
     for wrong in search.find_wrong(found):
         raise CheckpointError(f"{checkpoint.name}{wrong}")
     return found
@@ -128,7 +129,7 @@ def drawn_origins(checkpoint: Checkpoint) -> Origins:
     """Return the tensors of a model that is stored nowhere."""
     specs = model_specs(checkpoint.model)
     if checkpoint.config.tie_word_embeddings:
-        specs.pop("head.weight", None)
+        specs = {name: spec for name, spec in specs.items() if name not in TIED}
     return {name: Origin(spec, (), AS_STORED) for name, spec in specs.items()}
 
 
@@ -160,7 +161,8 @@ def stored_formats(checkpoint: Checkpoint) -> dict[str, Parts]:
     try:
         if find_weights(folder).files:
             files, origins = read_origins(checkpoint, folder)
-            origins.setdefault("head.weight", origins["embed.weight"])  # one that is tied
+            tied = model_specs(checkpoint.model).keys() & TIED
+            origins = dict.fromkeys(tied, origins["embed.weight"]) | origins
             return {name: each.stored_parts(files.types) for name, each in origins.items()}
     except CheckpointError:
         return {}
@@ -194,12 +196,18 @@ class _Search:
                 yield f": tensor {name!r} has shape {found}, and config.json asks for {shape}{why}"
         left = [n for n in self._stored if n not in used and not is_left_out(n, left_out)]
         missing = [name for name in used if name not in self._stored]
+        of_head = origins["head.weight"].pieces if "head.weight" in origins else ()
         for name in missing:
             why = "the checkpoint is incomplete, fetch it again"
             if left:
                 why = (
                     f"it holds {left[0]!r}, which a model of this config does not have. Config and "
                     "weights do not belong together, or names were changed"
+                )
+            elif missing == [name for piece in of_head for name in piece.stored]:
+                why = (
+                    "it was saved without its head. If the embedding is the head, set "
+                    "tie_word_embeddings to true in config.json; else save the whole model"
                 )
             yield f" lacks {len(missing)} of the model's tensors, such as {name!r}; {why}"
         by_core = {self._core(each): each for each in used}

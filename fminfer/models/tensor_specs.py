@@ -17,6 +17,8 @@ TensorSpecs = dict[str, TensorSpec]
 Weights = dict[str, Weight]  # by the same names
 # The share of tokens that run the head: generated tokens do, most prompt tokens do not.
 HEAD_SHARE = 0.5
+# What the embedding is, too, where a config ties them and they are not stored by themselves.
+TIED = ("head.weight", "encoder.embed.weight")
 
 
 def plain_of(weights: Weights, name: str) -> torch.Tensor | None:
@@ -76,6 +78,8 @@ def entry_specs(model: Model) -> TensorSpecs:
         for name, rows in ("positions", encoder.num_positions), ("types", encoder.num_types):
             if rows:
                 found[f"encoder.{name}.weight"] = TensorSpec((rows, hidden), "other")
+        if encoder.has_embed:
+            found["encoder.embed.weight"] = found["embed.weight"]
         found |= _of_norm("encoder.embed_norm", encoder.embed_norm, (hidden,))
     return found
 

@@ -147,11 +147,14 @@ class Transformer:
                 if weight is embed:  # kept once
                     self._look_up = self.head.packed.rows
                 source.leave_head(is_embedding=weight is embed)
+        self._look_up_read = self._look_up  # of what an encoder reads
+        if (of_encoder := self._entry.pop("encoder.embed.weight", None)) is not None:
+            self._look_up_read = partial(of_encoder.rows, dtype=self.dtype)
         self.weight_bytes = source.num_bytes  # as they were read
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the hidden states before the first layer, (tokens, hidden), for (tokens,) ids."""
-        x = self._embed_ids(ids)
+        x = self._embed_ids(ids, self._look_up)
         if "project_in.weight" in self._entry:
             x = nn.functional.linear(x, self._entry["project_in.weight"].plain)
         return self._decoder.embed(x, positions)
@@ -161,16 +164,17 @@ class Transformer:
     ) -> torch.Tensor:
         """Return the same before the encoder's first layer."""
         assert self.encoder is not None, "a model with an encoder"
-        return self.encoder.embed(self._embed_ids(ids), positions, types)
+        x = self._embed_ids(ids, self._look_up_read)
+        return self.encoder.embed(x, positions, types)
 
-    def _embed_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        assert self._look_up is not None, "the first stage"
+    def _embed_ids(self, ids: torch.Tensor, look_up: Function | None) -> torch.Tensor:
+        assert look_up is not None, "the first stage"
         if self.shards is None:
-            x = self._look_up(ids).to(self.dtype)
+            x = look_up(ids).to(self.dtype)
         else:  # one rank has a token's row, and the others add nothing to it
             places = ids - self._tokens.start
             is_own = (places >= 0) & (places < len(self._tokens))
-            x = self._look_up(places.where(is_own, 0)).to(self.dtype)
+            x = look_up(places.where(is_own, 0)).to(self.dtype)
             x = self.shards.sum(x.where(is_own[:, None], 0.0))
         scale = self.model.embed_scale
         # Rounded to the dtype, as Gemma was trained.

@@ -14,7 +14,7 @@ from fminfer.models.families.tensor_names import AS_STORED, Architecture, source
 from fminfer.models.layer_stream import SLOTS
 from fminfer.models.sharding import WHOLE, ModelShare
 from fminfer.models.stage import MAX_LOGITS
-from fminfer.models.tensor_specs import layer_specs, part_specs
+from fminfer.models.tensor_specs import TIED, layer_specs, part_specs
 from fminfer.plan.run_plan import ExpectedBytes, RunPlan, Streamed
 
 # Measured on CPUs with models of 125 to 560 million parameters; see docs/performance.md.
@@ -41,7 +41,7 @@ def expect_bytes(
     model, cuts = (checkpoint.model, {}) if share is None else (share.model, share.cuts)
     specs = part_specs(model, part)
     if checkpoint.config.tie_word_embeddings and part.is_first:
-        specs.pop("head.weight", None)  # the embedding is the head
+        specs = {name: spec for name, spec in specs.items() if name not in TIED}
     come_and_go = () if streamed is None else tuple(f"{number}." for number in streamed.numbers)
     specs = {name: spec for name, spec in specs.items() if not name.startswith(come_and_go)}
     formats = {name: cuts.get(name, WHOLE).format(plan.held[name]) for name in specs}

@@ -15,6 +15,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, StoppedError
 from fminfer.machine.user_cache import why_no_cache
 from fminfer.models.checkpoint import Checkpoint, open_model
+from fminfer.models.stored.rival_weights import describe_unread
 from fminfer.pipeline.group import End, Group
 from fminfer.pipeline.ranks import RankFacts
 from fminfer.plan.planning import plan_ahead
@@ -169,6 +170,8 @@ def start_engine(run: ProcessContext, checkpoint: Checkpoint, compute: Compute) 
             "Using the demo model, which knows only the way between rooms; "
             "--model-name gives another."
         )
+    if checkpoint.folder is not None and (unread := describe_unread(checkpoint.folder)):
+        tell(unread)
     if is_building():
         often = "each time" if why_no_cache() else "once"
         tell(f"Building kernels for this machine; this takes some seconds, {often}.")

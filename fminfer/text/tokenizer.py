@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache, cached_property, lru_cache, partial
 from itertools import groupby
 from pathlib import Path
@@ -20,8 +21,9 @@ from fminfer.text.sentencepieces import follow_model_file
 from fminfer.text.token_lengths import LongestToken, find_longest, least_tokens
 from fminfer.text.tokenizer_file import follow_tokenizer_file
 
-# Files of vocabularies, beside those whose names end in .model or .tiktoken.
 LEGACY_TEMPLATE = "chat_template.json"  # where models that read images, too, kept theirs
+BYT5 = "ByT5Tokenizer"  # whose vocabulary is the 256 bytes, in no file
+# Files of vocabularies, beside those whose names end in .model or .tiktoken.
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")
 
 
@@ -39,12 +41,14 @@ class Tokenizer:
         backend = _byte_tokenizer() if hf is None else getattr(hf, "backend_tokenizer", None)
         self.hf = hf
         self.backend: BackendTokenizer | None = backend  # None: it is sentencepiece's own
-        self._bytes = {} if backend is None else _byte_fallback(backend)
+        self._bytes = _bytes_of_byt5(hf) if backend is None else _byte_fallback(backend)
         self.bos_id: int | None = None if hf is None else hf.bos_token_id
         self.eos_id: int | None = None if hf is None else hf.eos_token_id
         added = {} if hf is None else hf.added_tokens_decoder
         self._added_ids = frozenset(added)  # their pieces are text as it is
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        if hf is not None and backend is None:  # ByT5's EOS is not marked
+            self.special_ids |= {*hf.all_special_ids}
         decoder = None if backend is None else backend.decoder
         self._is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
@@ -63,6 +67,14 @@ class Tokenizer:
             return None
         bos = self.piece(self.bos_id)
         return bos if self.encode(bos).ids[:2] == [self.bos_id] * 2 else None
+
+    @cached_property
+    def added_ids(self) -> tuple[list[int], list[int]]:
+        """The ids in front of each text and behind it, which belong to none of its characters."""
+        bare = self._ids("a", False)
+        whole = self._ids("a", True)
+        front = whole.index(bare[0]) if bare else len(whole)
+        return whole[:front], whole[front + len(bare) :]
 
     def special_id(self, text: str) -> int | None:
         """Return the special token of this spelling; None: there is none."""
@@ -85,12 +97,14 @@ class Tokenizer:
         Raises:
             CheckpointError: the folder has no tokenizer that transformers can read.
         """
-        if not any(is_vocabulary(file.name) for file in folder.iterdir()):
+        has_file = any(is_vocabulary(file.name) for file in folder.iterdir())
+        if not has_file and (name := _find_class(folder)) != BYT5:
+            of_class = f" of its class {name}" if name else ""
             raise CheckpointError(
-                f"{folder} has no tokenizer (tokenizer.json, tokenizer.model or the like). Put the "
-                "model's own there; or name a folder or hub id that has it by --tokenizer; or, if "
-                "all prompts are token ids, give --skip-tokenizer-init, with which answers have "
-                "token ids and no text"
+                f"{folder} has no tokenizer{of_class} (tokenizer.json, tokenizer.model or the "
+                f"like; only {BYT5} needs none). Put the model's own there; or name a folder or "
+                "hub id that has it by --tokenizer; or, if all prompts are token ids, give "
+                "--skip-tokenizer-init, with which answers have token ids and no text"
             )
         for file in folder.iterdir():
             if is_vocabulary(file.name) or file.name == "tokenizer_config.json":
@@ -299,9 +313,24 @@ def _refuse_cut_files(folder: Path) -> None:
                 raise broken(file, f"no JSON: {error}") from error
 
 
+def _find_class(folder: Path) -> str | None:
+    """Return the class of a tokenizer that a folder's configs name."""
+    for name in ("tokenizer_config.json", "config.json"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            return str(json.loads((folder / name).read_bytes())["tokenizer_class"])
+    return None
+
+
 def is_vocabulary(file_name: str) -> bool:
     """Tell whether a file of this name may hold a tokenizer's vocabulary."""
     return file_name in VOCABULARIES or file_name.endswith((".model", ".tiktoken"))
+
+
+def _bytes_of_byt5(hf: Any) -> dict[int, int]:
+    """Return id -> byte of ByT5's tokenizer; nothing for others."""
+    if type(hf).__name__ != BYT5:
+        return {}
+    return {hf.convert_tokens_to_ids(chr(byte)): byte for byte in range(256)}
 
 
 def _byte_fallback(backend: BackendTokenizer) -> dict[int, int]:

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from fminfer.compute.attention.kv_cache import KvCache
-from fminfer.compute.attention.scoring import Scoring, relative_buckets, scoring_of
+from fminfer.compute.attention.scoring import (
+    MOST_RELATIVE,
+    NO_LIMIT,
+    Scoring,
+    relative_buckets,
+    relative_reach,
+    scoring_of,
+)
 from fminfer.compute.spec import Attention, Relative
 from fminfer.compute.step import BlockTables, Rows, Step
 from tests.compute.test_attention import BODIES, DIM, make_kernel
@@ -247,7 +254,7 @@ def test_a_value_that_is_no_number_reaches_those_that_see_it(
 def test_buckets_are_those_of_transformers() -> None:
     from transformers.models.t5.modeling_t5 import T5Attention
 
-    for buckets, most in ((32, 128), (8, 20), (64, 1000), (16, 128)):
+    for buckets, most in ((32, 128), (8, 20), (64, 1000), (16, 128), (33, 128), (7, 5)):
         for is_causal in (True, False):
             distance = torch.arange(-most - 3, most + 4)
             expected = T5Attention._relative_position_bucket(
@@ -255,3 +262,33 @@ def test_buckets_are_those_of_transformers() -> None:
             )
             found = relative_buckets(Relative(buckets, most, is_causal=is_causal))
             assert torch.equal(found[distance.clamp(-most, most) + most], expected)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(("buckets", "most"), [(64, 20), (65, 31), (32, 9), (16, 3), (128, 1)])
+def test_buckets_reach_beyond_the_largest_distance(
+    buckets: int, most: int, is_causal: bool
+) -> None:
+    """Keys farther than `max_distance` had its bucket, where many have buckets of their own.
+
+    Farther than the reach, transformers computes a bucket below 0 and fails.
+    """
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    how = Relative(buckets, most, is_causal=is_causal)
+    reach = relative_reach(how)
+    if reach == NO_LIMIT:
+        reach = most
+    elif reach < MOST_RELATIVE - 1:
+        beyond = torch.tensor([-reach - 1])
+        assert T5Attention._relative_position_bucket(beyond, not is_causal, buckets, most) < 0
+    distance = torch.arange(-reach, reach + 1)
+    expected = T5Attention._relative_position_bucket(-distance, not is_causal, buckets, most)
+    assert torch.equal(relative_buckets(how), expected)
+
+
+def test_as_many_buckets_as_distances_have_no_steps() -> None:
+    """32 buckets over a distance of 16 ended in a bare IndexError."""
+    how = Relative(32, 16, is_causal=True)
+    assert relative_reach(how) == 15
+    assert relative_buckets(how)[15:].tolist() == [*range(16)]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,14 @@ from safetensors.torch import load_file, save_file
 
 import fminfer
 from fminfer.core.errors import CheckpointError, UsageError
+from fminfer.core.impostors import broken
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_checkpoint, open_random
 from fminfer.models.formats import Holding
 from fminfer.models.layer_source import open_weights
 from fminfer.models.origins import check_tensors
 from tests.conftest import make_model, save_byte_tokenizer
+from tests.encoder_families import make_encoder, save
 from tests.models.test_transformer import logits_of
 
 CPU = torch.device("cpu")
@@ -59,6 +63,77 @@ def test_a_file_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"is a file; give its folder"):
         open_checkpoint(str(tmp_path / "model.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["0_BERT", "0_Transformer", "a model"])
+def test_the_command_for_a_model_in_a_folder_below_helps(name: str, tmp_path: Path) -> None:
+    """Folders of sentence-transformers of 2020 had "no config.json", and no other remedy."""
+    folder = tmp_path / "old one"
+    save(make_encoder("bert"), folder / name)
+    modules = [
+        {"path": name, "type": "sentence_transformers.models.Transformer"},
+        {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+
+    with pytest.raises(CheckpointError, match=f"Its model lies in {name}") as caught:
+        open_checkpoint(str(folder))
+    command = str(caught.value).partition("Move it up: ")[2]
+    subprocess.run(["bash", "-c", command], check=True)
+    sentence = open_checkpoint(str(folder)).sentence
+    assert sentence is not None and sentence.pooling is not None
+    check_tensors(open_checkpoint(str(folder)))
+
+
+def test_models_in_folders_below_are_named(llama_checkpoint: Any, tmp_path: Path) -> None:
+    """A folder of training: its checkpoints hold the models."""
+    shutil.copytree(llama_checkpoint[0], tmp_path / "checkpoint-500")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"has no config\.json") as caught:
+        open_checkpoint(str(tmp_path))
+    assert f"give one: --model-name {tmp_path}/checkpoint-500" in str(caught.value)
+
+
+def test_a_model_that_was_saved_without_its_head(llama_checkpoint: Any, tmp_path: Path) -> None:
+    """It was to be fetched again, which brings no head."""
+    folder = damage(llama_checkpoint[0], tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(CheckpointError, match="saved without its head") as caught:
+        load(folder)
+    assert "set tie_word_embeddings to true" in str(caught.value)
+
+
+def test_a_file_that_may_not_be_read_is_not_to_be_fetched_again() -> None:
+    error = broken(Path("m.safetensors"), PermissionError(13, "Permission denied"))
+    assert "m.safetensors cannot be read" in str(error) and "chmod" in str(error)
+    assert "fetch" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "says", "never"),
+    [
+        ("float32", math.nan, "hold nan or infinity, as in 'model.layers.1.mlp.up", "--dtype"),
+        ("float16", math.inf, "hold nan or infinity, as in 'model.layers.1.mlp.up", "--dtype"),
+        ("float32", 3e38, "overflow even in float32", "--dtype"),
+        ("float16", 65504.0, "Try --dtype float32 or bfloat16", "nan or infinity,"),
+    ],
+)
+def test_the_remedy_for_nan_can_help(
+    dtype: str, value: float, says: str, never: str, llama_checkpoint: Any, tmp_path: Path
+) -> None:
+    """In float32, and for weights that hold nan, `--dtype float32` was the remedy."""
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.1.mlp.up_proj.weight"][:] = value
+
+    folder = damage(llama_checkpoint[0], tmp_path, spoil)
+    options: dict[str, Any] = {"dtype": dtype, "kernels": "off"}
+    with fminfer.Engine(str(folder), **options) as engine:
+        (record,) = engine.run([{"prompt": [1, 2, 3], "max_tokens": 1}])
+    assert record.error is not None and record.error.code == "nan_logits"
+    assert says in record.error.message and never not in record.error.message
 
 
 def test_a_missing_tensor_is_fatal_and_named(llama_checkpoint: Any, tmp_path: Path) -> None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import sentencepiece
+import transformers
 
+from fminfer.core.errors import CheckpointError
+from fminfer.text.detokenizer import Detokenizer
 from fminfer.text.tokenizer import Tokenizer
 from tests.sequence_models import TEXTS
 
@@ -35,3 +39,33 @@ def test_a_folder_with_spiece_model_alone(tmp_path: Path) -> None:
     assert tokenizer.encode("<extra_id_0> a <extra_id_99>").ids == [
         *(size + 99, *own.encode("a"), size, 1)
     ]
+
+
+def name_class(folder: Path, file: str, name: str) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    (folder / file).write_text(json.dumps({"model_type": "t5", "tokenizer_class": name}))
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
+def test_byt5_needs_no_vocabulary_file(file: str, tmp_path: Path) -> None:
+    """A folder without such a file had no tokenizer, and ByT5 publishes none."""
+    name_class(tmp_path, file, "ByT5Tokenizer")
+    tokenizer = Tokenizer.load(tmp_path)
+    theirs = transformers.ByT5Tokenizer()
+    for text in (*TEXTS, "h\u00e9llo \u6771\u4eac </s> <extra_id_0>x", ""):
+        ids = theirs(text).input_ids
+        assert tokenizer.encode(text).ids == ids
+        assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    ids = theirs("\u00e9\u6771", add_special_tokens=False).input_ids
+    assert b"".join(map(tokenizer.token_bytes, ids)) == "\u00e9\u6771".encode()
+    assert tokenizer.added_ids == ([], [1])
+
+    detokenizer = Detokenizer(tokenizer, [])
+    streamed = [detokenizer.add(each) for each in ids]
+    assert streamed == ["", "\u00e9", "", "", "\u6771"]
+
+
+def test_another_class_without_a_vocabulary_is_named(tmp_path: Path) -> None:
+    name_class(tmp_path, "tokenizer_config.json", "PerceiverTokenizer")
+    with pytest.raises(CheckpointError, match="no tokenizer of its class PerceiverTokenizer"):
+        Tokenizer.load(tmp_path)

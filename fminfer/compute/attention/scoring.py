@@ -11,6 +11,7 @@ import torch
 from fminfer.compute.spec import Attention, Relative
 
 NO_LIMIT = 2**30  # of positions
+MOST_RELATIVE = 8192  # tokens of a model whose positions are learned biases by distance
 
 
 @dataclass(slots=True, frozen=True)
@@ -85,18 +86,43 @@ def scoring_of(
 
 
 def relative_buckets(how: Relative) -> torch.Tensor:
-    """Return T5's buckets, (2 * max_distance + 1,) int64, by query position - key position."""
-    distance = torch.arange(how.max_distance, -how.max_distance - 1, -1)  # of the key behind it
+    """Return T5's buckets, (2 * reach + 1,) int64, by query position - key position."""
+    reach = relative_reach(how)
+    if reach == NO_LIMIT:  # what is farther has the bucket of the largest distance
+        reach = how.max_distance
+    distance = torch.arange(reach, -reach - 1, -1)  # of the key behind it
     buckets, first = how.buckets, torch.zeros_like(distance)
     if how.is_causal:
         distance = (-distance).clamp(min=0)
     else:
         buckets //= 2
         first, distance = (distance > 0).long() * buckets, distance.abs()
-    exact = buckets // 2
-    logs = torch.log(distance.clamp(min=1).float() / exact) / math.log(how.max_distance / exact)
-    far = exact + (logs * (buckets - exact)).long()  # in this order: it rounds as transformers does
-    return first + torch.where(distance < exact, distance, far.clamp(max=buckets - 1))
+    far = _far_buckets(how, distance, buckets)
+    return first + torch.where(distance < how.num_exact, distance, far)
+
+
+def _far_buckets(spec: Relative, distance: torch.Tensor, buckets: int) -> torch.Tensor:
+    """Return the buckets of distances that share them; below 0: there is none."""
+    exact = spec.num_exact
+    logs = torch.log(distance.clamp(min=1).float() / exact) / math.log(spec.max_distance / exact)
+    far = exact + (logs * (buckets - exact)).long()  # in transformers' order, to round as it does
+    return far.clamp(max=buckets - 1)
+
+
+def relative_reach(spec: Relative) -> int:
+    """Return the largest distance of a key that has a bucket.
+
+    Buckets of one distance each may reach beyond `max_distance`. From there on the logarithm
+    counts down, and transformers fails where it comes below 0.
+    """
+    exact = spec.num_exact
+    if exact < spec.max_distance:
+        return NO_LIMIT
+    if exact == spec.max_distance:  # the steps have no size
+        return exact - 1
+    buckets = spec.buckets if spec.is_causal else spec.buckets // 2
+    far = _far_buckets(spec, torch.arange(exact, MOST_RELATIVE), buckets)
+    return exact - 1 + int((far >= 0).sum())
 
 
 def weigh_values(

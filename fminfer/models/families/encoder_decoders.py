@@ -23,6 +23,12 @@ def t5(c: Any, *, is_shared: bool = True) -> Architecture:
     mlp = Mlp(c.dense_act_fn, c.d_ff, is_gated=c.is_gated_act, is_wide=True)
     plain = Attention(c.num_heads, c.num_heads, c.d_kv, 1.0)
     buckets, most = c.relative_attention_num_buckets, c.relative_attention_max_distance
+    if buckets < 4 or most < 1:
+        raise CheckpointError(
+            f"config.json has relative_attention_num_buckets {buckets} and "
+            f"relative_attention_max_distance {most}; fminfer computes such a model, as "
+            "transformers does, only from 4 and from 1 on"
+        )
 
     def one(*, is_causal: bool) -> Layer:
         relative = Relative(buckets, most, is_causal=is_causal)
@@ -39,13 +45,14 @@ def t5(c: Any, *, is_shared: bool = True) -> Architecture:
         norm,
         embed_size=c.d_model,
         logit_scale=c.d_model**-0.5 if is_scaled else 1.0,
-        encoder=Encoder(len(encoder), final_norm=norm),
+        encoder=Encoder(len(encoder), final_norm=norm, has_embed=True),
     )
     outer = sources(
-        embed="shared",
+        embed="decoder.embed_tokens|shared|encoder.embed_tokens|lm_head",
+        encoder__embed="encoder.embed_tokens|shared|decoder.embed_tokens|lm_head",
         final_norm="decoder.final_layer_norm",
         encoder__final_norm="encoder.final_layer_norm",
-        head="lm_head",
+        head="lm_head|shared|encoder.embed_tokens|decoder.embed_tokens",
     )
     return Architecture(
         model,
@@ -53,7 +60,7 @@ def t5(c: Any, *, is_shared: bool = True) -> Architecture:
         _t5_names("decoder", mlp, is_shared=is_shared),
         prefix="decoder.block.{}.",
         base="",
-        left_out=r"(encoder|decoder)\.embed_tokens\.|decoder\.block\.\d+\.layer\.1\.EncDecAttention\."
+        left_out=r"(shared|(encoder|decoder)\.embed_tokens)\.|decoder\.block\.\d+\.layer\.1\.EncDecAttention\."
         r"relative_attention_bias",
         encoder_prefix="encoder.block.{}.",
         encoder_inner=_t5_names("encoder", mlp, is_shared=is_shared),
@@ -82,14 +89,12 @@ def _t5_names(side: str, mlp: Mlp, *, is_shared: bool) -> Sources:
 
 
 BART_OUTER = sources(
-    embed="model.shared",
     positions="model.decoder.embed_positions",
     embed_norm="model.decoder.layernorm_embedding",
     final_norm="model.decoder.layer_norm",
     encoder__positions="model.encoder.embed_positions",
     encoder__embed_norm="model.encoder.layernorm_embedding",
     encoder__final_norm="model.encoder.layer_norm",
-    head="lm_head",
 ) | {"head.bias": parameter("final_logits_bias", AS_ROW)}
 BART_INNER = FAIRSEQ_INNER | sources(
     before_cross="encoder_attn_layer_norm",
@@ -132,16 +137,23 @@ def bart(c: Any, *, is_before: bool = False) -> Architecture:
         embed_size=c.d_model,
         embed_scale=embed_scale(c),
         has_head_bias=True,
-        encoder=Encoder(len(encoder), final_norm=final_norm, **tables),
+        encoder=Encoder(len(encoder), final_norm=final_norm, has_embed=True, **tables),
         **tables,
+    )
+    # Untied, each table is stored, and nothing reads `shared`.
+    shared = "|model.shared|lm_head" if c.tie_word_embeddings else ""
+    outer = sources(
+        embed=f"model.decoder.embed_tokens{shared}",
+        encoder__embed=f"model.encoder.embed_tokens{shared}",
+        head="lm_head|model.shared" if shared else "lm_head",
     )
     return Architecture(
         model,
-        BART_OUTER,
+        BART_OUTER | outer,
         BART_INNER,
         prefix="model.decoder.layers.{}.",
         base="model.",
-        left_out=r"(model\.)?(encoder|decoder)\.embed_tokens\.",
+        left_out=r"(model\.)?(shared|(encoder|decoder)\.embed_tokens)\.",
         encoder_prefix="model.encoder.layers.{}.",
         encoder_inner=BART_INNER,
     )

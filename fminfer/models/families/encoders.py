@@ -276,6 +276,8 @@ def pooled(
     elif not model.is_pooled:
         inner, prefix = architecture.encoder_inner, architecture.encoder_prefix
         architecture = replace(architecture, inner=inner, prefix=prefix, encoder_prefix="")
+        encoder = replace(encoder, has_embed=False)
+        outer = outer | {"embed": outer["encoder.embed"]}
     own = replace(
         model,
         layers=model.layers[-encoder.num_layers :],

@@ -72,10 +72,15 @@ class _Cursor:
     def take(self, num_bytes: int) -> bytes:
         """Return the next bytes."""
         if num_bytes > (left := self._end - self.at):
-            limit = f"; a header has {MOST_HEADER_BYTES} at most" * (self._end < self.size)
-            raise ValueError(f"it announces {num_bytes} bytes, but {left} are left{limit}")
+            raise ValueError(f"{self._where_cut()}: {left} of {num_bytes} bytes are left there")
         self.at += num_bytes
         return self._data[self.at - num_bytes : self.at]
+
+    def _where_cut(self) -> str:
+        """Say where the header breaks off, in words that `broken` goes on with."""
+        if self._end < self.size:
+            return f"its header is damaged, or longer than {MOST_HEADER_BYTES} bytes"
+        return f"it has {self.size} bytes and is cut off in its header, or that is damaged"
 
     def numbers(self, form: str, num: int) -> list[Any]:
         """Return so many values, by their letter of numpy."""
@@ -95,7 +100,7 @@ class _Cursor:
         found = []
         for _ in range(num):
             if (first := at + 8) > end or (at := first + unpack(data, at)[0]) > end:
-                raise ValueError(f"it is cut off: a text in its header ends behind byte {end}")
+                raise ValueError(f"{self._where_cut()}: a text there is longer")
             found.append(data[first:at].decode())
         self.at = at
         return found
@@ -140,7 +145,13 @@ def _read_header(path: Path, cursor: _Cursor) -> tuple[StoredFile, Metadata]:
     if type(step) is not int or step < 1 or step & (step - 1):
         raise ValueError(f"{ALIGNMENT} is {step!r}, which is no power of two")
     first = -(-end // step) * step
-    _check_spans(tensors, step, cursor.size - first)
+    whole = first + max((tensor.span[1] for _, tensor in tensors), default=0)
+    if whole > cursor.size:
+        raise ValueError(
+            f"it is cut off, or its header is damaged: the file has {cursor.size} bytes and should "
+            f"have {whole}"
+        )
+    _check_spans(tensors, step)
     parts: dict[str, StoredTensor] = {}
     for name, part in (each for whole in tensors for each in _unstacked(*whole)):
         if name in parts:
@@ -169,15 +180,13 @@ def _read_entry(path: Path, cursor: _Cursor) -> tuple[str, StoredTensor]:
     return name, StoredTensor(path, dtype, shape, start, plain_strides(shape))
 
 
-def _check_spans(tensors: list[tuple[str, StoredTensor]], step: int, num_bytes: int) -> None:
-    """Refuse tensors that lie askew, that overlap, or that end beyond the file."""
+def _check_spans(tensors: list[tuple[str, StoredTensor]], step: int) -> None:
+    """Refuse tensors that lie askew or overlap."""
     end, before = 0, ""
     for name, tensor in sorted(tensors, key=lambda item: item[1].span):
         last = tensor.span[1]
         if tensor.start % step:
             raise ValueError(f"tensor {name!r} begins at {tensor.start}, no multiple of {step}")
-        if last > num_bytes:
-            raise ValueError(f"it is cut off: tensor {name!r} ends at byte {last} of {num_bytes}")
         if tensor.start < end:
             raise ValueError(f"the tensors {before!r} and {name!r} overlap")
         end, before = last, name

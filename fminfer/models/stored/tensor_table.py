@@ -22,6 +22,7 @@ from fminfer.models.stored.gguf_file import read_gguf
 from fminfer.models.stored.stored_tensors import (
     BITS,
     DTYPES,
+    FLOATS,
     JoinedTensor,
     StoredFile,
     StoredTensor,
@@ -38,6 +39,7 @@ from fminfer.models.stored.weight_folder import (
 
 PAGE = mmap.PAGESIZE
 COPIED_BYTES = 1 << 18  # at once, of what is not aligned
+MOST_SEARCHED = 4 << 30  # bytes of weights that are searched for nan while a run goes on
 AHEAD = 1 << 29  # bytes that are read before they are asked for; one group is in any case
 # metaseq's OPT: names of tensors, and how parts for tensor parallelism are joined. A fused qkv_proj
 # holds keys, values and queries in this order. Each part has its share of all three.
@@ -214,6 +216,15 @@ class TensorFiles:
         last = last // PAGE * PAGE
         if last > first and hasattr(mmap, "MADV_DONTNEED"):
             self._map(tensor.file).madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+def find_odd_tensor(folder: Path) -> str:
+    """Return the first tensor that holds nan or infinity; "": none, or too much to read."""
+    files = TensorFiles(folder)
+    if sum(path.stat().st_size for path in files.seen) > MOST_SEARCHED:
+        return ""
+    floats = (name for name, dtype in files.types.items() if dtype in FLOATS)
+    return next((name for name in floats if not files.read(name).isfinite().all()), "")
 
 
 def _have_read(span: Span) -> None:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import GGUF, broken, gguf_error, is_gguf, refuse_impostor
-from fminfer.core.quantities import counted
+from fminfer.core.quantities import counted, name_few
 
 Form = Literal["safetensors", "bin", "layers", "metaseq", "gguf"]
 LAYER = re.compile(r"pytorch_(\d+)\.pt")
@@ -23,6 +23,8 @@ RESHARD = (
     "--unflatten-weights True"
 )
 ADAPTER_WEIGHTS = "adapter_model"  # what the names of an adapter's files begin with
+# Mistral's and Llama's own form, which lies beside the model's in many folders.
+CONSOLIDATED = "consolidated"
 OTHERS = (".h5", ".msgpack", ".gguf", ".pth", ".ckpt", ".onnx", ".nemo")
 
 
@@ -81,23 +83,27 @@ def unsharded_error(name: str) -> CheckpointError:
 
 
 def _find_saved(folder: Path, form: Form, one: str, several: str) -> WeightFiles | None:
-    """Find what transformers saves: the files of an index, else the one, else all.
+    """Find what transformers saves, in its order: the one file, those of an index, else all.
 
     Some repositories hold the same weights twice, the second time in another format.
     """
     index = folder / f"{one}.index.json"
-    if index.exists():
+    is_one = (folder / one).exists()
+    if index.exists() and not is_one:
         homes = _read_index(index)
         files = sorted({folder / name for name in homes.values()})
         missing = [file.name for file in files if not file.exists()]
         for name in missing[:1]:
+            others = sorted(file.name for file in {*folder.glob(several)} - {*files})
+            remedy = f". If {name_few(others, 2)} hold the model, delete {index.name}"
             raise CheckpointError(
                 f"{folder} lacks {name}, which its {index.name} names ({len(missing)} such files); "
-                "fetch it"
+                f"fetch it{remedy if others else ''}"
             )
         return WeightFiles(form, files, homes, index.name)
-    files = [folder / one] if (folder / one).exists() else sorted(folder.glob(several))
+    files = [folder / one] if is_one else sorted(folder.glob(several))
     files = [file for file in files if not file.name.startswith(ADAPTER_WEIGHTS)]
+    files = [file for file in files if not file.name.startswith(CONSOLIDATED)] or files
     names = [file.name for file in files]
     for name in names:
         parts = _part_names(name)

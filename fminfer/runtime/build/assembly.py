@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import torch
 
 from fminfer.answers.line_counter import LineCounter
 from fminfer.contract.field_table import COLUMNS, FIELDS
@@ -22,12 +24,17 @@ from fminfer.engine.loop import EngineLoop, Pipeline
 from fminfer.engine.prompt_fit import KvSize, RequestLimits
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.start import Starter
-from fminfer.models.checkpoint import GENERATION, Checkpoint
+from fminfer.models.checkpoint import GENERATION, START_FIELDS, Checkpoint
 from fminfer.models.known_sizes import DEMO_NAMES
+from fminfer.models.stored.tensor_table import find_odd_tensor
 from fminfer.text.tokenizer import NoTokenizer, Tokenizer, read_template
 
 # Of the fields that decide draws, those for which a model may have defaults.
 OF_MODELS = (*COLUMNS, "repetition_penalty")
+NAN_REMEDIES = {
+    torch.float32: "The weights hold nan, or overflow even in float32. Take another checkpoint",
+    torch.float16: "The dtype overflows. Try --dtype float32 or bfloat16",
+}
 
 
 def make_intake(
@@ -49,6 +56,7 @@ def make_intake(
         chat_template=_read_template(config),
         start_ids=find_start(checkpoint),
         vectors=vectors,
+        source_length=checkpoint.source_length,
     )
     return Intake(tokenizer, limits)
 
@@ -124,19 +132,47 @@ def find_ends(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def find_start(checkpoint: Checkpoint) -> tuple[int, ...] | None:
-    """Return the ids that a decoder behind an encoder begins with; None: there is no encoder."""
+    """Return the ids that a decoder behind an encoder begins with; None: there is no encoder.
+
+    As in transformers, generation_config.json says it alone, where it is there. BOS begins where
+    no start is named.
+    """
     if checkpoint.model.encoder is None or checkpoint.model.is_pooled:
         return None
+    file = GENERATION
     fields = checkpoint.generation_fields
-    names = ("decoder_start_token_id", "forced_bos_token_id")
-    start, forced = (fields.get(name, getattr(checkpoint.config, name, None)) for name in names)
-    start = checkpoint.config.pad_token_id if start is None else start
-    if not isinstance(start, int):
-        raise CheckpointError(
-            f"{checkpoint.name} says no decoder_start_token_id, with which its decoder begins; put "
-            "it into its config.json"
-        )
-    return (start,) if forced is None else (start, forced)
+    if checkpoint.generation_folder is None:
+        file = "config.json"
+        fields = checkpoint.config.to_dict()
+
+    start, bos, forced = map(fields.get, START_FIELDS)
+    if start is None:
+        start = bos
+    if start is None and checkpoint.folder is None:  # random weights begin with anything
+        start = checkpoint.config.pad_token_id
+
+    ids: list[Any] = [start] if forced is None else [start, forced]
+    ids = [each[0] if isinstance(each, list) and len(each) == 1 else each for each in ids]
+    if all(isinstance(each, int) and 0 <= each < checkpoint.config.vocab_size for each in ids):
+        return tuple(ids)
+    stated = ", ".join(f"{name} {fields.get(name)!r}" for name in START_FIELDS)
+    raise CheckpointError(
+        f"{checkpoint.name} names no token that its decoder can begin with: its {file} has "
+        f"{stated}. Write the model's own decoder_start_token_id there"
+    )
+
+
+def nan_explanation(checkpoint: Checkpoint, dtype: torch.dtype) -> Callable[[], str]:
+    """Return a function that says why numbers are nan, and what helps; it reads weights once."""
+
+    @cache
+    def explain() -> str:
+        name = "" if checkpoint.folder is None else find_odd_tensor(checkpoint.folder)
+        if name:
+            return f"The weights hold nan or infinity, as in {name!r}. Fetch the model again"
+        return NAN_REMEDIES.get(dtype, "The dtype overflows. Try --dtype float32")
+
+    return explain
 
 
 def find_vectors(checkpoint: Checkpoint) -> VectorFacts | None:

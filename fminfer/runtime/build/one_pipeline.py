@@ -29,7 +29,7 @@ from fminfer.plan.pass_time import limit_step
 from fminfer.plan.run_plan import name_of
 from fminfer.plan.streaming import describe_streaming
 from fminfer.runtime.build.agreement import END_S
-from fminfer.runtime.build.assembly import build_loop, find_ends
+from fminfer.runtime.build.assembly import build_loop, find_ends, nan_explanation
 from fminfer.runtime.build.builder import LoadedPart, build
 from fminfer.text.tokenizer import Tokenizer
 
@@ -91,7 +91,7 @@ class OnePipeline:
             config,
             Starter(tokenizer, eos_ids, config.seed, checkpoint.config.vocab_size),
             self.stages,
-            AnswerForm(tokenizer, config.token_format),
+            AnswerForm(tokenizer, config.token_format, nan_explanation(checkpoint, plan.dtype)),
             sizes=plan.sizes,
             num_blocks=num_blocks,
             num_stages=loaded.part.num_stages,

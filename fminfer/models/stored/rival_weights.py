@@ -1,0 +1,115 @@
+"""Weights beside those that are read: named, and refused if they are another model's."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from fminfer.core.errors import CheckpointError
+from fminfer.core.quantities import name_few
+from fminfer.models.stored.stored_tensors import (
+    BITS,
+    DTYPES,
+    FLOATS,
+    StoredTensor,
+    plain_strides,
+)
+from fminfer.models.stored.tensor_table import read_weight_file
+from fminfer.models.stored.weight_folder import WeightFiles, find_weights
+
+RIVALS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
+PROJECTOR = "mmproj"  # a projector of images, which changes no text
+NUM_VALUES = 1024  # from the middle of each tensor
+# Between two dtypes: a step of bfloat16, and the smallest steps of float16.
+TOLERANCE = {"rtol": 2.0**-7, "atol": 2.0**-14}
+# What a name begins with or not, as a model was saved with its head or without.
+BASE = re.compile(r"^(model|transformer|bert|roberta)\.")
+
+
+def describe_unread(folder: Path) -> str:
+    """Say which weights of a folder are read, and which are not; "": all are."""
+    weights, others = _find_others(folder)
+    if not others:
+        return ""
+    read = name_few([file.name for file in weights.files], 1)
+    return f"Weights are read from {read}. Not read: {name_few([f.name for f in others], 3)}."
+
+
+def refuse_rivals(folder: Path) -> None:
+    """Refuse weights beside those that are read, if they differ in a tensor of the same name.
+
+    Shapes are compared, and some values of each tensor. Many folders hold the same weights
+    twice, in two formats or dtypes.
+
+    Raises:
+        CheckpointError: two models lie in the folder, or what would be read is broken.
+    """
+    weights, others = _find_others(folder)
+    files = [read_weight_file(file) for file in weights.files if others]
+    table = {
+        BASE.sub("", name): tensor
+        for file in files
+        for name, tensor in file.tensors.items()
+        if weights.homes.get(name, file.path.name) == file.path.name
+    }
+    for other in others:
+        if name := _find_difference(table, other):
+            raise CheckpointError(
+                f"{folder} holds two models: {table[name].file.name} and {other.name} differ in "
+                f"the tensor {name!r}. Delete what is not the model's: "
+                f"{name_few([file.name for file in others], 3)}, or else "
+                f"{name_few([file.name for file in weights.files], 3)}, which would be read"
+            )
+
+
+def _find_others(folder: Path) -> tuple[WeightFiles, list[Path]]:
+    """Find the weights that are read, and files beside them that are named like weights.
+
+    There are none beside weights that are incomplete, which loading refuses.
+    """
+    weights = WeightFiles("safetensors", [])
+    with suppress(CheckpointError):
+        weights = find_weights(folder)
+    patterns = RIVALS if weights.files and folder.is_dir() else ()
+    named = {file for pattern in patterns for file in folder.glob(pattern)}
+    others = named - {*weights.files}
+    return weights, sorted(file for file in others if PROJECTOR not in file.name)
+
+
+def _find_difference(table: Mapping[str, StoredTensor], other: Path) -> str:
+    """Return the first tensor that another file holds differently; "": none."""
+    try:
+        tensors = {BASE.sub("", n): t for n, t in read_weight_file(other).tensors.items()}
+        names = sorted(tensors.keys() & table.keys())
+        return next((name for name in names if _differs(table[name], tensors[name])), "")
+    except (CheckpointError, OSError):  # a download that was left out, which nobody reads
+        return ""
+
+
+def _differs(mine: StoredTensor, theirs: StoredTensor) -> bool:
+    if not {mine.dtype, theirs.dtype} <= {*FLOATS}:  # a quantized copy
+        return False
+    values = _read_some(mine)
+    others = _read_some(theirs)
+    tolerance = {"rtol": 0.0, "atol": 0.0} if mine.dtype == theirs.dtype else TOLERANCE
+    return mine.shape != theirs.shape or (
+        len(values) == len(others)  # else the values of one do not follow each other
+        and not torch.allclose(values.float(), others.float(), equal_nan=True, **tolerance)
+    )
+
+
+def _read_some(tensor: StoredTensor) -> torch.Tensor:
+    """Return values from a tensor's middle; none if its values do not follow each other."""
+    count = math.prod(tensor.shape)
+    if not count or tensor.strides != plain_strides(tensor.shape):
+        return torch.empty(0)
+    size = BITS[tensor.dtype] // 8
+    num = min(NUM_VALUES, count)
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.start + (count - num) // 2 * size)
+        return torch.frombuffer(bytearray(file.read(num * size)), dtype=DTYPES[tensor.dtype])
