@@ -1,4 +1,4 @@
-"""What is read from JSON Schemas beside llguidance: unions, unknown keywords, a shortest text.
+"""What is read from JSON Schemas beside llguidance: unions, odd words, a shortest text, an end.
 
 llguidance holds answers to `anyOf`, and takes `oneOf` only in the simplest cases. Unions with a
 discriminator, as pydantic writes them, are proven here: nothing fits two of their branches.
@@ -11,46 +11,80 @@ from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
+from fminfer.text.formats import FORMATS, NATIVE_FORMATS
+
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "additionalItems")
 _TYPES = frozenset({"object", "array", "string", "number", "boolean", "null"})
 MAX_DEPTH = 64
 MAX_SHORTEST = 20_000  # characters
-KNOWN_KEYS = frozenset(
+ANNOTATIONS = frozenset(  # which ask for nothing
+    {"$schema", "$id", "id", "$comment", "$anchor", "$dynamicAnchor", "$vocabulary", "title"}
+    | {"description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"}
+    | {"discriminator", "xml", "externalDocs", "contentEncoding", "contentMediaType"}
+    | {"contentSchema", "x-guidance"}
+)
+_RULES = frozenset(
     {*_MAPS, *_LISTS, *_SINGLE, "type", "enum", "const", "required", "minItems", "maxItems"}
     | {"minLength", "maxLength", "pattern", "format", "minimum", "maximum", "multipleOf"}
     | {"exclusiveMinimum", "exclusiveMaximum", "minProperties", "maxProperties", "not", "if"}
-    | {"then", "else", "$ref", "$schema", "$id", "id", "$comment", "$anchor", "title", "default"}
-    | {"description", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"}
-    | {"contentEncoding", "contentMediaType", "x-guidance"}
+    | {"then", "else", "$ref", "$dynamicRef", "uniqueItems", "propertyNames", "nullable"}
+    | {"contains", "minContains", "maxContains", "dependentRequired", "dependentSchemas"}
+    | {"dependencies", "unevaluatedProperties", "unevaluatedItems"}
 )
+KNOWN_KEYS = ANNOTATIONS | _RULES
 
 
 def find_unknown(schema: Any) -> set[str]:
-    """Return the keywords of a schema that mean nothing, such as misspelled ones."""
-    found: set[str] = set()
+    """Return the keywords of a schema that mean nothing, such as misspelled ones, and formats.
 
-    def look(each: Any) -> None:
+    Raises:
+        ValueError: a schema has such keywords alone.
+    """
+    names: set[str] = set()
+
+    def look(each: Any) -> Any:
         if isinstance(each, dict):
-            found.update(each.keys() - KNOWN_KEYS)
-            _change_parts(each, look)
+            unknown = each.keys() - KNOWN_KEYS
+            # An inner one may have a program's own notes, such as "javaType": "Name".
+            odd = {n for n in unknown if n[:2] != "x-" and (each is schema or isinstance(each[n], dict))}
+            if odd and not each.keys() & _RULES:
+                raise _wordless_error(each, min(odd))
+            form = each.get("format")
+            if isinstance(form, str) and form not in FORMATS.keys() | NATIVE_FORMATS:
+                names.add(f"format {form}")
+            names.update(unknown)
+            change_parts(each, look)
+        return each
 
     look(schema)
-    return found
+    return names
 
 
-def _change_parts(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+def _wordless_error(schema: dict[str, Any], name: str) -> ValueError:
+    remedy = 'Put names of properties under "properties"'
+    for wrapper in ("schema", "json_schema", "parameters", "input_schema"):
+        if wrapper in schema:
+            name = wrapper
+            remedy = f"Give what stands under {json.dumps(wrapper)} as the schema"
+    return ValueError(
+        f"it has {json.dumps(name)} and no keyword of JSON Schema, so that any JSON would fit. "
+        + remedy
+    )
+
+
+def change_parts(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
     """Return a schema with the schemas inside it changed."""
-    found = dict(schema)
+    changed = dict(schema)
     for key, value in schema.items():
         if key in _MAPS and isinstance(value, dict):
-            found[key] = {name: change(each) for name, each in value.items()}
-        elif key in _LISTS and isinstance(value, list):
-            found[key] = [change(each) for each in value]
+            changed[key] = {name: change(each) for name, each in value.items()}
+        elif key in _LISTS + _SINGLE and isinstance(value, list):
+            changed[key] = [change(each) for each in value]
         elif key in _SINGLE:
-            found[key] = change(value)
-    return found
+            changed[key] = change(value)
+    return changed
 
 
 class Branches:
@@ -63,7 +97,7 @@ class Branches:
         """Return a schema that the same texts fit, with fewer `oneOf`."""
         if not isinstance(schema, dict) or self._has_own_place(schema):
             return schema
-        found = _change_parts(schema, self.join)
+        found = change_parts(schema, self.join)
         branches = schema.get("oneOf")
         if isinstance(branches, list) and "anyOf" not in schema and self._exclude(branches):
             found.pop("discriminator", None)  # for which llguidance would look into each branch
@@ -103,7 +137,7 @@ class Branches:
             # An `$anchor`, or a name that is written in another way: llguidance knows these.
             if not f"{reference}/".startswith("#/") or {*"%~"} & {*reference}:
                 return {}
-            schema = _look_up(reference, self._root)
+            schema = look_up(reference, self._root)
         if not isinstance(schema, dict) or "$ref" in schema or self._has_own_place(schema):
             return {}
         return schema
@@ -168,10 +202,10 @@ class _Shortest:
 
     def _find_inside(self, schema: dict[str, Any]) -> str | None:
         if "$ref" in schema:
-            return self.find(_look_up(str(schema["$ref"]), self._root))
+            return self.find(look_up(str(schema["$ref"]), self._root))
         values = [schema["const"]] if "const" in schema else schema.get("enum", [])
         others: Any = schema.get("anyOf") or schema.get("oneOf") or []
-        found = [*map(_compact, values), *map(self.find, others)]
+        found = [*map(compact, values), *map(self.find, others)]
         if not found:
             kinds: Any = schema.get("type", "integer")
             kinds = kinds if isinstance(kinds, list) else [kinds]
@@ -187,7 +221,7 @@ class _Shortest:
                 value = self.find(properties.get(name, {}))
                 if value is None or len(parts) > MAX_SHORTEST:
                     return None
-                parts += f",{_compact(name)}:{value}"
+                parts += f",{compact(name)}:{value}"
             return "{" + parts[1:] + "}"
         if kind == "array":
             num_items = min(schema.get("minItems", 0), MAX_SHORTEST)
@@ -196,16 +230,16 @@ class _Shortest:
                 return None
             return f"[{','.join([item] * num_items)}]"
         if kind == "string":
-            return _compact("a" * min(schema.get("minLength", 0), MAX_SHORTEST))
+            return compact("a" * min(schema.get("minLength", 0), MAX_SHORTEST))
         return {"integer": "0", "number": "0", "boolean": "true", "null": "null"}.get(kind)
 
 
-def _look_up(reference: str, root: Any) -> Any:
+def look_up(reference: str, root: Any) -> Any:
     """Return what stands at a reference into a schema; None: nothing."""
     for part in reference.split("/")[1:]:
         root = root.get(part) if isinstance(root, dict) else None
     return root
 
 
-def _compact(value: Any) -> str:
+def compact(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

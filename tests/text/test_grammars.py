@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import transformers
+from llguidance import LLMatcher
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -299,14 +300,14 @@ def test_masks_of_grammars_that_left_are_not_counted(monkeypatch: pytest.MonkeyP
 def test_a_grammar_that_takes_for_ever_ends_its_process_alone() -> None:
     """llguidance has no limit of time: this one took hours. The next ones go on in a new one."""
     trial = GrammarTrial()
-    find: Callable[[str], str] = lambda text: trial.compile(text, is_free=True)[1]  # noqa: E731
+    find: Callable[[str], str] = lambda text: trial.compile(LLMatcher.grammar_from_lark(text))  # noqa: E731
     assert find('start: "a"') == ""
     start = time.monotonic()
     slow = 'start: %json {"type": "integer", "multipleOf": 123456789}'
     assert find(slow) == "it takes more than 2 s, or 2 GB of memory to compile"
     assert time.monotonic() - start < 30
     assert find('start: "a"') == ""
-    assert "not found" in find("root ::= b")
+    assert "unknown name" in find("start: b")
 
 
 def test_an_interrupted_trial_leaves_no_answer_for_the_next(
@@ -314,7 +315,7 @@ def test_an_interrupted_trial_leaves_no_answer_for_the_next(
 ) -> None:
     """Ctrl-C in a notebook: the next constraint got the grammar of the one before."""
     trial = GrammarTrial()
-    assert trial.compile('root ::= "a"', is_free=True)[1] == ""
+    assert trial.compile(LLMatcher.grammar_from_lark('start: "a"')) == ""
     process = trial._process
     assert process is not None and process.stdout is not None
 
@@ -323,8 +324,8 @@ def test_an_interrupted_trial_leaves_no_answer_for_the_next(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(process, "stdout", types.SimpleNamespace(readline=interrupt))
-        trial.compile('root ::= "b"', is_free=True)
-    assert '"c"' in trial.compile('root ::= "c"', is_free=True)[0]
+        trial.compile(LLMatcher.grammar_from_lark("start: b"))
+    assert trial.compile(LLMatcher.grammar_from_lark('start: "c"')) == ""
     process.communicate()
 
 
@@ -332,13 +333,14 @@ def test_a_trial_has_its_limits_whatever_it_is_started_from() -> None:
     """Where SIGPROF was ignored nothing ended it; under `ulimit -v` it refused all grammars."""
     code = """if True:
         import resource, signal
+        from llguidance import LLMatcher
         from fminfer.text.grammar_trial import GrammarTrial
         signal.signal(signal.SIGPROF, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
         trial = GrammarTrial()
         for number in (7, 123456789):
             schema = '{"type": "integer", "multipleOf": %d}' % number
-            print(trial.compile("start: %json " + schema, is_free=True)[1])
+            print(trial.compile(LLMatcher.grammar_from_lark("start: %json " + schema)))
     """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
@@ -350,7 +352,7 @@ def test_a_trial_without_llguidance_blames_no_grammar(monkeypatch: pytest.Monkey
     """It said that each grammar takes more than 2 s, at once."""
     monkeypatch.setattr(grammar_trial, "__file__", "/no/such/file.py")
     with pytest.raises(OSError, match="does not import llguidance"):
-        GrammarTrial().compile('start: "a"', is_free=True)
+        GrammarTrial().compile(LLMatcher.grammar_from_lark('start: "a"'))
 
 
 def read_suite(name: str) -> Iterator[dict[str, Any]]:
