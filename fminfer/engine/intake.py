@@ -28,7 +28,7 @@ from fminfer.engine.prompt_fit import (
     check_ids,
     needs_words,
 )
-from fminfer.engine.sequence import Prepared
+from fminfer.engine.sequence import Prepared, no_token_error
 from fminfer.engine.start import find_bans
 from fminfer.engine.vector_intake import Encodings, VectorIntake
 from fminfer.text.chat_template import ChatTemplate
@@ -128,6 +128,14 @@ class Intake:
         except RequestError as error:
             name = next((name for name in CONSTRAINTS if fields.get(name)), None)
             raise RequestError(error.code, error.message, name) from None
+        bans = find_bans(params, self.tokenizer, limits.eos_ids)
+        if bans is not None and bans.narrow(grammar.first.mask, bans.find(0, [])).few == ():
+            raise no_token_error(0)
+        if params.min_tokens > grammar.shortest:
+            yield RowWarning(
+                "min_tokens lengthens constrained answers only as far as the constraint allows, so "
+                "that some may be shorter"
+            )
         if names := grammar.unknown[:MAX_NAMES]:
             told = tuple(cut_name(name) + guess(name, KNOWN_KEYS) for name in names)
             yield RowWarning("unknown keywords of JSON schemas have no effect", told)

@@ -7,38 +7,28 @@ from __future__ import annotations
 
 from typing import Any
 
-_YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
-_LONG = "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
-_SHORT = "(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
-_FEBRUARY = "02-(?:0[1-9]|1[0-9]|2[0-8])"
 _FOURTH = "(?:0[48]|[2468][048]|[13579][26])"  # of hundred years, or of centuries
-_LEAP_DAY = f"(?:[0-9]{{2}}{_FOURTH}|{_FOURTH}00)-02-29"
-_DATE = f"(?:{_YEAR}-(?:{_LONG}|{_SHORT}|{_FEBRUARY})|{_LEAP_DAY})"
-# Without leap seconds: few programs read a second 60.
-_CLOCK = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?"
-_TIME = f"{_CLOCK}(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-
+_DATE = (
+    "(?:(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})-"
+    "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    f"|02-(?:0[1-9]|1[0-9]|2[0-8]))|(?:[0-9]{{2}}{_FOURTH}|{_FOURTH}00)-02-29)"
+)
+_TIME = (  # without leap seconds: few programs read a second 60
+    r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?"
+    "(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+)
 _N = "[0-9]{1,9}"
-_OF_TIME = f"T(?:{_N}H(?:{_N}M(?:{_N}S)?)?|{_N}M(?:{_N}S)?|{_N}S)"
-_OF_DATE = f"(?:{_N}Y(?:{_N}M(?:{_N}D)?)?|{_N}M(?:{_N}D)?|{_N}D)"
-_DURATION = f"P(?:{_OF_DATE}(?:{_OF_TIME})?|{_OF_TIME}|{_N}W)"
-
+_HOURS = f"T(?:{_N}H(?:{_N}M(?:{_N}S)?)?|{_N}M(?:{_N}S)?|{_N}S)"
+_DAYS = f"(?:{_N}Y(?:{_N}M(?:{_N}D)?)?|{_N}M(?:{_N}D)?|{_N}D)"
 _LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
 _HOST = rf"{_LABEL}(?:\.{_LABEL})*"
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _ATOM = "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]+"
-_EMAIL = rf"{_ATOM}(?:\.{_ATOM})*@(?:{_HOST}|\[{_BYTE}(?:\.{_BYTE}){{3}}\])"
 _HEX = "[0-9a-fA-F]"
 
 
 def _whole(pattern: str, **others: Any) -> dict[str, Any]:
     return {"pattern": f"^(?:{pattern})$", **others}
-
-
-def _uuid(version: str) -> dict[str, Any]:
-    return _whole(
-        f"{_HEX}{{8}}-{_HEX}{{4}}-{version}{_HEX}{{3}}-[89abAB]{_HEX}{{3}}-{_HEX}{{12}}"
-    )
 
 
 def _bounds(num_bits: int, *, is_signed: bool) -> dict[str, Any]:
@@ -51,12 +41,21 @@ FORMATS: dict[str, dict[str, Any]] = {
     "date": _whole(_DATE),
     "time": _whole(_TIME),
     "date-time": _whole(f"{_DATE}[tT]{_TIME}"),
-    "duration": _whole(_DURATION),
-    "email": _whole(_EMAIL, maxLength=254, allOf=[{"pattern": "^[^@]{1,64}@"}]),
+    "duration": _whole(f"P(?:{_DAYS}(?:{_HOURS})?|{_HOURS}|{_N}W)"),
+    "email": _whole(
+        rf"{_ATOM}(?:\.{_ATOM})*@(?:{_HOST}|\[{_BYTE}(?:\.{_BYTE}){{3}}\])",
+        maxLength=254,
+        allOf=[{"pattern": "^[^@]{1,64}@"}],
+    ),
     "hostname": _whole(_HOST, maxLength=253),
     "byte": _whole("(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?"),
     "double": {},  # as all numbers here
-    **{f"uuid{version}": _uuid(str(version)) for version in range(1, 9)},
+    **{
+        f"uuid{version}": _whole(
+            f"{_HEX}{{8}}-{_HEX}{{4}}-{version}{_HEX}{{3}}-[89abAB]{_HEX}{{3}}-{_HEX}{{12}}"
+        )
+        for version in range(1, 9)
+    },
     **{f"int{size}": _bounds(size, is_signed=True) for size in (8, 16, 32, 64)},
     **{f"uint{size}": _bounds(size, is_signed=False) for size in (8, 16, 32, 64)},
 }

@@ -8,9 +8,8 @@ from typing import Any
 
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
-from fminfer.text.finite_schemas import has_end
 from fminfer.text.gbnf import convert_gbnf, is_gbnf
-from fminfer.text.json_schemas import Branches
+from fminfer.text.json_schemas import Branches, has_end
 from fminfer.text.patterns import plain_lark, plain_regex
 from fminfer.text.plain_schemas import count_digits, parse_schema
 
@@ -58,17 +57,16 @@ def write_grammar(constraint: Constraint) -> str:
         return LLMatcher.grammar_from_json_schema(text, overrides=options)
     if constraint.kind == "regex":  # with \d and \w as in JSON Schema: of ASCII
         regex = regex_to_lark(plain_regex(text), "dw")
-        return LLMatcher.grammar_from_lark(f"start: /{regex}/")
+        return _from_lark(f"start: /{regex}/")
     if constraint.kind == "choice":
         words = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
         # One token of the grammar: of thousands of rules, too many would be open at once.
-        return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(words))
+        return _from_lark("start: CHOICE\nCHOICE: " + " | ".join(words))
     if IGNORED_HEAT.search(text):
         raise ValueError("the temperature of a rule has no effect here. Give the request's")
     if HIDDEN_KEYS.search(text):
         raise ValueError("lenient in its JSON hides keywords. Leave it out")
-    text = convert_gbnf(text) if is_gbnf(text) else plain_lark(text)
-    return LLMatcher.grammar_from_lark(text)
+    return _from_lark(convert_gbnf(text) if is_gbnf(text) else plain_lark(text))
 
 
 def write_number_bound(constraint: Constraint) -> str:
@@ -77,8 +75,6 @@ def write_number_bound(constraint: Constraint) -> str:
     It holds beside that of a schema, whose numbers llguidance lets go on without an end. A
     fraction of all its digits does not end with 0: an exclusive bound may need another one.
     """
-    from llguidance import LLMatcher
-
     whole, total = count_digits(parse_schema(constraint.text))
     small = "(?:[0-9]{1,2}|1[0-9]{2}|2[0-8][0-9])"  # times 10^19 it is finite
     large = "(?:[0-9]{1,2}|[12][0-9]{2}|30[0-7])"  # times 10 it is
@@ -89,7 +85,13 @@ def write_number_bound(constraint: Constraint) -> str:
     number = rf"-?(?:{one}|(?:{longer})(?:[eE][+-]?{small})?)"
     other = r'[^"0-9.+eE-]|true|false|"(?:[^"\\]|\\.)*"'
     json_text = rf"(?s:(?:{other}|{number}[,\]}}\x20\t\r\n])*(?:{number})?)"
-    return LLMatcher.grammar_from_lark(f"start: /{json_text}/")
+    return _from_lark(f"start: /{json_text}/")
+
+
+def _from_lark(text: str) -> str:
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_lark(text.replace("\x7f", r"\u007f"))  # its lexer lacks DELETE
 
 
 def _fraction(most: int) -> str:

@@ -19,6 +19,8 @@ _SINGLE = ("items", "additionalProperties", "additionalItems")
 _TYPES = frozenset({"object", "array", "string", "number", "boolean", "null"})
 MAX_DEPTH = 64
 MAX_SHORTEST = 20_000  # characters
+MAX_ROUNDS = 20  # of looks at a whole schema, each of which finds texts that the next one needs
+_LONG = "".ljust(MAX_SHORTEST, "a")  # stands for a text of which nobody asks
 ANNOTATIONS = frozenset(  # which ask for nothing
     {"$schema", "$id", "id", "$comment", "$anchor", "$dynamicAnchor", "$vocabulary", "title"}
     | {"description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"}
@@ -178,8 +180,17 @@ def _plain(value: Any) -> Any:
 
 
 def find_shortest(schema: Any) -> str | None:
-    """Return a short text that a schema allows; None: that is not easy to see."""
-    return _Shortest(schema).find(schema)
+    """Return a short text that a schema allows; None: that is not easy to see, or long."""
+    text = _Shortest(schema).find_settled()
+    return text if text is not None and len(text) < MAX_SHORTEST else None
+
+
+def has_end(schema: Any) -> bool:
+    """Tell whether a finite value may fit a schema; False is a proof that there is none."""
+    try:
+        return _Shortest(schema).find_settled() is not None
+    except (AttributeError, TypeError):  # llguidance names what has the wrong type
+        return True
 
 
 class _Shortest:
@@ -187,51 +198,74 @@ class _Shortest:
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._left = 5000  # looks at parts of it: references can make it endless
+        self._texts: dict[int, str] = {}  # that were found, by the ids of their schemas
+        self._seen: set[int] = set()  # schemas in this round
         self._depth = 0
 
+    def find_settled(self) -> str | None:
+        """Return a text of the root; None: each needs another one of itself."""
+        for _ in range(MAX_ROUNDS):
+            num_known = len(self._texts)
+            self._seen.clear()
+            text = self.find(self._root)
+            if text is not None or len(self._texts) == num_known:
+                return text
+        return _LONG
+
     def find(self, schema: Any) -> str | None:
-        """Return a text; None: it is not easy to see, or long."""
-        self._left -= 1
-        if self._left < 0 or self._depth > MAX_DEPTH or not isinstance(schema, dict):
-            return None
-        self._depth += 1
-        found = self._find_inside(schema)
-        self._depth -= 1
-        return found
+        """Return a text; None: there is none as far as this round has come."""
+        if not isinstance(schema, dict):
+            return None if schema is False else "0"
+        if self._depth > MAX_DEPTH or ("$id" in schema and schema is not self._root):
+            return _LONG
+        key = id(schema)
+        if key not in self._seen and key not in self._texts:
+            self._seen.add(key)
+            self._depth += 1
+            text = self._find_inside(schema)
+            self._depth -= 1
+            if text is not None:
+                self._texts[key] = text
+        return self._texts.get(key)
 
     def _find_inside(self, schema: dict[str, Any]) -> str | None:
-        if "$ref" in schema:
-            return self.find(look_up(str(schema["$ref"]), self._root))
+        needed = [look_up(str(schema["$ref"]), self._root)] if "$ref" in schema else []
+        texts = [self.find(each) for each in [*needed, *schema.get("allOf", [])]]
+        if needed or None in texts:
+            return None if None in texts else texts[0]
         values = [schema["const"]] if "const" in schema else schema.get("enum", [])
         others: Any = schema.get("anyOf") or schema.get("oneOf") or []
-        found = [*map(compact, values), *map(self.find, others)]
-        if not found:
+        texts = [*map(compact, values), *map(self.find, others)]
+        if not texts:
             kinds: Any = schema.get("type", "integer")
             kinds = kinds if isinstance(kinds, list) else [kinds]
-            found = [self._find_of_kind(kind, schema) for kind in kinds]
-        short = [text for text in found if text is not None and len(text) < MAX_SHORTEST]
-        return min(short, key=len, default=None)
+            texts = [self._find_of_kind(kind, schema) for kind in kinds]
+        return min((text for text in texts if text is not None), key=len, default=None)
 
     def _find_of_kind(self, kind: str, schema: dict[str, Any]) -> str | None:
         if kind == "object":
             properties, names = schema.get("properties", {}), schema.get("required", [])
+            other = "patternProperties" in schema or schema.get("additionalProperties", True)
             wanted, parts = dict.fromkeys(names), ""
             for name in filter(wanted.__contains__, dict.fromkeys([*properties, *names])):
-                value = self.find(properties.get(name, {}))
-                if value is None or len(parts) > MAX_SHORTEST:
+                value = self.find(properties.get(name, other))
+                if value is None:
                     return None
-                parts += f",{compact(name)}:{value}"
+                parts = f"{parts},{compact(name)}:{value}"[:MAX_SHORTEST]  # it is long, then
             return "{" + parts[1:] + "}"
         if kind == "array":
-            num_items = min(schema.get("minItems", 0), MAX_SHORTEST)
-            item = self.find(schema.get("items", {})) if num_items else ""
-            if item is None or num_items * len(item) > MAX_SHORTEST:
-                return None
-            return f"[{','.join([item] * num_items)}]"
+            least, items = schema.get("minItems", 0), schema.get("items", True)
+            first = items if isinstance(items, list) else schema.get("prefixItems", [])
+            other = schema.get("additionalItems", True) if items is first else items
+            texts = [self.find(each) for each in first[:least]]
+            if least > len(first):
+                texts += [self.find(other)] * min(least - len(first), MAX_SHORTEST)
+            if None in texts or sum(len(text or "") for text in texts) > MAX_SHORTEST:
+                return None if None in texts else _LONG
+            return f"[{','.join(text or '' for text in texts)}]"
         if kind == "string":
             return compact("a" * min(schema.get("minLength", 0), MAX_SHORTEST))
-        return {"integer": "0", "number": "0", "boolean": "true", "null": "null"}.get(kind)
+        return {"boolean": "true", "null": "null"}.get(kind, "0")
 
 
 def look_up(reference: str, root: Any) -> Any:

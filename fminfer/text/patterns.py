@@ -18,7 +18,7 @@ ATOM = (
 )
 _ITEM = re.compile(f"{_SETS}|({ATOM})(?:-({ATOM}))?", re.DOTALL)
 _LARK = re.compile(r'"(?:\\.|[^"\\\n])*"?|//[^\n]*|#[^\n]*|/((?:\\.|[^/\\\n])+)(/?)')
-_ANY, _NOTHING = r"[\x00-\x{10FFFF}]", r"[^\x00-\x{10FFFF}]"
+_EMPTY = {"[^]": r"[\x00-\x{10FFFF}]", "[]": r"[^\x00-\x{10FFFF}]"}
 
 
 def plain_pattern(pattern: str) -> str:
@@ -41,21 +41,12 @@ def plain_lark(text: str) -> str:
 def _rewrite(match: re.Match[str]) -> str:
     if match.lastindex == 3:
         return r"[^\n\r\u2028\u2029]"  # ECMA's dot
-    if match[2] is None:
-        return match[0]
-    if not match[2]:
-        return _ANY if match[1] else _NOTHING
+    if not match[2]:  # [^] is any character, and [] is none
+        return _EMPTY.get(match[0], match[0])
     return f"[{match[1]}{_ITEM.sub(_escape_item, match[2])}]"
 
 
 def _escape_item(match: re.Match[str]) -> str:
-    if match[1] is None:  # \d, \p{L}: these stand for several characters
-        return match[0]
-    return "-".join(_escape(atom) for atom in match.groups() if atom)
-
-
-def _escape(atom: str) -> str:
-    """Return a character of a class that is no operator: `\\b` is a backspace there."""
-    if atom == r"\b":
-        return r"\x08"
-    return f"\\{atom}" if atom in "[]&~-^" else atom
+    r"""Escape what may be an operator. Sets as \d and \p{L} stay, and \b is a backspace here."""
+    ends = [rf"\{atom}" if atom in "[]&~-^" else atom for atom in match.groups() if atom]
+    return "-".join(ends).replace(r"\b", r"\x08") or match[0]

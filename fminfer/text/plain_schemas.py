@@ -6,7 +6,8 @@ zod, pydantic and OpenAPI write keywords that ask for nothing, nulls, and bounds
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any
@@ -33,7 +34,6 @@ _NEUTRAL = {
     "dependencies": ("{}",),
 }
 _VALUES = ("const", "default", "example")  # null is a value here
-_CONDITIONS = (("if", ("then", "else")), ("contains", ("minContains", "maxContains")))
 MAX_DIGITS = 17  # of a number without bounds: as many as tell all doubles apart
 MOST_PLAIN = 10**17 - 16  # the largest double of 17 digits
 MOST_BOUND = 2**63 - 1024  # the largest double below 2^63, for llguidance counts in 64 bits
@@ -41,8 +41,15 @@ MOST_BOUND = 2**63 - 1024  # the largest double below 2^63, for llguidance count
 
 @lru_cache(4)
 def parse_schema(text: str) -> Any:
-    """Return the plain form of a schema in JSON. It is shared: leave it as it is."""
-    return plain_schema(json.loads(text))
+    """Return the plain form of a schema in JSON. It is shared: leave it as it is.
+
+    Raises:
+        ValueError: a keyword's value has the wrong type.
+    """
+    try:
+        return plain_schema(json.loads(text))
+    except (AttributeError, TypeError):
+        raise ValueError("a keyword of it has a value of the wrong type") from None
 
 
 def plain_schema(schema: Any) -> Any:
@@ -61,36 +68,17 @@ def plain_schema(schema: Any) -> Any:
 
 def count_digits(schema: Any) -> tuple[int, int]:
     """Return the digits that numbers may need: before the point, and in all."""
-    wholes = [MAX_DIGITS]
-    totals = [MAX_DIGITS]
-    for number in _find_numbers(schema):
-        whole, _, fraction = f"{abs(Decimal(str(number))):f}".partition(".")
-        wholes.append(len(whole))
-        totals.append(len(whole) + len(fraction) + 1)
-    return max(wholes), max(max(totals), max(wholes))
-
-
-def _find_numbers(value: Any) -> Iterator[float]:
-    if isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _find_numbers(inner)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield value
+    numbers: list[str] = []
+    json.loads(json.dumps(schema), parse_int=numbers.append, parse_float=numbers.append)
+    parts = [f"{abs(Decimal(number)):f}".partition(".") for number in numbers]
+    whole = max([MAX_DIGITS, *(len(before) for before, _, _ in parts)])
+    return whole, max([whole, *(len(before + behind) + 1 for before, _, behind in parts)])
 
 
 def _asks_nothing(key: str, value: Any) -> bool:
     if value is None:
         return key not in _VALUES
     return key in _NEUTRAL and compact(value) in _NEUTRAL[key]
-
-
-def _drop_conditions(schema: Schema) -> None:
-    """Drop keywords that act beside another one alone."""
-    for key, dependents in _CONDITIONS:
-        names = (key, *dependents)
-        if key not in schema or (key == "if" and not {*dependents} & schema.keys()):
-            for name in names:
-                schema.pop(name, None)
 
 
 def _allow_null(schema: Schema) -> None:
@@ -105,9 +93,8 @@ def _replace_format(schema: Schema) -> None:
     name = schema.get("format")
     if isinstance(name, str) and name not in NATIVE_FORMATS:
         del schema["format"]
-        others = schema.get("allOf", [])
-        if name in FORMATS and isinstance(others, list):
-            schema["allOf"] = [*others, FORMATS[name]]
+        if name in FORMATS:
+            schema["allOf"] = [*schema.get("allOf", ()), FORMATS[name]]
 
 
 def _replace_patterns(schema: Schema) -> None:
@@ -118,52 +105,51 @@ def _replace_patterns(schema: Schema) -> None:
 
 
 def _list_names(schema: Schema) -> None:
-    """Write names that are an enum as properties, and names with a pattern as their keys."""
+    """Write names that are an enum as properties: then none is repeated."""
     names = schema.get("propertyNames")
     known = schema.get("properties", {})
-    if not (isinstance(names, dict) and isinstance(known, dict)) or "patternProperties" in schema:
-        return
-    keys = names.keys() - {"type", "title", "description"}
-    other = schema.get("additionalProperties", True)
-    allowed = names.get("enum", [names.get("const")])
-    if keys in ({"enum"}, {"const"}) and isinstance(allowed, list):
+    keys = names.keys() - {"type"} if isinstance(names, dict) else {}
+    if keys in ({"enum"}, {"const"}) and isinstance(known, dict):
+        allowed = names["enum"] if isinstance(names.get("enum"), list) else [names.get("const")]
+        other = schema.get("additionalProperties", True)
         listed = dict.fromkeys(name for name in allowed if isinstance(name, str))
         ordered = [*filter(listed.__contains__, known), *listed]
         schema["properties"] = {name: known.get(name, other) for name in ordered}
-    elif keys == {"pattern"} and not known:
-        schema["patternProperties"] = {plain_pattern(str(names["pattern"])): other}
-    else:
-        return
-    del schema["propertyNames"]
-    schema["additionalProperties"] = False
+        schema["additionalProperties"] = False
+        del schema["propertyNames"]
+
+
+def _close_counted(schema: Schema) -> None:
+    """Allow no free keys where llguidance cannot count keys beside them."""
+    is_counted = {"minProperties", "maxProperties"} & schema.keys()
+    if is_counted and {*schema.get("properties", ())} - {*schema.get("required", ())}:
+        schema.setdefault("additionalProperties", False)
 
 
 def _bound_numbers(schema: Schema) -> None:
     """Write bounds as llguidance reads them: numbers, within 64 bits, beside `multipleOf` too."""
+    numbers = [abs(value) for value in schema.values() if isinstance(value, int | float)]
+    most = MOST_PLAIN if max(numbers, default=0) < MOST_PLAIN else MOST_BOUND
     for key, exclusive, sign in (
         ("minimum", "exclusiveMinimum", -1),
         ("maximum", "exclusiveMaximum", 1),
     ):
         if schema.get(exclusive) is True:  # of draft 4 and OpenAPI 3.0
-            schema[exclusive] = schema.pop(key, None)
-            if schema[exclusive] is None:
-                del schema[exclusive]
-        for name in (key, exclusive):
-            bound = schema.get(name)
+            schema[exclusive] = schema.pop(key, sign * math.inf)
+        if "multipleOf" in schema:
+            schema.setdefault(key, sign * most)
+        for name in {key, exclusive} & schema.keys():
+            bound = schema[name]
             is_exact = bound == 2**63 - 1 and schema.get("type") == "integer"
             if isinstance(bound, int | float) and sign * bound > MOST_BOUND and not is_exact:
                 schema[name] = sign * MOST_BOUND
-        if "multipleOf" in schema and not {key, exclusive} & schema.keys():
-            others = [abs(value) for value in schema.values() if isinstance(value, int | float)]
-            most = MOST_PLAIN if max(others) < MOST_PLAIN else MOST_BOUND
-            schema[key] = sign * most
 
 
 _REWRITES: tuple[Callable[[Schema], None], ...] = (
-    _drop_conditions,
     _allow_null,
     _replace_format,
     _replace_patterns,
     _list_names,
+    _close_counted,
     _bound_numbers,
 )
