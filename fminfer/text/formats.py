@@ -23,7 +23,7 @@ _DAYS = f"(?:{_N}Y(?:{_N}M(?:{_N}D)?)?|{_N}M(?:{_N}D)?|{_N}D)"
 _LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
 _HOST = rf"{_LABEL}(?:\.{_LABEL})*"
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-_ATOM = "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]+"
+_A = "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]"  # before the @ of an email, in at most 64 characters
 _HEX = "[0-9a-fA-F]"
 
 
@@ -43,9 +43,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     "date-time": _whole(f"{_DATE}[tT]{_TIME}"),
     "duration": _whole(f"P(?:{_DAYS}(?:{_HOURS})?|{_HOURS}|{_N}W)"),
     "email": _whole(
-        rf"{_ATOM}(?:\.{_ATOM})*@(?:{_HOST}|\[{_BYTE}(?:\.{_BYTE}){{3}}\])",
-        maxLength=254,
-        allOf=[{"pattern": "^[^@]{1,64}@"}],
+        rf"(?:{_A}{{1,64}}|{_A}{{1,20}}(?:\.{_A}{{1,20}}){{1,2}}|{_A}{{1,12}}(?:\.{_A}{{1,12}}){{3,4}})"
+        rf"@(?:{_HOST}|\[{_BYTE}(?:\.{_BYTE}){{3}}\])"
     ),
     "hostname": _whole(_HOST, maxLength=253),
     "byte": _whole("(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?"),

@@ -23,6 +23,12 @@ CONTROL = re.compile(r"(?<!\\)(\\\\)*\\u00[01]|\x7f")  # in JSON; it writes thes
 IGNORED_HEAT = re.compile(r'^\s*[?!]?\w+\[[^]"\n]*\btemperature\s*=[^]"\n]*\]\s*:', re.MULTILINE)
 HIDDEN_KEYS = re.compile(r'%json.*"lenient"\s*:', re.DOTALL)
 MOST_EXACT = 2**53  # llguidance rounds larger numbers, as float64 does
+_PLAIN = {  # by what llguidance writes
+    "NoExtensionBias": "nothing matches it",
+    "Regex is empty": "nothing matches it",
+    "Unable to determine if regex": "pattern, format and lengths of a text are too complex "
+    "together. Leave one of them out",
+}
 _INTERNAL = re.compile(r"<(state|grammar|non-verbose/)>.*|[\w ]*compute_time.*", re.DOTALL)
 NO_RULES = ("default", "examples")
 UPPER, LOWER = ("maximum", "exclusiveMaximum"), ("minimum", "exclusiveMinimum")
@@ -149,6 +155,7 @@ def refuse(constraint: Constraint, fault: str) -> RequestError:
 
 def tidy(fault: str) -> str:
     """Return a fault on one line, without what only llguidance's authors can read."""
-    if "NoExtensionBias" in fault or "Regex is empty" in fault:
-        return "nothing matches it"
+    for sign, plain in _PLAIN.items():
+        if sign in fault:
+            return plain
     return " ".join(_INTERNAL.sub("", fault).split())[:300]
