@@ -84,7 +84,8 @@ def write_number_bound(constraint: Constraint) -> str:
     whole, total = count_digits(parse_schema(constraint.text))
     small = "(?:[0-9]{1,2}|1[0-9]{2}|2[0-8][0-9])"  # times 10^19 it is finite
     large = "(?:[0-9]{1,2}|[12][0-9]{2}|30[0-7])"  # times 10 it is
-    one = rf"(?:0{_fraction(total + 5)}|[1-9]{_fraction(total - 1)})(?:[eE][+-]?{large})?"
+    zero = rf"0(?:\.0{{1,5}}|{_fraction(total, zeros='0{0,5}')})"
+    one = rf"(?:{zero}|[1-9]{_fraction(total - 1)})(?:[eE][+-]?{large})?"
     longer = "|".join(
         rf"[1-9][0-9]{{{size - 1}}}{_fraction(total - size)}" for size in range(2, whole + 1)
     )
@@ -100,11 +101,11 @@ def _from_lark(text: str) -> str:
     return LLMatcher.grammar_from_lark(text.replace("\x7f", r"\u007f"))  # its lexer lacks DELETE
 
 
-def _fraction(most: int) -> str:
-    """Return a regex of a fraction that may be absent, of at most so many digits."""
+def _fraction(most: int, zeros: str = "") -> str:
+    """Return a regex of a fraction that may be absent, of at most so many digits behind zeros."""
     if most < 2:
-        return r"(?:\.[1-9])?" if most else ""
-    return rf"(?:\.(?:[0-9]{{1,{most - 1}}}|[0-9]{{{most - 1}}}[1-9]))?"
+        return r"(?:\.[1-9])?" if most == 1 else ""
+    return rf"(?:\.{zeros}(?:[0-9]{{1,{most - 1}}}|[0-9]{{{most - 1}}}[1-9]))?"
 
 
 def _refuse_inexact(value: Any, key: str) -> None:

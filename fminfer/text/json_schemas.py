@@ -18,6 +18,7 @@ _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "additionalItems")
 _TYPES = frozenset({"object", "array", "string", "number", "boolean", "null"})
 MAX_DEPTH = 64
+_BESIDE_TYPE = frozenset({"properties", "required", "items", "prefixItems", "minItems"})
 MAX_SHORTEST = 20_000  # characters
 MAX_ROUNDS = 20  # of looks at a whole schema, each of which finds texts that the next one needs
 _LONG = "".ljust(MAX_SHORTEST, "a")  # stands for a text of which nobody asks
@@ -230,16 +231,23 @@ class _Shortest:
 
     def _find_inside(self, schema: dict[str, Any]) -> str | None:
         needed = [look_up(str(schema["$ref"]), self._root)] if "$ref" in schema else []
-        texts = [self.find(each) for each in [*needed, *schema.get("allOf", [])]]
+        kinds: Any = schema.get("type", "integer")
+        kinds = kinds if isinstance(kinds, list) else [kinds]
+        texts = [self.find(each) for each in needed]
+        for part in schema.get("allOf", []):
+            is_beside = "type" in schema and {*part} <= _BESIDE_TYPE
+            texts.append(self._find_of_kinds(kinds, part) if is_beside else self.find(part))
         if needed or None in texts:
             return None if None in texts else texts[0]
         values = [schema["const"]] if "const" in schema else schema.get("enum", [])
         others: Any = schema.get("anyOf") or schema.get("oneOf") or []
         texts = [*map(compact, values), *map(self.find, others)]
-        if not texts:
-            kinds: Any = schema.get("type", "integer")
-            kinds = kinds if isinstance(kinds, list) else [kinds]
-            texts = [self._find_of_kind(kind, schema) for kind in kinds]
+        if texts:
+            return min((text for text in texts if text is not None), key=len, default=None)
+        return self._find_of_kinds(kinds, schema)
+
+    def _find_of_kinds(self, kinds: list[str], schema: dict[str, Any]) -> str | None:
+        texts = [self._find_of_kind(kind, schema) for kind in kinds]
         return min((text for text in texts if text is not None), key=len, default=None)
 
     def _find_of_kind(self, kind: str, schema: dict[str, Any]) -> str | None:

@@ -36,6 +36,7 @@ _NEUTRAL = {
 _VALUES = ("const", "default", "example")  # null is a value here
 MAX_DIGITS = 17  # of a number without bounds: as many as tell all doubles apart
 MOST_PLAIN = 10**17 - 16  # the largest double of 17 digits
+MOST_FINE = 10**11  # leaves digits for fractions
 MOST_BOUND = 2**63 - 1024  # the largest double below 2^63, for llguidance counts in 64 bits
 
 
@@ -69,10 +70,14 @@ def plain_schema(schema: Any) -> Any:
 def count_digits(schema: Any) -> tuple[int, int]:
     """Return the digits that numbers may need: before the point, and in all."""
     numbers: list[str] = []
-    json.loads(json.dumps(schema), parse_int=numbers.append, parse_float=numbers.append)
+    text = json.dumps(schema)
+    json.loads(text, parse_int=numbers.append, parse_float=numbers.append)
     parts = [f"{abs(Decimal(number)):f}".partition(".") for number in numbers]
-    whole = max([MAX_DIGITS, *(len(before) for before, _, _ in parts)])
-    return whole, max([whole, *(len(before + behind) + 1 for before, _, behind in parts)])
+    whole = max((len(before) for before, _, _ in parts), default=0)
+    fraction = max((len(behind) for _, _, behind in parts), default=0)
+    # As a double, 1.9999999999999999 is 2. What is above 0.5 alone may need one digit more.
+    more = 1 if '"exclusiveM' in text else 0
+    return max(MAX_DIGITS, whole), max(MAX_DIGITS - more, whole + fraction + more)
 
 
 def _asks_nothing(key: str, value: Any) -> bool:
@@ -129,7 +134,9 @@ def _close_counted(schema: Schema) -> None:
 def _bound_numbers(schema: Schema) -> None:
     """Write bounds as llguidance reads them: numbers, within 64 bits, beside `multipleOf` too."""
     numbers = [abs(value) for value in schema.values() if isinstance(value, int | float)]
-    most = MOST_PLAIN if max(numbers, default=0) < MOST_PLAIN else MOST_BOUND
+    is_fine = isinstance(schema.get("multipleOf"), float)
+    most = MOST_FINE if is_fine else MOST_PLAIN
+    most = most if max(numbers, default=0) < most else MOST_BOUND
     for key, exclusive, sign in (
         ("minimum", "exclusiveMinimum", -1),
         ("maximum", "exclusiveMaximum", 1),
