@@ -32,6 +32,11 @@ _THOUGHTS = {  # where models begin to think, and where they end
     "<|channel|>analysis<|message|>": "<|end|>",
     "<|channel|>analysis": "<|end|>",
 }
+OPEN_THOUGHT = RowWarning(
+    "the prompt ends inside an open thought, and the constraint holds from there on, so that "
+    "the answer has no thought. Have the template close it, as many do with chat_template_kwargs "
+    "enable_thinking false"
+)
 
 
 @dataclass(slots=True, frozen=True)
@@ -98,21 +103,22 @@ class ChatIntake:
         return found + [RowWarning(loss) for loss in losses]
 
 
+def ends_in_thought(prompt: str) -> bool:
+    """Tell whether a prompt ends where a thought begins."""
+    return prompt.rstrip().endswith(tuple(_THOUGHTS))
+
+
 def _warn_of_beginnings(chat: ChatRequest, text: str) -> Iterator[RowWarning]:
-    """Tell where a constraint, which holds from the first token on, begins inside of something."""
+    """Tell where a constraint, which holds from the first token on, begins inside a text."""
     if chat.params.constraint is None:
         return
     content = chat.messages[-1].get("content") if chat.continues_final_message else ""
     parts = content if isinstance(content, list) else [{"text": content}]
     begun = "".join(str(part.get("text") or "") for part in parts)
-    if text.rstrip().endswith(tuple(_THOUGHTS)) or any(
+    if not ends_in_thought(text) and any(
         begun.rfind(start) > begun.rfind(end) for start, end in _THOUGHTS.items()
     ):
-        yield RowWarning(
-            "the prompt ends inside an open thought, and the constraint holds from there on, so "
-            "that the answer has no thought. Have the template close it, as many do with "
-            "chat_template_kwargs enable_thinking false"
-        )
+        yield OPEN_THOUGHT
     if any(begun.count(start) > begun.count(end) for start, end in ("{}", "[]")):
         yield RowWarning(
             "continue_final_message goes on from a JSON text that is begun, and the constraint "

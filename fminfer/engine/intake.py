@@ -18,7 +18,7 @@ from fminfer.contract.request import DEFAULTS, RAW_TOKENS, Request, SamplingPara
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, WarningCounts, cut_name
 from fminfer.contract.vectors import check_model
 from fminfer.core.errors import RequestError, UncompiledError
-from fminfer.engine.chat_intake import ChatIntake
+from fminfer.engine.chat_intake import OPEN_THOUGHT, ChatIntake, ends_in_thought
 from fminfer.engine.noise import meaning_of
 from fminfer.engine.prompt_fit import (
     MAX_COUNTED_CHARS,
@@ -133,8 +133,8 @@ class Intake:
             raise no_token_error(0)
         if params.min_tokens > grammar.shortest:
             yield RowWarning(
-                "min_tokens lengthens constrained answers only as far as the constraint allows, so "
-                "that some may be shorter"
+                "min_tokens lengthens constrained answers only as far as the constraint allows, "
+                "so that some may be shorter"
             )
         if names := grammar.unknown[:MAX_NAMES]:
             told = tuple(cut_name(name) + guess(name, KNOWN_KEYS) for name in names)
@@ -146,10 +146,13 @@ class Intake:
             )
 
     def _warn_of_spelling(self, request: Request) -> Iterator[RowWarning]:
-        """Tell of special tokens that a request spells, and that do what nobody expects."""
+        """Tell of tokens that a request spells, and that do what nobody expects."""
         params = request.params
+        texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
+        if params.constraint is not None and any(map(ends_in_thought, texts)):
+            yield OPEN_THOUGHT
         bos = self.tokenizer.doubled_bos if params.add_special_tokens else None
-        if bos and any(isinstance(each, str) and each.startswith(bos) for each in request.prompts):
+        if bos and any(text.startswith(bos) for text in texts):
             yield RowWarning(
                 f"prompts begin with {bos} and the tokenizer adds one, so that they have two. "
                 "Take it out, or set add_special_tokens to false"

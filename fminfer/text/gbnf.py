@@ -38,7 +38,9 @@ def convert_gbnf(text: str) -> str:
         ValueError: it is no GBNF; it names the line.
     """
     rules = _parse(text)
-    refs = {name: {part[1:] for part in parts if part[0] == "@"} for name, parts in rules.items()}
+    refs = {
+        name: {part[1:] for part in parts if part.startswith("@")} for name, parts in rules.items()
+    }
     for name, needed in (("root", {"root"}), *refs.items()):
         if missing := needed - rules.keys():
             raise ValueError(f"rule '{min(missing)}' not found, which rule '{name}' needs")
@@ -55,7 +57,7 @@ def convert_gbnf(text: str) -> str:
 def blame_rule(text: str, fault: str) -> str:
     """Return what is wrong with the converted grammar in terms of the GBNF."""
     names = [*_parse(text)]
-    match = _PLACE.search(fault)
+    match = _PLACE.match(fault)
     return fault if match is None else f"rule '{names[int(match[1]) - 1]}': {match[2]}"
 
 

@@ -29,7 +29,7 @@ _PLAIN = {  # by what llguidance writes
     "Unable to determine if regex": "pattern, format and lengths of a text are too complex "
     "together. Leave one of them out",
 }
-_INTERNAL = re.compile(r"<(state|grammar|non-verbose/)>.*|[\w ]*compute_time.*", re.DOTALL)
+_INTERNAL = re.compile(r"<(state|grammar|non-verbose/)>.*|\bcompute_time.*", re.DOTALL)
 NO_RULES = ("default", "examples")
 UPPER, LOWER = ("maximum", "exclusiveMaximum"), ("minimum", "exclusiveMinimum")
 
@@ -102,7 +102,7 @@ def _from_lark(text: str) -> str:
 
 
 def _fraction(most: int, zeros: str = "") -> str:
-    """Return a regex of a fraction that may be absent, of at most so many digits behind zeros."""
+    """Return a regex of a fraction, or of none, with at most so many digits behind zeros."""
     if most < 2:
         return r"(?:\.[1-9])?" if most == 1 else ""
     return rf"(?:\.{zeros}(?:[0-9]{{1,{most - 1}}}|[0-9]{{{most - 1}}}[1-9]))?"

@@ -134,11 +134,10 @@ class Matcher:
             RequestError: the grammar is too complex here.
         """
         if self._mask is None:
-            grammars = self._grammar.grammars
             matchers = self._follow()
-            end = grammars.vocabulary.tokens[self._newest_id][-1:]
-            if end not in NUMBER_BYTES:
-                matchers = matchers[:1]  # the one of numbers allows all of JSON
+            grammars = self._grammar.grammars
+            if grammars.vocabulary.tokens[self._newest_id][-1:] not in NUMBER_BYTES:
+                matchers = matchers[:1]  # the one of numbers allows all of JSON here
             self._mask = grammars.mask_of(matchers)
         return self._mask
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
-from fminfer.text.formats import FORMATS, NATIVE_FORMATS
+from fminfer.text.string_formats import FORMATS, NATIVE_FORMATS
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -51,12 +51,16 @@ def find_unknown(schema: Any) -> set[str]:
         if isinstance(each, dict):
             unknown = each.keys() - KNOWN_KEYS
             # An inner one may have a program's own notes, such as "javaType": "Name".
-            odd = {n for n in unknown if n[:2] != "x-" and (each is schema or isinstance(each[n], dict))}
+            odd = {
+                n
+                for n in unknown
+                if n[:2] != "x-" and (each is schema or isinstance(each[n], dict))
+            }
             if odd and not each.keys() & _RULES:
                 raise _wordless_error(each, min(odd))
             form = each.get("format")
             if isinstance(form, str) and form not in FORMATS.keys() | NATIVE_FORMATS:
-                names.add(f"format {form}")
+                names.add(f'the format "{form}"')
             names.update(unknown)
             change_parts(each, look)
         return each

@@ -13,8 +13,8 @@ _ECMA = re.compile(r"\\.|\[(\^?)((?:\\.|[^\]\\])*)\]|\[.*|(\.)", re.DOTALL)
 _PYTHON = re.compile(r"\\.|\[(\^?)(\]?(?:\\.|[^\]\\])*)\]|\[.*", re.DOTALL)
 _SETS = r"\\[dDwWsS]|\\[pP](?:\{[^}]{0,40}\}|.)"
 ATOM = (
-    r"(?:\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[xu]\{[0-9a-fA-F]{1,6}\}|c[a-zA-Z]|.)"
-    r"|.)"
+    r"(?:\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[xu]\{[0-9a-fA-F]{1,6}\}"
+    r"|c[a-zA-Z]|.)|.)"
 )
 _ITEM = re.compile(f"{_SETS}|({ATOM})(?:-({ATOM}))?", re.DOTALL)
 _LARK = re.compile(r'"(?:\\.|[^"\\\n])*"?|//[^\n]*|#[^\n]*|/((?:\\.|[^/\\\n])+)(/?)')

@@ -12,9 +12,9 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
-from fminfer.text.formats import FORMATS, NATIVE_FORMATS
 from fminfer.text.json_schemas import KNOWN_KEYS, change_parts, compact
 from fminfer.text.patterns import plain_pattern
+from fminfer.text.string_formats import FORMATS, NATIVE_FORMATS
 
 Schema = dict[str, Any]
 
@@ -111,11 +111,10 @@ def _replace_patterns(schema: Schema) -> None:
 
 def _list_names(schema: Schema) -> None:
     """Write names that are an enum as properties: then none is repeated."""
-    names = schema.get("propertyNames")
-    known = schema.get("properties", {})
-    keys = names.keys() - {"type"} if isinstance(names, dict) else {}
-    if keys in ({"enum"}, {"const"}) and isinstance(known, dict):
-        allowed = names["enum"] if isinstance(names.get("enum"), list) else [names.get("const")]
+    names = schema.get("propertyNames") or {}
+    if names.keys() - {"type"} in ({"enum"}, {"const"}) and "patternProperties" not in schema:
+        allowed = names.get("enum", [names.get("const")])
+        known = schema.get("properties", {})
         other = schema.get("additionalProperties", True)
         listed = dict.fromkeys(name for name in allowed if isinstance(name, str))
         ordered = [*filter(listed.__contains__, known), *listed]
@@ -132,10 +131,9 @@ def _close_counted(schema: Schema) -> None:
 
 
 def _bound_numbers(schema: Schema) -> None:
-    """Write bounds as llguidance reads them: numbers, within 64 bits, beside `multipleOf` too."""
+    """Write bounds as llguidance reads them: numbers of 64 bits, beside `multipleOf` too."""
     numbers = [abs(value) for value in schema.values() if isinstance(value, int | float)]
-    is_fine = isinstance(schema.get("multipleOf"), float)
-    most = MOST_FINE if is_fine else MOST_PLAIN
+    most = MOST_FINE if isinstance(schema.get("multipleOf"), float) else MOST_PLAIN
     most = most if max(numbers, default=0) < most else MOST_BOUND
     for key, exclusive, sign in (
         ("minimum", "exclusiveMinimum", -1),

@@ -434,7 +434,10 @@ N = "#/$defs/N"
     [
         ({"properties": {"n": {"$ref": N}}, "required": ["n"]}, False),
         ({"properties": {"n": {"$ref": N}}}, True),
-        ({"properties": {"n": {"anyOf": [{"type": "null"}, {"$ref": N}]}}, "required": ["n"]}, True),
+        (
+            {"properties": {"n": {"anyOf": [{"type": "null"}, {"$ref": N}]}}, "required": ["n"]},
+            True,
+        ),
         ({"properties": {"n": {"anyOf": [{"$ref": N}, {"$ref": N}]}}, "required": ["n"]}, False),
         ({"required": ["n"], "additionalProperties": {"$ref": N}}, False),
         ({"allOf": [{"properties": {"n": {"$ref": N}}, "required": ["n"]}]}, False),
@@ -462,7 +465,7 @@ def test_schemas_that_nothing_finite_fits(schema: Any, has_end: bool) -> None:
     [
         ({"name": "x", "strict": True, "schema": {"type": "object"}}, 'stands under "schema" as'),
         ({"city": {"type": "string"}}, 'names of properties under "properties"'),
-        ({"description": "A town", "city": {"type": "string"}}, "under \"properties\""),
+        ({"description": "A town", "city": {"type": "string"}}, 'under "properties"'),
         ({"name": "f", "parameters": {"type": "object"}}, 'stands under "parameters"'),
         ({"type": "array", "items": {"city": {"type": "string"}}}, '"city" and no keyword'),
         ({"title": "Any", "x-order": 1}, ""),
@@ -505,7 +508,7 @@ def test_constants_have_any_character(code: int) -> None:
 )
 def test_what_matches_nothing_is_told_without_internals(constraint: Constraint) -> None:
     """Users read `NoExtensionBias <state>` and regexes that nobody wrote."""
-    with pytest.raises(RequestError, match="cannot be had: nothing matches it$"):
+    with pytest.raises(RequestError, match=r"cannot be had: nothing matches it$"):
         compile_for(byte_level(), constraint)
 
 

@@ -1,4 +1,4 @@
-"""Keywords that ask for nothing, nulls, bounds and names, as zod, pydantic and OpenAPI write them."""
+"""Keywords as zod, pydantic and OpenAPI write them: neutral ones, nulls, bounds and names."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from fminfer.core.errors import RequestError
 from fminfer.text.plain_schemas import plain_schema
-from tests.text.test_formats import accepts
 from tests.text.test_grammars import as_json, compile_for, follow, ids_of
+from tests.text.test_string_formats import accepts
 from tests.text.test_tokenizer import byte_level
 
 TRUE, TEXT = {"type": "boolean"}, {"type": "string"}
@@ -60,11 +60,18 @@ def record(**more: Any) -> dict[str, Any]:
         ({"type": "number", "format": "double"}, 1e300, "a"),
         ({"type": "string", "format": "int64"}, "12", 12),
         (
-            {"$ref": "#/components/schemas/Day", "components": {"schemas": {"Day": {"format": "date", "type": "string"}}}},
+            {
+                "$ref": "#/components/schemas/Day",
+                "components": {"schemas": {"Day": {"format": "date", "type": "string"}}},
+            },
             "2024-02-29",
             "2023-02-29",
         ),
-        ({"type": "array", "items": [{"type": "string", "format": "date"}]}, ["2024-02-29"], ["2023-02-29"]),
+        (
+            {"type": "array", "items": [{"type": "string", "format": "date"}]},
+            ["2024-02-29"],
+            ["2023-02-29"],
+        ),
     ],
 )
 def test_what_they_mean(schema: Any, fitting: Any, other: Any) -> None:
@@ -79,11 +86,17 @@ def test_names_of_an_enum_come_once() -> None:
     assert not follow(grammar, ids_of(grammar, '{"a":true,"a":false}'))
 
 
+def test_names_with_patterns_beside_an_enum_are_refused() -> None:
+    names = {"propertyNames": {"enum": ["a"]}, "patternProperties": {"^b": {}}}
+    with pytest.raises(RequestError, match="propertyNames"):
+        compile_for(byte_level(), as_json(record(**names)))
+
+
 def test_unknown_formats_are_named() -> None:
     """`format: password` and `path` were refused: they ask for nothing that a text could break."""
     schema = {"items": {"type": "string", "format": "password"}, "format": "uuid"}
     grammar = compile_for(byte_level(), as_json(schema))
-    assert grammar.unknown == ("format password",)
+    assert grammar.unknown == ('the format "password"',)
     with pytest.raises(RequestError, match="Unknown format: regex"):
         compile_for(byte_level(), as_json(schema | {"format": "regex"}))
 
@@ -110,5 +123,7 @@ def test_odd_values_cost_their_own_line(odd: Any) -> None:
 def test_large_schemas_take_no_time() -> None:
     names = [f"n{number}" for number in range(15_000)]
     start = time.thread_time()
-    plain = plain_schema({"properties": dict.fromkeys(names, {}), "propertyNames": {"enum": names}})
+    plain = plain_schema(
+        {"properties": {key: {} for key in names}, "propertyNames": {"enum": names}}
+    )
     assert len(json.dumps(plain)) > 100_000 and time.thread_time() - start < 1

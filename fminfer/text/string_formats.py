@@ -1,4 +1,4 @@
-"""What the formats of JSON Schema and OpenAPI allow, in keywords that llguidance holds answers to.
+"""What formats of JSON Schema and OpenAPI allow, in keywords that llguidance enforces.
 
 A format says which texts a validator accepts: days that exist, and digits that end.
 """
@@ -43,7 +43,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     "date-time": _whole(f"{_DATE}[tT]{_TIME}"),
     "duration": _whole(f"P(?:{_DAYS}(?:{_HOURS})?|{_HOURS}|{_N}W)"),
     "email": _whole(
-        rf"(?:{_A}{{1,64}}|{_A}{{1,20}}(?:\.{_A}{{1,20}}){{1,2}}|{_A}{{1,12}}(?:\.{_A}{{1,12}}){{3,4}})"
+        rf"(?:{_A}{{1,64}}|{_A}{{1,20}}(?:\.{_A}{{1,20}}){{1,2}}"
+        rf"|{_A}{{1,12}}(?:\.{_A}{{1,12}}){{3,4}})"
         rf"@(?:{_HOST}|\[{_BYTE}(?:\.{_BYTE}){{3}}\])"
     ),
     "hostname": _whole(_HOST, maxLength=253),

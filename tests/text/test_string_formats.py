@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fminfer.core.errors import RequestError
-from fminfer.text.formats import FORMATS, NATIVE_FORMATS
+from fminfer.text.string_formats import FORMATS, NATIVE_FORMATS
 from tests.text.test_grammars import as_json, compile_for, follow, ids_of
 from tests.text.test_tokenizer import byte_level
 
@@ -74,11 +74,11 @@ def test_days_are_those_of_the_calendar() -> None:
         ("byte", "YQ==", "YQ="),
     ],
 )
-def test_formats_are_held_to(form: str, good: str, bad: str) -> None:
+def test_string_formats_are_held_to(form: str, good: str, bad: str) -> None:
     schema = {"type": "string", "format": form}
     assert accepts(schema, good) and not accepts(schema, bad)
     both = schema | {"pattern": f"^{re.escape(bad)}$"}
-    with pytest.raises(RequestError, match="nothing matches it$"):
+    with pytest.raises(RequestError, match=r"nothing matches it$"):
         compile_for(byte_level(), as_json(both))
     assert accepts(schema | {"pattern": f"^{re.escape(good)}$"}, good), "beside a pattern"
 
