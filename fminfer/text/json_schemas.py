@@ -46,17 +46,20 @@ def find_unknown(schema: Any) -> set[str]:
         ValueError: a schema has such keywords alone.
     """
     names: set[str] = set()
+    grouped: set[int] = set()  # what stands in $defs may be a group of schemas
 
     def look(each: Any) -> Any:
         if isinstance(each, dict):
             unknown = each.keys() - KNOWN_KEYS
+            for places in (each.get("$defs"), each.get("definitions")):
+                grouped.update(map(id, places.values() if isinstance(places, dict) else ()))
             # An inner one may have a program's own notes, such as "javaType": "Name".
             odd = {
                 n
                 for n in unknown
                 if n[:2] != "x-" and (each is schema or isinstance(each[n], dict))
             }
-            if odd and not each.keys() & _RULES:
+            if odd and not each.keys() & _RULES and id(each) not in grouped:
                 raise _wordless_error(each, min(odd))
             form = each.get("format")
             if isinstance(form, str) and form not in FORMATS.keys() | NATIVE_FORMATS:

@@ -16,8 +16,6 @@ from fminfer.text.json_schemas import KNOWN_KEYS, change_parts, compact
 from fminfer.text.patterns import plain_pattern
 from fminfer.text.string_formats import FORMATS, NATIVE_FORMATS
 
-Schema = dict[str, Any]
-
 # Keywords, and the values in JSON with which they ask for nothing.
 _NEUTRAL = {
     "uniqueItems": ("false",),
@@ -37,6 +35,7 @@ _VALUES = ("const", "default", "example")  # null is a value here
 MAX_DIGITS = 17  # of a number without bounds: as many as tell all doubles apart
 MOST_PLAIN = 10**17 - 16  # the largest double of 17 digits
 MOST_FINE = 10**11  # leaves digits for fractions
+MOST_WHOLE = 19  # digits of 64 bits
 MOST_BOUND = 2**63 - 1024  # the largest double below 2^63, for llguidance counts in 64 bits
 
 
@@ -73,7 +72,7 @@ def count_digits(schema: Any) -> tuple[int, int]:
     text = json.dumps(schema)
     json.loads(text, parse_int=numbers.append, parse_float=numbers.append)
     parts = [f"{abs(Decimal(number)):f}".partition(".") for number in numbers]
-    whole = max((len(before) for before, _, _ in parts), default=0)
+    whole = min(max((len(before) for before, _, _ in parts), default=0), MOST_WHOLE)
     fraction = max((len(behind) for _, _, behind in parts), default=0)
     # As a double, 1.9999999999999999 is 2. What is above 0.5 alone may need one digit more.
     more = 1 if '"exclusiveM' in text else 0
@@ -86,7 +85,7 @@ def _asks_nothing(key: str, value: Any) -> bool:
     return key in _NEUTRAL and compact(value) in _NEUTRAL[key]
 
 
-def _allow_null(schema: Schema) -> None:
+def _allow_null(schema: dict[str, Any]) -> None:
     """Act on OpenAPI 3.0's `nullable`, which counts beside `type`."""
     kinds = schema.get("type")
     if schema.get("nullable") is True and kinds is not None:
@@ -94,7 +93,7 @@ def _allow_null(schema: Schema) -> None:
         schema["type"] = [*(kinds if isinstance(kinds, list) else [kinds]), "null"]
 
 
-def _replace_format(schema: Schema) -> None:
+def _replace_format(schema: dict[str, Any]) -> None:
     name = schema.get("format")
     if isinstance(name, str) and name not in NATIVE_FORMATS:
         del schema["format"]
@@ -102,14 +101,14 @@ def _replace_format(schema: Schema) -> None:
             schema["allOf"] = [*schema.get("allOf", ()), FORMATS[name]]
 
 
-def _replace_patterns(schema: Schema) -> None:
+def _replace_patterns(schema: dict[str, Any]) -> None:
     if isinstance(pattern := schema.get("pattern"), str):
         schema["pattern"] = plain_pattern(pattern)
     if isinstance(patterns := schema.get("patternProperties"), dict):
         schema["patternProperties"] = {plain_pattern(key): patterns[key] for key in patterns}
 
 
-def _list_names(schema: Schema) -> None:
+def _list_names(schema: dict[str, Any]) -> None:
     """Write names that are an enum as properties: then none is repeated."""
     names = schema.get("propertyNames") or {}
     if names.keys() - {"type"} in ({"enum"}, {"const"}) and "patternProperties" not in schema:
@@ -123,14 +122,14 @@ def _list_names(schema: Schema) -> None:
         del schema["propertyNames"]
 
 
-def _close_counted(schema: Schema) -> None:
+def _close_counted(schema: dict[str, Any]) -> None:
     """Allow no free keys where llguidance cannot count keys beside them."""
     is_counted = {"minProperties", "maxProperties"} & schema.keys()
     if is_counted and {*schema.get("properties", ())} - {*schema.get("required", ())}:
         schema.setdefault("additionalProperties", False)
 
 
-def _bound_numbers(schema: Schema) -> None:
+def _bound_numbers(schema: dict[str, Any]) -> None:
     """Write bounds as llguidance reads them: numbers of 64 bits, beside `multipleOf` too."""
     numbers = [abs(value) for value in schema.values() if isinstance(value, int | float)]
     most = MOST_FINE if isinstance(schema.get("multipleOf"), float) else MOST_PLAIN
@@ -150,7 +149,7 @@ def _bound_numbers(schema: Schema) -> None:
                 schema[name] = sign * MOST_BOUND
 
 
-_REWRITES: tuple[Callable[[Schema], None], ...] = (
+_REWRITES: tuple[Callable[[dict[str, Any]], None], ...] = (
     _allow_null,
     _replace_format,
     _replace_patterns,

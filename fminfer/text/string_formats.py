@@ -31,11 +31,6 @@ def _whole(pattern: str, **others: Any) -> dict[str, Any]:
     return {"pattern": f"^(?:{pattern})$", **others}
 
 
-def _bounds(num_bits: int, *, is_signed: bool) -> dict[str, Any]:
-    least = -(2 ** (num_bits - 1)) if is_signed else 0
-    return {"minimum": least, "maximum": least + 2**num_bits - 1}
-
-
 # By their names, what stands in their place. An empty one asks for nothing more.
 FORMATS: dict[str, dict[str, Any]] = {
     "date": _whole(_DATE),
@@ -56,8 +51,11 @@ FORMATS: dict[str, dict[str, Any]] = {
         )
         for version in range(1, 9)
     },
-    **{f"int{size}": _bounds(size, is_signed=True) for size in (8, 16, 32, 64)},
-    **{f"uint{size}": _bounds(size, is_signed=False) for size in (8, 16, 32, 64)},
+    **{
+        f"int{size}": {"minimum": -(2 ** (size - 1)), "maximum": 2 ** (size - 1) - 1}
+        for size in (8, 16, 32, 64)
+    },
+    **{f"uint{size}": {"minimum": 0, "maximum": 2**size - 1} for size in (8, 16, 32, 64)},
 }
 # Those of JSON Schema that are left to llguidance: it holds answers to them, or refuses.
 NATIVE_FORMATS = frozenset(

@@ -351,6 +351,11 @@ def continuing(content: Any, **more: Any) -> dict[str, Any]:
         ("{{ messages[-1].content }}", continuing('{"v": ', **JSON), ["continue_final_message"]),
         ("{{ messages[-1].content }}", continuing("```json\n[1,", **JSON), ["continue_final"]),
         ("{{ messages[-1].content }}", continuing("Here it is: ", **JSON), []),
+        (
+            "{{ messages[-1].content[0].text }}",
+            continuing([{"type": "text", "text": "[1, "}], **JSON),
+            ["continue_final_message"],
+        ),
         ("{{ messages[-1].content }}", continuing('{"v": '), []),
     ],
 )

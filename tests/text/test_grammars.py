@@ -469,6 +469,7 @@ def test_schemas_that_nothing_finite_fits(schema: Any, has_end: bool) -> None:
         ({"name": "f", "parameters": {"type": "object"}}, 'stands under "parameters"'),
         ({"type": "array", "items": {"city": {"type": "string"}}}, '"city" and no keyword'),
         ({"title": "Any", "x-order": 1}, ""),
+        ({"$ref": "#/$defs/all/a", "$defs": {"all": {"a": {"type": "null"}}}}, ""),
         ({"properties": {"a": {"javaType": "String"}}}, ""),
         ({"$schema": "https://json-schema.org/draft/2020-12/schema"}, ""),
     ],
