@@ -19,6 +19,25 @@ from fminfer.text.tool_calls import HERMES_OPENING, find_parser
 _USUAL_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "type", "text", "id"})
 _REASONING = frozenset({"reasoning_content", "reasoning", "thinking"})  # read by any of these
 
+_THOUGHTS = {  # where models begin to think, and where they end
+    "<think>": "</think>",
+    "<thinking>": "</thinking>",
+    "<thought>": "</thought>",
+    "<reasoning>": "</reasoning>",
+    "<seed:think>": "</seed:think>",
+    "[THINK]": "[/THINK]",
+    "◁think▷": "◁/think▷",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|begin_of_thought|>": "<|end_of_thought|>",
+    "<|channel|>analysis<|message|>": "<|end|>",
+    "<|channel|>analysis": "<|end|>",
+}
+OPEN_THOUGHT = RowWarning(
+    "the prompt ends inside an open thought, and the constraint holds from there on, so that "
+    "the answer has no thought. Have the template close it, as many do with chat_template_kwargs "
+    "enable_thinking false"
+)
+
 
 @dataclass(slots=True, frozen=True)
 class ChatIntake:
@@ -50,7 +69,11 @@ class ChatIntake:
                 parser = find_parser(self.template.find_text(has_tools=True) or "")
             elif self.tool_call_parser != "none":
                 parser = self.tool_call_parser
-        warnings = (*chat.warnings, *self._warn(chat, parser, has_calls=has_calls))
+        warnings = (
+            *chat.warnings,
+            *self._warn(chat, parser, has_calls=has_calls),
+            *_warn_of_beginnings(chat, text),
+        )
         params = chat.params
         if parser == "hermes" and self.template.tokenizer.special_id(HERMES_OPENING) is not None:
             params = replace(params, skip_special_tokens=False)  # the text would lose its calls
@@ -78,6 +101,29 @@ class ChatIntake:
         found += _warn_of_unread(chat, text)
         losses = self.template.find_losses(chat.messages, chat.tools, chat.template_args)
         return found + [RowWarning(loss) for loss in losses]
+
+
+def ends_in_thought(prompt: str) -> bool:
+    """Tell whether a prompt ends where a thought begins."""
+    return prompt.rstrip().endswith(tuple(_THOUGHTS))
+
+
+def _warn_of_beginnings(chat: ChatRequest, text: str) -> Iterator[RowWarning]:
+    """Tell where a constraint, which holds from the first token on, begins inside a text."""
+    if chat.params.constraint is None:
+        return
+    content = chat.messages[-1].get("content") if chat.continues_final_message else ""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    begun = "".join(str(part.get("text") or "") for part in parts)
+    if not ends_in_thought(text) and any(
+        begun.rfind(start) > begun.rfind(end) for start, end in _THOUGHTS.items()
+    ):
+        yield OPEN_THOUGHT
+    if any(begun.count(start) > begun.count(end) for start, end in ("{}", "[]")):
+        yield RowWarning(
+            "continue_final_message goes on from a JSON text that is begun, and the constraint "
+            "asks for a whole one behind it. Leave the beginning out"
+        )
 
 
 def _warn_of_unread(chat: ChatRequest, text: str) -> Iterator[RowWarning]:

@@ -18,7 +18,7 @@ from fminfer.contract.request import DEFAULTS, RAW_TOKENS, Request, SamplingPara
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, WarningCounts, cut_name
 from fminfer.contract.vectors import check_model
 from fminfer.core.errors import RequestError, UncompiledError
-from fminfer.engine.chat_intake import ChatIntake
+from fminfer.engine.chat_intake import OPEN_THOUGHT, ChatIntake, ends_in_thought
 from fminfer.engine.noise import meaning_of
 from fminfer.engine.prompt_fit import (
     MAX_COUNTED_CHARS,
@@ -28,7 +28,7 @@ from fminfer.engine.prompt_fit import (
     check_ids,
     needs_words,
 )
-from fminfer.engine.sequence import Prepared
+from fminfer.engine.sequence import Prepared, no_token_error
 from fminfer.engine.start import find_bans
 from fminfer.engine.vector_intake import Encodings, VectorIntake
 from fminfer.text.chat_template import ChatTemplate
@@ -144,6 +144,14 @@ class Intake:
         except RequestError as error:
             name = next((name for name in CONSTRAINTS if fields.get(name)), None)
             raise RequestError(error.code, error.message, name) from None
+        bans = find_bans(params, self.tokenizer, limits.eos_ids)
+        if bans is not None and bans.narrow(grammar.first.mask, bans.find(0, [])).few == ():
+            raise no_token_error(0)
+        if params.min_tokens > grammar.shortest:
+            yield RowWarning(
+                "min_tokens lengthens constrained answers only as far as the constraint allows, "
+                "so that some may be shorter"
+            )
         if names := grammar.unknown[:MAX_NAMES]:
             told = tuple(cut_name(name) + guess(name, KNOWN_KEYS) for name in names)
             yield RowWarning("unknown keywords of JSON schemas have no effect", told)
@@ -154,10 +162,13 @@ class Intake:
             )
 
     def _warn_of_spelling(self, request: Request) -> Iterator[RowWarning]:
-        """Tell of special tokens that a request spells, and that do what nobody expects."""
+        """Tell of tokens that a request spells, and that do what nobody expects."""
         params = request.params
+        texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
+        if params.constraint is not None and any(map(ends_in_thought, texts)):
+            yield OPEN_THOUGHT
         bos = self.tokenizer.doubled_bos if params.add_special_tokens else None
-        if bos and any(isinstance(each, str) and each.startswith(bos) for each in request.prompts):
+        if bos and any(text.startswith(bos) for text in texts):
             yield RowWarning(
                 f"prompts begin with {bos} and the tokenizer adds one, so that they have two. "
                 "Take it out, or set add_special_tokens to false"

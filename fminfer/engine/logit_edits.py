@@ -44,13 +44,19 @@ class Bans:
         return make_mask(bits if has_list else invert(bits))
 
     def narrow(self, mask: Mask, banned: set[int]) -> Mask:
-        """Return a mask of all of the model's tokens without those that are banned."""
+        """Return a mask of all of the model's tokens without those that are banned.
+
+        Where nothing else is left, a complete answer may end.
+        """
         size = len(mask.bits)
         bits = int.from_bytes(mask.bits, "little")
         if self.mask is not None:
             end = b"\xff" if self.mask.bits[-1] > 127 else b"\0"
             bits &= int.from_bytes(self.mask.bits[:size].ljust(size, end), "little")
         bits &= ~int.from_bytes(pack_ids(banned, size), "little")
+        if not bits:
+            ends = pack_ids(self._held_ids, size)
+            bits = int.from_bytes(mask.bits, "little") & int.from_bytes(ends, "little")
         return make_mask(bits.to_bytes(size, "little"))
 
     def find(self, num_drawn: int, newest: list[int]) -> set[int]:

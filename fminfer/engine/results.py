@@ -163,7 +163,9 @@ def advance(sequence: Sequence, token: TokenReport) -> None:
     sequence.num_unfed += 1
     if sequence.edits is not None:
         sequence.edits.count(token.token_id)
-    if token.token_id in sequence.prompt.end_ids and len(sequence.tokens) > params.min_tokens:
+    # A constraint's mask has an end before min_tokens only where nothing else is left.
+    may_end = sequence.matcher is not None or len(sequence.tokens) > params.min_tokens
+    if token.token_id in sequence.prompt.end_ids and may_end:
         _end(sequence, token.token_id)
         return
     _add_token(sequence, detokenizer)

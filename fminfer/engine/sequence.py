@@ -30,6 +30,15 @@ class TokenReport:
     offset: int = 0  # code points of completion before it (completion tokens only)
 
 
+def no_token_error(num_drawn: int) -> RequestError:
+    """Return the error of a constraint and bans that leave nothing to draw."""
+    return RequestError(
+        "out_of_range",
+        f"the constraint leaves no token for generated token {num_drawn} that "
+        "min_tokens, allowed_token_ids and bad_words allow. Change those or the constraint",
+    )
+
+
 Array = Any  # of numpy
 ReportSlice = tuple[list[TokenReport], int, int]  # a list, often still growing, and [start, end)
 
@@ -262,11 +271,7 @@ class Sequence:
         if self.prompt.bans is not None:
             mask = self.prompt.bans.narrow(mask, self.banned_ids)
         if mask.few == ():
-            raise RequestError(
-                "out_of_range",
-                f"the constraint leaves no token for generated token {len(self.tokens)} that "
-                "min_tokens, allowed_token_ids and bad_words allow. Change those or the constraint",
-            )
+            raise no_token_error(len(self.tokens))
         self.mask = mask
 
     @property

@@ -8,24 +8,34 @@ from typing import Any
 
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
-from fminfer.text.json_schemas import Branches
+from fminfer.text.gbnf import convert_gbnf, is_gbnf
+from fminfer.text.json_schemas import Branches, has_end
+from fminfer.text.patterns import plain_lark, plain_regex
+from fminfer.text.plain_schemas import count_digits, parse_schema
 
 # Between tokens of JSON: a space, or a line break and its indent. Small models go on and on with
 # white space that nothing bounds.
 WHITE_SPACE = r"\x20|\r?\n[\x20\t]{0,20}"
 # llguidance lets keys spell any character as \u, and so takes "\u0061" for another key than "a".
 ESCAPES = '"\\bfnrt'
-CONTROL = re.compile(r"(?<!\\)(\\\\)*\\u00[01]")  # in JSON; only \u spells these
+CONTROL = re.compile(r"(?<!\\)(\\\\)*\\u00[01]|\x7f")  # in JSON; it writes these as \u alone
 # Of Lark; GBNF has neither.
 IGNORED_HEAT = re.compile(r'^\s*[?!]?\w+\[[^]"\n]*\btemperature\s*=[^]"\n]*\]\s*:', re.MULTILINE)
 HIDDEN_KEYS = re.compile(r'%json.*"lenient"\s*:', re.DOTALL)
 MOST_EXACT = 2**53  # llguidance rounds larger numbers, as float64 does
+_PLAIN = {  # by what llguidance writes
+    "NoExtensionBias": "nothing matches it",
+    "Regex is empty": "nothing matches it",
+    "Unable to determine if regex": "pattern, format and lengths of a text are too complex "
+    "together. Leave one of them out",
+}
+_INTERNAL = re.compile(r"<(state|grammar|non-verbose/)>.*|\bcompute_time.*", re.DOTALL)
 NO_RULES = ("default", "examples")
 UPPER, LOWER = ("maximum", "exclusiveMaximum"), ("minimum", "exclusiveMinimum")
 
 
 def write_grammar(constraint: Constraint) -> str:
-    """Return a constraint in llguidance's own form; Lark and GBNF as they are.
+    """Return a constraint in llguidance's own form; a grammar in Lark.
 
     Raises:
         ValueError: it cannot be read.
@@ -34,7 +44,13 @@ def write_grammar(constraint: Constraint) -> str:
 
     text = constraint.text
     if constraint.kind == "json":
-        _refuse_inexact(json.loads(text), "")
+        schema = parse_schema(text)
+        _refuse_inexact(schema, "")
+        if not has_end(schema):
+            raise ValueError(
+                "nothing finite fits it. Take a property that leads back to the schema out of "
+                '"required", or allow null or an empty list there'
+            )
         # These count more than what a schema says of itself in "x-guidance".
         options: Any = {"lenient": False, "coerce_one_of": False}
         options |= {"item_separator": ",", "key_separator": ":"}
@@ -43,20 +59,53 @@ def write_grammar(constraint: Constraint) -> str:
         options["whitespace_flexible"] = constraint.whitespace != "none"
         if options["whitespace_flexible"]:
             options["whitespace_pattern"] = constraint.whitespace or WHITE_SPACE
-        schema = json.loads(text)
         text = json.dumps(Branches(schema).join(schema), ensure_ascii=False)
         return LLMatcher.grammar_from_json_schema(text, overrides=options)
     if constraint.kind == "regex":  # with \d and \w as in JSON Schema: of ASCII
-        return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(text, 'dw')}/")
+        regex = regex_to_lark(plain_regex(text), "dw")
+        return _from_lark(f"start: /{regex}/")
     if constraint.kind == "choice":
         words = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
         # One token of the grammar: of thousands of rules, too many would be open at once.
-        return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(words))
+        return _from_lark("start: CHOICE\nCHOICE: " + " | ".join(words))
     if IGNORED_HEAT.search(text):
         raise ValueError("the temperature of a rule has no effect here. Give the request's")
     if HIDDEN_KEYS.search(text):
         raise ValueError("lenient in its JSON hides keywords. Leave it out")
-    return text
+    return _from_lark(convert_gbnf(text) if is_gbnf(text) else plain_lark(text))
+
+
+def write_number_bound(constraint: Constraint) -> str:
+    """Return a grammar of all JSON whose numbers have bounded digits, and are finite doubles.
+
+    It holds beside that of a schema, whose numbers llguidance lets go on without an end. A
+    fraction of all its digits does not end with 0: an exclusive bound may need another one.
+    """
+    whole, total = count_digits(parse_schema(constraint.text))
+    small = "(?:[0-9]{1,2}|1[0-9]{2}|2[0-8][0-9])"  # times 10^19 it is finite
+    large = "(?:[0-9]{1,2}|[12][0-9]{2}|30[0-7])"  # times 10 it is
+    zero = rf"0(?:\.0{{1,5}}|{_fraction(total, zeros='0{0,5}')})"
+    one = rf"(?:{zero}|[1-9]{_fraction(total - 1)})(?:[eE][+-]?{large})?"
+    longer = "|".join(
+        rf"[1-9][0-9]{{{size - 1}}}{_fraction(total - size)}" for size in range(2, whole + 1)
+    )
+    number = rf"-?(?:{one}|(?:{longer})(?:[eE][+-]?{small})?)"
+    other = r'[^"0-9.+eE-]|true|false|"(?:[^"\\]|\\.)*"'
+    json_text = rf"(?s:(?:{other}|{number}[,\]}}\x20\t\r\n])*(?:{number})?)"
+    return _from_lark(f"start: /{json_text}/")
+
+
+def _from_lark(text: str) -> str:
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_lark(text.replace("\x7f", r"\u007f"))  # its lexer lacks DELETE
+
+
+def _fraction(most: int, zeros: str = "") -> str:
+    """Return a regex of a fraction, or of none, with at most so many digits behind zeros."""
+    if most < 2:
+        return r"(?:\.[1-9])?" if most == 1 else ""
+    return rf"(?:\.{zeros}(?:[0-9]{{1,{most - 1}}}|[0-9]{{{most - 1}}}[1-9]))?"
 
 
 def _refuse_inexact(value: Any, key: str) -> None:
@@ -106,4 +155,8 @@ def refuse(constraint: Constraint, fault: str) -> RequestError:
 
 
 def tidy(fault: str) -> str:
-    return " ".join(fault.replace("<non-verbose/>", "").split())[:300]
+    """Return a fault on one line, without what only llguidance's authors can read."""
+    for sign, plain in _PLAIN.items():
+        if sign in fault:
+            return plain
+    return " ".join(_INTERNAL.sub("", fault).split())[:300]

@@ -26,11 +26,8 @@ class GrammarTrial:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def compile(self, text: str, *, is_free: bool) -> tuple[str, str]:
-        """Return a grammar in llguidance's own form, and what is wrong with it; "": nothing.
-
-        Args:
-            is_free: it is in Lark or GBNF, and not in that form yet.
+    def compile(self, text: str) -> str:
+        """Return what is wrong with a grammar in llguidance's own form; "": nothing.
 
         Raises:
             OSError: the process cannot run here.
@@ -41,7 +38,7 @@ class GrammarTrial:
             process = self._process
             assert process.stdin is not None and process.stdout is not None, "both are pipes"
             try:
-                process.stdin.write(json.dumps([text, is_free]).encode() + b"\n")
+                process.stdin.write(json.dumps(text).encode() + b"\n")
                 process.stdin.flush()
                 told = process.stdout.readline()
             except OSError:
@@ -59,9 +56,8 @@ class GrammarTrial:
                         "Install it there"
                     )
                 limits = f"{SECONDS:g} s, or {BYTES >> 30} GB of memory"
-                return "", f"it takes more than {limits} to compile"
-            grammar, fault = json.loads(told)
-            return grammar, fault
+                return f"it takes more than {limits} to compile"
+            return str(json.loads(told))
 
 
 def _start() -> subprocess.Popen[bytes]:
@@ -91,7 +87,6 @@ class _Bytes:
 def _serve() -> None:
     from llguidance import LLMatcher, LLTokenizer
     from llguidance._tokenizer import TokenizerWrapper
-    from llguidance.gbnf_to_lark import any_to_lark
 
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     most = BYTES if hard == resource.RLIM_INFINITY else min(BYTES, hard)
@@ -99,15 +94,14 @@ def _serve() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a process that ignores it hands that on
     tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()), n_vocab=EOS + 1)
     for line in sys.stdin.buffer:
-        text, is_free = json.loads(line)
+        text = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends the process
         try:
-            grammar = LLMatcher.grammar_from_lark(any_to_lark(text)) if is_free else text
-            fault = _try(LLMatcher(tokenizer, grammar, log_level=0))
-        except Exception as error:  # the converter's, of a grammar that it cannot read
-            grammar, fault = "", str(error) or type(error).__name__
+            fault = _try(LLMatcher(tokenizer, text, log_level=0))
+        except Exception as error:
+            fault = str(error) or type(error).__name__
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(json.dumps([grammar, fault]).encode() + b"\n")
+        sys.stdout.buffer.write(json.dumps(fault).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 

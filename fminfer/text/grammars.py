@@ -12,9 +12,11 @@ from typing import Any
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
 from fminfer.core.messages import Mask, make_mask
-from fminfer.text.grammar_forms import refuse, tidy, write_grammar
+from fminfer.text.gbnf import blame_rule, is_gbnf
+from fminfer.text.grammar_forms import refuse, tidy, write_grammar, write_number_bound
 from fminfer.text.grammar_trial import GrammarTrial
 from fminfer.text.json_schemas import find_shortest, find_unknown
+from fminfer.text.plain_schemas import parse_schema
 from fminfer.text.tokenizer import Tokenizer
 
 # Its tokens, those for what is unknown left out, must be the bytes of what they say.
@@ -78,6 +80,7 @@ class Vocabulary:
         return ids
 
 
+NUMBER_BYTES = b"0123456789.+-eE"  # at which a number may be, and go on
 MAX_KEPT = 256  # grammars
 MAX_OPEN = 10_000  # places of a grammar where an answer may stand at once
 MAX_TRIED = 200  # choices, the shortest, that are looked at for the shortest in tokens
@@ -95,13 +98,14 @@ class _Node:
 class Grammar:
     """A grammar over the tokens of a model."""
 
-    def __init__(self, root: Any, grammars: Grammars, shortest: int) -> None:
-        self.root = root  # a matcher of llguidance at the start; each sequence gets a copy
+    def __init__(self, roots: list[Any], grammars: Grammars, shortest: int) -> None:
+        # Matchers of llguidance at the start, all of which hold; each sequence gets copies.
+        self.roots = roots
         self.grammars = grammars  # which count the masks that are kept
         self.shortest = shortest  # tokens of the shortest answer, without EOS; 0: not known
         self.unknown: tuple[str, ...] = ()  # keywords of a schema that mean nothing
         self.num_nodes, self.is_kept = 1, False
-        self.first = _Node(grammars.mask_of(root))
+        self.first = _Node(grammars.mask_of(roots))
 
     def start(self) -> Matcher:
         """Return a matcher at the beginning."""
@@ -118,8 +122,9 @@ class Matcher:
         self._grammar = grammar
         self._node: _Node | None = grammar.first
         self._mask: Mask | None = grammar.first.mask
-        self._own: Any = None  # a matcher of llguidance
-        self._untold: list[int] = []  # tokens that it has not got yet
+        self._matchers: list[Any] = []  # of llguidance
+        self._untold: list[int] = []  # tokens that these have not got yet
+        self._newest_id = 0
 
     @property
     def mask(self) -> Mask:
@@ -129,17 +134,22 @@ class Matcher:
             RequestError: the grammar is too complex here.
         """
         if self._mask is None:
-            self._mask = self._grammar.grammars.mask_of(self._matcher())
+            matchers = self._follow()
+            grammars = self._grammar.grammars
+            if grammars.vocabulary.tokens[self._newest_id][-1:] not in NUMBER_BYTES:
+                matchers = matchers[:1]  # the one of numbers allows all of JSON here
+            self._mask = grammars.mask_of(matchers)
         return self._mask
 
     @property
     def is_complete(self) -> bool:
         """Whether the answer may end here."""
-        return bool(self._matcher().is_accepting())
+        return all(matcher.is_accepting() for matcher in self._follow())
 
     def take(self, token_id: int) -> None:
         """Go on behind a token that the mask allowed; never EOS."""
         self._untold.append(token_id)
+        self._newest_id = token_id
         node, grammar = self._node, self._grammar
         if node is None:
             self._mask = None
@@ -149,15 +159,17 @@ class Matcher:
         if self._node is None and grammar.grammars.has_room(grammar):
             self._node = node.next[token_id] = _Node(self.mask)
 
-    def _matcher(self) -> Any:
-        if self._own is None:
-            self._own = self._grammar.root.deep_copy()
-        if self._untold:
-            self._own.consume_tokens(self._untold)
-            self._untold = []
-        if self._own.is_error():  # its mask would be EOS alone, and JSON would end in silence
-            raise _refuse_here(self._own.get_error())
-        return self._own
+    def _follow(self) -> list[Any]:
+        """Return the matchers behind all of its tokens."""
+        if not self._matchers:
+            self._matchers = [root.deep_copy() for root in self._grammar.roots]
+        for matcher in self._matchers:
+            if self._untold:
+                matcher.consume_tokens(self._untold)
+            if matcher.is_error():  # its mask would be EOS alone, and JSON would end in silence
+                raise _refuse_here(matcher.get_error())
+        self._untold = []
+        return self._matchers
 
 
 def _refuse_all(why: str) -> RequestError:
@@ -216,18 +228,22 @@ class Grammars:
             grammar.num_nodes += 1
             return True
 
-    def mask_of(self, matcher: Any) -> Mask:
-        """Return the mask of a matcher of llguidance.
+    def mask_of(self, matchers: list[Any]) -> Mask:
+        """Return the tokens that all of some matchers of llguidance allow.
 
         Raises:
-            RequestError: it cannot go on.
+            RequestError: one cannot go on.
         """
-        bits = ctypes.create_string_buffer((self._vocab_size + 63) // 64 * 8)
+        num_bytes = (self._vocab_size + 63) // 64 * 8
         num_words = (self._vocab_size + 31) // 32  # llguidance's are of 32 bits
-        matcher.unsafe_compute_mask_ptr(ctypes.addressof(bits), num_words * 4)
-        if matcher.is_error():
-            raise _refuse_here(matcher.get_error())
-        return make_mask(bits.raw)
+        allowed = -1
+        for matcher in matchers:
+            bits = ctypes.create_string_buffer(num_bytes)
+            matcher.unsafe_compute_mask_ptr(ctypes.addressof(bits), num_words * 4)
+            if matcher.is_error():
+                raise _refuse_here(matcher.get_error())
+            allowed &= int.from_bytes(bits.raw, "little")
+        return make_mask(allowed.to_bytes(num_bytes, "little"))
 
     def _keep(self, constraint: Constraint, found: Grammar | RequestError) -> None:
         with self._lock:
@@ -244,23 +260,30 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits  # loaded where a request asks for it
 
         words, index = self.vocabulary, self._index
+        unknown: set[str] = set()
+        texts: list[str] = []
         try:
-            text = write_grammar(constraint)
-            text, fault = self._trial.compile(text, is_free=constraint.kind == "grammar")
+            if constraint.kind == "json":
+                unknown = find_unknown(json.loads(constraint.text))
+            texts.append(write_grammar(constraint))
+            if constraint.kind == "json":
+                texts.append(write_number_bound(constraint))
+            fault = self._trial.compile(texts[0])
+            if constraint.kind == "grammar" and is_gbnf(constraint.text):
+                fault = blame_rule(constraint.text, fault)
         except ValueError as error:
             fault = str(error)
         if not fault:
             limits = LLParserLimits(max_items_in_row=MAX_OPEN, verbose_errors=False)
-            root = LLMatcher(index, text, log_level=0, limits=limits)
+            roots = [LLMatcher(index, text, log_level=0, limits=limits) for text in texts]
             try:
-                grammar = Grammar(root, self, _count_shortest(constraint, words, root))
-                if constraint.kind == "json":
-                    grammar.unknown = tuple(sorted(find_unknown(json.loads(constraint.text))))
+                grammar = Grammar(roots, self, _count_shortest(constraint, words, roots[0]))
+                grammar.unknown = tuple(sorted(unknown))
                 if grammar.first.mask.few != ():
                     return grammar
                 fault = "no token of this model can begin an answer"
             except RequestError:  # its first mask
-                fault = root.get_error()
+                fault = roots[0].get_error()
         raise refuse(constraint, fault)
 
     @cached_property
@@ -291,8 +314,8 @@ def _count_shortest(constraint: Constraint, words: Vocabulary, root: Any) -> int
     if constraint.kind == "choice":
         texts = sorted(json.loads(constraint.text), key=len)[:MAX_TRIED]
     elif constraint.kind == "json":
-        schema = json.loads(constraint.text)
-        texts = [found] if (found := find_shortest(schema)) is not None else []
+        shortest = find_shortest(parse_schema(constraint.text))
+        texts = [] if shortest is None else [shortest]
     for ids in sorted(map(words, texts), key=len):
         matcher = root.deep_copy()
         if matcher.consume_tokens(ids) and matcher.is_accepting():

@@ -1,4 +1,4 @@
-"""What is read from JSON Schemas beside llguidance: unions, unknown keywords, a shortest text.
+"""What is read from JSON Schemas beside llguidance: unions, odd words, a shortest text, an end.
 
 llguidance holds answers to `anyOf`, and takes `oneOf` only in the simplest cases. Unions with a
 discriminator, as pydantic writes them, are proven here: nothing fits two of their branches.
@@ -11,46 +11,90 @@ from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
+from fminfer.text.string_formats import FORMATS, NATIVE_FORMATS
+
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "additionalItems")
 _TYPES = frozenset({"object", "array", "string", "number", "boolean", "null"})
 MAX_DEPTH = 64
+_BESIDE_TYPE = frozenset({"properties", "required", "items", "prefixItems", "minItems"})
 MAX_SHORTEST = 20_000  # characters
-KNOWN_KEYS = frozenset(
+MAX_ROUNDS = 20  # of looks at a whole schema, each of which finds texts that the next one needs
+_LONG = "".ljust(MAX_SHORTEST, "a")  # stands for a text of which nobody asks
+ANNOTATIONS = frozenset(  # which ask for nothing
+    {"$schema", "$id", "id", "$comment", "$anchor", "$dynamicAnchor", "$vocabulary", "title"}
+    | {"description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"}
+    | {"discriminator", "xml", "externalDocs", "contentEncoding", "contentMediaType"}
+    | {"contentSchema", "x-guidance"}
+)
+_RULES = frozenset(
     {*_MAPS, *_LISTS, *_SINGLE, "type", "enum", "const", "required", "minItems", "maxItems"}
     | {"minLength", "maxLength", "pattern", "format", "minimum", "maximum", "multipleOf"}
     | {"exclusiveMinimum", "exclusiveMaximum", "minProperties", "maxProperties", "not", "if"}
-    | {"then", "else", "$ref", "$schema", "$id", "id", "$comment", "$anchor", "title", "default"}
-    | {"description", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"}
-    | {"contentEncoding", "contentMediaType", "x-guidance"}
+    | {"then", "else", "$ref", "$dynamicRef", "uniqueItems", "propertyNames", "nullable"}
+    | {"contains", "minContains", "maxContains", "dependentRequired", "dependentSchemas"}
+    | {"dependencies", "unevaluatedProperties", "unevaluatedItems"}
 )
+KNOWN_KEYS = ANNOTATIONS | _RULES
 
 
 def find_unknown(schema: Any) -> set[str]:
-    """Return the keywords of a schema that mean nothing, such as misspelled ones."""
-    found: set[str] = set()
+    """Return the keywords of a schema that mean nothing, such as misspelled ones, and formats.
 
-    def look(each: Any) -> None:
+    Raises:
+        ValueError: a schema has such keywords alone.
+    """
+    names: set[str] = set()
+    grouped: set[int] = set()  # what stands in $defs may be a group of schemas
+
+    def look(each: Any) -> Any:
         if isinstance(each, dict):
-            found.update(each.keys() - KNOWN_KEYS)
-            _change_parts(each, look)
+            unknown = each.keys() - KNOWN_KEYS
+            for places in (each.get("$defs"), each.get("definitions")):
+                grouped.update(map(id, places.values() if isinstance(places, dict) else ()))
+            # An inner one may have a program's own notes, such as "javaType": "Name".
+            odd = {
+                n
+                for n in unknown
+                if n[:2] != "x-" and (each is schema or isinstance(each[n], dict))
+            }
+            if odd and not each.keys() & _RULES and id(each) not in grouped:
+                raise _wordless_error(each, min(odd))
+            form = each.get("format")
+            if isinstance(form, str) and form not in FORMATS.keys() | NATIVE_FORMATS:
+                names.add(f'the format "{form}"')
+            names.update(unknown)
+            change_parts(each, look)
+        return each
 
     look(schema)
-    return found
+    return names
 
 
-def _change_parts(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+def _wordless_error(schema: dict[str, Any], name: str) -> ValueError:
+    remedy = 'Put names of properties under "properties"'
+    for wrapper in ("schema", "json_schema", "parameters", "input_schema"):
+        if wrapper in schema:
+            name = wrapper
+            remedy = f"Give what stands under {json.dumps(wrapper)} as the schema"
+    return ValueError(
+        f"it has {json.dumps(name)} and no keyword of JSON Schema, so that any JSON would fit. "
+        + remedy
+    )
+
+
+def change_parts(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
     """Return a schema with the schemas inside it changed."""
-    found = dict(schema)
+    changed = dict(schema)
     for key, value in schema.items():
         if key in _MAPS and isinstance(value, dict):
-            found[key] = {name: change(each) for name, each in value.items()}
-        elif key in _LISTS and isinstance(value, list):
-            found[key] = [change(each) for each in value]
+            changed[key] = {name: change(each) for name, each in value.items()}
+        elif key in _LISTS + _SINGLE and isinstance(value, list):
+            changed[key] = [change(each) for each in value]
         elif key in _SINGLE:
-            found[key] = change(value)
-    return found
+            changed[key] = change(value)
+    return changed
 
 
 class Branches:
@@ -63,7 +107,7 @@ class Branches:
         """Return a schema that the same texts fit, with fewer `oneOf`."""
         if not isinstance(schema, dict) or self._has_own_place(schema):
             return schema
-        found = _change_parts(schema, self.join)
+        found = change_parts(schema, self.join)
         branches = schema.get("oneOf")
         if isinstance(branches, list) and "anyOf" not in schema and self._exclude(branches):
             found.pop("discriminator", None)  # for which llguidance would look into each branch
@@ -103,7 +147,7 @@ class Branches:
             # An `$anchor`, or a name that is written in another way: llguidance knows these.
             if not f"{reference}/".startswith("#/") or {*"%~"} & {*reference}:
                 return {}
-            schema = _look_up(reference, self._root)
+            schema = look_up(reference, self._root)
         if not isinstance(schema, dict) or "$ref" in schema or self._has_own_place(schema):
             return {}
         return schema
@@ -144,8 +188,17 @@ def _plain(value: Any) -> Any:
 
 
 def find_shortest(schema: Any) -> str | None:
-    """Return a short text that a schema allows; None: that is not easy to see."""
-    return _Shortest(schema).find(schema)
+    """Return a short text that a schema allows; None: that is not easy to see, or long."""
+    text = _Shortest(schema).find_settled()
+    return text if text is not None and len(text) < MAX_SHORTEST else None
+
+
+def has_end(schema: Any) -> bool:
+    """Tell whether a finite value may fit a schema; False is a proof that there is none."""
+    try:
+        return _Shortest(schema).find_settled() is not None
+    except (AttributeError, TypeError):  # llguidance names what has the wrong type
+        return True
 
 
 class _Shortest:
@@ -153,59 +206,89 @@ class _Shortest:
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._left = 5000  # looks at parts of it: references can make it endless
+        self._texts: dict[int, str] = {}  # that were found, by the ids of their schemas
+        self._seen: set[int] = set()  # schemas in this round
         self._depth = 0
 
+    def find_settled(self) -> str | None:
+        """Return a text of the root; None: each needs another one of itself."""
+        for _ in range(MAX_ROUNDS):
+            num_known = len(self._texts)
+            self._seen.clear()
+            text = self.find(self._root)
+            if text is not None or len(self._texts) == num_known:
+                return text
+        return _LONG
+
     def find(self, schema: Any) -> str | None:
-        """Return a text; None: it is not easy to see, or long."""
-        self._left -= 1
-        if self._left < 0 or self._depth > MAX_DEPTH or not isinstance(schema, dict):
-            return None
-        self._depth += 1
-        found = self._find_inside(schema)
-        self._depth -= 1
-        return found
+        """Return a text; None: there is none as far as this round has come."""
+        if not isinstance(schema, dict):
+            return None if schema is False else "0"
+        if self._depth > MAX_DEPTH or ("$id" in schema and schema is not self._root):
+            return _LONG
+        key = id(schema)
+        if key not in self._seen and key not in self._texts:
+            self._seen.add(key)
+            self._depth += 1
+            text = self._find_inside(schema)
+            self._depth -= 1
+            if text is not None:
+                self._texts[key] = text
+        return self._texts.get(key)
 
     def _find_inside(self, schema: dict[str, Any]) -> str | None:
-        if "$ref" in schema:
-            return self.find(_look_up(str(schema["$ref"]), self._root))
+        needed = [look_up(str(schema["$ref"]), self._root)] if "$ref" in schema else []
+        kinds: Any = schema.get("type", "integer")
+        kinds = kinds if isinstance(kinds, list) else [kinds]
+        texts = [self.find(each) for each in needed]
+        for part in schema.get("allOf", []):
+            is_beside = "type" in schema and {*part} <= _BESIDE_TYPE
+            texts.append(self._find_of_kinds(kinds, part) if is_beside else self.find(part))
+        if needed or None in texts:
+            return None if None in texts else texts[0]
         values = [schema["const"]] if "const" in schema else schema.get("enum", [])
         others: Any = schema.get("anyOf") or schema.get("oneOf") or []
-        found = [*map(_compact, values), *map(self.find, others)]
-        if not found:
-            kinds: Any = schema.get("type", "integer")
-            kinds = kinds if isinstance(kinds, list) else [kinds]
-            found = [self._find_of_kind(kind, schema) for kind in kinds]
-        short = [text for text in found if text is not None and len(text) < MAX_SHORTEST]
-        return min(short, key=len, default=None)
+        texts = [*map(compact, values), *map(self.find, others)]
+        if texts:
+            return min((text for text in texts if text is not None), key=len, default=None)
+        return self._find_of_kinds(kinds, schema)
+
+    def _find_of_kinds(self, kinds: list[str], schema: dict[str, Any]) -> str | None:
+        texts = [self._find_of_kind(kind, schema) for kind in kinds]
+        return min((text for text in texts if text is not None), key=len, default=None)
 
     def _find_of_kind(self, kind: str, schema: dict[str, Any]) -> str | None:
         if kind == "object":
             properties, names = schema.get("properties", {}), schema.get("required", [])
+            other = "patternProperties" in schema or schema.get("additionalProperties", True)
             wanted, parts = dict.fromkeys(names), ""
             for name in filter(wanted.__contains__, dict.fromkeys([*properties, *names])):
-                value = self.find(properties.get(name, {}))
-                if value is None or len(parts) > MAX_SHORTEST:
+                value = self.find(properties.get(name, other))
+                if value is None:
                     return None
-                parts += f",{_compact(name)}:{value}"
+                parts = f"{parts},{compact(name)}:{value}"[:MAX_SHORTEST]  # it is long, then
             return "{" + parts[1:] + "}"
         if kind == "array":
-            num_items = min(schema.get("minItems", 0), MAX_SHORTEST)
-            item = self.find(schema.get("items", {})) if num_items else ""
-            if item is None or num_items * len(item) > MAX_SHORTEST:
-                return None
-            return f"[{','.join([item] * num_items)}]"
+            least, items = schema.get("minItems", 0), schema.get("items", True)
+            first = items if isinstance(items, list) else schema.get("prefixItems", [])
+            other = schema.get("additionalItems", True) if items is first else items
+            texts = [self.find(each) for each in first[:least]]
+            if least > len(first):
+                texts += [self.find(other)] * min(least - len(first), MAX_SHORTEST)
+            if None in texts or sum(len(text or "") for text in texts) > MAX_SHORTEST:
+                return None if None in texts else _LONG
+            return f"[{','.join(text or '' for text in texts)}]"
         if kind == "string":
-            return _compact("a" * min(schema.get("minLength", 0), MAX_SHORTEST))
-        return {"integer": "0", "number": "0", "boolean": "true", "null": "null"}.get(kind)
+            return compact("a" * min(schema.get("minLength", 0), MAX_SHORTEST))
+        return {"boolean": "true", "null": "null"}.get(kind, "0")
 
 
-def _look_up(reference: str, root: Any) -> Any:
+def look_up(reference: str, root: Any) -> Any:
     """Return what stands at a reference into a schema; None: nothing."""
     for part in reference.split("/")[1:]:
         root = root.get(part) if isinstance(root, dict) else None
     return root
 
 
-def _compact(value: Any) -> str:
+def compact(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -329,6 +329,52 @@ def test_variables_and_keys_that_a_template_does_not_read_are_told() -> None:
     assert error.code == "unsupported_parameter" and "thinsk" in error.message
 
 
+JSON = {"response_format": {"type": "json_object"}}
+FINAL = {"continue_final_message": True, "add_generation_prompt": False}
+
+
+def continuing(content: Any, **more: Any) -> dict[str, Any]:
+    return {"messages": [*HELLO, {"role": "assistant", "content": content}]} | FINAL | more
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "kinds"),
+    [
+        ("{{ messages }}<think>\n", JSON, ["thought"]),
+        ("{{ messages }}[THINK]", JSON, ["thought"]),
+        ("<|channel|>analysis<|message|>", {"guided_choice": ["a"]}, ["thought"]),
+        ("{{ messages }}<think>\n\n</think>\n\n", JSON, []),
+        ("{{ messages }}<think>\n", {}, []),
+        ("What is <think>? {{ messages }}", JSON, []),
+        ("{{ messages[-1].content }}", continuing("<think>\nLet me", **JSON), ["thought"]),
+        ("{{ messages[-1].content }}", continuing("<think>So.</think>", **JSON), []),
+        ("{{ messages[-1].content }}", continuing('{"v": ', **JSON), ["continue_final_message"]),
+        ("{{ messages[-1].content }}", continuing("```json\n[1,", **JSON), ["continue_final"]),
+        ("{{ messages[-1].content }}", continuing("Here it is: ", **JSON), []),
+        (
+            "{{ messages[-1].content[0].text }}",
+            continuing([{"type": "text", "text": "[1, "}], **JSON),
+            ["continue_final_message"],
+        ),
+        ("{{ messages[-1].content }}", continuing('{"v": '), []),
+    ],
+)
+def test_constraints_that_begin_inside_of_something(
+    template: str, fields: dict[str, Any], kinds: list[str]
+) -> None:
+    """JSON stood inside a thought, or a second object behind the begun one, without a word."""
+    bench = ChatBench(b"{}", chat_template=template)
+    bench.intake.note(*bench.intake.parse({"messages": HELLO, "max_tokens": 9} | fields).warnings)
+    told = [text for text in bench.warnings if "constraint" in text]
+    assert len(told) == len(kinds) and all(k in t for k, t in zip(kinds, told, strict=True))
+
+
+def test_a_completion_that_begins_inside_a_thought() -> None:
+    bench = ChatBench(b"{}")
+    request = bench.intake.parse({"prompt": "<think>\n", "max_tokens": 9} | JSON)
+    assert any("open thought" in str(warning) for warning in request.warnings)
+
+
 def test_equal_chats_are_equal_while_the_clock_goes_on() -> None:
     """Of two equal lines, the second counted as another one if a second began between them."""
     clock = iter(range(100))

@@ -15,6 +15,7 @@ import pytest
 
 import fminfer
 from fminfer.core.config import Constraint
+from fminfer.core.errors import RequestError
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.text import grammars
 
@@ -168,10 +169,40 @@ def test_bans_count_beside_a_constraint(engine: fminfer.Engine) -> None:
     """min_tokens, bad_words and allowed_token_ids narrow what it leaves, down to nothing."""
     (found,) = choices(engine, outputs(regex="[ab]{2,40}") | {"bad_words": ["b"], "min_tokens": 9})
     assert set(found["text"]) == {"a"} and len(found["token_ids"]) >= 9
-    text = refused(engine, **outputs(choice=["yes", "no"]), min_tokens=9)
-    assert "the constraint leaves no token for generated token" in text and "min_tokens" in text
     ids = engine.tokenizer.encode("z").ids
     assert "generated token 0" in refused(engine, **outputs(regex="[ab]+"), allowed_token_ids=ids)
+
+
+@pytest.mark.parametrize(
+    ("way", "texts"),
+    [
+        ({"json": {"type": "boolean"}}, {"true", "false"}),
+        ({"choice": ["yes", "no"]}, {"yes", "no"}),
+        ({"choice": ["a", "ab"]}, {"ab"}),
+        ({"regex": "[0-9]"}, {*"0123456789"}),
+    ],
+)
+@pytest.mark.parametrize("more", [{}, {"logprobs": 0}, {"n": 2, "seed": 1}])
+def test_min_tokens_give_way_to_an_end(
+    engine: fminfer.Engine, way: Options, texts: set[str], more: Options
+) -> None:
+    """An answer shorter than min_tokens was an error once it was computed."""
+    for each in choices(engine, outputs(**way) | more | {"min_tokens": 20}):
+        assert each["text"] in texts and each["finish_reason"] == "stop"
+    assert any("min_tokens lengthens constrained answers" in text for text in engine.warnings)
+
+
+def test_a_complete_answer_ends_where_bans_leave_nothing_else(engine: fminfer.Engine) -> None:
+    asked = outputs(choice=["a", "ab"]) | {"min_tokens": 9, "bad_words": ["b", "ab"]}
+    assert [each["text"] for each in choices(engine, asked)] == ["a"]
+
+
+def test_what_leaves_no_first_token_is_found_before_computing(engine: fminfer.Engine) -> None:
+    """`check` passed such a line, and the run refused it."""
+    ids = engine.tokenizer.encode("z").ids
+    fields = {"prompt": "a", "allowed_token_ids": ids} | outputs(regex="[ab]+")
+    with pytest.raises(RequestError, match="no token for generated token 0"):
+        engine.intake.parse(fields)
 
 
 def test_rows_that_lose_their_blocks_go_on_where_they_were() -> None:
@@ -240,7 +271,9 @@ HOSTILE: list[Options] = [
     outputs(grammar="start: start"),
     outputs(choice=["\ud800"]),
     outputs(json={"$ref": "#/$defs/none"}),
-    outputs(json={"type": "string", "format": "no-such-format"}),
+    outputs(json={"type": "string", "format": "uri-template"}),
+    outputs(json={"minimum": [], "multipleOf": {}}),
+    outputs(grammar="root ::= " + "[" * 9000),
 ]
 
 

@@ -157,7 +157,8 @@ def test_deltas_join_to_what_the_constraint_allows(server: Running) -> None:
     [
         ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "uniqueItems"),
         ({"not": {"type": "null"}}, "not"),
-        ({"type": "string", "format": "path"}, "path"),
+        ({"type": "string", "format": "regex"}, "regex"),
+        ({"name": "x", "schema": {"type": "object"}}, "no keyword of JSON Schema"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf whose branches"),
         (MULTIPLE, "more than 2 s"),
     ],

@@ -1,0 +1,159 @@
+"""Rewrites schemas in the keywords that llguidance holds answers to, with their exact meaning.
+
+zod, pydantic and OpenAPI write keywords that ask for nothing, nulls, and bounds of 64 bits.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from decimal import Decimal
+from functools import lru_cache
+from typing import Any
+
+from fminfer.text.json_schemas import KNOWN_KEYS, change_parts, compact
+from fminfer.text.patterns import plain_pattern
+from fminfer.text.string_formats import FORMATS, NATIVE_FORMATS
+
+# Keywords, and the values in JSON with which they ask for nothing.
+_NEUTRAL = {
+    "uniqueItems": ("false",),
+    "nullable": ("false",),
+    "not": ("false",),
+    "required": ("false",),  # of drafts before 4
+    "exclusiveMinimum": ("false",),  # of draft 4 and OpenAPI 3.0
+    "exclusiveMaximum": ("false",),
+    "propertyNames": ("true", "{}", '{"type":"string"}'),
+    "unevaluatedProperties": ("true", "{}"),
+    "unevaluatedItems": ("true", "{}"),
+    "dependentRequired": ("{}",),
+    "dependentSchemas": ("{}",),
+    "dependencies": ("{}",),
+}
+_VALUES = ("const", "default", "example")  # null is a value here
+MAX_DIGITS = 17  # of a number without bounds: as many as tell all doubles apart
+MOST_PLAIN = 10**17 - 16  # the largest double of 17 digits
+MOST_FINE = 10**11  # leaves digits for fractions
+MOST_WHOLE = 19  # digits of 64 bits
+MOST_BOUND = 2**63 - 1024  # the largest double below 2^63, for llguidance counts in 64 bits
+
+
+@lru_cache(4)
+def parse_schema(text: str) -> Any:
+    """Return the plain form of a schema in JSON. It is shared: leave it as it is.
+
+    Raises:
+        ValueError: a keyword's value has the wrong type.
+    """
+    try:
+        return plain_schema(json.loads(text))
+    except (AttributeError, TypeError):
+        raise ValueError("a keyword of it has a value of the wrong type") from None
+
+
+def plain_schema(schema: Any) -> Any:
+    """Return a schema that the same values fit, or a little fewer of them."""
+    if isinstance(schema, list):
+        return [plain_schema(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    plain = {key: value for key, value in schema.items() if not _asks_nothing(key, value)}
+    for rewrite in _REWRITES:
+        rewrite(plain)
+    plain = change_parts(plain, plain_schema)
+    # What a reference such as "#/components/schemas/Pet" reaches.
+    return plain | {key: plain_schema(plain[key]) for key in plain.keys() - KNOWN_KEYS}
+
+
+def count_digits(schema: Any) -> tuple[int, int]:
+    """Return the digits that numbers may need: before the point, and in all."""
+    numbers: list[str] = []
+    text = json.dumps(schema)
+    json.loads(text, parse_int=numbers.append, parse_float=numbers.append)
+    parts = [f"{abs(Decimal(number)):f}".partition(".") for number in numbers]
+    whole = min(max((len(before) for before, _, _ in parts), default=0), MOST_WHOLE)
+    fraction = max((len(behind) for _, _, behind in parts), default=0)
+    # As a double, 1.9999999999999999 is 2. What is above 0.5 alone may need one digit more.
+    more = 1 if '"exclusiveM' in text else 0
+    return max(MAX_DIGITS, whole), max(MAX_DIGITS - more, whole + fraction + more)
+
+
+def _asks_nothing(key: str, value: Any) -> bool:
+    if value is None:
+        return key not in _VALUES
+    return key in _NEUTRAL and compact(value) in _NEUTRAL[key]
+
+
+def _allow_null(schema: dict[str, Any]) -> None:
+    """Act on OpenAPI 3.0's `nullable`, which counts beside `type`."""
+    kinds = schema.get("type")
+    if schema.get("nullable") is True and kinds is not None:
+        del schema["nullable"]
+        schema["type"] = [*(kinds if isinstance(kinds, list) else [kinds]), "null"]
+
+
+def _replace_format(schema: dict[str, Any]) -> None:
+    name = schema.get("format")
+    if isinstance(name, str) and name not in NATIVE_FORMATS:
+        del schema["format"]
+        if name in FORMATS:
+            schema["allOf"] = [*schema.get("allOf", ()), FORMATS[name]]
+
+
+def _replace_patterns(schema: dict[str, Any]) -> None:
+    if isinstance(pattern := schema.get("pattern"), str):
+        schema["pattern"] = plain_pattern(pattern)
+    if isinstance(patterns := schema.get("patternProperties"), dict):
+        schema["patternProperties"] = {plain_pattern(key): patterns[key] for key in patterns}
+
+
+def _list_names(schema: dict[str, Any]) -> None:
+    """Write names that are an enum as properties: then none is repeated."""
+    names = schema.get("propertyNames") or {}
+    if names.keys() - {"type"} in ({"enum"}, {"const"}) and "patternProperties" not in schema:
+        allowed = names.get("enum", [names.get("const")])
+        known = schema.get("properties", {})
+        other = schema.get("additionalProperties", True)
+        listed = dict.fromkeys(name for name in allowed if isinstance(name, str))
+        ordered = [*filter(listed.__contains__, known), *listed]
+        schema["properties"] = {name: known.get(name, other) for name in ordered}
+        schema["additionalProperties"] = False
+        del schema["propertyNames"]
+
+
+def _close_counted(schema: dict[str, Any]) -> None:
+    """Allow no free keys where llguidance cannot count keys beside them."""
+    is_counted = {"minProperties", "maxProperties"} & schema.keys()
+    if is_counted and {*schema.get("properties", ())} - {*schema.get("required", ())}:
+        schema.setdefault("additionalProperties", False)
+
+
+def _bound_numbers(schema: dict[str, Any]) -> None:
+    """Write bounds as llguidance reads them: numbers of 64 bits, beside `multipleOf` too."""
+    numbers = [abs(value) for value in schema.values() if isinstance(value, int | float)]
+    most = MOST_FINE if isinstance(schema.get("multipleOf"), float) else MOST_PLAIN
+    most = most if max(numbers, default=0) < most else MOST_BOUND
+    for key, exclusive, sign in (
+        ("minimum", "exclusiveMinimum", -1),
+        ("maximum", "exclusiveMaximum", 1),
+    ):
+        if schema.get(exclusive) is True:  # of draft 4 and OpenAPI 3.0
+            schema[exclusive] = schema.pop(key, sign * math.inf)
+        if "multipleOf" in schema:
+            schema.setdefault(key, sign * most)
+        for name in {key, exclusive} & schema.keys():
+            bound = schema[name]
+            is_exact = bound == 2**63 - 1 and schema.get("type") == "integer"
+            if isinstance(bound, int | float) and sign * bound > MOST_BOUND and not is_exact:
+                schema[name] = sign * MOST_BOUND
+
+
+_REWRITES: tuple[Callable[[dict[str, Any]], None], ...] = (
+    _allow_null,
+    _replace_format,
+    _replace_patterns,
+    _list_names,
+    _close_counted,
+    _bound_numbers,
+)
