@@ -7,6 +7,7 @@ import gc
 import http.client
 import json
 import weakref
+from typing import Any
 
 import pytest
 from starlette.types import Message
@@ -16,7 +17,7 @@ from fminfer.engine.engine_core import Delta
 from fminfer.engine.sequence import Prepared
 from fminfer.server.http_errors import HttpError
 from fminfer.server.replies import EventStream, Reply
-from tests.server.running import running
+from tests.server.running import Answer, running
 
 WAIT_S = 0.2
 
@@ -78,22 +79,52 @@ def test_a_closed_one_is_forgotten_at_once(prepared: Prepared) -> None:
     assert asyncio.run(asyncio.wait_for(use(), 10))
 
 
-def test_signs_of_life_come_while_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are blank lines: vLLM's benchmark strips each piece that it reads, and joins the rest.
+@pytest.mark.parametrize(
+    ("path", "fields", "first", "later"),
+    [
+        ("/v1/completions", {"prompt": [5]}, {"text": ""}, {"text": ""}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}]},
+            {"delta": {"role": "assistant", "content": ""}},
+            {"delta": {}},
+        ),
+    ],
+)
+def test_signs_of_life_come_while_nothing_else_does(
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    fields: dict[str, Any],
+    first: dict[str, Any],
+    later: dict[str, Any],
+) -> None:
+    """They are chunks with nothing new.
 
-    A comment then took in all events behind it: whatever waited 10 s was said to have failed.
+    Clients in Go ended at the empty events that were sent. vLLM's benchmark joined a comment to the
+    events behind it.
     """
     monkeypatch.setattr("fminfer.server.replies.KEEP_ALIVE_S", WAIT_S)
     engine = fminfer.Engine(dtype="float32")
     with running(engine) as server:
         monkeypatch.setattr(engine, "step", lambda: [])
         connection = http.client.HTTPConnection(*server.address, timeout=20)
-        body = json.dumps({"prompt": [5], "max_tokens": 1, "stream": True})
-        connection.request("POST", "/v1/completions", body)
+        connection.request("POST", path, json.dumps(fields | {"max_tokens": 1, "stream": True}))
         response = connection.getresponse()
-        assert [response.read1().strip() for _ in range(3)] == [b""] * 3
+        signs = [response.read1() for _ in range(3)]
         monkeypatch.undo()
-        events = [event for event in response.read().split(b"\n\n") if event]
+        rest = response.read()
         connection.close()
     engine.close()
-    assert all(event.startswith(b"data: ") for event in events) and events[-1] == b"data: [DONE]"
+
+    body = b"".join(signs) + rest
+    chunks = Answer(200, {}, body).events
+    assert all(lines.startswith(b"data: ") for lines in body.split(b"\n\n")[:-1])
+    empty = {"logprobs": None, "finish_reason": None}
+    choices = [chunk["choices"][0] for chunk in chunks]
+    for place in range(3):
+        said = {name: value for name, value in choices[place].items() if name not in empty}
+        assert choices[place] == said | empty and said.pop("index") == 0
+        assert said == (first if place == 0 else later)
+    assert choices[-1]["finish_reason"] == "length"
+    roles = [choice.get("delta", {}).get("role") for choice in choices]
+    assert roles.count("assistant") == ("delta" in first)
