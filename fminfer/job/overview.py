@@ -13,12 +13,9 @@ from typing import Any, Literal
 from fminfer.core.errors import UsageError
 from fminfer.files.claims import look_at
 from fminfer.files.completed import find_edit, has_changed
-from fminfer.files.input_folders import (
-    describe_left_out,
-    find_inputs,
-    holds_requests,
-    sort_folder,
-)
+from fminfer.files.first_lines import holds_requests
+from fminfer.files.input_folders import describe_left_out, find_inputs, sort_folder
+from fminfer.files.input_models import refuse_models
 from fminfer.files.journal import journal_path
 from fminfer.files.line_reader import NAMED_ENDINGS, count_rows
 from fminfer.files.ordered_output import errors_path
@@ -110,6 +107,8 @@ def look_over(path: Path, now_s: float | None = None) -> list[Overview]:
         ):
             files = [_state_of(source, output, now_s, trouble) for source, output, trouble in pairs]
             found += [Overview(folder, files, _left_out(Path(folder), files))] if files else []
+    if all(overview.count("waiting") == len(overview.files) for overview in found):
+        refuse_models([path])
     if not found:
         what = f"{path} holds neither requests ({NAMED_ENDINGS}) nor answers"
         raise UsageError("; ".join([what, *describe_left_out([path])]))

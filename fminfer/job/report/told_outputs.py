@@ -12,7 +12,7 @@ from typing import Any
 from fminfer.core.errors import UsageError
 from fminfer.files.completed import Edit, find_edit
 from fminfer.files.disk import beside
-from fminfer.files.input_folders import holds_answers, holds_requests
+from fminfer.files.first_lines import holds_answers, holds_requests
 from fminfer.files.journal import journal_path
 from fminfer.files.line_reader import ENDINGS
 from fminfer.files.ordered_output import errors_path
