@@ -6,6 +6,7 @@ import atexit
 import queue
 import sys
 import threading
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
@@ -103,4 +104,5 @@ class LocalPipeline(QueuedPipeline):
             try:
                 self._results.put((turn, self._run(step)))
             except BaseException as error:
+                traceback.clear_frames(error.__traceback__)  # which hold weights
                 self._results.put((turn, error))

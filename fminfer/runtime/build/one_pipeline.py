@@ -63,6 +63,7 @@ class OnePipeline:
         num_threads, num_blocks = torch.get_num_threads(), plan.num_kv_tokens // config.block_size
         end_openmp_threads()  # steps are another thread's work
         self._group, self._watch = group, None if group is None else group.watch
+        self._stage: Stage | None = stage  # until it is closed
         self.stages = _build_pipeline(stage, loaded, group)
         self.graphs, self._stream = stage.graphs, (stream := loaded.network.stream)
         disk_speed = 0.0 if stream is None else stream.reads.bytes_per_s
@@ -133,11 +134,19 @@ class OnePipeline:
         self.core.on_step = tell
 
     def close(self) -> None:
-        """End the stage's thread, and the other ranks."""
+        """End the stage's thread and the other ranks, and free the weights and the KV cache."""
+        if self._stage is None:
+            return
         group, self._group = self._group, None
         self.stages.close()
         if self._stream is not None:
             self._stream.close()
+
+        self._facts = self.facts  # of which the graphs know a part
+        self._stage.free()
+        self._stage = self._stream = self.graphs = None
+        if self.plan.device.type == "cuda":
+            torch.cuda.empty_cache()  # for other programs
         if group is None:
             return
         group.watch.stop()
