@@ -49,13 +49,14 @@ class CheckReport:
     work: Work
     passes: list[str] = field(default_factory=list)  # of streamed layers
     plans: PlanReport | None = None  # other ways to run the lines
+    why_no_plan: str = ""  # although --plan asks for one
 
     @property
     def fits(self) -> bool:
         """Whether the run, or any of its other plans, fits the memory."""
         if self.plans is not None:
             return bool(self.plans.fitting)
-        return not self.plan.shortage
+        return bool(self.why_no_plan) or not self.plan.shortage
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the errors of single lines."""
@@ -92,11 +93,14 @@ class CheckReport:
             "work": asdict(self.work),
             "passes": self.passes,
             "plans": None if self.plans is None else self.plans.to_dict(),
+            "why_no_plan": self.why_no_plan,
         }
 
     def to_text(self, *, is_all: bool = False) -> str:
         """Return the report for people; `is_all`: with all plans, not the best alone."""
         plans = [] if self.plans is None else [self.plans.to_text(is_all=is_all)]
+        if self.why_no_plan:
+            plans = [f"plans     none: {self.why_no_plan}"]
         lines = [
             *self._line_lines(),
             *(plans or self._own_lines()),
