@@ -18,6 +18,7 @@ from fminfer.core.errors import InUseError, OutputError
 from fminfer.files.disk import beside, lock, sync_folder, told, unlock, write_all
 from fminfer.files.journal_rows import (
     CLOCK,
+    INPUT,
     Counts,
     Fingerprint,
     Row,
@@ -251,6 +252,20 @@ class Journal:
 def _holds_nothing(first: bytes, output: Path) -> bool:
     """Tell whether a journal, whose first row this is, can be dropped: no row, and no output."""
     return not first.endswith(b"\n") and not output.exists()
+
+
+def check_rows(output: Path, fingerprint: Fingerprint) -> None:
+    """See, by a UsageError, that an output's journal is of a run like this, whatever its input is.
+
+    It locks nothing and reads two lines, so that a folder can be looked through.
+    """
+    path = journal_path(output)
+    with told(path), path.open("rb") as file:
+        head, first = file.readline(), file.readline()
+    if head.endswith(b"\n") and not _holds_nothing(first, output):
+        any_input = {INPUT: ""}
+        old = read_fingerprint(path, head)
+        check_fingerprint(path, old | any_input, fingerprint | any_input)
 
 
 def peek(
