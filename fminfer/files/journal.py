@@ -22,6 +22,7 @@ from fminfer.files.journal_rows import (
     Counts,
     Fingerprint,
     Row,
+    RowCounts,
     check_fingerprint,
     head_line,
     is_of_other_input,
@@ -107,6 +108,11 @@ class Journal:
                         "command again"
                     )
                 yield row
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of whole rows, and of the line before them."""
+        return self._end
 
     def begin_anew(self, fingerprint: Fingerprint) -> None:
         """Drop all rows: those that come are of another run."""
@@ -252,6 +258,17 @@ class Journal:
 def _holds_nothing(first: bytes, output: Path) -> bool:
     """Tell whether a journal, whose first row this is, can be dropped: no row, and no output."""
     return not first.endswith(b"\n") and not output.exists()
+
+
+def count_rows_behind(output: Path, first: int) -> RowCounts:
+    """Count the rows of an output's journal that begin at some byte or later."""
+    path = journal_path(output)
+    if not path.exists():
+        return RowCounts()
+    with path.open("rb") as file:
+        file.seek(first)
+        rows = [row.is_error for row in map(read_row, file) if row is not None]
+    return RowCounts(len(rows), sum(rows))
 
 
 def check_rows(output: Path, fingerprint: Fingerprint) -> None:
