@@ -171,7 +171,7 @@ def _add_models(router: APIRouter, service: Service) -> None:
     )
     async def model(model: str) -> Response:
         """Describe the model."""
-        if model not in service.names:
+        if model not in service.accepted:
             known = " or ".join(service.names)
             raise HttpError(
                 404,
