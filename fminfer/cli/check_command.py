@@ -15,11 +15,12 @@ from click.core import ParameterSource
 from fminfer.cli.config_file import ConfiguredCommand, tell_notices
 from fminfer.cli.flags import PathOrUrl, flags_of
 from fminfer.cli.option_table import CheckOptions
-from fminfer.cli.process import EXIT_FAILED, EXIT_SOME_ERRORS
+from fminfer.cli.process import EXIT_FAILED, EXIT_SOME_ERRORS, show
 from fminfer.cli.refusals import Refusals
 from fminfer.core.config import EngineConfig, GroupSizes
 from fminfer.core.errors import UsageError
 from fminfer.core.option import take
+from fminfer.core.terminal import find_columns
 from fminfer.files.input_folders import describe_empty, describe_left_out, find_inputs
 from fminfer.files.storage import Location, RemoteFolders, default_work_dir
 from fminfer.job.run_paths import JobOptions, refuse_other_models
@@ -84,14 +85,15 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
             _print_json(report.to_dict(), spool)
         else:
             errors.tell_rest()
-            click.echo(report.to_text(is_all=asked.is_all))
+            columns = find_columns(sys.stdout)
+            show(report.to_text(is_all=asked.is_all, columns=columns))
     if not report.fits:
         sys.exit(EXIT_FAILED)
     sys.exit(EXIT_SOME_ERRORS if report.counts.num_wrong else 0)
 
 
 class _Errors:
-    """Tells wrong lines by reason, or each; for JSON they go to a file, however many there are."""
+    """Tells wrong lines by reason, or each. For JSON they go to a file, of any number."""
 
     def __init__(self, inputs: list[Path], spool: BinaryIO, asked: CheckOptions) -> None:
         self._inputs, self._spool, self._asked = inputs, spool, asked
@@ -117,7 +119,7 @@ class _Errors:
     def tell_rest(self) -> None:
         """Print what was not told as it was met."""
         for line in self._refusals.lines():
-            click.echo(line)
+            show(line)
 
 
 def _print_json(fields: dict[str, Any], errors: BinaryIO) -> None:

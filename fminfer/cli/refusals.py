@@ -32,20 +32,18 @@ class Refusal:
             self.ranges.append([source, number, number])
 
     def to_text(self, files: Sequence[Path]) -> str:
-        """Return it with the place of its first line, and the numbers of the others."""
-        first_source, first_number, _ = self.ranges[0]
-        text = f"{files[first_source]}:{first_number}: {self.text}"
+        """Return it with the place of its first line, and the numbers of all."""
+        home, number, _ = self.ranges[0]
+        text = f"{files[home]}:{number}: {self.text}"
         if self.num_lines == 1:
             return text
-        shown: list[str] = []
-        source_before = first_source
-        for source, first, last in self.ranges[:MOST_RANGES]:
-            of_file = "" if source == source_before else f"{files[source]}:"
-            shown.append(f"{of_file}{first}" + ("" if first == last else f"-{last}"))
-            source_before = source
-        if len(self.ranges) > MOST_RANGES:
-            shown.append("…")
-        return f"{text}; {self.num_lines:,} lines alike: {', '.join(shown)}"
+        shown = [
+            ("" if source == home else f"{files[source]}:")
+            + (f"{first}" if first == last else f"{first}-{last}")
+            for source, first, last in self.ranges[:MOST_RANGES]
+        ]
+        more = ", …" if len(self.ranges) > MOST_RANGES else ""
+        return f"{text}; {self.num_lines:,} lines alike: {', '.join(shown)}{more}"
 
 
 class Refusals:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from fminfer.cli.process import show
 from fminfer.core.errors import RETRYABLE
 from fminfer.core.quantities import counted, show_seconds
 from fminfer.job.overview import STATES, FileState, Overview, look_over
@@ -38,7 +39,7 @@ def status(paths: tuple[Path, ...], is_json: bool) -> None:
             if is_json:
                 click.echo(json.dumps(_to_dict(overview)))  # which takes names of any bytes
             else:
-                click.echo(_to_text(overview))
+                show(_to_text(overview))
 
 
 def _to_dict(overview: Overview) -> dict[str, object]:

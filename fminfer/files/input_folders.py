@@ -37,9 +37,9 @@ def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:
     A folder that `fminfer split` wrote gives the parts of its engine. `-` is stdin.
 
     Raises:
-        UsageError: a path that does not exist, is a model, has another ending, holds no JSON lines
-            by its first bytes, or comes twice; a folder with the parts of several engines, or, unless it
-            `may_be_empty`, without a file to answer.
+        UsageError: a path that does not exist, is a model, has another ending, holds no JSON
+            lines by its first bytes, or comes twice; a folder with the parts of several engines,
+            or, unless it `may_be_empty`, without a file to answer.
     """
     refuse_models(paths)
     files: list[Path] = []

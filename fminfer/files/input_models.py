@@ -26,7 +26,10 @@ MARKS = {
     "modules.json": ("idx",),
     "params.json": ("n_layers", "n_heads"),
 }
-OF_HUB = re.compile(r"(?:https?://(?:www\.)?(?:huggingface\.co|hf\.co)/)?([\w-][\w.-]*/[\w.-]+)/?")
+OF_HUB = re.compile(
+    r"(?:https?://(?:www\.)?(?:huggingface\.co|hf\.co)/)?"  # of a page
+    r"([\w-][\w.-]*/[\w.-]+)/?"
+)
 
 
 def refuse_models(paths: Iterable[Path | str], example: str = "") -> None:
@@ -47,8 +50,8 @@ def describe_model(path: Path | str, name: str, inputs: str = "") -> str:
     command = f"fminfer run {inputs or EXAMPLE} --model-name {shlex.quote(name)}"
     if not os.path.exists(path):
         return (
-            f"{path} does not exist; give a .jsonl file or a folder of them. If it is a model of "
-            f"the hub: {command}"
+            f"{path} does not exist; give a .jsonl file or a folder of them. "
+            f"If it is a model of the hub: {command}"
         )
     requests = _find_requests(Path(path))
     more = f". To answer {requests[0]}, name that file itself" if requests else ""
@@ -76,16 +79,15 @@ def name_model(path: Path | str) -> str:
     if is_gguf(file):
         return str(path)
 
-    is_part = file.suffix == ".json" and name_model(file.parent)
-    is_part = is_part or file.name.endswith(WEIGHTS)
+    is_part = file.name.endswith(WEIGHTS) or (file.suffix == ".json" and name_model(file.parent))
     return str(file.parent) if is_part and not holds_requests(file) else ""
 
 
 def _find_requests(folder: Path) -> list[Path]:
     """Return the files of a folder that may be requests: of .json those that hold some."""
-    names = sorted(filter(is_input_name, os.listdir(folder))) if folder.is_dir() else []
-    files = (folder / name for name in names)
-    return [file for file in files if file.suffix != ".json" or holds_requests(file)]
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    inputs = [file for file in files if is_input_name(file.name)]
+    return [file for file in inputs if file.suffix != ".json" or holds_requests(file)]
 
 
 def _is_mark(path: Path, keys: tuple[str, ...]) -> bool:
@@ -93,5 +95,5 @@ def _is_mark(path: Path, keys: tuple[str, ...]) -> bool:
     with suppress(OSError, ValueError, RecursionError):
         if path.is_file() and path.stat().st_size <= MAX_MARK_BYTES:
             fields = json.loads(path.read_bytes())
-    first = fields[0] if isinstance(fields, list) and fields else fields
-    return isinstance(first, dict) and any(key in first for key in keys)
+    objects = fields if isinstance(fields, list) else [fields]
+    return any(isinstance(each, dict) and not each.keys().isdisjoint(keys) for each in objects)

@@ -272,7 +272,7 @@ def count_rows_behind(output: Path, first: int) -> RowCounts:
 
 
 def check_rows(output: Path, fingerprint: Fingerprint) -> None:
-    """See, by a UsageError, that an output's journal is of a run like this, whatever its input is.
+    """See, by a UsageError, that an output's journal is of a run like this over any input.
 
     It locks nothing and reads two lines, so that a folder can be looked through.
     """

@@ -14,8 +14,8 @@ import click
 
 from fminfer.core.errors import UsageError
 from fminfer.files.disk import beside
-from fminfer.files.journal import journal_path
 from fminfer.files.input_models import refuse_models
+from fminfer.files.journal import journal_path
 from fminfer.files.line_reader import ENDINGS, NAMED_ENDINGS
 from fminfer.files.ordered_output import errors_path, vectors_path
 from fminfer.files.remote_files import (

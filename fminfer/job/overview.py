@@ -89,7 +89,8 @@ class Overview:
         speeds: dict[str, tuple[float, float]] = {}  # of each run, as its newest status has it
         for file in self.files:
             name = file.run or file.output
-            speeds[name] = max(speeds.get(name, (0.0, 0.0)), (file.rows_per_s, file.num_in_flight))
+            speed = file.rows_per_s, file.num_in_flight
+            speeds[name] = max(speeds.get(name, (0.0, 0.0)), speed)
         rate = sum(rows_per_s for rows_per_s, _ in speeds.values())
         if not left:
             return 0.0

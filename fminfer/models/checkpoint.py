@@ -183,7 +183,9 @@ def open_random(name: str, *, tokenizer: str | None = None) -> Checkpoint:
     """Make a checkpoint of random weights, of a config and a tokenizer (None: of bytes)."""
     config, _ = find_config(name)
     own = None if tokenizer is None else _find_tokenizer(tokenizer)
-    return Checkpoint(f"random {short_name(name)}", None, text_part(config), architecture_of(config), own)
+    return Checkpoint(
+        f"random {short_name(name)}", None, text_part(config), architecture_of(config), own
+    )
 
 
 def text_part(config: Any) -> Any:

@@ -23,7 +23,7 @@ HEADERS = {
 }
 
 # Turns events into chunks, and no events into a chunk with nothing new, a sign of life. Comments
-# and empty events are none: older clients in Go end at these, others join them to the next event.
+# and empty events would be none: older clients in Go end there, others join them to what follows.
 MakeChunks = Callable[[list[Event]], Iterable[object]]
 Result = TypeVar("Result")
 

@@ -53,7 +53,8 @@ class Service:
         self.accepted = frozenset(self.names)  # what a request may call it
         if not given:
             path = engine.config.model or engine.model_name
-            self.accepted |= {path, str(Path(path))} | (engine.intake.limits.model_names or set())
+            of_lines = engine.intake.limits.model_names or frozenset()
+            self.accepted |= of_lines | {path, str(Path(path))}
         self.created = int(time.time())  # in seconds since 1970: when the model was ready
         self.log = ServerLog(settings.log_level, is_quiet=settings.is_quiet)
         engine.intake.on_warning = lambda text: self.log.tell("warning", text)

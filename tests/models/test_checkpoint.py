@@ -343,7 +343,7 @@ def test_a_device_that_is_not_here(llama_checkpoint: Any) -> None:
 def test_what_a_model_is_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, name: str
 ) -> None:
-    """Records, reports and /v1/models had a folder's whole path, such as /home/me/models/llama-x."""
+    """Records, reports and /v1/models had a folder's whole path, such as /home/me/llama-x."""
     for folder in ("models/llama-x", "hub/models--org--a-b/snapshots/0123"):
         shutil.copytree(DEMO_MODEL, tmp_path / folder)
     (tmp_path / "link").symlink_to("models/llama-x")
