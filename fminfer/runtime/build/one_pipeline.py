@@ -16,7 +16,13 @@ from fminfer.core.messages import RankMemory
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.engine_core import Facts
 from fminfer.engine.start import Starter
-from fminfer.machine.device import end_openmp_threads, free_bytes, measure_peak, use_device
+from fminfer.machine.device import (
+    end_openmp_threads,
+    free_bytes,
+    give_back_freed,
+    measure_peak,
+    use_device,
+)
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.layer_source import OnProgress
 from fminfer.models.stage import Stage
@@ -145,8 +151,7 @@ class OnePipeline:
         self._facts = self.facts  # of which the graphs know a part
         self._stage.free()
         self._stage = self._stream = self.graphs = None
-        if self.plan.device.type == "cuda":
-            torch.cuda.empty_cache()  # for other programs
+        give_back_freed(self.plan.device)
         if group is None:
             return
         group.watch.stop()
