@@ -6,9 +6,11 @@ import asyncio
 import gc
 import http.client
 import json
+import threading
 import weakref
 from typing import Any
 
+import openai
 import pytest
 from starlette.types import Message
 
@@ -128,3 +130,52 @@ def test_signs_of_life_come_while_nothing_else_does(
     assert choices[-1]["finish_reason"] == "length"
     roles = [choice.get("delta", {}).get("role") for choice in choices]
     assert roles.count("assistant") == ("delta" in first)
+
+
+@pytest.mark.parametrize("kind", ["chat", "helper for chat", "completions"])
+def test_signs_of_life_change_no_answer_of_openais_client(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The role comes once, the usage last, and the joined text is the answer's."""
+    monkeypatch.setattr("fminfer.server.replies.KEEP_ALIVE_S", WAIT_S)
+    engine = fminfer.Engine(dtype="float32")
+    messages = [{"role": "user", "content": "How do you go from the den to the porch?"}]
+    chat: dict[str, Any] = {
+        "model": "demo",
+        "messages": messages,
+        "max_tokens": 4,
+        "temperature": 0,
+    }
+    plain: dict[str, Any] = {"model": "demo", "prompt": "Question: How", "max_tokens": 4, "seed": 3}
+    usage = {"include_usage": True}
+
+    with (
+        running(engine) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="x") as client,
+    ):
+        say: Any = client.completions if kind == "completions" else client.chat.completions
+        asked = plain if kind == "completions" else chat
+        whole = say.create(**asked)
+        monkeypatch.setattr(engine, "step", lambda: [])
+        timer = threading.Timer(4 * WAIT_S, monkeypatch.undo)
+        timer.start()
+        if kind == "helper for chat":
+            with say.stream(**asked, stream_options=usage) as stream:
+                num_chunks = sum(event.type == "chunk" for event in stream)
+                found = stream.get_final_completion()
+            assert found.choices[0].message.content == whole.choices[0].message.content
+            assert found.choices[0].message.role == "assistant" and found.usage is not None
+            assert found.usage.total_tokens == whole.usage.total_tokens
+        else:
+            chunks = list(say.create(**asked, stream=True, stream_options=usage))
+            num_chunks = len(chunks)
+            *said, last = chunks
+            choices = [chunk.choices[0] for chunk in said]
+            parts = [c.text if kind == "completions" else c.delta.content or "" for c in choices]
+            answer = whole.choices[0]
+            text = answer.text if kind == "completions" else answer.message.content
+            assert "".join(parts) == text and choices[-1].finish_reason == answer.finish_reason
+            assert last.usage.total_tokens == whole.usage.total_tokens
+        timer.join()
+    engine.close()
+    assert num_chunks > whole.usage.completion_tokens + 1, "there were signs of life"
