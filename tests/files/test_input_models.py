@@ -50,6 +50,7 @@ def run(*words: object) -> tuple[int, str]:
         ["run", "MODEL/config.json", "MODEL/tokenizer.json"],
         ["check", "MODEL"],
         ["status", "MODEL"],
+        ["report", "MODEL/model.safetensors"],
         ["split", "--input-file", "MODEL/model.safetensors", "--output-dir", "MODEL"],
         ["submit", "--scheduler", "slurm", "--dry-run", "--infer-data", "MODEL"],
     ],
