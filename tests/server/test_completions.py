@@ -217,3 +217,18 @@ def test_a_model_may_be_asked_for_by_its_name_or_its_path(tmp_path: Path) -> Non
     lines = [{"prompt": "a", "max_tokens": 1, "model": name} for name in ("my-model", str(folder))]
     assert [record.error for record in engine.run(lines)] == [None, None]
     engine.close()
+
+
+def test_the_usage_so_far_counts_what_an_encoder_reads(tmp_path: Path) -> None:
+    """Its chunks counted the decoder's own start, and not the prompt."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4}
+    config = {"model_type": "t5", "vocab_size": 300, "decoder_start_token_id": 0} | sizes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = fminfer.Engine(random_init=str(tmp_path / "config.json"), dtype="float32")
+    wish = {"stream": True, "stream_options": {"include_usage": True}}
+    wish["stream_options"] |= {"continuous_usage_stats": True}
+    sent = {"prompt": ["a prompt", "another"], "max_tokens": 3, "temperature": 0} | wish
+    with running(engine) as server:
+        *chunks, last = [event["usage"] for event in server.post("/v1/completions", sent).events]
+    engine.close()
+    assert chunks and {usage["prompt_tokens"] for usage in chunks} == {last["prompt_tokens"]}
