@@ -14,11 +14,13 @@ from click.core import ParameterSource
 
 from fminfer.cli.config_file import ConfiguredCommand, tell_notices
 from fminfer.cli.flags import PathOrUrl, flags_of
-from fminfer.cli.option_table import MAX_TOLD, CheckOptions
-from fminfer.cli.process import EXIT_FAILED, EXIT_SOME_ERRORS
+from fminfer.cli.option_table import CheckOptions
+from fminfer.cli.process import EXIT_FAILED, EXIT_SOME_ERRORS, show
+from fminfer.cli.refusals import Refusals
 from fminfer.core.config import EngineConfig, GroupSizes
 from fminfer.core.errors import UsageError
 from fminfer.core.option import take
+from fminfer.core.terminal import find_columns
 from fminfer.files.input_folders import describe_empty, describe_left_out, find_inputs
 from fminfer.files.storage import Location, RemoteFolders, default_work_dir
 from fminfer.job.run_paths import JobOptions, refuse_other_models
@@ -37,7 +39,8 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
     fminfer check requests.jsonl --model-name /models/opt-175b --world-size 8 --device-memory 80G
     fminfer check requests.jsonl --random-init bloom-176b --plan --device-kind h200 --num-devices 8
 
-    It checks lines as `fminfer run` does, with the same messages. It counts their tokens, and shows
+    It checks lines as `fminfer run` does, with the same messages: each once, with the numbers of
+    its lines. It counts their tokens, and shows
     the first prompt as the model will see it. It reads no weights.
 
     A table shows the memory that each rank takes, and how much KV cache fits beside the weights.
@@ -82,36 +85,41 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
             _print_json(report.to_dict(), spool)
         else:
             errors.tell_rest()
-            click.echo(report.to_text(is_all=asked.is_all))
+            columns = find_columns(sys.stdout)
+            show(report.to_text(is_all=asked.is_all, columns=columns))
     if not report.fits:
         sys.exit(EXIT_FAILED)
     sys.exit(EXIT_SOME_ERRORS if report.counts.num_wrong else 0)
 
 
 class _Errors:
-    """Tells wrong lines as they are met; for JSON they go to a file, however many there are."""
+    """Tells wrong lines by reason, or each. For JSON they go to a file, of any number."""
 
     def __init__(self, inputs: list[Path], spool: BinaryIO, asked: CheckOptions) -> None:
-        self._inputs, self._spool, self._is_json = inputs, spool, asked.is_json
-        self._most = sys.maxsize if asked.is_all else MAX_TOLD
+        self._inputs, self._spool, self._asked = inputs, spool, asked
+        self._refusals = Refusals(inputs)
         self._num = 0
 
     def add(self, record: Any) -> None:
         error, file = record.error, str(self._inputs[record.line.source])
+        text = f"{error.message} ({error.code})"
         self._num += 1
-        if self._is_json:
+        if self._asked.is_json:
             fields = {"file": file, "line": record.line.number, "code": error.code}
             fields |= {"message": error.message, "param": error.param}
             comma = b", " if self._num > 1 else b""
             self._spool.write(comma + json.dumps(fields).encode())
-        elif self._num <= self._most:
+        elif self._asked.is_all:
             from tqdm import tqdm
 
-            tqdm.write(f"{file}:{record.line.number}: {error.message} ({error.code})", sys.stdout)
+            tqdm.write(f"{file}:{record.line.number}: {text}", sys.stdout)
+        else:
+            self._refusals.add(record.line.source, record.line.number, text, error.param)
 
     def tell_rest(self) -> None:
-        if self._num > self._most:
-            click.echo(f"… and {self._num - self._most:,} more; --all shows them")
+        """Print what was not told as it was met."""
+        for line in self._refusals.lines():
+            show(line)
 
 
 def _print_json(fields: dict[str, Any], errors: BinaryIO) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import NamedTuple, get_args
 
 import click
 
+from fminfer.cli.process import show
 from fminfer.core.config import Quantized
+from fminfer.core.terminal import find_columns
+
+WIDTH = 92  # of the table
 
 
 class Example(NamedTuple):
@@ -137,11 +142,15 @@ def families(is_json: bool) -> None:
         }
         click.echo(json.dumps(fields, indent=2))
         return
-    click.echo(f"{'family':<18} {'example':<48} {'GiB':>7}  gives")
+    form = "{:<18} {:<48} {:>7}  {}"
+    if 0 < find_columns(sys.stdout) < WIDTH:
+        form = "{}: {}, {} GiB, {}"
+    else:
+        click.echo(form.format("family", "example", "GiB", "gives"))
     for name, each in EXAMPLES.items():
-        click.echo(f"{name:<18} {each.hub_id:<48} {each.gibibytes:7.1f}  {_gives(name)}")
+        show(form.format(name, each.hub_id, f"{each.gibibytes:.1f}", _gives(name)))
     bits = f"16 or 32 bits, or in fewer by --quantize ({', '.join(get_args(Quantized))})"
-    click.echo(f"All run in {bits}. Of GGUF files, docs/models.md says which run.", err=True)
+    show(f"All run in {bits}. Of GGUF files, docs/models.md says which run.", err=True)
 
 
 def _gives(name: str) -> str:

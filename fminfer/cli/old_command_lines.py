@@ -25,6 +25,7 @@ from fminfer.cli.flags import GroupedOption
 from fminfer.cluster.resources import SubmitOptions
 from fminfer.cluster.slurm_and_lsf import parts_of
 from fminfer.core.errors import UsageError
+from fminfer.files.input_models import describe_model, name_model
 
 # Names of vLLM, llama.cpp, Hugging Face, SGLang and lm-eval -> what to give, or what to know.
 _FLAGS = {
@@ -116,6 +117,8 @@ def _has(command: click.Command, flag: str) -> bool:
 
 def say_of_command(name: str) -> str:
     """Return what to type for a command of another tool, or for a file; "": nothing is known."""
+    if model := name_model(name):
+        return describe_model(name, model)
     return f"It is: fminfer run {name}" if os.path.exists(name) else COMMANDS.get(name, "")
 
 

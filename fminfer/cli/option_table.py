@@ -27,7 +27,6 @@ from fminfer.pipeline.ranks import RankConfig
 from fminfer.plan.roofs import PlanOptions
 from fminfer.server.settings import ServerSettings
 
-MAX_TOLD = 20  # wrong lines that `fminfer check` prints, unless all are asked for
 _check = partial(option, group="Check", commands=("check",))
 _bench = partial(option, group="Bench", commands=("bench",))
 _quantize = partial(option, group="Input and output", commands=("quantize",))
@@ -47,7 +46,7 @@ class CheckOptions(Options):
         "it."
     )
     is_json: bool = _check("Print one JSON object, with all errors.")
-    is_all: bool = _check(f"Print all errors, not the first {MAX_TOLD}.")
+    is_all: bool = _check("Print each wrong line by itself. With --plan, print all plans.")
 
 
 @dataclass(frozen=True)

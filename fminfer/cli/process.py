@@ -24,6 +24,7 @@ from fminfer.core.errors import (
     error_of,
     printable,
 )
+from fminfer.core.terminal import find_columns, fit
 from fminfer.files.remote_files import hide_secrets
 from fminfer.machine.host_memory import reading_files, touching_memory
 from fminfer.machine.library_imports import importing
@@ -50,6 +51,11 @@ def status_of(error: BaseException) -> int:
     if isinstance(error, StoppedError):
         return EXIT_STOPPED[error.reason]
     return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED
+
+
+def show(text: str, *, err: bool = False) -> None:
+    """Print a text, wrapped where a terminal is too narrow for it."""
+    click.echo(fit(text, find_columns(sys.stderr if err else sys.stdout)), err=err)
 
 
 def tell(error: BaseException, *, is_verbose: bool = False) -> int:

@@ -21,7 +21,14 @@ from fminfer.runtime.launch.role import Role, find_role
 from fminfer.server.settings import ServerSettings
 
 # What the extra brings, as it is imported.
-EXTRA = ("fastapi", "uvicorn", "prometheus_client", "python_multipart", "swagger_ui_bundle")
+EXTRA = (
+    "fastapi",
+    "uvicorn",
+    "prometheus_client",
+    "python_multipart",
+    "swagger_ui_bundle",
+    "starlette",
+)
 
 
 class _ServeCommand(ConfiguredCommand):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from fminfer.cli.process import show
 from fminfer.core.errors import RETRYABLE
 from fminfer.core.quantities import counted, show_seconds
 from fminfer.job.overview import STATES, FileState, Overview, look_over
@@ -30,15 +31,15 @@ def status(paths: tuple[Path, ...], is_json: bool) -> None:
 
     It reads the files that runs leave beside their outputs, and does not disturb the runs. It
     counts the files of a folder that a run over it answers, and looks through the folders below. It
-    counts rows without an answer by error code. The time left assumes that the number of runs stays
-    the same.
+    counts rows without an answer by error code. The time left assumes that the runs that live now
+    go on, and no others.
     """
     for path in paths:
         for overview in look_over(path):
             if is_json:
                 click.echo(json.dumps(_to_dict(overview)))  # which takes names of any bytes
             else:
-                click.echo(_to_text(overview))
+                show(_to_text(overview))
 
 
 def _to_dict(overview: Overview) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -48,4 +49,12 @@ def tell_endpoint(fields: Mapping[str, Any]) -> Endpoint:
 
 def endpoint_of(url: object) -> Endpoint | None:
     """Return the endpoint of a Batch line's url; None: there is none."""
-    return ALL_URLS.get(url) if isinstance(url, str) else None
+    return ALL_URLS.get(without_spare_slashes(url)) if isinstance(url, str) else None
+
+
+def without_spare_slashes(path: str) -> str:
+    """Return a path with single slashes, and none at its end: `/v1/score` for `//v1/score/`.
+
+    They come of a base URL that ends with one.
+    """
+    return re.sub("//+", "/", path).rstrip("/") or "/"

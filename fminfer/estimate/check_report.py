@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fminfer.core.quantities import counted, show_bytes, show_dtypes, show_short
+from fminfer.core.terminal import show_table
 from fminfer.estimate.line_checks import LineCounts
 from fminfer.estimate.run_plans import PlanReport
 from fminfer.plan.run_plan import RunPlan, name_of
@@ -50,13 +51,14 @@ class CheckReport:
     work: Work
     passes: list[str] = field(default_factory=list)  # of streamed layers
     plans: PlanReport | None = None  # other ways to run the lines
+    why_no_plan: str = ""  # although --plan asks for one
 
     @property
     def fits(self) -> bool:
         """Whether the run, or any of its other plans, fits the memory."""
         if self.plans is not None:
             return bool(self.plans.fitting)
-        return not self.plan.shortage
+        return bool(self.why_no_plan) or not self.plan.shortage
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the errors of single lines."""
@@ -94,14 +96,22 @@ class CheckReport:
             "why_slower": find_slowness(plan),
             "passes": self.passes,
             "plans": None if self.plans is None else self.plans.to_dict(),
+            "why_no_plan": self.why_no_plan,
         }
 
-    def to_text(self, *, is_all: bool = False) -> str:
-        """Return the report for people; `is_all`: with all plans, not the best alone."""
-        plans = [] if self.plans is None else [self.plans.to_text(is_all=is_all)]
+    def to_text(self, *, is_all: bool = False, columns: int = 0) -> str:
+        """Return the report for people.
+
+        Args:
+            is_all: with all plans, not the best alone.
+            columns: of the terminal; 0: any.
+        """
+        plans = [f"plans     none: {self.why_no_plan}"] if self.why_no_plan else []
+        if self.plans is not None:
+            plans = [self.plans.to_text(is_all=is_all, columns=columns)]
         lines = [
             *self._line_lines(),
-            *(plans or self._own_lines()),
+            *(plans or self._own_lines(columns)),
             *self._first_lines(),
             *(f"warning   {text} ({counted(n, 'row')})" for text, n in self.warnings.items()),
         ]
@@ -129,7 +139,7 @@ class CheckReport:
                 f"prompt tokens ({counts.shared_share:.0%}) are shared, and computed once"
             )
 
-    def _own_lines(self) -> Iterator[str]:
+    def _own_lines(self, columns: int) -> Iterator[str]:
         """Tell what the plan that the options give takes."""
         work, is_run = self.work, self.counts.num_right and not self.plan.shortage
         num_lines = work.sample_lines
@@ -139,7 +149,7 @@ class CheckReport:
                 f"steps     {counted(work.num_steps, 'micro-batch', 'micro-batches')} at most, up "
                 f"to {counted(work.max_rows_running, 'row')} at once{sample}"
             )
-        yield from self._memory_lines()
+        yield from self._memory_lines(columns)
         yield from (f"{'passes' * (n == 0):<10}{text}" for n, text in enumerate(self.passes))
         yield from (f"slower    {reason}" for reason in find_slowness(self.plan))
         if is_run and work.seconds is None:
@@ -152,7 +162,7 @@ class CheckReport:
                 f"all of its max_tokens{sample}; loading is not counted"
             )
 
-    def _memory_lines(self) -> Iterator[str]:
+    def _memory_lines(self, columns: int) -> Iterator[str]:
         """Tell what each process takes in a table, and how much KV cache fits."""
         plan, num_pipelines = self.plan, self.plan.machine.num_pipelines
         used = plan.used_kv_tokens(self.work.num_kv_tokens)
@@ -164,8 +174,7 @@ class CheckReport:
             sizes = (takes.libraries, takes.weights, takes.work, used * takes.kv_token)
             shown = map(show_bytes, (*sizes, takes.total(used)))
             rows.append((str(rank.rank), str(rank.part.num_layers), *shown))
-        for number, row in enumerate(rows):
-            line = "".join(f"{cell:>11}" for cell in row).removeprefix(" " * 5)
+        for number, line in enumerate(show_table(rows, columns and columns - 10)):
             yield f"{'memory' * (number == 0):<10}{line}"
         num_ranks = num_pipelines * len(plan.ranks)
         ranks = f"{num_ranks} ranks"

@@ -149,6 +149,8 @@ class Check:
     def _compare(self, report: CheckReport) -> CheckReport:
         """Add to a report the other plans, or what a pass with streamed layers takes."""
         plan, asked, device_bytes = self._plan, self._asked, self._plan.machine.device_bytes
+        if asked.is_plan and not report.counts.num_right:
+            return replace(report, why_no_plan="no line is right, so there is nothing to run")
         is_this, roofs = asked.is_this(device_bytes), None
         is_known = is_this or asked.known is not None or bool(asked.told_rates)
         if asked.is_plan or (self._streams and is_known):

@@ -10,6 +10,7 @@ from typing import Any
 from fminfer.core.config import EngineConfig, GroupSizes, Quantized
 from fminfer.core.errors import UsageError
 from fminfer.core.quantities import counted, show_bytes, show_short
+from fminfer.core.terminal import show_table
 from fminfer.plan.roofs import Roofs
 from fminfer.plan.run_plan import RunPlan, Streamed
 from fminfer.plan.slowness import find_slowness
@@ -160,14 +161,13 @@ class PlanReport:
         found = {"kind": self.kind, "is_predicted": True, "roofs": asdict(self.roofs)}
         return found | {"runs": [run.to_dict() for run in self.runs]}
 
-    def to_text(self, *, is_all: bool = False) -> str:
-        """Return the table, and why others do not fit."""
+    def to_text(self, *, is_all: bool = False, columns: int = 0) -> str:
+        """Return the table, and why others do not fit; `columns`: of the terminal."""
         fitting, others = self.fitting, [run for run in self.runs if run.why_not]
         shown = fitting if is_all else fitting[:MOST_ROWS]
         rows = [HEAD, *(run.to_cells() for run in shown)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [self._title()]
-        lines += [f"  {'  '.join(map(str.rjust, row, widths))}" for row in rows]
+        lines += [f"  {line}" for line in show_table(rows, columns and columns - 2)]
         if len(shown) < len(fitting):
             lines.append(f"  … and {len(fitting) - len(shown)} more that fit; --all shows them")
         if is_all:

@@ -5,46 +5,30 @@ from __future__ import annotations
 import os
 import shlex
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import islice
 from os.path import isfile
 from pathlib import Path
-from typing import Literal
 
-import orjson
-
-from fminfer.core.errors import FminferError, UsageError
+from fminfer.core.errors import UsageError
 from fminfer.core.quantities import counted
-from fminfer.files.line_reader import (
-    ENDINGS,
-    NAMED_ENDINGS,
-    first_bytes,
-    is_input_name,
-    read_lines,
-)
+from fminfer.files.first_lines import holds_requests, look_at_lines, what_is_wrong
+from fminfer.files.input_models import refuse_models
+from fminfer.files.line_reader import ENDINGS, NAMED_ENDINGS, is_input_name
 from fminfer.files.split_folders import is_split
 from fminfer.files.streams import (
     MANIFEST,
     PART_NAME,
     STDIN,
-    changed_ns,
-    explain_bytes,
-    explain_text,
     is_stream,
     require_zstd,
-    split_of,
 )
 
 MOST_NAMED = 5  # files or folders in a message
-NUM_LOOKED_AT = 5  # lines, to tell whether a file holds requests
 # Why a folder's files are left out, and how to have them answered.
 ANSWERS = "answers of a run, by their first line; name the file itself to answer its requests"
 CAPITALS = "an ending in capitals; rename the file to answer its requests"
 NO_FILE = "a pipe, a device or a folder; name it itself to answer what is in it"
 LINK = "a link to a file of the folder, which is answered; name the link itself to answer it too"
 LOST = "cannot be reached; mend the link, or remove it"
-REQUEST_KEYS = frozenset({"prompt", "request", "body", "messages", "max_tokens", "input"})
-Kind = Literal["answers", "requests", ""]  # what a file's first lines hold
 
 
 def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:
@@ -53,10 +37,11 @@ def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:
     A folder that `fminfer split` wrote gives the parts of its engine. `-` is stdin.
 
     Raises:
-        UsageError: a path that does not exist, has another ending, holds no JSON lines by its first
-            bytes, or comes twice; a folder with the parts of several engines, or, unless it
-            `may_be_empty`, without a file to answer.
+        UsageError: a path that does not exist, is a model, has another ending, holds no JSON
+            lines by its first bytes, or comes twice; a folder with the parts of several engines,
+            or, unless it `may_be_empty`, without a file to answer.
     """
+    refuse_models(paths)
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -125,7 +110,7 @@ def sort_folder(folder: Path) -> FolderContents:
                 continue
             why = CAPITALS
         elif isfile(path):
-            kind, trouble = _look_at(path)
+            kind, trouble = look_at_lines(path)
             why = ANSWERS if kind == "answers" else LINK if path in links else ""
             trouble = trouble and f"{path} cannot be answered: {trouble}"
         elif os.path.exists(path):
@@ -172,65 +157,6 @@ def describe_empty(files: list[Path]) -> list[str]:
 def _name_few(paths: list[Path]) -> str:
     more = f", … ({len(paths):,} in all)" if len(paths) > MOST_NAMED else ""
     return ", ".join(map(str, paths[:MOST_NAMED])) + more
-
-
-def holds_answers(path: Path) -> bool:
-    """Tell whether a file is one that fminfer wrote, by its first line."""
-    return _look_at(path)[0] == "answers"
-
-
-def holds_requests(path: Path) -> bool:
-    """Tell whether one of a file's first lines looks like a request."""
-    return _look_at(path)[0] == "requests"
-
-
-def what_is_wrong(path: Path) -> str:
-    """Say what a file is that holds no JSON lines, and what to do; "" if it may hold some."""
-    return _look_at(path)[1]
-
-
-def _look_at(path: Path) -> tuple[Kind, str]:
-    if not path.is_file():  # a pipe can be read only once
-        return "requests", ""
-    try:
-        return _look_into(path, changed_ns(path))
-    except FminferError:  # told where it is opened
-        return "", ""
-
-
-@lru_cache(maxsize=100_000)
-def _look_into(path: Path, changed_at: int) -> tuple[Kind, str]:
-    """Return what a file's first lines hold, and what is wrong; a later change asks anew."""
-    head = first_bytes(path)
-    is_spread = ".json" in path.suffixes and head.lstrip().startswith(b"{")  # which may end in CR
-    is_known = is_spread or PART_NAME.fullmatch(path.name)  # a part may hold wrong lines alone
-    trouble = explain_bytes(head) or ("" if is_known else explain_text(head))
-    if trouble and not split_of(path):
-        return "", trouble
-    kind: Kind = ""
-    for number, line in enumerate(islice(read_lines(path, 0), NUM_LOOKED_AT)):
-        try:
-            fields = orjson.loads(line.raw)
-        except ValueError:
-            continue
-        if not isinstance(fields, dict):
-            continue
-        if number == 0 and _is_record(fields):
-            return "answers", ""
-        if REQUEST_KEYS & fields.keys():
-            kind = "requests"
-    return kind, ""
-
-
-def _is_record(fields: dict[str, object]) -> bool:
-    """Tell whether a line is one of an output or of an errors file, in any shape."""
-    result, response = fields.get("result"), fields.get("response")
-    if "request" in fields and isinstance(result, dict):
-        made = {"data", "results"} & result.keys() and "usage" in result  # of vectors
-        return bool(made) or "choices" in result
-    if str(fields.get("id")).startswith("batch_req_") and isinstance(response, dict):
-        return "status_code" in response
-    return {"line", "custom_id", "error", "retryable", "request"} <= fields.keys()
 
 
 def _links_within(files: list[Path]) -> set[Path]:

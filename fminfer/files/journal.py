@@ -18,9 +18,11 @@ from fminfer.core.errors import InUseError, OutputError
 from fminfer.files.disk import beside, lock, sync_folder, told, unlock, write_all
 from fminfer.files.journal_rows import (
     CLOCK,
+    INPUT,
     Counts,
     Fingerprint,
     Row,
+    RowCounts,
     check_fingerprint,
     head_line,
     is_of_other_input,
@@ -106,6 +108,11 @@ class Journal:
                         "command again"
                     )
                 yield row
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of whole rows, and of the line before them."""
+        return self._end
 
     def begin_anew(self, fingerprint: Fingerprint) -> None:
         """Drop all rows: those that come are of another run."""
@@ -251,6 +258,31 @@ class Journal:
 def _holds_nothing(first: bytes, output: Path) -> bool:
     """Tell whether a journal, whose first row this is, can be dropped: no row, and no output."""
     return not first.endswith(b"\n") and not output.exists()
+
+
+def count_rows_behind(output: Path, first: int) -> RowCounts:
+    """Count the rows of an output's journal that begin at some byte or later."""
+    path = journal_path(output)
+    if not path.exists():
+        return RowCounts()
+    with path.open("rb") as file:
+        file.seek(first)
+        rows = [row.is_error for row in map(read_row, file) if row is not None]
+    return RowCounts(len(rows), sum(rows))
+
+
+def check_rows(output: Path, fingerprint: Fingerprint) -> None:
+    """See, by a UsageError, that an output's journal is of a run like this over any input.
+
+    It locks nothing and reads two lines, so that a folder can be looked through.
+    """
+    path = journal_path(output)
+    with told(path), path.open("rb") as file:
+        head, first = file.readline(), file.readline()
+    if head.endswith(b"\n") and not _holds_nothing(first, output):
+        any_input = {INPUT: ""}
+        old = read_fingerprint(path, head)
+        check_fingerprint(path, old | any_input, fingerprint | any_input)
 
 
 def peek(

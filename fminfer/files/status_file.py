@@ -97,6 +97,7 @@ class StatusFile:
     counts: Counts  # kept up to date by the caller
     limit: int | None = None  # how many lines are to be answered, the first ones; None: all
     input_changed_ns: int = 0  # of the input that is answered, by its disk's clock
+    journal_bytes: int = 0  # of the rows that are counted
     seals: Seals | None = None  # once the output is written
     list_runs: Callable[[], list[dict[str, Any]]] = list  # those that answered it
     has_vectors: bool = field(init=False)  # those of an earlier run, until the output is written
@@ -191,6 +192,7 @@ class StatusFile:
                 "kept_rows": counts.kept.num_rows,
                 "limit": self.limit,
                 "input_changed_ns": self.input_changed_ns,
+                "journal_bytes": self.journal_bytes,
                 "written": self.seals,
                 "has_vectors": self.has_vectors,
                 "runs": self.list_runs(),

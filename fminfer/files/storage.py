@@ -14,6 +14,7 @@ import click
 
 from fminfer.core.errors import UsageError
 from fminfer.files.disk import beside
+from fminfer.files.input_models import refuse_models
 from fminfer.files.journal import journal_path
 from fminfer.files.line_reader import ENDINGS, NAMED_ENDINGS
 from fminfer.files.ordered_output import errors_path, vectors_path
@@ -56,6 +57,7 @@ class RemoteFolders:
         """Return local copies of what a URL names: a file, a folder, or `folder/part-*.jsonl`."""
         if isinstance(location, Path):
             return [location]
+        refuse_models([location])
         with reading(location):
             return [self._fetch_file(url) for url in list_inputs(_trim(location))]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, OutputError, PipelineError, StoppedError, UsageError
 from fminfer.core.option import options_of
 from fminfer.core.quantities import counted
+from fminfer.core.terminal import find_columns, fit
 from fminfer.files.input_folders import MOST_NAMED, describe_empty
 from fminfer.files.output_paths import STDOUT, Plan
 from fminfer.files.run_facts import RunFacts
@@ -127,7 +129,7 @@ def _answer(job: _Job) -> JobSummary:
     if asked.stats is not None:
         asked.stats.write_text(json.dumps(summary.to_dict(), indent=2) + "\n")
     if not asked.is_quiet:
-        click.echo(summary.to_text(), err=True)
+        click.echo(fit(summary.to_text(), find_columns(sys.stderr)), err=True)
     if summary.report_trouble:
         raise OutputError(summary.report_trouble)
     return summary

@@ -178,6 +178,7 @@ class JournaledInput:
         row = _row_of(record)
         self.journal.append(row)
         self.counts.add(is_error=row.is_error, tokens=row.tokens)
+        self.status.journal_bytes = self.journal.num_bytes
         self.status.update()
         self._finish_if_complete()
         return True
@@ -255,6 +256,7 @@ class JournaledInput:
 
     def _count_kept(self, journal: Journal) -> None:
         self.counts.start_from(journal.kept)
+        self.status.journal_bytes = journal.num_bytes
         self.num_damaged_rows, self.num_tried_rows = journal.num_damaged, journal.num_tried
 
     def _finish_if_complete(self) -> None:

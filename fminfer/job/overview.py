@@ -13,17 +13,15 @@ from typing import Any, Literal
 from fminfer.core.errors import UsageError
 from fminfer.files.claims import look_at
 from fminfer.files.completed import find_edit, has_changed
-from fminfer.files.input_folders import (
-    describe_left_out,
-    find_inputs,
-    holds_requests,
-    sort_folder,
-)
-from fminfer.files.journal import journal_path
+from fminfer.files.first_lines import holds_requests
+from fminfer.files.input_folders import describe_left_out, find_inputs, sort_folder
+from fminfer.files.input_models import refuse_models
+from fminfer.files.journal import count_rows_behind, journal_path
 from fminfer.files.line_reader import NAMED_ENDINGS, count_rows
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.output_paths import answers_path, plan_each
-from fminfer.files.status_file import STATUS, read_status, status_path
+from fminfer.files.run_facts import TimeLine, read_time_line, runs_in
+from fminfer.files.status_file import STATUS, own_fields, read_status, status_path
 from fminfer.files.streams import PART_NAME
 from fminfer.job.report.answer_fields import read_answer
 from fminfer.job.report.scanning import RowsFile
@@ -49,7 +47,9 @@ class FileState:
     owner: str | None = None  # of a running one: host and process
     why: str | None = None  # a stopped one ended, or a waiting one may not be answered
     is_edited: bool = False  # its output was complete, and is not as it was written
-    rows_per_s: float = 0.0  # of the run that is at work
+    run: str | None = None  # the run that is at work; it may answer several files at once
+    rows_per_s: float = 0.0  # of that run
+    num_in_flight: int = 0  # its rows that have begun
     left_s: float | None = None  # None: not known
 
     @property
@@ -86,10 +86,18 @@ class Overview:
     def left_s(self) -> float | None:
         """Return the seconds until all is answered, if as many runs go on as do now."""
         left = [file.num_left for file in self.files if file.state != "done"]
-        rate = sum(file.rows_per_s for file in self.files)
+        speeds: dict[str, tuple[float, float]] = {}  # of each run, as its newest status has it
+        for file in self.files:
+            name = file.run or file.output
+            speed = file.rows_per_s, file.num_in_flight
+            speeds[name] = max(speeds.get(name, (0.0, 0.0)), speed)
+        rate = sum(rows_per_s for rows_per_s, _ in speeds.values())
         if not left:
             return 0.0
-        return None if None in left or rate <= 0 else sum(n or 0 for n in left) / rate
+        if None in left or rate <= 0:
+            return None
+        num_begun = sum(num_in_flight / 2 for _, num_in_flight in speeds.values())
+        return max(0.0, sum(n or 0 for n in left) - num_begun) / rate
 
 
 def look_over(path: Path, now_s: float | None = None) -> list[Overview]:
@@ -110,6 +118,8 @@ def look_over(path: Path, now_s: float | None = None) -> list[Overview]:
         ):
             files = [_state_of(source, output, now_s, trouble) for source, output, trouble in pairs]
             found += [Overview(folder, files, _left_out(Path(folder), files))] if files else []
+    if all(overview.count("waiting") == len(overview.files) for overview in found):
+        refuse_models([path])
     if not found:
         what = f"{path} holds neither requests ({NAMED_ENDINGS}) nor answers"
         raise UsageError("; ".join([what, *describe_left_out([path])]))
@@ -183,6 +193,12 @@ def _state_of(
     )
     if source is not None and source.exists() and (state.num_rows is None or has_grown):
         state.num_rows = count_rows(source)
+    # A run writes its status once a second, and its rows at once.
+    first = own_fields(status).get("journal_bytes") if status else 0
+    if isinstance(first, int):
+        newer = count_rows_behind(output, first)
+        state.num_answered += newer.num_rows - newer.num_errors
+        state.num_failed += newer.num_errors
     if has_grown and state.num_rows is not None:  # how many of them can be taken is not known
         state.num_answered = max(0, min(state.num_answered, state.num_rows - state.num_failed))
     if state.num_failed:
@@ -215,11 +231,35 @@ def _add_run(state: FileState, output: Path, status: dict[str, Any], now_s: floa
     began_s = status.get("in_progress_at")
     if not began_s or now_s <= began_s or state.num_rows is None:
         return
-    kept = int((status.get("fminfer") or {}).get("kept_rows") or 0)
+    kept = int(own_fields(status).get("kept_rows") or 0)
     done = state.num_answered + state.num_failed
     state.rows_per_s = max(0, done - kept) / (now_s - began_s)
+    last = runs_in(status)[-1:]
+    if last and (line := read_time_line(last[0].get("time_line"))) is not None:
+        _take_rate(state, last[0], line, (began_s, now_s))
     if state.rows_per_s:
         state.left_s = (state.num_rows - done) / state.rows_per_s
+
+
+def _take_rate(
+    state: FileState, run: dict[str, Any], line: TimeLine, span_s: tuple[float, float]
+) -> None:
+    """Take the rate of the run that is at work, over all of its files.
+
+    A file by itself may wait behind others of the run. Rows in flight count half, but no more of
+    them than are done: at first many run, and none has ended.
+
+    Args:
+        span_s: when the file was begun, and now.
+    """
+    began_s, now_s = span_s
+    started_s = float(run.get("started_at") or 0)
+    num_done = sum(point.num_done for point in line.points)
+    if started_s + float(run.get("seconds") or 0) < began_s - 1 or now_s <= started_s:
+        return  # an earlier run, which this one follows
+    state.run = str(run.get("id"))
+    state.num_in_flight = min(line.points[-1].most_running, num_done)
+    state.rows_per_s = (num_done + state.num_in_flight / 2) / (now_s - started_s)
 
 
 def _why(status: dict[str, Any]) -> str:

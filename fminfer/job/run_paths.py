@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from fminfer.core.config import ModelOptions
 from fminfer.core.errors import RequestError, UsageError
 from fminfer.core.option import Options, Seconds, option, options_of
 from fminfer.files.input_folders import describe_left_out, find_inputs, folders_read, sort_folder
+from fminfer.files.input_models import refuse_models
 from fminfer.files.line_reader import read_lines
 from fminfer.files.output_paths import STDOUT, Plan, plan_each, require_parent, whose_file
 from fminfer.files.storage import Location, RemoteFolders
@@ -121,6 +123,7 @@ class JobPaths(JobOptions):
         Where other runs share the work, an input that cannot be answered costs only itself.
         """
         if self.prompt is not None:
+            refuse_models(self.paths, f"--prompt {shlex.quote(self.prompt)}")
             return self._no_files()
         inputs = [] if self.synthetic is not None else self.find_inputs()
         if self.synthetic is not None and self.result_cache is not None:

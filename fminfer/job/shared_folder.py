@@ -11,7 +11,7 @@ from fminfer.core.errors import InUseError, UsageError
 from fminfer.files.claims import Hold, claimed, look_at
 from fminfer.files.completed import CompletedOutput, find_completed
 from fminfer.files.disk import told
-from fminfer.files.journal import journal_path
+from fminfer.files.journal import check_rows, journal_path
 from fminfer.files.journal_rows import RowCounts
 from fminfer.files.line_reader import count_rows
 from fminfer.files.output_paths import Plan
@@ -76,7 +76,11 @@ class SharedFiles(RunInputs):
     def look(self) -> bool:
         """Return whether there is anything to answer, before a model is loaded for it."""
         self._plan = self._find()
-        free = [path for path, _ in self._find_free()]
+        free = []
+        for path, output in self._find_free():
+            free.append(path)
+            if journal_path(output).exists() and not self._terms.restart:
+                check_rows(output, self._terms.fingerprint)
         for reason in self._refused.values():
             raise UsageError(reason)
         self._free_rows = dict.fromkeys(free)

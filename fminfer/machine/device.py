@@ -105,6 +105,14 @@ def end_openmp_threads() -> None:
         runtime.omp_pause_resource_all(1)  # "soft": its settings stay
 
 
+def give_back_freed(device: torch.device) -> None:
+    """Give memory that was freed back to the system, or to other programs of a GPU."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    with contextlib.suppress(AttributeError):  # glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def free_bytes(device: torch.device) -> int:
     """Return the memory that is free on a device."""
     if device.type == "cuda":

@@ -22,7 +22,7 @@ from fminfer.models.families.tensor_names import Architecture
 from fminfer.models.gguf.configs import config_of
 from fminfer.models.gguf.gguf_model import gguf_architecture, read_model, small_files
 from fminfer.models.known_sizes import DEMO_MODEL as DEMO_MODEL
-from fminfer.models.known_sizes import DEMO_NAMES, SIZES, folder_of, size_fields
+from fminfer.models.known_sizes import DEMO_NAMES, SIZES, folder_of, short_name, size_fields
 from fminfer.models.model_folder import (
     SMALL_FILES,
     TELLING_FILES,
@@ -49,7 +49,7 @@ NO_OPTIONS = ModelOptions()
 class Checkpoint:
     """Where a model comes from, and its config; no weight is loaded yet."""
 
-    name: str
+    name: str  # for people and records; of a folder the last part of its path
     folder: Path | None  # or a GGUF file, the first of a split one; None: random weights
     config: Any  # transformers.PreTrainedConfig; the text part of a composite one
     architecture: Architecture
@@ -180,7 +180,7 @@ def open_checkpoint(
     for each in (folder, *(sentence.dense if sentence else ())):
         refuse_rivals(each)
     return Checkpoint(
-        DEMO_NAMES[0] if folder is DEMO_MODEL else str(name),
+        DEMO_NAMES[0] if folder is DEMO_MODEL else short_name(str(name)),
         folder,
         text_part(config),
         architecture_of(config, None if sentence is None else sentence.pooling),
@@ -200,14 +200,16 @@ def _open_gguf(name: str, options: ModelOptions) -> Checkpoint:
     # A file may have a tokenizer that does not run, if none is loaded.
     own = small_files(model, has_tokenizer=not (tokenizer or options.skip_tokenizer_init))
     tokenizer_folder = own if tokenizer is None else _find_tokenizer(tokenizer)
-    return Checkpoint(name, model.path, config, architecture, tokenizer_folder, own)
+    return Checkpoint(short_name(name), model.path, config, architecture, tokenizer_folder, own)
 
 
 def open_random(name: str, *, tokenizer: str | None = None) -> Checkpoint:
     """Make a checkpoint of random weights, of a config and a tokenizer (None: of bytes)."""
     config, _ = find_config(name)
     own = None if tokenizer is None else _find_tokenizer(tokenizer)
-    return Checkpoint(f"random {name}", None, text_part(config), architecture_of(config), own)
+    return Checkpoint(
+        f"random {short_name(name)}", None, text_part(config), architecture_of(config), own
+    )
 
 
 def text_part(config: Any) -> Any:

@@ -15,6 +15,7 @@ from fminfer.core.option import FILE, Option, marks_of, options_of
 from fminfer.core.quantities import name_few
 from fminfer.core.version import DRAWING, __version__
 from fminfer.models.checkpoint import GENERATION, Checkpoint
+from fminfer.models.known_sizes import DEMO_NAMES
 from fminfer.models.sentence_folder import sentence_files
 from fminfer.models.stored.tensor_table import read_weight_file
 from fminfer.models.stored.weight_folder import find_weights
@@ -44,13 +45,15 @@ def fingerprint_of(
     How the work is done is not in it: stages, budget, chunks and attention may change. Tensor
     parallelism is, because sums of other parts round otherwise.
     """
+    is_demo = config.model in (None, *DEMO_NAMES)  # or a model of random weights
+    named = checkpoint.name if is_demo else str(config.model)  # as in the command to repeat
     found = {
         "fminfer's version": __version__,
         DRAWING: "Gumbel-max",
         "the model": _model_digest(config.seed, checkpoint),
         "the tokenizer": _files_digest(checkpoint),
         "the dtype": str(dtype).removeprefix("torch."),
-        "--model-name": checkpoint.name,  # it stands in records
+        "--model-name": named,  # its last part stands in records
     }
     if config.quantized_to:
         found["--quantize"] = config.quantized_to

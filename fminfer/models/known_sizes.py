@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,20 @@ def folder_of(name: str | None) -> Path | None:
     if name is not None and (Path(name).is_dir() or is_gguf(name)) and not is_demo:
         return Path(name)
     return DEMO_MODEL if name is None or name in DEMO_NAMES else None
+
+
+def short_name(name: str) -> str:
+    """Return what a model is called: the last part of a path, or all of a hub id or a size.
+
+    A folder of the hub's cache is called by its model's id.
+    """
+    path = Path(os.path.abspath(name))
+    if not path.exists():
+        return name
+    cached = path.parent.parent.name
+    if path.parent.name == "snapshots" and cached.startswith("models--"):
+        return cached.removeprefix("models--").replace("--", "/")
+    return path.parent.name if path.name == "config.json" else path.name
 
 
 def check_split(config: EngineConfig, num_stages: int) -> None:

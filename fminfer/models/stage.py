@@ -177,6 +177,10 @@ class Stage:
         if self._network.stream is not None:
             self._network.stream.reset()
 
+    def free(self) -> None:
+        """Free weights, KV cache and graphs. The stage computes nothing afterwards."""
+        del self._network, self._head, self.cache, self._whole, self.graphs, self.clock
+
     def _set_limits(self) -> None:
         is_shared = self._network.shards is not None
         self._token_limit = SizeLimit("tokens", is_shared=is_shared)

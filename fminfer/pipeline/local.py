@@ -7,6 +7,7 @@ import queue
 import statistics
 import sys
 import threading
+import traceback
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -152,4 +153,5 @@ class LocalPipeline(QueuedPipeline):
             try:
                 self._deliver(turn, self._run(step))
             except BaseException as error:
+                traceback.clear_frames(error.__traceback__)  # which hold weights
                 self._deliver(turn, error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -267,6 +268,7 @@ class RingPipeline(QueuedPipeline):
                 self._turns.put(turn)
                 self._put(self._rank_work.do(RankMessage("step", encode_step(step)), step))
         except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # which hold weights
             self.fail(error)
         else:
             self._on_stop()

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from fminfer.core.errors import printable
+from fminfer.core.terminal import find_columns, fit
 
 USUAL_COLUMNS, USUAL_LINES = 80, 24  # for a terminal that does not report its size
 
@@ -63,4 +64,4 @@ def _terminal_size() -> os.terminal_size:
 
 def say(text: str) -> None:
     """Tell the user something while rows run."""
-    write_beside_bar(printable(text).encode())
+    write_beside_bar(fit(printable(text), find_columns(sys.stderr)).encode())

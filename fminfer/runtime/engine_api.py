@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -89,7 +90,11 @@ class Engine:
         self._computing = compute(config, checkpoint, self.tokenizer, on_progress)
         self.follow = self._computing.follow
         self._core = self._computing.core
-        self.intake = make_intake(config, checkpoint, self.tokenizer, self.facts.num_kv_blocks)
+        with ExitStack() as failed:
+            failed.callback(self._computing.close)
+            num_blocks = self.facts.num_kv_blocks
+            self.intake = make_intake(config, checkpoint, self.tokenizer, num_blocks)
+            failed.pop_all()
         has_long_steps = bool(self.facts.streaming)
         self.runs = Runs(self._core, self.intake, self.model_name, has_long_steps=has_long_steps)
         self._is_closed = False
@@ -316,6 +321,6 @@ class Engine:
         return self.intake.warnings.to_dict()
 
     def close(self) -> None:
-        """End what computes. The engine cannot be used afterwards."""
+        """End what computes, and free its memory. The engine cannot be used afterwards."""
         self._is_closed = True
         self._computing.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
@@ -13,6 +14,7 @@ import transformers
 from fminfer.compute.kernels.kernel_build import is_building
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, StoppedError
+from fminfer.core.terminal import find_columns, fit
 from fminfer.machine.user_cache import why_no_cache
 from fminfer.models.checkpoint import Checkpoint, open_model
 from fminfer.models.stored.rival_weights import describe_unread
@@ -163,7 +165,7 @@ def start_engine(run: ProcessContext, checkpoint: Checkpoint, compute: Compute) 
 
     def tell(text: str) -> None:
         if not is_quiet:
-            click.echo(text, err=True)
+            click.echo(fit(text, find_columns(sys.stderr)), err=True)
 
     if config.is_unnamed_demo:
         tell(

@@ -13,6 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fminfer.contract.endpoints import without_spare_slashes
 from fminfer.contract.fields import show
 from fminfer.server.http_errors import HttpError, respond
 from fminfer.server.service import Service
@@ -25,6 +26,7 @@ OPEN_PATHS = frozenset({"/", "/health", "/docs", "/openapi.json", "/favicon.ico"
 HOST = re.compile(r"(?i)^[a-z][a-z0-9+.-]*://[^/]*")  # of such a target, as text
 ELSEWHERE = ("cross-site", "same-site")
 WITH_SLASH = ("/run/", "/run_", "/docs/")  # where one at the end means something
+MODELS = "/v1/models/"  # names that may be paths stand behind it
 OPEN_FOLDERS = ("/page/", "/docs/")
 
 
@@ -45,6 +47,8 @@ class AccessCheck:
                 allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
                 expose_headers=["x-request-id", "retry-after"],
+                # Chrome asks whether a public page may call a server of this machine.
+                allow_private_network="*" not in self._origins,
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -159,10 +163,12 @@ class AccessCheck:
 
 
 def _as_routed(scope: Scope) -> Scope:
-    """Return a request as routes are written: by GET, whose body a HEAD does not get, and no /."""
+    """Return a request as routes are written: a HEAD as a GET, without slashes to spare."""
     path = HOST.sub("", scope["path"]) or "/"
-    if path != "/" and not path.startswith(WITH_SLASH):
+    if path.startswith(MODELS):
         path = path.removesuffix("/")
+    elif not path.startswith(WITH_SLASH):
+        path = without_spare_slashes(path)
     method = "GET" if scope["method"] == "HEAD" else scope["method"]
     return {**scope, "method": method, "path": path}
 

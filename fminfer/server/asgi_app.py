@@ -212,7 +212,8 @@ def _find_remedy(request: Request, path: str) -> str:
     for remedy, pattern in ELSEWHERE.items():
         if re.fullmatch(rf"/(v\d/)?({pattern})(/.*)?", path):
             return f"{remedy}. "
-    parts = path.rsplit("/", PARTS)[1:]  # the last ones: a path may have thousands
+    # The last ones: a path may have thousands.
+    parts = path.rstrip("/").rsplit("/", PARTS)[1:]
     tails = ["/".join(parts[start:]) for start in range(len(parts))]
     places = [place for tail in tails for place in (f"/v1/{tail}", f"/{tail}")]
     here = next((place for place in places if place in request.app.state.paths), "")

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from fastapi import APIRouter
@@ -45,35 +46,59 @@ class AnswerShape:
     created: int = field(default_factory=lambda: int(time.time()))
     _num_drawn: int = 0
     _begun: set[int] = field(default_factory=set)  # choices that have had a chunk
+    _named: set[int] = field(default_factory=set)  # of a chat: those whose role was sent
+    _ended: set[int] = field(default_factory=set)
 
     def whole(self, finished: Finished) -> dict[str, Any]:
         """Return the object of a whole answer."""
         return self._head() | finished.result
 
     def chunks(self, events: list[Event]) -> Iterator[dict[str, Any]]:
-        """Turn events of a streamed request into chunks."""
+        """Turn events of a streamed request into chunks; without events into a sign of life."""
         head, is_chat = self._head(), self.prepared.kind == "chat"
         if is_chat:
             head["object"] = "chat.completion.chunk"
         if self.usage:
-            head["usage"] = None
+            head["usage"] = self._usage_so_far() if self.usage == "each" else None
+        finished = next((event for event in events if isinstance(event, Finished)), None)
+
         for event in events:
             if isinstance(event, Delta):
                 self._num_drawn += len(event.token_ids)
+                if finished is not None:  # all is drawn; a kept answer has no ids to count
+                    self._num_drawn = finished.usage["completion_tokens"]
                 if self.usage == "each":
                     head["usage"] = self._usage_so_far()
                 is_first = event.index not in self._begun
                 self._begun.add(event.index)
-                if is_chat and is_first:
-                    role = {"index": event.index, "delta": {"role": "assistant", "content": ""}}
-                    yield head | {"choices": [role | {"logprobs": None, "finish_reason": None}]}
+                if is_chat and event.index not in self._named:
+                    yield head | {"choices": [self._empty_choice(event.index)]}
                 choice = _choice(event, is_chat=is_chat)
                 yield head | {"choices": [choice | self._token_ids(event, is_first=is_first)]}
+                if event.finish_reason is not None:
+                    self._ended.add(event.index)
             elif isinstance(event, Finished) and self.usage:
                 yield head | {"choices": [], "usage": event.usage}
+        if not events:
+            index = next(number for number in count() if number not in self._ended)
+            yield head | {"choices": [self._empty_choice(index)]}
+
+    def _empty_choice(self, index: int) -> dict[str, Any]:
+        """Return a choice with nothing new; the first one of a chat's choice names the role."""
+        if self.prepared.kind != "chat":
+            said: dict[str, Any] = {"text": ""}
+        elif index in self._named:
+            said = {"delta": {}}
+        else:
+            said = {"delta": {"role": "assistant", "content": ""}}
+            self._named.add(index)
+        return {"index": index, **said, "logprobs": None, "finish_reason": None}
 
     def _usage_so_far(self) -> dict[str, int]:
-        num_prompt = sum(len(prompt.ids) for prompt in self.prepared.prompts)
+        prepared = self.prepared
+        texts = (*prepared.prompts, *prepared.sources)  # those that an encoder reads, too
+        num_prompt = sum(len(text.ids) for text in texts)
+        num_prompt -= prepared.num_start * len(prepared.prompts)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": self._num_drawn,
@@ -146,7 +171,7 @@ def _add_models(router: APIRouter, service: Service) -> None:
     )
     async def model(model: str) -> Response:
         """Describe the model."""
-        if model not in service.names:
+        if model not in service.accepted:
             known = " or ".join(service.names)
             raise HttpError(
                 404,

@@ -17,12 +17,13 @@ from fminfer.server.http_errors import HttpError, as_http, describe, respond
 
 KEEP_ALIVE_S = 5.0  # between looks for silence, so that signs of life come within twice that
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b"\n\n"  # no comment: clients that strip pieces would join it to the next event
 HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx then passes each event on at once
 }
 
+# Turns events into chunks, and no events into a chunk with nothing new, a sign of life. Comments
+# and empty events would be none: older clients in Go end there, others join them to what follows.
 MakeChunks = Callable[[list[Event]], Iterable[object]]
 Result = TypeVar("Result")
 
@@ -147,8 +148,8 @@ class EventStream(Response):
     async def _send_events(self, send: Send, events: list[Event]) -> None:
         while True:
             body = b"".join(map(as_event, self._make_chunks(events)))
-            if body or not events:
-                await _send_body(send, body or KEEP_ALIVE)
+            if body:
+                await _send_body(send, body)
             if events and not isinstance(events[-1], Delta):
                 return
             events = await self._reply.take()

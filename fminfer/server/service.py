@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 import click
@@ -49,8 +50,11 @@ class Service:
         self.engine = engine
         given = settings.served_model_names
         self.names = given or (engine.model_name,)  # of the model; the first one is in answers
-        others = None if given else engine.intake.limits.model_names
-        self._accepted = (*self.names, *(others or ()))
+        self.accepted = frozenset(self.names)  # what a request may call it
+        if not given:
+            path = engine.config.model or engine.model_name
+            of_lines = engine.intake.limits.model_names or frozenset()
+            self.accepted |= of_lines | {path, str(Path(path))}
         self.created = int(time.time())  # in seconds since 1970: when the model was ready
         self.log = ServerLog(settings.log_level, is_quiet=settings.is_quiet)
         engine.intake.on_warning = lambda text: self.log.tell("warning", text)
@@ -69,7 +73,7 @@ class Service:
                 code="out_of_range",
                 param="model",
             )
-        if self.engine.config.check_model and asked is not None and asked not in self._accepted:
+        if self.engine.config.check_model and asked is not None and asked not in self.accepted:
             raise HttpError(
                 404,
                 f"model is {show(asked)}, and this server has {' or '.join(self.names)}; ask for "

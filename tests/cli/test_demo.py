@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -54,7 +55,7 @@ def demo_of(clone: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_it_shows_answers_of_every_kind(clone: Path) -> None:
-    """It ended at the first chat, and left its outputs in the folder for temporary files."""
+    """It ended at the first chat, and named outputs that it then deleted."""
     programs(clone.parent / "programs")
     forking = f'#!/bin/sh\nexec {clone.parent}/programs/fminfer "$@"\n'
     (clone / ".venv" / "bin" / "fminfer").write_text(forking)
@@ -65,6 +66,8 @@ def test_it_shows_answers_of_every_kind(clone: Path) -> None:
         assert f"── output_{path.name}" in told
     assert "How do you go from the den to the porch?\n   → ' south'  (stop)" in told
     assert not [*(clone.parent / "temporary").glob("tmp.*")]
+    named = re.findall(r"^(?:output|errors) +(.+)$", told, flags=re.MULTILINE)
+    assert named and all((clone / path).is_file() for path in named)
 
 
 # Stands in for the Python of .venv: notes what pip is to install, and reaches the address or not.

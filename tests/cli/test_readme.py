@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from examples.label_reviews import INSTRUCTION, ask, count
 from fminfer.cli.app import main
@@ -25,7 +26,7 @@ FAKES = Path(__file__).parent.parent / "fakes"
 PAGES = [ROOT / "README.md", ROOT / "docs" / "running.md"]
 # What a test has no machine, network or minutes for. Of those that call fminfer, flags are parsed.
 NOT_RUN = re.compile(
-    r"scripts/|pip |python3 -m venv|\.venv/|torchrun |srun |python -m fminfer|fminfer serve "
+    r"scripts/|git |pip |python3 -m venv|\.venv/|torchrun |srun |python -m fminfer|fminfer serve "
     r"|.*--rendezvous|.*s3://|.*--calibrate"
 )
 # Stand-ins for the reviews that pip fetches: number, mean rating, text.
@@ -79,7 +80,7 @@ def test_the_flags_of_every_command_are_known() -> None:
     found = 0
     for line in "".join(blocks()).replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
-        if "fminfer" not in words or words[0] in ("cat", "pip", "python"):
+        if "fminfer" not in words or words[0] in ("cat", "git", "pip", "python"):
             continue
         name, *rest = words[words.index("fminfer") + 1 :]
         command = main.commands[name]
@@ -183,6 +184,29 @@ def test_the_example_takes_the_likelier_option_by_all_its_tokens() -> None:
     positive = scored("positive", [None, -1.0, -2.0])
     assert count([negative, positive]) == (1, 1)
     assert count([scored("negative", [-9.0, -0.5, -0.5]), positive]) == (0, 1)
+
+
+def test_pandas_reads_answers_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without dtype=False, ids such as 007 became numbers."""
+    pandas = pytest.importorskip("pandas")
+    monkeypatch.chdir(tmp_path)
+    row = {"request": {"prompt": "a"}, "result": {"choices": [{"text": " b"}]}, "id": "007"}
+    (tmp_path / "output_requests.jsonl").write_text(json.dumps(row) + "\n")
+    (shown,) = [block for block in blocks("python") if "pd.read_json" in block]
+    found = {"pd": pandas}
+    exec(shown, found)
+    assert list(found["texts"]) == [" b"] and list(found["answers"]["id"]) == ["007"]
+
+
+def test_the_shell_completes_commands_and_flags() -> None:
+    (line,) = re.findall(r"eval \"\$\(([^)]+)\)", PAGES[1].read_text())
+    name, value = line.split()[0].split("=")
+    words = {"COMP_WORDS": "fminfer run --outp", "COMP_CWORD": "2"}
+    asked = words | {name: value.replace("source", "complete")}
+    found = CliRunner().invoke(main, prog_name="fminfer", env=asked)
+    assert found.output.split() == ["plain,--output"]
+    script = CliRunner().invoke(main, prog_name="fminfer", env={name: value})
+    assert "complete -o nosort -F" in script.output
 
 
 def test_linked_files_and_sections_exist() -> None:

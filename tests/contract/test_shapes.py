@@ -48,6 +48,13 @@ def test_a_wrapped_request_and_its_other_keys_are_verbatim() -> None:
     assert list(record.to_dict()) == ["request", "result", "scenario", "z", "bad"]
 
 
+@pytest.mark.parametrize("url", ["/v1/completions/", "//v1/completions", "/v1//completions//"])
+def test_a_batch_lines_url_may_have_slashes_to_spare(url: str) -> None:
+    """HTTP passed them over, and the same url in a line was refused."""
+    plain, slashed = run(batch(), batch() | {"custom_id": "b", "url": url})
+    assert slashed.error is None and slashed.text == plain.text
+
+
 def test_all_shapes_of_a_request_are_answered_alike() -> None:
     """The draws belong to the request's own bytes, not to what stands around them."""
     request = b'{"prompt":">","temperature":1,"max_tokens":9,"n":3}'

@@ -120,12 +120,35 @@ def test_exit_status_and_what_is_told(tmp_path: Path) -> None:
     bad = write(tmp_path / "bad.jsonl", [ROW, *([{"prompt": 5}] * 25)])
     found = check(good, bad)
     assert found.exit_code == 3
-    assert found.output.count("prompt is 5") == 20 and "… and 5 more" in found.output
-    assert f"{bad}:2: prompt is 5" in found.output and f"{bad}:22" not in found.output
+    assert found.output.count("prompt is 5") == 1 and f"{bad}:2: prompt is 5" in found.output
+    assert "; 25 lines alike: 2-26\n" in found.output
     assert check(bad, "--all").output.count("prompt is 5") == 25
     assert len(check_json(bad)["errors"]) == 25
     assert check().exit_code == check(tmp_path / "no.jsonl").exit_code == 2
     assert check(good, "--world-size", "0").exit_code == 2
+
+
+def test_wrong_lines_are_told_by_reason(tmp_path: Path) -> None:
+    """100 lines with one fault were 20 equal sentences, and other faults were not shown."""
+    hot = [ROW | {"temperature": number} for number in (9, 10, 11)]
+    first = write(tmp_path / "a.jsonl", [*hot, ROW, *hot, ROW | {"n": 0}])
+    rows = [row for _ in range(20) for row in (ROW | {"n": 500}, ROW)]
+    second = write(tmp_path / "b.jsonl", rows)
+    output = check(first, second).output
+    sentences = [line for line in output.splitlines() if line.startswith(str(tmp_path))]
+    assert len(sentences) == 2, output
+    assert sentences[0].startswith(f"{first}:1: temperature is 9; ")
+    assert sentences[0].endswith("(out_of_range); 6 lines alike: 1-3, 5-7")
+    assert sentences[1].startswith(f"{first}:8: n is 0; ")
+    places = ", ".join(["8", *(f"{second}:{number}" for number in range(1, 22, 2)), "…"])
+    assert sentences[1].endswith(f"(out_of_range); 21 lines alike: {places}")
+    assert len(check_json(first, second)["errors"]) == 27
+    assert check(first, second, "--all").output.count("(out_of_range)") == 27
+
+    kinds = [{"prompt": "a", "x" * number: 1} for number in range(1, 24)]
+    told = check(write(tmp_path / "c.jsonl", kinds), "--strict").output
+    assert told.count("c.jsonl:") == 20
+    assert "… and 3 lines for other reasons; --all shows each line" in told
 
 
 def test_an_input_behind_a_url(tmp_path: Path) -> None:

@@ -198,6 +198,21 @@ def test_a_folder_with_an_index_alone_has_plans_here(rows: Path, tmp_path: Path)
     assert "assumed" not in told["kind"], "the flag says it"
 
 
+def test_lines_that_are_all_wrong_have_no_plan(tmp_path: Path) -> None:
+    """The fastest of 0 tokens took 0.0 s, with its flags."""
+    rows = tmp_path / "wrong.jsonl"
+    rows.write_text(json.dumps({"prompt": 5}) + "\n")
+    for model in ("opt-125m", "llama-405b"):
+        found = check(rows, "--random-init", model, "--plan", *NODE)
+        assert found.exit_code == 3
+        assert "plans     none: no line is right" in found.output
+        assert "fastest" not in found.output and "memory" not in found.output
+    rows.write_text("")
+    found = check(rows, "--random-init", "opt-125m", "--plan", *NODE, "--json")
+    report = json.loads(found.stdout)
+    assert found.exit_code == 0 and report["plans"] is None and report["why_no_plan"]
+
+
 def test_an_encoder_has_no_plan(rows: Path) -> None:
     found = check(rows, "--random-init", "t5-small", "--plan", *NODE)
     assert found.exit_code == 2 and "--plan predicts decoders" in found.output

@@ -74,6 +74,52 @@ def test_the_time_left_counts_what_this_run_has_done(folder: Path) -> None:
     assert overview.left_s == (2 + 3 + 5) / 0.2
 
 
+def test_a_run_that_answers_several_files_has_one_rate(folder: Path) -> None:
+    """Each file was timed by itself, and those that waited behind others of their run were slow."""
+    stopped, running = (status_path(folder / f"output_request_{i}.jsonl") for i in (2, 1))
+    facts = {"id": "a", "started_at": 900, "seconds": 99.0}
+    line = {"every_s": 50.0, "fed": "1 1", "drawn": "1 1", "done": "1 5", "running": "4 4"}
+    earlier = {"id": "b", "started_at": 1, "seconds": 9.0, "time_line": line}
+    for path in (stopped, running):
+        status = json.loads(path.read_text())
+        status["in_progress_at"] = 998
+        status["fminfer"]["runs"] = [earlier, facts | {"time_line": line}]
+        path.write_text(json.dumps(status))
+    claim = "output_request_2.jsonl.claim"
+    shutil.copytree(folder / "output_request_1.jsonl.claim", folder / claim)
+
+    (overview,) = look_over(folder, now_s=1000.0)
+    assert overview.count("running") == 2
+    assert {file.rows_per_s for file in overview.files if file.state == "running"} == {0.08}
+    left = 2 + 3 + 5  # of them, 4 rows are half done
+    assert overview.left_s == (left - 4 / 2) / 0.08
+
+    status["fminfer"]["runs"] = [earlier]
+    running.write_text(json.dumps(status))
+    (overview,) = look_over(folder, now_s=1000.0)
+    assert by_name(overview.files)["output_request_1.jsonl"].rows_per_s == 3 / 2
+
+
+def test_rows_that_came_after_the_last_status_count(folder: Path) -> None:
+    """A run that is killed has rows of a second more than its status tells; a resume keeps them."""
+    path = status_path(folder / "output_request_2.jsonl")
+    before = path.read_bytes()
+    file = next(f for f in share(folder).turns() if f and f.path.name == "request_2.jsonl")
+    lines = file.lines(lambda line: None)
+    file.status._written_s = float("inf")
+    for line in (next(lines), next(lines)):
+        error = RequestError("out_of_range", "too much") if line.number == 4 else None
+        file.add(Record(line, open_envelope(line), result=None if error else {}, error=error))
+    path.write_bytes(before)
+    (overview,) = look_over(folder)
+    found = by_name(overview.files)["output_request_2.jsonl"]
+    assert (found.num_answered, found.num_failed, found.num_left) == (3, 1, 1)
+    path.unlink()
+    (overview,) = look_over(folder)
+    found = by_name(overview.files)["output_request_2.jsonl"]
+    assert (found.num_answered, found.num_failed) == (3, 1)
+
+
 def test_what_people_see(folder: Path) -> None:
     result = CliRunner().invoke(main, ["status", str(folder)])
     assert result.exit_code == 0

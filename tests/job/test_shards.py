@@ -450,6 +450,31 @@ def test_a_file_of_another_model_is_refused_and_the_others_answered(tmp_path: Pa
     assert "the input was" in mine.refused[str(paths[1])]
 
 
+def test_other_settings_than_those_of_a_stopped_run_are_told_before_a_model_is_loaded(
+    tmp_path: Path,
+) -> None:
+    """The model was loaded and other files were answered before the summary told it."""
+
+    def share_with(dtype: str, *, restart: bool = False) -> SharedFiles:
+        terms = RunTerms("none", {"the dtype": dtype, "--seed": "1"}, restart=restart)
+        plan = Plan(paths, plan_outputs(paths, None))
+        return SharedFiles(lambda: plan, terms, is_watching=False)
+
+    paths = write_shards(tmp_path / "in", 3)
+    file = next(filter(None, share_with("float32").turns()))
+    answer_shards.answer_all(file, [next(file.lines(lambda line: None))])
+    file.abandon(StoppedError("the end"))
+
+    with pytest.raises(UsageError, match="the dtype was float32, is bfloat16"):
+        share_with("bfloat16").look()
+    assert share_with("float32").look() and share_with("bfloat16", restart=True).look()
+    with paths[0].open("a") as more:
+        more.write('{"prompt":"more"}\n')
+    assert share_with("float32").look(), "answers to lines that are still there are kept"
+    with pytest.raises(UsageError, match="the dtype was float32, is bfloat16"):
+        share_with("bfloat16").look()
+
+
 def test_a_changed_file_with_an_old_date_is_not_taken_for_answered(tmp_path: Path) -> None:
     """As rsync -a and cp -p make them."""
     paths = write_shards(tmp_path / "in", 2)

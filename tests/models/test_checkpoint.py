@@ -21,6 +21,7 @@ from fminfer.core.impostors import broken
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_checkpoint, open_random
 from fminfer.models.formats import Holding
+from fminfer.models.known_sizes import DEMO_MODEL, short_name
 from fminfer.models.layer_source import open_weights
 from fminfer.models.origins import check_tensors
 from tests.conftest import make_model, save_byte_tokenizer
@@ -399,3 +400,31 @@ def test_a_device_that_is_not_here(llama_checkpoint: Any) -> None:
     save_byte_tokenizer(llama_checkpoint[0])
     with pytest.raises(UsageError, match="cuda:77"):
         fminfer.Engine(str(llama_checkpoint[0]), device="cuda:77")
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("models/llama-x", "llama-x"),
+        ("models/llama-x/", "llama-x"),
+        ("models/../models/./llama-x", "llama-x"),
+        ("link", "link"),
+        ("hub/models--org--a-b/snapshots/0123", "org/a-b"),
+        ("models/llama-x/config.json", "llama-x"),
+        ("org/of-the-hub", "org/of-the-hub"),
+        ("llama-160m", "llama-160m"),
+    ],
+)
+def test_what_a_model_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, name: str
+) -> None:
+    """Records, reports and /v1/models had a folder's whole path, such as /home/me/llama-x."""
+    for folder in ("models/llama-x", "hub/models--org--a-b/snapshots/0123"):
+        shutil.copytree(DEMO_MODEL, tmp_path / folder)
+    (tmp_path / "link").symlink_to("models/llama-x")
+    monkeypatch.chdir(tmp_path)
+    assert short_name(path) == name
+    if path.startswith("/") or (tmp_path / path).is_dir():
+        assert open_checkpoint(path).name == open_checkpoint(str(tmp_path / path)).name == name
+    monkeypatch.chdir("models/llama-x")
+    assert open_checkpoint(".").name == "llama-x"

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import fminfer
+from fminfer.compute.attention.kv_cache import KvCache
+from fminfer.compute.step import Step
 from fminfer.contract.envelope import Line
 from fminfer.core.errors import PipelineError, RequestError, StoppedError, UsageError
 from fminfer.engine.engine_core import Event, Finished
+from fminfer.runtime import engine_api
+from fminfer.runtime.build.one_pipeline import OnePipeline
 from tests.runtime.test_own_ranks import own_ranks
 from tests.streams import answer_in, check_stream, events_of, within
 
@@ -87,6 +92,64 @@ def test_a_closed_engine_says_so() -> None:
     with pytest.raises(UsageError, match="the engine is closed"):
         engine.add(QUESTION)
     assert not engine.has_work and not engine.wait(0.01)
+
+
+def held_by(engine: fminfer.Engine) -> list[weakref.ref[Any]]:
+    """Return references to what takes memory: the network and the KV cache of this process."""
+    stage = engine.pipeline._stage
+    assert stage is not None, "it is open"
+    layers = stage._network.layers
+    return [weakref.ref(each) for each in (stage, stage._network, layers[0], stage.cache)][1:]
+
+
+@pytest.mark.parametrize("options", [{}, {"world_size": 2}])
+def test_a_closed_engine_holds_no_weights(options: dict[str, Any]) -> None:
+    """They stayed as long as the variable did, so that a second model found no room."""
+    engine = fminfer.Engine(dtype="float32", **options)
+    held = held_by(engine)
+    (record,) = engine.run([LONG])
+    facts, num_drawn = engine.facts, engine.stats.num_generated_tokens
+    engine.close()
+    assert [each() for each in held] == [None] * len(held)
+    assert record.choices and engine.facts == facts
+    assert engine.stats.num_generated_tokens == num_drawn and engine.memory
+    engine.close()
+
+
+def test_an_engine_that_failed_holds_no_weights_once_it_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The frames of an error that is kept held them, too."""
+    engine = fminfer.Engine(dtype="float32")
+    held = held_by(engine)
+
+    def fail(self: Any, *_: Any) -> None:
+        raise ValueError("no")
+
+    monkeypatch.setattr(KvCache, "plan", fail)
+    with pytest.raises(ValueError, match="no") as error:
+        list(engine.run([LONG]))
+    engine.close()
+    assert [each() for each in held] == [None] * len(held) and error.value.__traceback__
+
+
+def test_an_engine_that_cannot_be_made_holds_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread went on, with the weights, to the end of the process."""
+    made: list[OnePipeline] = []
+
+    def fail(*_: Any) -> None:
+        raise UsageError("no")
+
+    def compute(*arguments: Any) -> OnePipeline:
+        made.append(OnePipeline(*arguments))
+        return made[0]
+
+    monkeypatch.setattr(engine_api, "make_intake", fail)
+    with pytest.raises(UsageError, match="no"):
+        fminfer.Engine(dtype="float32", compute=compute)
+    assert made[0]._stage is None
+    with pytest.raises(UsageError, match="closed"):
+        made[0].stages.submit(Step(0))
 
 
 def test_events_that_a_run_does_not_need_are_left_for_step(engine: fminfer.Engine) -> None:

@@ -48,6 +48,21 @@ def error_of(record: dict[str, Any]) -> dict[str, Any]:
     return error
 
 
+def test_slashes_to_spare_in_a_url_are_passed_over(server: Running) -> None:
+    """A base URL that ends with a slash made them, and each line was refused."""
+    fields = json.loads(batch_line("a"))
+    urls = (COMPLETIONS, f"{COMPLETIONS}/", f"/{COMPLETIONS}", "/v1//completions//")
+    lines = [
+        json.dumps(fields | {"custom_id": str(number), "url": url}).encode()
+        for number, url in enumerate(urls)
+    ]
+    batch = wait_for_end(server, create(server, lines))
+    assert batch["request_counts"] == {"total": len(urls), "completed": len(urls), "failed": 0}
+    wish = {"input_file_id": batch["input_file_id"], "completion_window": "24h"}
+    made = server.post("/v1/batches", wish | {"endpoint": f"{COMPLETIONS}/"})
+    assert made.status == 200 and made.json["endpoint"] == COMPLETIONS
+
+
 def test_bad_lines_cost_themselves(server: Running) -> None:
     good = batch_line("good")
     fields = json.loads(good)

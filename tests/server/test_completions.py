@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import fminfer
+from fminfer.models.known_sizes import DEMO_MODEL
 from tests.server.answers import answer_file, assert_equal, join
 from tests.server.running import Running, running, until
 
@@ -195,3 +198,37 @@ def test_the_error_in_the_middle_of_a_stream(server: Running) -> None:
     assert json.loads(last.split(b"\r\n")[0])["error"]["message"] == "broken"
     connection.close()
     until(server.is_idle, "all is free")
+
+
+def test_a_model_may_be_asked_for_by_its_name_or_its_path(tmp_path: Path) -> None:
+    """/v1/models had the path, which told clients of the server's disk."""
+    folder = shutil.copytree(DEMO_MODEL, tmp_path / "my-model")
+    engine = fminfer.Engine(f"{folder}/", dtype="float32", check_model=True)
+    with running(engine) as server:
+        (listed,) = server.get("/v1/models").json["data"]
+        assert (listed["id"], listed["root"]) == ("my-model", "my-model")
+        assert str(tmp_path) not in server.get("/v1/models").body.decode()
+        for name in ("my-model", str(folder), f"{folder}/"):
+            answer = server.post("/v1/completions", {"model": name, "prompt": "a", "max_tokens": 1})
+            assert answer.status == 200, answer.body
+            assert server.get(f"/v1/models/{name}").status == 200
+        refused = server.post("/v1/completions", {"model": str(tmp_path), "prompt": "a"})
+        assert refused.status == 404 and "this server has my-model;" in refused.error["message"]
+    lines = [{"prompt": "a", "max_tokens": 1, "model": name} for name in ("my-model", str(folder))]
+    assert [record.error for record in engine.run(lines)] == [None, None]
+    engine.close()
+
+
+def test_the_usage_so_far_counts_what_an_encoder_reads(tmp_path: Path) -> None:
+    """Its chunks counted the decoder's own start, and not the prompt."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4}
+    config = {"model_type": "t5", "vocab_size": 300, "decoder_start_token_id": 0} | sizes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = fminfer.Engine(random_init=str(tmp_path / "config.json"), dtype="float32")
+    wish = {"stream": True, "stream_options": {"include_usage": True}}
+    wish["stream_options"] |= {"continuous_usage_stats": True}
+    sent = {"prompt": ["a prompt", "another"], "max_tokens": 3, "temperature": 0} | wish
+    with running(engine) as server:
+        *chunks, last = [event["usage"] for event in server.post("/v1/completions", sent).events]
+    engine.close()
+    assert chunks and {usage["prompt_tokens"] for usage in chunks} == {last["prompt_tokens"]}

@@ -25,7 +25,7 @@ from tests.server.running import WAIT_S, Answer, Running, running, until
 
 LONG = {"prompt": [5] * 20, "max_tokens": 900, "ignore_eos": True}
 WRONG_CHAT = (
-    *("/chat/completions", "//v1/chat/completions", "/openai/v1/chat/completions"),
+    *("/chat/completions", "/openai/v1/chat/completions"),
     *("/v1/v1/chat/completions", "/v1/chat/completions/chat/completions"),
 )
 SHORT = {"prompt": [5] * 20, "max_tokens": 2}
@@ -86,6 +86,27 @@ def test_pages_of_other_origins_cannot_call_unless_they_may(
     with running(engine) as server:
         assert server.post("/v1/completions", SHORT, {"Origin": foreign}).status == 403
         assert "access-control-allow-origin" not in server.get("/health").headers
+
+
+def test_a_named_pages_preflight_may_ask_for_this_machine(
+    locked: Running, engine: fminfer.Engine
+) -> None:
+    """Chrome asks so before a public page calls localhost, and was refused by a new default."""
+    named = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    private = {"Access-Control-Request-Private-Network": "true"}
+    answer = locked.call("OPTIONS", "/v1/chat/completions", None, named | private)
+    assert answer.status == 200
+    assert answer.headers["access-control-allow-private-network"] == "true"
+    assert answer.headers["access-control-allow-origin"] == "https://a.example"
+    plain = locked.call("OPTIONS", "/v1/files", None, named)
+    assert plain.status == 200 and "access-control-allow-private-network" not in plain.headers
+    foreign = named | {"Origin": "https://b.example"}
+    assert locked.call("OPTIONS", "/v1/completions", None, foreign | private).status == 400
+    with running(engine, allowed_origins=("*",)) as server:
+        assert server.call("OPTIONS", "/v1/completions", None, named).status == 200
+        refused = server.call("OPTIONS", "/v1/completions", None, named | private)
+        assert refused.status == 400
+        assert "access-control-allow-private-network" not in refused.headers
 
 
 LOOPBACK = (
@@ -377,6 +398,8 @@ def test_a_slash_at_the_end_of_a_path_is_passed_over(keeper: Running, path: str)
 def test_a_slash_at_the_end_of_a_posts_path(keeper: Running) -> None:
     assert keeper.post("/v1/completions/", SHORT).status == 200
     assert keeper.post("/tokenize/", {"prompt": "a"}).status == 200
+    for path in ("/v1/completions//", "//v1/completions", "/v1//completions/"):
+        assert keeper.post(path, SHORT).status == 200, "a base URL ended with a slash"
     assert keeper.get("/run/a/").json[0].startswith("a/"), "there it is the text's"
     docs = keeper.get("/docs/")  # whose addresses are relative
     assert (docs.status, docs.headers["location"]) == (307, "../docs")
@@ -414,6 +437,8 @@ def test_a_byte_order_mark_before_a_body_is_passed_over(keeper: Running) -> None
         ("/models", "it is at /v1/models; set the base_url"),
         ("/v1/tokenize", "it is at /tokenize. "),
         ("/v1/nothing", "there is no /v1/nothing; /docs lists what there is"),
+        ("/v1/nothing//", "there is no /v1/nothing; /docs lists what there is"),
+        ("/docs/nothing/", "there is no /docs/nothing/; /docs lists what there is"),
     ],
 )
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE", "PATCH"])

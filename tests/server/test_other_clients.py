@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -94,6 +95,23 @@ def test_litellm_completions(
         for choice in chunk.choices:
             texts[choice.index] += choice.text or ""
     assert texts == expected
+
+
+def test_litellm_reads_past_signs_of_life(
+    litellm: Any, server: Running, to_server: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = litellm.completion("openai/demo", **CHAT, **to_server)
+    monkeypatch.setattr("fminfer.server.replies.KEEP_ALIVE_S", 0.2)
+    monkeypatch.setattr(server.engine, "step", lambda: [])
+    timer = threading.Timer(0.9, monkeypatch.undo)
+    timer.start()
+    chunks = list(litellm.completion("openai/demo", **CHAT, **to_server, stream=True))
+    timer.join()
+    built = litellm.stream_chunk_builder(chunks)
+    for found, expected in zip(built.choices, whole.choices, strict=True):
+        assert found.message.content == expected.message.content
+        assert found.message.role == "assistant"
+        assert found.finish_reason == expected.finish_reason
 
 
 def test_litellms_errors(litellm: Any, server: Running, to_server: dict[str, Any]) -> None:

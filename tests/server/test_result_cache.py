@@ -130,6 +130,29 @@ def test_kept_answers_are_those_that_were_computed(engine: fminfer.Engine, tmp_p
     check_all(engine, tmp_path, REQUESTS)
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (COMPLETIONS, GREEDY),
+        (COMPLETIONS, DRAWN | {"prompt": ["den", "porch"], "n": 2, "seed": 5}),
+        (CHAT, TALK | {"max_tokens": 9, "seed": 5}),
+    ],
+)
+def test_the_usage_so_far_of_a_kept_answer(
+    engine: fminfer.Engine, path: str, fields: dict[str, Any]
+) -> None:
+    """It was 0 tokens beside the whole text: a kept answer has no ids to count."""
+    wish = {"include_usage": True, "continuous_usage_stats": True}
+    asked = fields | {"stream": True, "stream_options": wish}
+    with serving(engine, size=8) as server:
+        *_, computed = server.post(path, asked).events
+        kept = [event["usage"] for event in server.post(path, asked).events]
+        assert counts(server)[1] == 1
+    for usage in kept:
+        for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+            assert usage[name] == computed["usage"][name], "all of it was drawn before"
+
+
 def test_calls_of_tools_are_kept(tmp_path: Path) -> None:
     engine = fminfer.Engine(str(save_reciting(tmp_path / "m", TEXTS, TEMPLATE)), dtype="float32")
     try:

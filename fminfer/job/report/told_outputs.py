@@ -12,7 +12,8 @@ from typing import Any
 from fminfer.core.errors import UsageError
 from fminfer.files.completed import Edit, find_edit
 from fminfer.files.disk import beside
-from fminfer.files.input_folders import holds_answers, holds_requests
+from fminfer.files.first_lines import holds_answers, holds_requests
+from fminfer.files.input_models import refuse_models
 from fminfer.files.journal import journal_path
 from fminfer.files.line_reader import ENDINGS
 from fminfer.files.ordered_output import errors_path
@@ -113,6 +114,7 @@ def output_of(status: Path) -> Path:
 
 def _named(path: Path) -> Path:
     """Return the output that a path names: its own, or that of an input."""
+    refuse_models([path])
     is_input = path.name.endswith(ENDINGS) and path.exists() and not journal_path(path).exists()
     if is_input and holds_requests(path) and not holds_answers(path):
         output = answers_path(path)

@@ -111,13 +111,16 @@ def load_tokenizer(config: ModelOptions, checkpoint: Checkpoint) -> Tokenizer:
 
 
 def _model_names(config: EngineConfig, name: str) -> frozenset[str] | None:
-    """Return what a line may call the model, and the last part of that; None: anything."""
+    """Return what a line may call the model: its name, its path or id, or the last part of that.
+
+    None: anything.
+    """
     if name == DEMO_NAMES[0] and (config.check_model or config.is_unnamed_demo):
         return frozenset(DEMO_NAMES)
     if not config.check_model:
         return None
     asked = config.model or config.random_init or name
-    return frozenset({asked, Path(asked).name})
+    return frozenset({name, asked, str(Path(asked)), Path(asked).name} - {""})
 
 
 def find_ends(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:

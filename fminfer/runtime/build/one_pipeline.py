@@ -16,7 +16,13 @@ from fminfer.core.messages import RankMemory
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.engine_core import Facts
 from fminfer.engine.start import Starter
-from fminfer.machine.device import end_openmp_threads, free_bytes, measure_peak, use_device
+from fminfer.machine.device import (
+    end_openmp_threads,
+    free_bytes,
+    give_back_freed,
+    measure_peak,
+    use_device,
+)
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.layer_source import OnProgress
 from fminfer.models.stage import Stage
@@ -64,6 +70,7 @@ class OnePipeline:
         num_threads, num_blocks = torch.get_num_threads(), plan.num_kv_tokens // config.block_size
         end_openmp_threads()  # steps are another thread's work
         self._group, self._watch = group, None if group is None else group.watch
+        self._stage: Stage | None = stage  # until it is closed
         self.stages = _build_pipeline(stage, loaded, group)
         self.stages.limit_s = limit_step(plan)
         self.graphs, self._stream = stage.graphs, (stream := loaded.network.stream)
@@ -135,12 +142,19 @@ class OnePipeline:
         self.core.on_step = tell
 
     def close(self) -> None:
-        """End the stage's thread, and the other ranks."""
+        """End the stage's thread and the other ranks, and free the weights and the KV cache."""
+        if self._stage is None:
+            return
         group, self._group = self._group, None
         self.stages.close()
         # If it failed without other ranks it hangs, and so may a read.
         if self._stream is not None and (group is not None or self.stages.failure is None):
             self._stream.close()
+
+        self._facts = self.facts  # of which the graphs know a part
+        self._stage.free()
+        self._stage = self._stream = self.graphs = None
+        give_back_freed(self.plan.device)
         if group is None:
             return
         group.watch.stop()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from fminfer.contract.endpoints import EMBEDDINGS, URL_OF, URLS
+from fminfer.contract.endpoints import EMBEDDINGS, URL_OF, URLS, without_spare_slashes
 from fminfer.contract.envelope import Envelope
 from fminfer.contract.fields import (
     TEXT,
@@ -103,13 +103,20 @@ def _read_metadata(name: str, value: Any, most: int) -> dict[str, str]:
     )
 
 
+def _read_endpoint(name: str, value: Any, most: int) -> Any:
+    url = without_spare_slashes(value) if isinstance(value, str) else value
+    return _URL.read(name, url, most)
+
+
+_URL = one_of(*ENDPOINTS)
+_ENDPOINT = Kind(_read_endpoint, _URL.schema)
 _ID = of_type(str, f"a string, such as {EXAMPLE['input_file_id']}", TEXT)
 _WINDOW = Kind(_read_window, lambda most: TEXT | {"pattern": f"^{WINDOW_FORM}$"})
 _TOO_LATE = "24h, 90m, 7d, up to 366 days. A line that is not answered by then gets an error."
 _LIFE_HELP = "How long output and error file live. Without it, they stay."
 FIELDS = (
     Field("input_file_id", _ID, "A file with purpose batch.", is_required=True),
-    Field("endpoint", one_of(*ENDPOINTS), "The url of its lines.", is_required=True),
+    Field("endpoint", _ENDPOINT, "The url of its lines.", is_required=True),
     Field("completion_window", _WINDOW, _TOO_LATE, is_required=True),
     Field(
         "metadata",

@@ -69,7 +69,7 @@ async function errorOf(answer) {
   }
 }
 
-/** Yield the objects of a stream of events. Blank lines, which keep it alive, are passed over. */
+/** Yield the objects of a stream of events; those that keep it alive hold nothing new. */
 async function* readEvents(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

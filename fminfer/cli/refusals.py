@@ -1,0 +1,71 @@
+"""Wrong lines by reason: one sentence for each, with the numbers of its lines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fminfer.core.quantities import counted
+
+MAX_TOLD = 20  # reasons that `fminfer check` prints
+MOST_RANGES = 12  # of lines, in a sentence
+VALUES = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d[\d.,]*')  # by which alike messages may differ
+
+
+@dataclass(slots=True)
+class Refusal:
+    """Why some lines are wrong, in the words of the first one, and which lines they are."""
+
+    text: str
+    num_lines: int = 0
+    ranges: list[list[int]] = field(default_factory=list)  # source, first and last number
+
+    def add(self, source: int, number: int) -> None:
+        """Add a line; beyond some ranges it only counts."""
+        self.num_lines += 1
+        last = self.ranges[-1] if self.ranges else [-1, 0, 0]
+        if [source, number - 1] == [last[0], last[2]]:
+            last[2] = number
+        elif len(self.ranges) <= MOST_RANGES:
+            self.ranges.append([source, number, number])
+
+    def to_text(self, files: Sequence[Path]) -> str:
+        """Return it with the place of its first line, and the numbers of all."""
+        home, number, _ = self.ranges[0]
+        text = f"{files[home]}:{number}: {self.text}"
+        if self.num_lines == 1:
+            return text
+        shown = [
+            ("" if source == home else f"{files[source]}:")
+            + (f"{first}" if first == last else f"{first}-{last}")
+            for source, first, last in self.ranges[:MOST_RANGES]
+        ]
+        more = ", …" if len(self.ranges) > MOST_RANGES else ""
+        return f"{text}; {self.num_lines:,} lines alike: {', '.join(shown)}{more}"
+
+
+class Refusals:
+    """Gathers wrong lines by what is wrong with them, whatever the values in the message."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+        self._found: dict[tuple[str, str | None], Refusal] = {}
+        self._num_others = 0  # lines for reasons beyond those that are told
+
+    def add(self, source: int, number: int, text: str, param: str | None) -> None:
+        """Add a line, by the place of its file among the inputs and its number there."""
+        key = VALUES.sub("0", text), param
+        if key not in self._found and len(self._found) == MAX_TOLD:
+            self._num_others += 1
+            return
+        self._found.setdefault(key, Refusal(text)).add(source, number)
+
+    def lines(self) -> Iterator[str]:
+        """Yield a sentence for each reason, in the order of their first lines."""
+        for refusal in self._found.values():
+            yield refusal.to_text(self._files)
+        if self._num_others:
+            others = counted(self._num_others, "line")
+            yield f"… and {others} for other reasons; --all shows each line"

@@ -1,0 +1,51 @@
+"""Fits texts and tables to the width of a terminal."""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TextIO
+
+NAME = re.compile(r"\S+(?: \S+)? {2,}|elsewhere | +")  # what a line begins with: a name, or spaces
+
+
+def find_columns(stream: TextIO) -> int:
+    """Return a terminal's width, or in its place COLUMNS; 0: it is no terminal, or has none."""
+    with suppress(OSError, ValueError):
+        if stream.isatty():
+            return int(os.environ.get("COLUMNS", "0")) or os.get_terminal_size(stream.fileno())[0]
+    return 0
+
+
+def fit(text: str, columns: int) -> str:
+    """Wrap lines that are too wide, with what follows a line's name below it; 0: no limit."""
+    lines = text.split("\n")
+    for place, line in enumerate(lines):
+        if 0 < columns < len(line):
+            name = NAME.match(line)
+            indent = " " * (len(name[0]) if name else 2)
+            wrapped = textwrap.wrap(
+                line,
+                columns,
+                subsequent_indent=indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            lines[place] = "\n".join(wrapped)
+    return "\n".join(lines)
+
+
+def show_table(rows: Sequence[Sequence[str]], columns: int = 0) -> list[str]:
+    """Return a table's lines, its cells to the right; if it is too wide, a sentence for each row.
+
+    The first row has the names of the columns.
+    """
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
+    if not 0 < columns < len(lines[0]):
+        return lines
+    pairs = (zip(rows[0], row, strict=True) for row in rows[1:])
+    return [", ".join(f"{name} {cell}" for name, cell in pair) for pair in pairs]

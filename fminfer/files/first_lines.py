@@ -1,0 +1,78 @@
+"""Tells by its first lines whether a file holds requests, answers of a run, or neither."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import orjson
+
+from fminfer.core.errors import FminferError
+from fminfer.files.line_reader import first_bytes, read_lines
+from fminfer.files.streams import PART_NAME, changed_ns, explain_bytes, explain_text, split_of
+
+NUM_LOOKED_AT = 5  # lines, to tell whether a file holds requests
+REQUEST_KEYS = frozenset({"prompt", "request", "body", "messages", "max_tokens", "input"})
+Kind = Literal["answers", "requests", ""]  # what a file's first lines hold
+
+
+def holds_answers(path: Path) -> bool:
+    """Tell whether a file is one that fminfer wrote, by its first line."""
+    return look_at_lines(path)[0] == "answers"
+
+
+def holds_requests(path: Path) -> bool:
+    """Tell whether one of a file's first lines looks like a request."""
+    return look_at_lines(path)[0] == "requests"
+
+
+def what_is_wrong(path: Path) -> str:
+    """Say what a file is that holds no JSON lines, and what to do; "" if it may hold some."""
+    return look_at_lines(path)[1]
+
+
+def look_at_lines(path: Path) -> tuple[Kind, str]:
+    """Return what a file's first lines hold, and what is wrong with it."""
+    if not path.is_file():  # a pipe can be read only once
+        return "requests", ""
+    try:
+        return _look_into(path, changed_ns(path))
+    except FminferError:  # told where it is opened
+        return "", ""
+
+
+@lru_cache(maxsize=100_000)
+def _look_into(path: Path, changed_at: int) -> tuple[Kind, str]:
+    """Return what a file's first lines hold, and what is wrong; a later change asks anew."""
+    head = first_bytes(path)
+    is_spread = ".json" in path.suffixes and head.lstrip().startswith(b"{")  # which may end in CR
+    is_known = is_spread or PART_NAME.fullmatch(path.name)  # a part may hold wrong lines alone
+    trouble = explain_bytes(head) or ("" if is_known else explain_text(head))
+    if trouble and not split_of(path):
+        return "", trouble
+    kind: Kind = ""
+    for number, line in enumerate(islice(read_lines(path, 0), NUM_LOOKED_AT)):
+        try:
+            fields = orjson.loads(line.raw)
+        except ValueError:
+            continue
+        if not isinstance(fields, dict):
+            continue
+        if number == 0 and _is_record(fields):
+            return "answers", ""
+        if REQUEST_KEYS & fields.keys():
+            kind = "requests"
+    return kind, ""
+
+
+def _is_record(fields: dict[str, object]) -> bool:
+    """Tell whether a line is one of an output or of an errors file, in any shape."""
+    result, response = fields.get("result"), fields.get("response")
+    if "request" in fields and isinstance(result, dict):
+        made = {"data", "results"} & result.keys() and "usage" in result  # of vectors
+        return bool(made) or "choices" in result
+    if str(fields.get("id")).startswith("batch_req_") and isinstance(response, dict):
+        return "status_code" in response
+    return {"line", "custom_id", "error", "retryable", "request"} <= fields.keys()

@@ -1,0 +1,99 @@
+"""Tells models that are given where requests are read, and says which command runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from fminfer.core.errors import UsageError
+from fminfer.core.impostors import GGUF, is_gguf
+from fminfer.files.first_lines import holds_requests
+from fminfer.files.line_reader import ENDINGS, is_input_name
+from fminfer.files.streams import is_stream
+
+EXAMPLE = "requests.jsonl"
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".onnx", GGUF)
+MAX_MARK_BYTES = 2**20
+# Files that make a folder a model, and the keys of which their objects have one.
+MARKS = {
+    "config.json": ("model_type", "architectures"),
+    "adapter_config.json": ("peft_type", "base_model_name_or_path"),
+    "modules.json": ("idx",),
+    "params.json": ("n_layers", "n_heads"),
+}
+OF_HUB = re.compile(
+    r"(?:https?://(?:www\.)?(?:huggingface\.co|hf\.co)/)?"  # of a page
+    r"([\w-][\w.-]*/[\w.-]+)/?"
+)
+
+
+def refuse_models(paths: Iterable[Path | str], example: str = "") -> None:
+    """Refuse models among the inputs, by a UsageError with the command to type.
+
+    Args:
+        example: what `fminfer run` answers in that command; "": the other inputs.
+    """
+    names = {path: name_model(path) for path in paths}
+    others = shlex.join(str(path) for path, name in names.items() if not name)
+    for path, name in names.items():
+        if name:
+            raise UsageError(describe_model(path, name, example or others))
+
+
+def describe_model(path: Path | str, name: str, inputs: str = "") -> str:
+    """Say that an input is a model, and which command answers requests with it."""
+    command = f"fminfer run {inputs or EXAMPLE} --model-name {shlex.quote(name)}"
+    if not os.path.exists(path):
+        return (
+            f"{path} does not exist; give a .jsonl file or a folder of them. "
+            f"If it is a model of the hub: {command}"
+        )
+    requests = _find_requests(Path(path))
+    more = f". To answer {requests[0]}, name that file itself" if requests else ""
+    return f"{path} is a model, and not a file of requests; answer them with it: {command}{more}"
+
+
+def name_model(path: Path | str) -> str:
+    """Return what --model-name takes for an input that is a model; "": it is none.
+
+    A folder of requests may hold weights, or a file of a model, but not both.
+    """
+    file = Path(path)
+    if file.is_dir():
+        num_marks = sum(_is_mark(file / name, keys) for name, keys in MARKS.items())
+        num_marks += any(each.name.endswith(WEIGHTS) for each in file.iterdir())
+        is_model = num_marks > 1 or (num_marks == 1 and not _find_requests(file))
+        return str(path) if is_model else ""
+
+    if not os.path.lexists(path):
+        match = OF_HUB.fullmatch(str(path))
+        is_elsewhere = not file.parent.exists() and not file.name.endswith(ENDINGS)
+        return match[1] if match is not None and is_elsewhere else ""
+    if is_stream(file) or not file.is_file():
+        return ""
+    if is_gguf(file):
+        return str(path)
+
+    is_part = file.name.endswith(WEIGHTS) or (file.suffix == ".json" and name_model(file.parent))
+    return str(file.parent) if is_part and not holds_requests(file) else ""
+
+
+def _find_requests(folder: Path) -> list[Path]:
+    """Return the files of a folder that may be requests: of .json those that hold some."""
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    inputs = [file for file in files if is_input_name(file.name)]
+    return [file for file in inputs if file.suffix != ".json" or holds_requests(file)]
+
+
+def _is_mark(path: Path, keys: tuple[str, ...]) -> bool:
+    fields = None
+    with suppress(OSError, ValueError, RecursionError):
+        if path.is_file() and path.stat().st_size <= MAX_MARK_BYTES:
+            fields = json.loads(path.read_bytes())
+    objects = fields if isinstance(fields, list) else [fields]
+    return any(isinstance(each, dict) and not each.keys().isdisjoint(keys) for each in objects)
