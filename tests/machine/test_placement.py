@@ -149,12 +149,13 @@ def test_the_thread_of_steps_works_on_its_own_card(monkeypatch: pytest.MonkeyPat
         lambda device: chosen.append((threading.current_thread().name, device)),
     )
     device = torch.device("cuda:1")
-    stage: Any = SimpleNamespace(run=lambda step: len(chosen))
+    stage: Any = SimpleNamespace(run=lambda step: SimpleNamespace(spans=(), place=len(chosen)))
     loaded: Any = SimpleNamespace(device=device)
     step: Any = "a step"
     with closing(_build_pipeline(stage, loaded, None)) as alone:
         alone.submit(step)
-        assert alone.collect() == 1
+        result: Any = alone.collect()
+    assert result.place == 1
     part, form = Part(0, 2, 0, 1), HiddenForm(8, torch.float32, device, None)
     for name in ("_Sender", "_Receiver"):
         neighbour = SimpleNamespace(put=lambda message: None, join=lambda *limit: None)
