@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
+from click.testing import CliRunner
 from tokenizers import (
     AddedToken,
     decoders,
@@ -25,7 +27,10 @@ from tokenizers import (
 )
 from tokenizers import Tokenizer as BackendTokenizer
 
+from fminfer.cli.app import main
 from fminfer.core.errors import CheckpointError
+from fminfer.models.known_sizes import DEMO_MODEL
+from fminfer.text.gguf_tokenizer import write_tokenizer_files
 from fminfer.text.gguf_vocabulary import find_cuts
 from fminfer.text.tokenizer import Tokenizer
 from tests.conftest import IS_ALL
@@ -294,3 +299,38 @@ def test_a_class_that_cuts_otherwise_is_told(tmp_path: Path) -> None:
     assert "the class GPT2Tokenizer" in Tokenizer.load(folder).note
     folder = write_folder(tmp_path, byte_level(), tokenizer_class="PreTrainedTokenizerFast")
     assert Tokenizer.load(folder).note == ""
+
+
+def test_a_run_and_a_check_tell_it_once(tmp_path: Path) -> None:
+    """The demo model under the name of a class that composes accents, whose file does not."""
+    folder = shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    config = {"tokenizer_class": "GPTNeoXTokenizer", "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text('{"prompt": "cafe\u0301", "max_tokens": 1}\n' * 2)
+    for command in ("run", "check"):
+        arguments = [command, str(requests), "--model-name", str(folder)]
+        found = CliRunner().invoke(main, arguments)
+        assert found.exit_code == 0, found.output
+        assert found.output.count("than the class GPTNeoXTokenizer") == 1
+
+
+def test_a_gguf_file_gives_the_ids_of_its_folder(tmp_path: Path) -> None:
+    """One model gave 29 tokens from its folder, and 25 from its GGUF file."""
+    digits = byte_level()
+    vocabulary = sorted(digits.get_vocab(), key=digits.get_vocab().__getitem__)
+    stored = json.loads(digits.to_str())["model"]["merges"]
+    metadata: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": vocabulary,
+        "tokenizer.ggml.token_type": [3 if piece in SPECIALS else 1 for piece in vocabulary],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in stored],
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    (tmp_path / "gguf").mkdir()
+    write_tokenizer_files(metadata, tmp_path / "gguf")
+    folder = write_folder(tmp_path / "folder", digits, tokenizer_class="GPT2Tokenizer")
+    of_gguf, of_folder = Tokenizer.load(tmp_path / "gguf"), Tokenizer.load(folder)
+    for text in make_texts(3, 300):
+        assert of_gguf.encode(text).ids == of_folder.encode(text).ids, text
