@@ -93,9 +93,8 @@ def _put_in(hf: Any, stored: BackendTokenizer, others: list[AddedToken], file: P
     texts = [each.read_text("utf-8") for each in beside]
 
     def is_named(name: str) -> bool:
-        if language is not None or stored.token_to_id(name) is not None:
-            return True
-        return any(f'"{name}"' in text or json.dumps(name) in text for text in texts)
+        is_kept = language is not None or stored.token_to_id(name) is not None
+        return is_kept or any(f'"{name}"' in text or json.dumps(name) in text for text in texts)
 
     _refuse_other_owners(hf, stored, file)
     stored.add_tokens([token for token in others if is_named(token.content)])
