@@ -1,8 +1,9 @@
 """What a tokenizer.json says, told to the tokenizer that transformers makes of its folder.
 
 transformers builds the class that tokenizer_config.json names anew, from the file's vocabulary. It
-drops the file's other parts, and other files may change the flags of added tokens. A model was
-trained on the tokens that its tokenizer.json makes, so that file is followed.
+drops the file's other parts, and makes tokens up that the class has. Other files may change the
+flags of added tokens. A model was trained on the tokens that its tokenizer.json makes, so that
+file is followed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from tokenizers import Tokenizer as BackendTokenizer
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import broken
 
-_PARTS = ("normalizer", "pre_tokenizer", "model", "decoder")
 _ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # What parts of published tokenizers cut in different ways.
@@ -32,26 +32,22 @@ def follow_tokenizer_file(hf: Any, file: Path) -> str:
     """Give the tokenizer of a folder the parts of its tokenizer.json.
 
     Args:
-        hf: of transformers; its backend changes.
+        hf: of transformers; its backend changes, or becomes that of the file.
 
     Returns:
         What is to be told to the user, if texts get other ids or spaces by this; else "".
 
     Raises:
-        CheckpointError: the file is broken, or gives a token another id than the folder's others.
+        CheckpointError: the file is broken, or the folder's others give one of its ids elsewhere.
     """
     from transformers import PreTrainedTokenizerFast  # slow to import; only where it is needed
 
-    backend: BackendTokenizer = hf.backend_tokenizer
-    before = _try_out(backend)
-    is_built_anew = type(hf).__init__ is not PreTrainedTokenizerFast.__init__
-    stored = _load_file(file) if is_built_anew else backend
-    for part in _PARTS if is_built_anew else ():
-        setattr(backend, part, getattr(stored, part))
-    if getattr(hf, "src_lang", None) is None:  # else it is of the language that the folder names
-        backend.post_processor = stored.post_processor
-    _replace_added_tokens(backend, stored, file)
-    if _try_out(backend) == before:
+    others: list[AddedToken] = [*hf.added_tokens_decoder.values()]
+    before = _try_out(hf.backend_tokenizer)
+    if type(hf).__init__ is not PreTrainedTokenizerFast.__init__:  # it is built anew
+        _put_in(hf, _load_file(file), others, file)
+    _flag_added_tokens(hf.backend_tokenizer, others, file)
+    if _try_out(hf.backend_tokenizer) == before:
         return ""
     return (
         f"{file} makes other tokens than the class {type(hf).__name__} that the files beside it "
@@ -60,8 +56,11 @@ def follow_tokenizer_file(hf: Any, file: Path) -> str:
 
 
 def _try_out(backend: BackendTokenizer) -> tuple[list[str], str]:
-    """Return the tokens that a probe is cut into, and the text of them."""
-    encoding = backend.encode(_PROBE)
+    """Return the tokens that a probe is cut into, and the text of them; or why there are none."""
+    try:
+        encoding = backend.encode(_PROBE)
+    except Exception as error:  # the file may lack what a class takes for its unknown token
+        return [], str(error)
     return encoding.tokens, backend.decode(encoding.ids)
 
 
@@ -83,25 +82,49 @@ def _read_added_tokens(file: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _replace_added_tokens(backend: BackendTokenizer, stored: BackendTokenizer, file: Path) -> None:
-    """Take added tokens and their flags from the file; what is special for others stays so.
+def _put_in(hf: Any, stored: BackendTokenizer, others: list[AddedToken], file: Path) -> None:
+    """Have `hf` use what its file makes, with those of its other tokens that files name.
 
-    Args:
-        stored: the tokenizer that the file alone makes.
+    Its class may have made up more, such as `<s>`, which are text. Those of a class of languages
+    are its languages.
     """
-    entries = sorted(_read_added_tokens(file), key=lambda entry: int(entry["id"]))
-    others = backend.get_added_tokens_decoder().values()
+    language = getattr(hf, "src_lang", None)
+    beside = {*file.parent.glob("*token*.json")} - {file}
+    texts = [each.read_text("utf-8") for each in beside]
+
+    def is_named(name: str) -> bool:
+        is_kept = language is not None or stored.token_to_id(name) is not None
+        return is_kept or any(f'"{name}"' in text or json.dumps(name) in text for text in texts)
+
+    _refuse_other_owners(hf, stored, file)
+    stored.add_tokens([token for token in others if is_named(token.content)])
+    stored.encode_special_tokens = hf.backend_tokenizer.encode_special_tokens
+    hf._tokenizer = stored
+    for name, token in hf.special_tokens_map.items():
+        if stored.token_to_id(str(token)) is None:
+            setattr(hf, name, None)
+    if language is not None:  # the tokens around a text become those of the folder's language
+        hf.src_lang = language
+
+
+def _refuse_other_owners(hf: Any, stored: BackendTokenizer, file: Path) -> None:
+    """Refuse a token of files beside tokenizer.json, if that gives its id to another one."""
+    num_trained = stored.get_vocab_size(with_added_tokens=False)
+    for token_id, token in hf.init_kwargs["added_tokens_decoder"].items():
+        owner = stored.id_to_token(token_id)
+        if token_id >= num_trained and owner not in (None, token.content):
+            raise CheckpointError(
+                f"{file} gives the id {token_id} to the token {owner!r}, and files beside it give "
+                f"it to {token.content!r}. Put the model's own files there"
+            )
+
+
+def _flag_added_tokens(backend: BackendTokenizer, others: list[AddedToken], file: Path) -> None:
+    """Give added tokens the flags that the file says; what is special for others stays so."""
     special = {token.content for token in others if token.special}
     tokens = []
-    for entry in entries:
+    for entry in _read_added_tokens(file):
         flags = {name: entry.get(name, False) for name in _FLAGS}
         flags["special"] |= entry["content"] in special
         tokens.append(AddedToken(entry["content"], **flags))
     backend.add_tokens(tokens)  # those that are there change their flags
-    for token in tokens:
-        stored_id = stored.token_to_id(token.content)
-        if (token_id := backend.token_to_id(token.content)) != stored_id:
-            raise CheckpointError(
-                f"{file} gives the token {token.content!r} the id {stored_id}, and with the files "
-                f"beside it that is {token_id}. Put the model's own files there"
-            )

@@ -18,7 +18,7 @@ from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import open_model
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.models.origins import check_tensors
-from fminfer.models.stored.rival_weights import describe_unread
+from fminfer.models.stored.rival_weights import describe_unread, refuse_rivals
 from fminfer.models.stored.tensor_table import TensorFiles
 from tests.encoder_families import make_encoder
 from tests.models.test_encoders import dense_folder
@@ -99,6 +99,15 @@ def test_the_same_weights_in_two_forms_are_named(form: str, folder: Path) -> Non
     open_folder(folder)
     told = describe_unread(folder)
     assert told.startswith(f"Weights are read from {ONE}. Not read: ") and name in told
+
+
+def test_what_float16_cannot_hold_is_no_difference(folder: Path) -> None:
+    """GPT-NeoX's -1e9 for masks is infinite in a float16 copy, and two models were reported."""
+    tensors = load_file(folder / ONE) | {"masked_bias": torch.tensor([-1e9])}
+    save_file(tensors, folder / ONE)
+    save_beside(folder, "float16", tensors)
+    assert "model.fp16.safetensors" in describe_unread(folder)
+    refuse_rivals(folder)
 
 
 def test_a_dense_layer_in_two_forms(tmp_path: Path) -> None:

@@ -280,6 +280,31 @@ def test_added_tokens_that_only_the_file_has_are_read(tmp_path: Path) -> None:
     assert differing(folder, ["a <call> b <later> c"]) == []
 
 
+@pytest.mark.parametrize("declared", ["GPT2Tokenizer", "Qwen2Tokenizer", "GPTNeoXTokenizer"])
+def test_tokens_that_only_the_class_names_are_text(tmp_path: Path, declared: str) -> None:
+    """Its class gave a model without <|endoftext|> an id for it, behind the model's own.
+
+    Tokens that came behind it in another file got other ids, or the folder was refused.
+    """
+    backend = byte_level()
+    names = {"tokenizer_class": declared, "sep_token": "<sep>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    backend.add_special_tokens(["<sep>"])
+    text = "a<|endoftext|> <|padding|> b<sep>"
+    assert tokenizer.encode(text).ids == backend.encode(text).ids
+    assert "<|endoftext|>" not in map(tokenizer.piece, range(1000))
+
+
+def test_a_class_whose_unknown_token_the_file_lacks_is_followed(tmp_path: Path) -> None:
+    """BERT's class cannot cut a word where [UNK] is missing; it was tried out, and failed."""
+    backend = BackendTokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "?": 3}, [("a", "b")]))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert differing(tmp_path, ["ab", "aab"]) == []
+
+
 def test_files_that_give_a_token_two_ids_are_refused(tmp_path: Path) -> None:
     backend = byte_level()
     backend.add_tokens([AddedToken("<call>"), AddedToken("<later>")])
@@ -290,7 +315,7 @@ def test_files_that_give_a_token_two_ids_are_refused(tmp_path: Path) -> None:
         tokenizer_class="GPT2Tokenizer",
         added_tokens_decoder=other,
     )
-    with pytest.raises(CheckpointError, match="gives the token '<call>' the id"):
+    with pytest.raises(CheckpointError, match="to the token '<call>', and files"):
         Tokenizer.load(folder)
 
 

@@ -27,6 +27,7 @@ PROJECTOR = "mmproj"  # a projector of images, which changes no text
 NUM_VALUES = 1024  # from the middle of each tensor
 # Between two dtypes: a step of bfloat16, and the smallest steps of float16.
 TOLERANCE = {"rtol": 2.0**-7, "atol": 2.0**-14}
+MOST = torch.finfo(torch.float16).max  # what is larger may be infinite in a copy
 # What a name begins with or not, as a model was saved with its head or without.
 BASE = re.compile(r"^(model|transformer|bert|roberta)\.")
 
@@ -94,12 +95,12 @@ def _find_difference(table: Mapping[str, StoredTensor], other: Path) -> str:
 def _differs(mine: StoredTensor, theirs: StoredTensor) -> bool:
     if not {mine.dtype, theirs.dtype} <= {*FLOATS}:  # a quantized copy
         return False
-    values = _read_some(mine)
-    others = _read_some(theirs)
+    values = _read_some(mine).float().clamp(-MOST, MOST)
+    others = _read_some(theirs).float().clamp(-MOST, MOST)
     tolerance = {"rtol": 0.0, "atol": 0.0} if mine.dtype == theirs.dtype else TOLERANCE
     return mine.shape != theirs.shape or (
         len(values) == len(others)  # else the values of one do not follow each other
-        and not torch.allclose(values.float(), others.float(), equal_nan=True, **tolerance)
+        and not torch.allclose(values, others, equal_nan=True, **tolerance)
     )
 
 
