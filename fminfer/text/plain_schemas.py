@@ -72,11 +72,13 @@ def count_digits(schema: Any) -> tuple[int, int]:
     text = json.dumps(schema)
     json.loads(text, parse_int=numbers.append, parse_float=numbers.append)
     parts = [f"{abs(Decimal(number)):f}".partition(".") for number in numbers]
-    whole = min(max((len(before) for before, _, _ in parts), default=0), MOST_WHOLE)
-    fraction = max((len(behind) for _, _, behind in parts), default=0)
+    # Not below 1,234, digits may need one more than 1,233 has.
+    whole = max((len(str(int(before) - 1)) for before, _, _ in parts), default=0)
+    fraction = max((len(behind.rstrip("0")) for _, _, behind in parts), default=0)
     # As a double, 1.9999999999999999 is 2. What is above 0.5 alone may need one digit more.
-    more = 1 if '"exclusiveM' in text else 0
-    return max(MAX_DIGITS, whole), max(MAX_DIGITS - more, whole + fraction + more)
+    most = MAX_DIGITS - 1 if '"exclusiveM' in text else MAX_DIGITS
+    total = min(whole, MOST_WHOLE) + fraction + (1 if fraction else 0)
+    return min(max(MAX_DIGITS, whole + 1), MOST_WHOLE), max(most, total)
 
 
 def _asks_nothing(key: str, value: Any) -> bool:
