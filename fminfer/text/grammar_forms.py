@@ -20,9 +20,7 @@ WHITE_SPACE = r"\x20|\r?\n[\x20\t]{0,20}"
 ESCAPES = '"\\bfnrt'
 CONTROL = re.compile(r"(?<!\\)(\\\\)*\\u00[01]|\x7f")  # in JSON; it writes these as \u alone
 # Of Lark; GBNF has neither.
-IGNORED_HEAT = re.compile(
-    r'^[ \t\r]*[?!]?\w+\[[^]"\n]*\btemperature\s*=[^]"\n]*\]\s*:', re.MULTILINE
-)
+IGNORED_HEAT = re.compile(r'(?m)^[ \t\r]*[?!]?\w+\[[^]"\n]*\btemperature\s*=[^]"\n]*\]\s*:')
 HIDDEN_KEYS = re.compile(r'%json.*"lenient"\s*:', re.DOTALL)
 MOST_EXACT = 2**53  # llguidance rounds larger numbers, as float64 does
 _PLAIN = {  # by what llguidance writes
