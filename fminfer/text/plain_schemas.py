@@ -48,7 +48,7 @@ def parse_schema(text: str) -> Any:
     """
     try:
         return plain_schema(json.loads(text))
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, OverflowError):
         raise ValueError("a keyword of it has a value of the wrong type") from None
 
 
@@ -151,6 +151,23 @@ def _bound_numbers(schema: dict[str, Any]) -> None:
                 schema[name] = sign * MOST_BOUND
 
 
+def _exclude_whole(schema: dict[str, Any]) -> None:
+    """Move a whole exclusive bound a little: llguidance includes 0 in what is above 0, up to 0.5.
+
+    It does so where the other bound is less than 1 away.
+    """
+    others = {
+        "minimum": ("exclusiveMinimum", "maximum", "exclusiveMaximum"),
+        "maximum": ("exclusiveMaximum", "minimum", "exclusiveMinimum"),
+    }
+    for key, (exclusive, *ends) in others.items():
+        bound = schema.get(exclusive, 0.5)
+        gap = min((schema[end] - bound for end in ends if end in schema), key=abs, default=0)
+        if bound % 1 == 0 and 0 < abs(gap) < 1:
+            nearest = schema.pop(exclusive) + gap / 1e6
+            schema[key] = (max if gap > 0 else min)(nearest, schema.get(key, nearest))
+
+
 _REWRITES: tuple[Callable[[dict[str, Any]], None], ...] = (
     _allow_null,
     _replace_format,
@@ -158,4 +175,5 @@ _REWRITES: tuple[Callable[[dict[str, Any]], None], ...] = (
     _list_names,
     _close_counted,
     _bound_numbers,
+    _exclude_whole,
 )

@@ -388,6 +388,7 @@ def jsonschema_errors(schema: Any, value: Any) -> list[Any]:
         {"type": "integer"},
         {"type": "number", "minimum": 0, "maximum": 1},
         {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 1e-3},
         {"type": "number", "exclusiveMinimum": 1e-30, "maximum": 1e-29},
         {"type": "integer", "minimum": 10**16},
         {"type": "number", "exclusiveMinimum": 2**53},
