@@ -61,10 +61,8 @@ class Bans:
             allowed &= int.from_bytes(self.mask.bits[:size].ljust(size, end), "little")
         bits = allowed & ~int.from_bytes(pack_ids(banned, size), "little")
         if not bits:
-            held, ends = (
-                int.from_bytes(pack_ids(ids, size), "little")
-                for ids in (self._held_ids, self._eos_ids)
-            )
+            held = int.from_bytes(pack_ids(self._held_ids, size), "little")
+            ends = int.from_bytes(pack_ids(self._eos_ids, size), "little")
             bits = (allowed & held) | (whole & ends)
         return make_mask(bits.to_bytes(size, "little"))
 

@@ -152,7 +152,7 @@ def _bound_numbers(schema: dict[str, Any]) -> None:
 
 
 def _exclude_whole(schema: dict[str, Any]) -> None:
-    """Move a whole exclusive bound a little: llguidance includes 0 in what is above 0, up to 0.5.
+    """Move a whole exclusive bound a little: to llguidance, 0 is above 0, and up to 0.5.
 
     It does so where the other bound is less than 1 away.
     """
