@@ -18,14 +18,19 @@ from fminfer.core.messages import Mask, invert, make_mask, pack_ids
 class Bans:
     """The tokens that the sequences of a request cannot draw.
 
-    EOS and stop tokens are `held_ids` until there are `min_tokens`. The last id of each of the
+    EOS and stop tokens are held until there are `min_tokens`. The last id of each of the
     `words` is banned where it would complete the word.
     """
 
     def __init__(
-        self, params: SamplingParams, held_ids: frozenset[int], words: list[tuple[int, ...]]
+        self,
+        params: SamplingParams,
+        eos_ids: frozenset[int],
+        words: list[tuple[int, ...]],
+        stop_ids: frozenset[int] = frozenset(),
     ) -> None:
-        self._params, self._held_ids = params, held_ids
+        self._params, self._eos_ids = params, eos_ids
+        self._held_ids = eos_ids | stop_ids
         self._never = {word[0] for word in words if len(word) == 1}
         self._longer: dict[int, list[tuple[int, ...]]] = {}  # words by their last token but one
         for word in words:
@@ -46,17 +51,19 @@ class Bans:
     def narrow(self, mask: Mask, banned: set[int]) -> Mask:
         """Return a mask of all of the model's tokens without those that are banned.
 
-        Where nothing else is left, a complete answer may end.
+        Where nothing else is left, a complete answer may end, and so may one at a stop token
+        that is allowed.
         """
         size = len(mask.bits)
-        bits = int.from_bytes(mask.bits, "little")
+        whole = allowed = int.from_bytes(mask.bits, "little")
         if self.mask is not None:
             end = b"\xff" if self.mask.bits[-1] > 127 else b"\0"
-            bits &= int.from_bytes(self.mask.bits[:size].ljust(size, end), "little")
-        bits &= ~int.from_bytes(pack_ids(banned, size), "little")
+            allowed &= int.from_bytes(self.mask.bits[:size].ljust(size, end), "little")
+        bits = allowed & ~int.from_bytes(pack_ids(banned, size), "little")
         if not bits:
-            ends = pack_ids(self._held_ids, size)
-            bits = int.from_bytes(mask.bits, "little") & int.from_bytes(ends, "little")
+            held = int.from_bytes(pack_ids(self._held_ids, size), "little")
+            ends = int.from_bytes(pack_ids(self._eos_ids, size), "little")
+            bits = (allowed & held) | (whole & ends)
         return make_mask(bits.to_bytes(size, "little"))
 
     def find(self, num_drawn: int, newest: list[int]) -> set[int]:

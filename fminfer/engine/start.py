@@ -91,4 +91,4 @@ def find_bans(params: SamplingParams, tokenizer: Tokenizer, eos_ids: frozenset[i
     if not (params.min_tokens or params.allowed_token_ids or params.bad_words):
         return None
     words = [*chain(*tokenizer.spell_all(params.bad_words))]
-    return Bans(params, eos_ids.union(find_stops(params, tokenizer)), words)
+    return Bans(params, eos_ids, words, frozenset(find_stops(params, tokenizer)))

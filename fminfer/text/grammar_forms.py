@@ -20,7 +20,7 @@ WHITE_SPACE = r"\x20|\r?\n[\x20\t]{0,20}"
 ESCAPES = '"\\bfnrt'
 CONTROL = re.compile(r"(?<!\\)(\\\\)*\\u00[01]|\x7f")  # in JSON; it writes these as \u alone
 # Of Lark; GBNF has neither.
-IGNORED_HEAT = re.compile(r'^\s*[?!]?\w+\[[^]"\n]*\btemperature\s*=[^]"\n]*\]\s*:', re.MULTILINE)
+IGNORED_HEAT = re.compile(r'(?m)^[ \t\r]*[?!]?\w+\[[^]"\n]*\btemperature\s*=[^]"\n]*\]\s*:')
 HIDDEN_KEYS = re.compile(r'%json.*"lenient"\s*:', re.DOTALL)
 MOST_EXACT = 2**53  # llguidance rounds larger numbers, as float64 does
 _PLAIN = {  # by what llguidance writes
@@ -103,8 +103,8 @@ def _from_lark(text: str) -> str:
 
 def _fraction(most: int, zeros: str = "") -> str:
     """Return a regex of a fraction, or of none, with at most so many digits behind zeros."""
-    if most < 2:
-        return r"(?:\.[1-9])?" if most == 1 else ""
+    if most < 2:  # behind "12.", 1 to 9 are above 12, which may be the most
+        return ""
     return rf"(?:\.{zeros}(?:[0-9]{{1,{most - 1}}}|[0-9]{{{most - 1}}}[1-9]))?"
 
 

@@ -143,11 +143,7 @@ class Branches:
         for _ in range(10):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 break
-            reference = str(schema["$ref"])
-            # An `$anchor`, or a name that is written in another way: llguidance knows these.
-            if not f"{reference}/".startswith("#/") or {*"%~"} & {*reference}:
-                return {}
-            schema = look_up(reference, self._root)
+            schema = look_up(str(schema["$ref"]), self._root)
         if not isinstance(schema, dict) or "$ref" in schema or self._has_own_place(schema):
             return {}
         return schema
@@ -284,7 +280,12 @@ class _Shortest:
 
 
 def look_up(reference: str, root: Any) -> Any:
-    """Return what stands at a reference into a schema; None: nothing."""
+    """Return what stands at a reference into a schema; None: nothing, or only llguidance knows.
+
+    It knows an `$anchor`, another document, and a name that is written in another way.
+    """
+    if not f"{reference}/".startswith("#/") or {*"%~"} & {*reference}:
+        return None
     for part in reference.split("/")[1:]:
         root = root.get(part) if isinstance(root, dict) else None
     return root

@@ -48,7 +48,7 @@ def parse_schema(text: str) -> Any:
     """
     try:
         return plain_schema(json.loads(text))
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, OverflowError):
         raise ValueError("a keyword of it has a value of the wrong type") from None
 
 
@@ -72,11 +72,13 @@ def count_digits(schema: Any) -> tuple[int, int]:
     text = json.dumps(schema)
     json.loads(text, parse_int=numbers.append, parse_float=numbers.append)
     parts = [f"{abs(Decimal(number)):f}".partition(".") for number in numbers]
-    whole = min(max((len(before) for before, _, _ in parts), default=0), MOST_WHOLE)
-    fraction = max((len(behind) for _, _, behind in parts), default=0)
+    # Not below 1,234, digits may need one more than 1,233 has.
+    whole = max((len(str(int(before) - 1)) for before, _, _ in parts), default=0)
+    fraction = max((len(behind.rstrip("0")) for _, _, behind in parts), default=0)
     # As a double, 1.9999999999999999 is 2. What is above 0.5 alone may need one digit more.
-    more = 1 if '"exclusiveM' in text else 0
-    return max(MAX_DIGITS, whole), max(MAX_DIGITS - more, whole + fraction + more)
+    most = MAX_DIGITS - 1 if '"exclusiveM' in text else MAX_DIGITS
+    total = min(whole, MOST_WHOLE) + fraction + (1 if fraction else 0)
+    return min(max(MAX_DIGITS, whole + 1), MOST_WHOLE), max(most, total)
 
 
 def _asks_nothing(key: str, value: Any) -> bool:
@@ -149,6 +151,23 @@ def _bound_numbers(schema: dict[str, Any]) -> None:
                 schema[name] = sign * MOST_BOUND
 
 
+def _exclude_whole(schema: dict[str, Any]) -> None:
+    """Move a whole exclusive bound a little: to llguidance, 0 is above 0, and up to 0.5.
+
+    It does so where the other bound is less than 1 away.
+    """
+    others = {
+        "minimum": ("exclusiveMinimum", "maximum", "exclusiveMaximum"),
+        "maximum": ("exclusiveMaximum", "minimum", "exclusiveMinimum"),
+    }
+    for key, (exclusive, *ends) in others.items():
+        bound = schema.get(exclusive, 0.5)
+        gap = min((schema[end] - bound for end in ends if end in schema), key=abs, default=0)
+        if bound % 1 == 0 and 0 < abs(gap) < 1:
+            nearest = schema.pop(exclusive) + gap / 1e6
+            schema[key] = (max if gap > 0 else min)(nearest, schema.get(key, nearest))
+
+
 _REWRITES: tuple[Callable[[dict[str, Any]], None], ...] = (
     _allow_null,
     _replace_format,
@@ -156,4 +175,5 @@ _REWRITES: tuple[Callable[[dict[str, Any]], None], ...] = (
     _list_names,
     _close_counted,
     _bound_numbers,
+    _exclude_whole,
 )

@@ -77,6 +77,25 @@ def test_bans_are_a_mask(
     assert bans.mask == Mask(bits, few) == make_mask(bits)
 
 
+@pytest.mark.parametrize(
+    ("bits", "few"),
+    [
+        ([3, 7], (7,)),
+        ([3], ()),  # a stop token that is not allowed was drawn here
+        ([3, 5], (5,)),
+        ([2], (2,)),
+        ([2, 5], (2, 5)),
+    ],
+)
+def test_where_nothing_else_is_left_an_answer_may_end(
+    bits: list[int], few: tuple[int, ...]
+) -> None:
+    """Its constraint left 3, which stops it and is not among the allowed, or the held 2 and EOS."""
+    params = SamplingParams(allowed_token_ids=(2, 7), stop_token_ids=(2, 3), min_tokens=4)
+    bans = Bans(params, frozenset([5]), [], frozenset([2, 3]))
+    assert bans.narrow(make_mask(pack_ids(bits, 8)), bans.find(1, [7])).few == few
+
+
 def test_rows_that_may_draw_the_same_share_a_mask() -> None:
     params, slots = SamplingParams(temperature=0, max_tokens=1), Slots()
 
