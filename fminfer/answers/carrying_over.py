@@ -273,9 +273,15 @@ def _rows_again(
             except ValueError as damage:
                 raise changed("an answer has no usage") from damage
             num_equal = 0 if isinstance(repeat, RequestError) else repeat
-            key = b"" if counter is None else make_key(envelope, num_equal)
-            vector = b"" if vectors is None else vectors.of(line.number)
-            yield Row(line.number, False, tokens, crc, answer, key=key, vector=vector)
+            yield Row(
+                number=line.number,
+                is_error=False,
+                tokens=tokens,
+                input_crc=crc,
+                record=answer,
+                key=b"" if counter is None else make_key(envelope, num_equal),
+                vector=b"" if vectors is None else vectors.of(line.number),
+            )
             answer = next(answers, None)
         else:
             raise changed(f"line {line.number} of {source} has no record")

@@ -85,8 +85,7 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
             _print_json(report.to_dict(), spool)
         else:
             errors.tell_rest()
-            columns = find_columns(sys.stdout)
-            show(report.to_text(is_all=asked.is_all, columns=columns))
+            show(report.to_text(is_all=asked.is_all, columns=find_columns(sys.stdout)))
     if not report.fits:
         sys.exit(EXIT_FAILED)
     sys.exit(EXIT_SOME_ERRORS if report.counts.num_wrong else 0)

@@ -66,8 +66,9 @@ def serve(**options: Any) -> None:
     Exit status: 0 told to stop, and every request that ran has its answer; 1 it failed;
     2 wrong usage; 129 hung up, 130 interrupted, 143 terminated before that.
     """
-    is_quiet, is_verbose = options["is_quiet"], options["is_verbose"]
-    ending = Ending(options["grace_s"], is_quiet=is_quiet, is_verbose=is_verbose)
+    ending = Ending(
+        options["grace_s"], is_quiet=options["is_quiet"], is_verbose=options["is_verbose"]
+    )
     try:
         settings, ranks = take(ServerSettings, options), take(RankConfig, {**options})
         config, role = take(EngineConfig, options), find_role(ranks, os.environ)

@@ -181,8 +181,7 @@ def job_values(
             f"--tensor-parallel-size {num_shards}; ranks that have parts of one layer must be on "
             "one node. Change --gpus, --nodes or --tensor-parallel-size"
         )
-    has_shards = num_shards > 1
-    start = scheduler.launcher(num_ranks, has_shards=has_shards)
+    start = scheduler.launcher(num_ranks, has_shards=num_shards > 1)
     if asked.launcher:
         start = shlex.split(asked.launcher)
     more_flags = []

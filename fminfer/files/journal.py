@@ -18,12 +18,12 @@ from fminfer.core.errors import InUseError, OutputError
 from fminfer.files.disk import beside, lock, sync_folder, told, unlock, write_all
 from fminfer.files.journal_rows import (
     CLOCK,
-    INPUT,
     Counts,
     Fingerprint,
     Row,
     RowCounts,
     check_fingerprint,
+    check_settings,
     head_line,
     is_of_other_input,
     read_fingerprint,
@@ -277,12 +277,21 @@ def check_rows(output: Path, fingerprint: Fingerprint) -> None:
     It locks nothing and reads two lines, so that a folder can be looked through.
     """
     path = journal_path(output)
-    with told(path), path.open("rb") as file:
+    with told(path):
+        old = fingerprint_of(output, needs_row=not output.exists())
+    if old is not None:
+        check_settings(path, old, fingerprint)
+
+
+def fingerprint_of(output: Path, *, needs_row: bool = False) -> Fingerprint | None:
+    """Read what the rows of an output's journal depend on; None: nothing says it."""
+    path = journal_path(output)
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
         head, first = file.readline(), file.readline()
-    if head.endswith(b"\n") and not _holds_nothing(first, output):
-        any_input = {INPUT: ""}
-        old = read_fingerprint(path, head)
-        check_fingerprint(path, old | any_input, fingerprint | any_input)
+    is_said = head.endswith(b"\n") and (first.endswith(b"\n") or not needs_row)
+    return read_fingerprint(path, head) if is_said else None
 
 
 def peek(

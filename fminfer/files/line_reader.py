@@ -46,9 +46,7 @@ def is_input_name(name: str) -> bool:
 
 def stem(path: Path) -> str:
     """Return an input's name without its ending: `a` for `a.jsonl` and `a.json.gz`."""
-    if path == STDIN:
-        return "stdin"
-    return _without_compression(path).stem
+    return "stdin" if path == STDIN else _without_compression(path).stem
 
 
 def count_rows(path: Path, limit: int | None = None) -> int | None:
@@ -187,11 +185,13 @@ def _read_all(path: Path, source: int, digest: Digest | None) -> Iterator[Line]:
         with contextlib.suppress(DamagedInputError):
             for _ in chunks if digest is not None else ():
                 pass
-        message = (
-            f"{error}. What stands before it is answered, what follows is lost; mend the file and "
-            "answer it again with --restart"
+        yield Line(
+            source,
+            number + 1,
+            error.rest,
+            damage=f"{error}. What stands before it is answered, what follows is lost; mend the "
+            "file and answer it again with --restart",
         )
-        yield Line(source, number + 1, error.rest, message)
 
 
 def _numbered(path: Path, chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes | CutValue, str]]:

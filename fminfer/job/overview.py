@@ -128,10 +128,12 @@ def look_over(path: Path, now_s: float | None = None) -> list[Overview]:
 
 def _left_out(folder: Path, files: list[FileState]) -> dict[str, str]:
     outputs = {file.output for file in files}
-    found = {
-        str(path): why for why, paths in sort_folder(folder).left_out.items() for path in paths
+    return {
+        str(path): why
+        for why, paths in sort_folder(folder).left_out.items()
+        for path in paths
+        if str(path) not in outputs
     }
-    return {path: why for path, why in found.items() if path not in outputs}
 
 
 def _look_at_one(path: Path, now_s: float) -> FileState:

@@ -96,8 +96,12 @@ class StreamedInput:
 
     def add(self, record: Record) -> bool:
         """Write a record when it is its turn."""
-        is_error = record.error is not None
-        self._stream.append(self.source, record.line.number, record.to_json(), is_error=is_error)
+        self._stream.append(
+            self.source,
+            record.line.number,
+            record.to_json(),
+            is_error=record.error is not None,
+        )
         self._num_done += 1
         return True
 

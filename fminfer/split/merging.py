@@ -170,8 +170,12 @@ def merge_parts(folder: Path, output: Path) -> MergeSummary:
             "command"
         ) from error
     num_errors = int((sizes < 0).sum())
-    num_answers = len(sizes) - num_errors
-    return MergeSummary(len(manifest.parts), num_answers, num_errors, _source_change(manifest))
+    return MergeSummary(
+        num_parts=len(manifest.parts),
+        num_answers=len(sizes) - num_errors,
+        num_errors=num_errors,
+        source_change=_source_change(manifest),
+    )
 
 
 def _refuse_vectors(folder: Path, manifest: Manifest) -> None:

@@ -256,6 +256,10 @@ def _draw_time_line(runs: Sequence[ToldRun]) -> str:
             rates = [point.num_drawn / width_s, point.num_fed / width_s]
             bars.append(Bar(at_s, at_s + width_s, rates))
             at_s += width_s
-    names = {"drawn": "answer tokens/s drawn", "fed": "prompt tokens/s computed"}
-    note = f"{counted(len(runs), 'run')}, {show_time(at_s)} of answering"
-    return make_time_line("Tokens/s", note, bars, names, breaks[1:])
+    return make_time_line(
+        title="Tokens/s",
+        note=f"{counted(len(runs), 'run')}, {show_time(at_s)} of answering",
+        bars=bars,
+        names={"drawn": "answer tokens/s drawn", "fed": "prompt tokens/s computed"},
+        breaks=breaks[1:],
+    )

@@ -56,8 +56,7 @@ def find_outputs(paths: Sequence[Path]) -> list[ToldOutput]:
     """Return the outputs that paths name: outputs, inputs that have one, or folders of them."""
     found: dict[Path, ToldOutput] = {}
     for path in paths:
-        outputs = _in_folder(path) if path.is_dir() else [_named(path)]
-        for output in outputs:
+        for output in _in_folder(path) if path.is_dir() else [_named(path)]:
             found.setdefault(output.resolve(), open_output(output))
     return list(found.values())
 
@@ -182,7 +181,6 @@ def find_runs(outputs: Iterable[ToldOutput]) -> list[ToldRun]:
 def _read_run(told: dict[str, Any]) -> ToldRun:
     settings, stats = told.get("settings"), told.get("stats")
     settings = settings if isinstance(settings, dict) else {}
-    counted = [_number(stats, f"num_{kind}_tokens") for kind in ("prompt", "generated")]
     return ToldRun(
         started_at=_number(told, "started_at"),
         seconds=_number(told, "seconds"),
@@ -190,7 +188,9 @@ def _read_run(told: dict[str, Any]) -> ToldRun:
         num_threads=int(_number(told, "num_threads")),
         ready_s=_number(told, "ready_s"),
         settings={str(name): str(value) for name, value in settings.items()},
-        num_tokens=int(sum(counted)),
+        num_tokens=int(
+            _number(stats, "num_prompt_tokens") + _number(stats, "num_generated_tokens")
+        ),
         time_line=read_time_line(told.get("time_line")) or TimeLine(),
         num_before=int(_number(told, "runs_before")),
     )
