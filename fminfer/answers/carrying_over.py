@@ -21,6 +21,7 @@ from fminfer.contract.record import Answered, load_record, make_id, make_key
 from fminfer.core.errors import RequestError, UsageError, row_error
 from fminfer.files.claims import Claims
 from fminfer.files.completed import (
+    BATCH_RECORD,
     CompletedOutput,
     Edit,
     edited,
@@ -45,7 +46,6 @@ from fminfer.files.streams import Digest
 
 MAX_REPEATS = 1 << 17  # lines left to answer whose equal ones are kept in memory, about 12 MB
 _LINE = re.compile(rb'\{"line":(\d{1,18}),')
-_BATCH = re.compile(rb'\{"id":"batch_req_([0-9a-f]{32})"')
 
 
 @dataclass(slots=True, frozen=True)
@@ -301,5 +301,5 @@ def _is_answer_to(record: bytes, line: Line, envelope: Envelope) -> bool:
 
 
 def _has_id_of(record: bytes, line: Line, envelope: Envelope) -> bool:
-    match = _BATCH.match(record)
+    match = BATCH_RECORD.match(record)
     return match is not None and match[1] == make_id(line, envelope).encode()

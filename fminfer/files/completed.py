@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -168,6 +169,10 @@ def is_retryable(record: bytes) -> bool:
         return error["code"] in RETRYABLE
     except (ValueError, KeyError, TypeError):
         return False
+
+
+# Begins a Batch record; its digits are the line's, by `contract.record.make_id`.
+BATCH_RECORD = re.compile(rb'\{"id":"batch_req_([0-9a-f]{32})"')
 
 
 def records_of(path: Path) -> Iterator[bytes]:

@@ -142,13 +142,13 @@ def _tokenize(service: Service, fields: dict[str, Any]) -> dict[str, Any]:
 def _detokenize(service: Service, fields: dict[str, Any]) -> dict[str, Any]:
     """Do what vLLM's /detokenize does."""
     refuse_others(fields, ("tokens",), "/detokenize")
-    engine, ids = service.engine, fields.get("tokens")
+    ids = fields.get("tokens")
     if not isinstance(ids, list):
         raise wrong_type("tokens", ids, "a list of token ids")
     if not ids:
         return {"prompt": ""}
     found = _prepare_one(service, {"prompt": ids}, "tokens")
-    return {"prompt": engine.tokenizer.decode(found, skip_special_tokens=False)}
+    return {"prompt": service.engine.tokenizer.decode(found, skip_special_tokens=False)}
 
 
 def _prepare_one(service: Service, request: dict[str, Any], name: str) -> list[int]:

@@ -96,8 +96,8 @@ class AnswerShape:
 
     def _usage_so_far(self) -> dict[str, int]:
         prepared = self.prepared
-        texts = (*prepared.prompts, *prepared.sources)  # those that an encoder reads, too
-        num_prompt = sum(len(text.ids) for text in texts)
+        # Texts that an encoder reads count, too.
+        num_prompt = sum(len(text.ids) for text in (*prepared.prompts, *prepared.sources))
         num_prompt -= prepared.num_start * len(prepared.prompts)
         return {
             "prompt_tokens": num_prompt,

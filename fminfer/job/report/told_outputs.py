@@ -20,6 +20,7 @@ from fminfer.files.ordered_output import errors_path
 from fminfer.files.output_paths import answers_path
 from fminfer.files.run_facts import TimeLine, read_time_line, runs_in
 from fminfer.files.status_file import STATUS, read_status, status_path
+from fminfer.job.report.answer_fields import as_dict
 
 START = b"<!doctype html"
 
@@ -179,8 +180,7 @@ def find_runs(outputs: Iterable[ToldOutput]) -> list[ToldRun]:
 
 
 def _read_run(told: dict[str, Any]) -> ToldRun:
-    settings, stats = told.get("settings"), told.get("stats")
-    settings = settings if isinstance(settings, dict) else {}
+    settings, stats = as_dict(told.get("settings")), as_dict(told.get("stats"))
     return ToldRun(
         started_at=_number(told, "started_at"),
         seconds=_number(told, "seconds"),
@@ -196,6 +196,6 @@ def _read_run(told: dict[str, Any]) -> ToldRun:
     )
 
 
-def _number(fields: object, name: str) -> float:
-    value = fields.get(name) if isinstance(fields, dict) else None
+def _number(fields: dict[str, Any], name: str) -> float:
+    value = fields.get(name)
     return float(value) if isinstance(value, int | float) else 0.0
