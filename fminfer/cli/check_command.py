@@ -104,8 +104,13 @@ class _Errors:
         text = f"{error.message} ({error.code})"
         self._num += 1
         if self._asked.is_json:
-            fields = {"file": file, "line": record.line.number, "code": error.code}
-            fields |= {"message": error.message, "param": error.param}
+            fields = {
+                "file": file,
+                "line": record.line.number,
+                "code": error.code,
+                "message": error.message,
+                "param": error.param,
+            }
             comma = b", " if self._num > 1 else b""
             self._spool.write(comma + json.dumps(fields).encode())
         elif self._asked.is_all:

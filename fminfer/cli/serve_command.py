@@ -101,8 +101,9 @@ def _warn_of_open_door(settings: ServerSettings) -> None:
 
 def _serve(settings: ServerSettings, config: EngineConfig, role: Role, ending: Ending) -> None:
     """Do this process's part of a server."""
-    is_quiet = settings.is_quiet
-    with starting_process(ProcessContext, config, role, ending, is_quiet=is_quiet) as process:
+    with starting_process(
+        ProcessContext, config, role, ending, is_quiet=settings.is_quiet
+    ) as process:
         with importing_engine(config, role):
             from fminfer.server.http import serve_process
         serve_process(process, settings)

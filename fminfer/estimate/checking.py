@@ -28,7 +28,7 @@ from fminfer.estimate.line_checks import SAMPLE_TOKENS, LineChecker, LineCounts
 from fminfer.estimate.measured_roofs import measure_roofs
 from fminfer.estimate.run_plans import PlannedRun, PlanReport, plan_runs
 from fminfer.estimate.simulation import LongestRows, PretendPipeline, average_of
-from fminfer.files.line_reader import count_rows, read_lines
+from fminfer.files.line_reader import count_rows, read_lines, sum_counts
 from fminfer.models.checkpoint import Checkpoint, open_model
 from fminfer.models.known_sizes import folder_of
 from fminfer.models.origins import check_tensors
@@ -120,8 +120,7 @@ class Check:
             has_prefix_cache=config.prefix_cache,
             on_wrong=on_wrong,
         )
-        sizes = [count_rows(path) for path in inputs]
-        total = None if None in sizes else sum(size or 0 for size in sizes)
+        total = sum_counts([count_rows(path) for path in inputs])
         lines = chain.from_iterable(read_lines(path, source) for source, path in enumerate(inputs))
         for line in tqdm(
             lines, "check", total, unit=" lines", disable=is_quiet or None, leave=False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice, repeat
 from pathlib import Path
@@ -62,6 +62,11 @@ def count_to_last(path: Path, limit: int | None = None) -> tuple[int | None, int
     for line in read_lines(path, 0, limit=limit):
         count, last_number = count + 1, line.number
     return count, last_number
+
+
+def sum_counts(counts: Sequence[int | None]) -> int | None:
+    """Add up the lines of several files; None: those of one are not known."""
+    return None if None in counts else sum(count or 0 for count in counts)
 
 
 def holds_plain_lines(path: Path) -> bool:

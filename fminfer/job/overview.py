@@ -17,7 +17,7 @@ from fminfer.files.first_lines import holds_requests
 from fminfer.files.input_folders import describe_left_out, find_inputs, sort_folder
 from fminfer.files.input_models import refuse_models
 from fminfer.files.journal import count_rows_behind, journal_path
-from fminfer.files.line_reader import NAMED_ENDINGS, count_rows
+from fminfer.files.line_reader import NAMED_ENDINGS, count_rows, sum_counts
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.output_paths import answers_path, plan_each
 from fminfer.files.run_facts import TimeLine, read_time_line, runs_in
@@ -79,8 +79,7 @@ class Overview:
 
     @property
     def num_rows(self) -> int | None:
-        rows = [file.num_rows for file in self.files]
-        return None if None in rows else sum(row or 0 for row in rows)
+        return sum_counts([file.num_rows for file in self.files])
 
     @property
     def left_s(self) -> float | None:
