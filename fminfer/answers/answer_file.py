@@ -136,8 +136,7 @@ class AnswerFile:
 
     def _shrink(self, max_bytes: int) -> None:
         """Give room back that an earlier and larger limit had taken."""
-        page = self._number("page_size")
-        excess = self._number("page_count") - max_bytes // page
+        excess = self._number("page_count") - max_bytes // self._number("page_size")
         if excess > 0:
             # `execute` would free one page
             self._database.executescript(f"PRAGMA incremental_vacuum({excess})")

@@ -183,6 +183,11 @@ def copy_answer(answer: Finished, asked_s: float | None = None) -> Finished:
     cached = {"cached_tokens": answer.usage["prompt_tokens"]}
     details = answer.usage["prompt_tokens_details"] | cached
     queue_s = 0.0 if asked_s is None else time.perf_counter() - asked_s
-    times = {"batch_time": 0.0, "batch_size": 1.0, "queue_time": queue_s}
-    times |= {"prefill_time": 0.0, "decode_time": 0.0}
+    times = {
+        "batch_time": 0.0,
+        "batch_size": 1.0,
+        "queue_time": queue_s,
+        "prefill_time": 0.0,
+        "decode_time": 0.0,
+    }
     return replace(answer, usage=answer.usage | {"prompt_tokens_details": details}, times=times)

@@ -21,6 +21,7 @@ from fminfer.contract.record import Answered, load_record, make_id, make_key
 from fminfer.core.errors import RequestError, UsageError, row_error
 from fminfer.files.claims import Claims
 from fminfer.files.completed import (
+    BATCH_RECORD,
     CompletedOutput,
     Edit,
     edited,
@@ -45,7 +46,6 @@ from fminfer.files.streams import Digest
 
 MAX_REPEATS = 1 << 17  # lines left to answer whose equal ones are kept in memory, about 12 MB
 _LINE = re.compile(rb'\{"line":(\d{1,18}),')
-_BATCH = re.compile(rb'\{"id":"batch_req_([0-9a-f]{32})"')
 
 
 @dataclass(slots=True, frozen=True)
@@ -273,9 +273,15 @@ def _rows_again(
             except ValueError as damage:
                 raise changed("an answer has no usage") from damage
             num_equal = 0 if isinstance(repeat, RequestError) else repeat
-            key = b"" if counter is None else make_key(envelope, num_equal)
-            vector = b"" if vectors is None else vectors.of(line.number)
-            yield Row(line.number, False, tokens, crc, answer, key=key, vector=vector)
+            yield Row(
+                number=line.number,
+                is_error=False,
+                tokens=tokens,
+                input_crc=crc,
+                record=answer,
+                key=b"" if counter is None else make_key(envelope, num_equal),
+                vector=b"" if vectors is None else vectors.of(line.number),
+            )
             answer = next(answers, None)
         else:
             raise changed(f"line {line.number} of {source} has no record")
@@ -295,5 +301,5 @@ def _is_answer_to(record: bytes, line: Line, envelope: Envelope) -> bool:
 
 
 def _has_id_of(record: bytes, line: Line, envelope: Envelope) -> bool:
-    match = _BATCH.match(record)
+    match = BATCH_RECORD.match(record)
     return match is not None and match[1] == make_id(line, envelope).encode()

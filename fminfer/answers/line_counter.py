@@ -86,8 +86,9 @@ class LineCounter:
             MachineError: the disk for temporary files is full or gone.
         """
         self._see(line, envelope)
-        clock = line.clock or self._clock
-        request = self._intake.parse(envelope.fields, endpoint=envelope.endpoint, clock=clock)
+        request = self._intake.parse(
+            envelope.fields, endpoint=envelope.endpoint, clock=line.clock or self._clock
+        )
         if not request.params.is_by_chance:
             return request, 0
         return request, self._count(line, meaning_of(request.prompts, request.params))

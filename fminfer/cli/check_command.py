@@ -85,8 +85,7 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
             _print_json(report.to_dict(), spool)
         else:
             errors.tell_rest()
-            columns = find_columns(sys.stdout)
-            show(report.to_text(is_all=asked.is_all, columns=columns))
+            show(report.to_text(is_all=asked.is_all, columns=find_columns(sys.stdout)))
     if not report.fits:
         sys.exit(EXIT_FAILED)
     sys.exit(EXIT_SOME_ERRORS if report.counts.num_wrong else 0)
@@ -105,8 +104,13 @@ class _Errors:
         text = f"{error.message} ({error.code})"
         self._num += 1
         if self._asked.is_json:
-            fields = {"file": file, "line": record.line.number, "code": error.code}
-            fields |= {"message": error.message, "param": error.param}
+            fields = {
+                "file": file,
+                "line": record.line.number,
+                "code": error.code,
+                "message": error.message,
+                "param": error.param,
+            }
             comma = b", " if self._num > 1 else b""
             self._spool.write(comma + json.dumps(fields).encode())
         elif self._asked.is_all:

@@ -78,8 +78,7 @@ def _read_file(found: Settings, command: Command, path: Path, source: str) -> No
     if wrong := [name for name in tables if name not in TABLES]:
         allowed = " and ".join(f"[{name}]" for name in TABLES)
         raise UsageError(f"[{wrong[0]}] in {path} is no table of ours; there are {allowed}")
-    where = f" in {path}"
-    _put_table(found, command, top, where, allowed=known_keys())
+    _put_table(found, command, top, f" in {path}", allowed=known_keys())
     for name, table in tables.items():
         keys = flags_of(name).keys() | ALIASES.keys()
         if name == command:

@@ -232,5 +232,9 @@ def options_of_old_job(asked: SubmitOptions, job_name: str) -> SubmitOptions:
         )
     if asked.name is not None or asked.infer_data:
         raise UsageError("--job-name lsf_NAME#PATH says --name and --infer-data; leave these out")
-    scheduler = asked.scheduler or "lsf"
-    return replace(asked, name=parts[0], infer_data=(parts[1],), scheduler=scheduler)
+    return replace(
+        asked,
+        name=parts[0],
+        infer_data=(parts[1],),
+        scheduler=asked.scheduler or "lsf",
+    )

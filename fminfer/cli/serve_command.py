@@ -66,8 +66,9 @@ def serve(**options: Any) -> None:
     Exit status: 0 told to stop, and every request that ran has its answer; 1 it failed;
     2 wrong usage; 129 hung up, 130 interrupted, 143 terminated before that.
     """
-    is_quiet, is_verbose = options["is_quiet"], options["is_verbose"]
-    ending = Ending(options["grace_s"], is_quiet=is_quiet, is_verbose=is_verbose)
+    ending = Ending(
+        options["grace_s"], is_quiet=options["is_quiet"], is_verbose=options["is_verbose"]
+    )
     try:
         settings, ranks = take(ServerSettings, options), take(RankConfig, {**options})
         config, role = take(EngineConfig, options), find_role(ranks, os.environ)
@@ -100,8 +101,9 @@ def _warn_of_open_door(settings: ServerSettings) -> None:
 
 def _serve(settings: ServerSettings, config: EngineConfig, role: Role, ending: Ending) -> None:
     """Do this process's part of a server."""
-    is_quiet = settings.is_quiet
-    with starting_process(ProcessContext, config, role, ending, is_quiet=is_quiet) as process:
+    with starting_process(
+        ProcessContext, config, role, ending, is_quiet=settings.is_quiet
+    ) as process:
         with importing_engine(config, role):
             from fminfer.server.http import serve_process
         serve_process(process, settings)

@@ -96,12 +96,15 @@ def merge(input_dir: Path, output: Path) -> None:
     from fminfer.split.merging import merge_parts
 
     summary = merge_parts(input_dir, output)
-    num_answers, num_parts = summary.num_answers, summary.num_parts
-    told = f"{counted(num_answers, 'answer')} of {counted(num_parts, 'part')}"
-    click.echo(f"merged    {told}: {output}", err=True)
+    click.echo(
+        f"merged    {counted(summary.num_answers, 'answer')} of "
+        f"{counted(summary.num_parts, 'part')}: {output}",
+        err=True,
+    )
     if summary.source_change:
         click.echo(f"Warning: {summary.source_change}.", err=True)
     if summary.num_errors:
-        lost = counted(summary.num_errors, "line")
-        click.echo(f"errors    {lost}: {errors_path(output)}", err=True)
+        click.echo(
+            f"errors    {counted(summary.num_errors, 'line')}: {errors_path(output)}", err=True
+        )
         sys.exit(EXIT_SOME_ERRORS)

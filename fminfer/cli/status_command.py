@@ -81,8 +81,7 @@ def _to_text(overview: Overview) -> str:
 def _first_few(lines: list[str], more: str) -> list[str]:
     if len(lines) <= MOST_LISTED:
         return lines
-    rest = f"{more}{len(lines) - MOST_LISTED:,} more (--json lists all)"
-    return [*lines[:MOST_LISTED], rest]
+    return [*lines[:MOST_LISTED], f"{more}{len(lines) - MOST_LISTED:,} more (--json lists all)"]
 
 
 def _left(overview: Overview) -> str:

@@ -77,8 +77,14 @@ def submit(run_flags: tuple[str, ...], **options: Any) -> None:
         asked.max_running,
     )
     if asked.dry_run:  # its commands are shown alone
-        dry = DryRun(chosen, _show)
-        submission = Submission(dry, form, outputs, asked.max_queued, lambda text: None, 0)
+        submission = Submission(
+            sender=DryRun(chosen, _show),
+            form=form,
+            outputs=outputs,
+            max_queued=asked.max_queued,
+            tell=lambda text: None,
+            poll_s=0,
+        )
     else:
         submission = Submission(chosen, form, outputs, asked.max_queued, _say)
     try:

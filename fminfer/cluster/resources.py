@@ -181,10 +181,11 @@ def job_values(
             f"--tensor-parallel-size {num_shards}; ranks that have parts of one layer must be on "
             "one node. Change --gpus, --nodes or --tensor-parallel-size"
         )
-    has_shards = num_shards > 1
-    start = scheduler.launcher(num_ranks, has_shards=has_shards)
-    if asked.launcher:
-        start = shlex.split(asked.launcher)
+    start = (
+        shlex.split(asked.launcher)
+        if asked.launcher
+        else scheduler.launcher(num_ranks, has_shards=num_shards > 1)
+    )
     more_flags = []
     if asked.mode != "ranks" and num_ranks > 1 and not flags["world_size"]:
         more_flags += ["--world-size", str(num_ranks)]

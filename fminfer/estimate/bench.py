@@ -211,14 +211,13 @@ class _Bench:
         return batch_size * -(-(len(prompt.ids) + new_tokens - 1) // block) * block
 
     def _time(self, batch_size: int, length: int) -> Figures:
-        seconds = self._answer(batch_size, length, self._new_tokens)
         facts, num_rows = self._engine.facts, batch_size * self._num_pipelines
         return Figures(
             batch_size=batch_size,
             length=length,
             num_rows=num_rows,
             num_tokens=num_rows * (length or self._new_tokens),
-            seconds=seconds,
+            seconds=self._answer(batch_size, length, self._new_tokens),
             ready_s=self._ready_s,
             dtype=facts.dtype,
             weight_dtype=facts.weight_dtype,

@@ -62,8 +62,6 @@ class CheckReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the errors of single lines."""
-        counts = asdict(self.counts)
-        counts["reserved_tokens"] = self.counts.reserved_tokens
         plan = self.plan
         used = plan.used_kv_tokens(self.work.num_kv_tokens)
         processes = [
@@ -89,7 +87,7 @@ class CheckReport:
             "context_length": plan.checkpoint.context_length,
             "inputs": self.inputs,
             "warnings": self.warnings,
-            "counts": counts,
+            "counts": asdict(self.counts) | {"reserved_tokens": self.counts.reserved_tokens},
             "first_prompt": None if self.first is None else asdict(self.first),
             "memory": memory,
             "work": asdict(self.work),

@@ -28,7 +28,7 @@ from fminfer.estimate.line_checks import SAMPLE_TOKENS, LineChecker, LineCounts
 from fminfer.estimate.measured_roofs import measure_roofs
 from fminfer.estimate.run_plans import PlannedRun, PlanReport, plan_runs
 from fminfer.estimate.simulation import LongestRows, PretendPipeline, average_of
-from fminfer.files.line_reader import count_rows, read_lines
+from fminfer.files.line_reader import count_rows, read_lines, sum_counts
 from fminfer.models.checkpoint import Checkpoint, open_model
 from fminfer.models.known_sizes import folder_of
 from fminfer.models.origins import check_tensors
@@ -120,8 +120,7 @@ class Check:
             has_prefix_cache=config.prefix_cache,
             on_wrong=on_wrong,
         )
-        sizes = [count_rows(path) for path in inputs]
-        total = None if None in sizes else sum(size or 0 for size in sizes)
+        total = sum_counts([count_rows(path) for path in inputs])
         lines = chain.from_iterable(read_lines(path, source) for source, path in enumerate(inputs))
         for line in tqdm(
             lines, "check", total, unit=" lines", disable=is_quiet or None, leave=False
@@ -189,8 +188,9 @@ class Check:
         most = min(counts.reserved_tokens, 2 * SAMPLE_TOKENS + counts.longest_row)
         most += 2 * counts.num_sequences * config.block_size  # a larger KV cache is of no use
         num_blocks = min(most, plan.num_kv_tokens) // config.block_size
-        sizes, num_stages = plan.sizes, config.num_stages
-        steps, stats = self._simulate(config.data_group_size, sizes, num_blocks, num_stages)
+        steps, stats = self._simulate(
+            config.data_group_size, plan.sizes, num_blocks, config.num_stages
+        )
         most_rows = stats.max_rows_running
         loads = [(average_of(each), each[0]) for each in steps.parts(self._scale, most_rows)]
         seconds, bound = predict_run(plan, loads, most_rows, roofs)
@@ -199,8 +199,14 @@ class Check:
             seconds = costs.whole_run * costs.predict_s(steps.scaled(self._scale, most_rows))
             bound = "as calibrated"
         num_tokens = counts.tokens_to_draw or counts.tokens_to_compute
-        ms_token = 1e3 * seconds / max(1.0, num_tokens)
-        return PlannedRun(config, plan, "", predict_load(plan, roofs), seconds, ms_token, bound)
+        return PlannedRun(
+            config,
+            plan,
+            load_s=predict_load(plan, roofs),
+            run_s=seconds,
+            ms_token=1e3 * seconds / max(1.0, num_tokens),
+            bound=bound,
+        )
 
     def _warn_of_tokenizer(self, num_lines: int) -> dict[str, int]:
         """Tell of files that disagree, and of tokens that are counted by bytes."""
@@ -237,8 +243,12 @@ class Check:
         if checker.first is None:
             return None
         line, ids = checker.first[0], checker.first[1].ids_to_read or checker.first[1].ids
-        text = self._tokenizer.decode(ids, skip_special_tokens=False)
-        return FirstPrompt(str(inputs[line.source]), line.number, text, len(ids))
+        return FirstPrompt(
+            file=str(inputs[line.source]),
+            line=line.number,
+            text=self._tokenizer.decode(ids, skip_special_tokens=False),
+            num_ids=len(ids),
+        )
 
     def _simulate_lines(
         self, num_pipelines: int, sizes: StepSizes, num_blocks: int, num_stages: int

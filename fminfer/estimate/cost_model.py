@@ -92,9 +92,20 @@ class StepWork:
         """Return how often each of COSTS is to be paid."""
         few, more = min(self.num_rows, FEW_ROWS), min(self.num_rows, MANY_ROWS)
         first = min(self.num_prompt_tokens, MANY_TOKENS)
-        counts = [1, first, self.num_prompt_tokens - first, self.num_prompt_keys]
-        counts += [self.num_chunk_keys, few, more - few, self.num_rows - more, self.num_row_keys]
-        counts += [self.num_logits > 0, self.num_logits, self.num_random]
+        counts = [
+            1,
+            first,
+            self.num_prompt_tokens - first,
+            self.num_prompt_keys,
+            self.num_chunk_keys,
+            few,
+            more - few,
+            self.num_rows - more,
+            self.num_row_keys,
+            self.num_logits > 0,
+            self.num_logits,
+            self.num_random,
+        ]
         return np.array(counts, np.float64)
 
 

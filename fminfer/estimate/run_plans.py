@@ -67,8 +67,9 @@ class PlannedRun:
         found: dict[str, Any] = {"flags": self.flags, "why_not": self.why_not}
         if self.plan is None or self.why_not:
             return found
-        found |= {"weight_dtype": self.plan.held_in, "why_slower": find_slowness(self.plan)}
         found |= {
+            "weight_dtype": self.plan.held_in,
+            "why_slower": find_slowness(self.plan),
             "kv_tokens": self.plan.num_kv_tokens,
             "rank_bytes": self.rank_bytes,
             "streamed": [*map(asdict, self.streamed)],
@@ -158,8 +159,12 @@ class PlanReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything."""
-        found = {"kind": self.kind, "is_predicted": True, "roofs": asdict(self.roofs)}
-        return found | {"runs": [run.to_dict() for run in self.runs]}
+        return {
+            "kind": self.kind,
+            "is_predicted": True,
+            "roofs": asdict(self.roofs),
+            "runs": [run.to_dict() for run in self.runs],
+        }
 
     def to_text(self, *, is_all: bool = False, columns: int = 0) -> str:
         """Return the table, and why others do not fit; `columns`: of the terminal."""

@@ -71,8 +71,9 @@ class PretendPipeline:
         step = self._steps.popleft()
         self.num_in_flight -= 1
         if step.is_whole:  # of vectors of one number, or of a byte a token
-            vectors = np.zeros((step.num_tokens, 4), np.uint8)
-            return StepResult(step.step_id, {"vectors": vectors}, [])
+            return StepResult(
+                step.step_id, {"vectors": np.zeros((step.num_tokens, 4), np.uint8)}, []
+            )
         drawn, scored = map(TokenLogprobs.empty, (len(step.draws), len(step.scores)))
         for found in (drawn, scored):
             found.ids[:], found.logprobs[:] = DRAWN_ID, 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from fminfer.files.journal_rows import (
     Counts,
     Fingerprint,
     check_fingerprint,
+    check_settings,
     is_of_other_input,
     read_fingerprint,
 )
@@ -62,8 +64,7 @@ class CompletedOutput:
 
     def check_settings(self, fingerprint: Fingerprint) -> None:
         """Refuse one that is of another run, whatever its input, by a UsageError."""
-        any_input = {INPUT: ""}
-        check_fingerprint(self.output, self.fingerprint | any_input, fingerprint | any_input)
+        check_settings(self.output, self.fingerprint, fingerprint)
 
     def find_edit(self, *, is_read: bool = False) -> Edit | None:
         return find_edit(self.output, self.status, is_read=is_read)
@@ -132,8 +133,10 @@ def edited(output: Path, edit: Edit, *, can_stay: bool = False) -> UsageError:
         f"{moved} away, or give --restart, to answer all again"
     )
     if can_stay:
-        text += f". To leave the output as it is, remove {errors.name} and keep the --limit that "
-        text += "it was made with"
+        text += (
+            f". To leave the output as it is, remove {errors.name} and keep the --limit that it "
+            "was made with"
+        )
     return UsageError(text)
 
 
@@ -166,6 +169,10 @@ def is_retryable(record: bytes) -> bool:
         return error["code"] in RETRYABLE
     except (ValueError, KeyError, TypeError):
         return False
+
+
+# Begins a Batch record; its digits are the line's, by `contract.record.make_id`.
+BATCH_RECORD = re.compile(rb'\{"id":"batch_req_([0-9a-f]{32})"')
 
 
 def records_of(path: Path) -> Iterator[bytes]:

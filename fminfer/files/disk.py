@@ -9,13 +9,19 @@ import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from fminfer.core.errors import InUseError, OutputError
 
 NEW = ".new"  # added to the name of a file while it is being written
 MOST_BYTES = 255  # of a file's name, on nearly every file system
 HAS_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+DiskFault = Literal["disk_full", "state_not_writable", "disk_failed"]
+HINTS: dict[DiskFault, str] = {
+    "disk_full": "make room (the output needs as much again while it is put in order)",
+    "state_not_writable": "see that the folder can be written to, or give another --output",
+    "disk_failed": "see that the disk is there and sound",
+}
 
 
 def beside(path: Path, ending: str, *, without: str = "") -> Path:
@@ -132,13 +138,17 @@ def explain(path: Path, error: OSError) -> OutputError:
             f"{path} cannot be written: {reason}. Its folder was moved or removed, and finished "
             "rows with it; put it back, and run the same command again"
         )
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        hint = "make room (the output needs as much again while it is put in order)"
-    elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        hint = "see that the folder can be written to, or give another --output"
-    else:
-        hint = "see that the disk is there and sound"
+    hint = HINTS[find_fault(error)]
     return OutputError(
         f"{path} cannot be written: {reason}. Finished rows are kept; {hint}, and run the same "
         "command again"
     )
+
+
+def find_fault(error: OSError) -> DiskFault:
+    """Tell what is wrong with a disk, by an error on one of its files."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "disk_full"
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return "state_not_writable"
+    return "disk_failed"

@@ -105,8 +105,7 @@ def sort_folder(folder: Path) -> FolderContents:
     for path in paths:
         why = trouble = ""
         if not is_input_name(path.name):
-            is_meant = is_input_name(path.name.lower()) and isfile(path)
-            if not is_meant:
+            if not (is_input_name(path.name.lower()) and isfile(path)):
                 continue
             why = CAPITALS
         elif isfile(path):

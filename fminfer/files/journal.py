@@ -18,12 +18,12 @@ from fminfer.core.errors import InUseError, OutputError
 from fminfer.files.disk import beside, lock, sync_folder, told, unlock, write_all
 from fminfer.files.journal_rows import (
     CLOCK,
-    INPUT,
     Counts,
     Fingerprint,
     Row,
     RowCounts,
     check_fingerprint,
+    check_settings,
     head_line,
     is_of_other_input,
     read_fingerprint,
@@ -57,7 +57,7 @@ class Journal:
         self._forget()
         self.vector_bytes = 0  # of each row's vector; 0: rows have none
         self.clock = fingerprint.get(CLOCK, "")  # that its rows' templates read
-        self._end = 0
+        self.num_bytes = 0  # of whole rows, and of the line before them
         self._dirty = False
         self._failure: OSError | None = None
         self._stop = threading.Event()
@@ -109,11 +109,6 @@ class Journal:
                     )
                 yield row
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of whole rows, and of the line before them."""
-        return self._end
-
     def begin_anew(self, fingerprint: Fingerprint) -> None:
         """Drop all rows: those that come are of another run."""
         self._forget()
@@ -131,13 +126,13 @@ class Journal:
             if self._failure is not None:
                 raise self._failure
             try:
-                write_all(self._fd, line, self._end)
+                write_all(self._fd, line, self.num_bytes)
             except OSError:
                 with contextlib.suppress(OSError):
-                    os.ftruncate(self._fd, self._end)
+                    os.ftruncate(self._fd, self.num_bytes)
                 raise
-        self._note(row, self._end)
-        self._end += len(line)
+        self._note(row, self.num_bytes)
+        self.num_bytes += len(line)
         self._dirty = True
         if self._thread is None:
             self._thread = threading.Thread(target=self._sync_often, name="journal", daemon=True)
@@ -201,13 +196,13 @@ class Journal:
                 return
             check_fingerprint(self.path, old, fingerprint)
             self.clock = old.get(CLOCK, self.clock)
-            self._end = len(head)
+            self.num_bytes = len(head)
             for line in chain([first], file):
                 if not line.endswith(b"\n"):
                     break  # a torn tail
                 self._keep(read_row(line))
-                self._end += len(line)
-        os.ftruncate(self._fd, self._end)
+                self.num_bytes += len(line)
+        os.ftruncate(self._fd, self.num_bytes)
 
     def _keep(self, row: Row | None) -> None:
         """Take note of a row at the journal's end, unless it is damaged or to be tried again."""
@@ -220,14 +215,14 @@ class Journal:
             self.num_tried += self._places[row.number] == 0
             self._places[row.number] = TRIED
         else:
-            self._note(row, self._end)
+            self._note(row, self.num_bytes)
             self.kept.add(is_error=row.is_error, tokens=row.tokens)
 
     def _begin(self, fingerprint: Fingerprint) -> None:
         head = head_line(fingerprint)
         os.ftruncate(self._fd, 0)
         write_all(self._fd, head, 0)
-        self._end = len(head)
+        self.num_bytes = len(head)
         os.fsync(self._fd)
         sync_folder(self.path.parent)
 
@@ -277,12 +272,21 @@ def check_rows(output: Path, fingerprint: Fingerprint) -> None:
     It locks nothing and reads two lines, so that a folder can be looked through.
     """
     path = journal_path(output)
-    with told(path), path.open("rb") as file:
+    with told(path):
+        old = fingerprint_of(output, needs_row=not output.exists())
+    if old is not None:
+        check_settings(path, old, fingerprint)
+
+
+def fingerprint_of(output: Path, *, needs_row: bool = False) -> Fingerprint | None:
+    """Read what the rows of an output's journal depend on; None: nothing says it."""
+    path = journal_path(output)
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
         head, first = file.readline(), file.readline()
-    if head.endswith(b"\n") and not _holds_nothing(first, output):
-        any_input = {INPUT: ""}
-        old = read_fingerprint(path, head)
-        check_fingerprint(path, old | any_input, fingerprint | any_input)
+    is_said = head.endswith(b"\n") and (first.endswith(b"\n") or not needs_row)
+    return read_fingerprint(path, head) if is_said else None
 
 
 def peek(

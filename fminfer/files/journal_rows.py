@@ -88,6 +88,11 @@ def check_fingerprint(path: Path, old: Fingerprint, new: Fingerprint) -> None:
         )
 
 
+def check_settings(path: Path, old: Fingerprint, new: Fingerprint) -> None:
+    """Refuse rows of another run, whatever its input, by a UsageError that says what differs."""
+    check_fingerprint(path, old | {INPUT: ""}, new | {INPUT: ""})
+
+
 _ROW = re.compile(
     rb'\{"line":(\d{1,18}),"kind":"(answer|error|fault)","tokens":\[(\d+),(\d+),(\d+)\],'
     rb'"input":"([0-9a-f]{8})",(?:"key":"([0-9a-f]{32})",)?(?:"vector":"([0-9A-Za-z+/=]*)",)?'

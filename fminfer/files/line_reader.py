@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice, repeat
 from pathlib import Path
@@ -46,9 +46,7 @@ def is_input_name(name: str) -> bool:
 
 def stem(path: Path) -> str:
     """Return an input's name without its ending: `a` for `a.jsonl` and `a.json.gz`."""
-    if path == STDIN:
-        return "stdin"
-    return _without_compression(path).stem
+    return "stdin" if path == STDIN else _without_compression(path).stem
 
 
 def count_rows(path: Path, limit: int | None = None) -> int | None:
@@ -64,6 +62,11 @@ def count_to_last(path: Path, limit: int | None = None) -> tuple[int | None, int
     for line in read_lines(path, 0, limit=limit):
         count, last_number = count + 1, line.number
     return count, last_number
+
+
+def sum_counts(counts: Sequence[int | None]) -> int | None:
+    """Add up the lines of several files; None: those of one are not known."""
+    return None if None in counts else sum(count or 0 for count in counts)
 
 
 def holds_plain_lines(path: Path) -> bool:
@@ -187,11 +190,13 @@ def _read_all(path: Path, source: int, digest: Digest | None) -> Iterator[Line]:
         with contextlib.suppress(DamagedInputError):
             for _ in chunks if digest is not None else ():
                 pass
-        message = (
-            f"{error}. What stands before it is answered, what follows is lost; mend the file and "
-            "answer it again with --restart"
+        yield Line(
+            source,
+            number + 1,
+            error.rest,
+            damage=f"{error}. What stands before it is answered, what follows is lost; mend the "
+            "file and answer it again with --restart",
         )
-        yield Line(source, number + 1, error.rest, message)
 
 
 def _numbered(path: Path, chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes | CutValue, str]]:

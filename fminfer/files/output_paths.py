@@ -67,8 +67,9 @@ def plan_each(inputs: list[Path], output: Path | None) -> Plan:
                 whose = f"also belongs to the answers to {other}; rename one of the two inputs"
             else:
                 continue
-            reason = f"the answers to {source} would be written to {trace}, which {whose}"
-            refused.setdefault(source, reason)
+            refused.setdefault(
+                source, f"the answers to {source} would be written to {trace}, which {whose}"
+            )
     pairs = [pair for pair in zip(inputs, outputs, strict=True) if pair[0] not in refused]
     return Plan([source for source, _ in pairs], [path for _, path in pairs], refused)
 

@@ -135,16 +135,17 @@ class RunFacts:
         """Return it for JSON, in a list; an empty one if no row was answered."""
         if not any(point.num_done for point in self.time_line.points):
             return []
-        facts = {
-            "id": self.id,
-            "started_at": self._started_at,
-            "seconds": round(self._seconds, 3),
-            **self.place,
-            "settings": self.settings,
-            "stats": self.read_stats(),
-            "time_line": self.time_line.to_dict(),
-        }
-        return [facts]
+        return [
+            {
+                "id": self.id,
+                "started_at": self._started_at,
+                "seconds": round(self._seconds, 3),
+                **self.place,
+                "settings": self.settings,
+                "stats": self.read_stats(),
+                "time_line": self.time_line.to_dict(),
+            }
+        ]
 
 
 class RunHistory:

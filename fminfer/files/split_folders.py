@@ -48,8 +48,7 @@ def _load_num_equal(path: Path, changed_at: int, manifest: Path, place: int) -> 
     with manifest.open("rb") as file:
         file.seek(place)
         entry = load(file.readline().rstrip(b",\n"))
-    found = array("I", entry[NUM_EQUAL])
-    return found if entry["digest"] == digest_of(path) else None
+    return array("I", entry[NUM_EQUAL]) if entry["digest"] == digest_of(path) else None
 
 
 def is_split(folder: Path) -> bool:

@@ -115,8 +115,9 @@ class StatusFile:
         if status != "validating":
             self._times[f"{status}_at"] = int(time.time())
         if error is not None:
-            failure = {"code": "run_failed", "message": error, "param": None, "line": None}
-            self._errors.append(failure)
+            self._errors.append(
+                {"code": "run_failed", "message": error, "param": None, "line": None}
+            )
         self._write()
 
     def break_off(self, error: BaseException) -> None:

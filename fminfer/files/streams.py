@@ -210,9 +210,7 @@ def explain_bytes(head: bytes) -> str:
     zeros = tuple(byte == 0 for byte in head[:4])
     if zeros in ((False, True) * 2, (True, False) * 2):
         return f"it is text in UTF-16; {_TO_UTF8.format('UTF-16' + 'BL'[zeros[1]] + 'E')}"
-    if _PAGE.match(head):
-        return f"it is a page of the web, or XML; {_PAGE_REMEDY}"
-    return ""
+    return f"it is a page of the web, or XML; {_PAGE_REMEDY}" if _PAGE.match(head) else ""
 
 
 def explain_text(head: bytes) -> str:

@@ -144,8 +144,9 @@ class FminferLM(TemplateLM):
             raise UsageError(
                 f"{self.engine.model_name} has no tokenizer; give a model folder that has one"
             )
-        template = self.engine.intake.limits.chat_template
-        self._chat = ChatRenderer(self.tokenizer, template, chat_template_args)
+        self._chat = ChatRenderer(
+            self.tokenizer, self.engine.intake.limits.chat_template, chat_template_args
+        )
         most = self.engine.context_length
         if max_length is not None and not 1 < max_length <= most:
             raise UsageError(

@@ -203,17 +203,29 @@ def _to_line(row: dict[str, Any], place: int, *, is_overwriting: bool = False) -
     try:
         return _whole_line(json.dumps(_plain(row)).encode(), number, number)
     except (TypeError, ValueError, RecursionError) as error:
-        shown = repr(row).encode(errors="replace")
-        damage = f"the row is no JSON: {error}. Give its columns types that JSON has"
-        return Line(0, number, shown, damage, number, is_alone=True)
+        return Line(
+            source=0,
+            number=number,
+            raw=repr(row).encode(errors="replace"),
+            damage=f"the row is no JSON: {error}. Give its columns types that JSON has",
+            num_equal=number,
+            is_alone=True,
+        )
 
 
 def _whole_line(raw: bytes, number: int, num_equal: int, damage: str = "") -> Line:
     """Return a line, cut if it is longer than a line of a file may be."""
     held = cut_if_long(raw)
     if isinstance(held, CutValue):
-        fault = held.fault
-        return Line(0, number, held.head, "", num_equal, is_alone=True, fault=fault, is_cut=True)
+        return Line(
+            source=0,
+            number=number,
+            raw=held.head,
+            num_equal=num_equal,
+            is_alone=True,
+            fault=held.fault,
+            is_cut=True,
+        )
     return Line(0, number, held, damage, num_equal, is_alone=True)
 
 

@@ -191,8 +191,10 @@ def _find_oddities(choice: Choice, request: dict[str, Any], engine: Engine) -> I
         most = counted(request["max_tokens"], "token")
         yield f"was cut at its limit of {most}; --generate-seq-length N sets another"
     elif is_cut:
-        context, kv_tokens = engine.context_length, engine.stats.num_kv_tokens
-        yield f"was cut: the context ({context:,} tokens) or KV cache ({kv_tokens:,}) was full"
+        yield (
+            f"was cut: the context ({engine.context_length:,} tokens) or KV cache "
+            f"({engine.stats.num_kv_tokens:,}) was full"
+        )
 
 
 def _answer_files(job: _Job) -> JobSummary:
@@ -202,7 +204,10 @@ def _answer_files(job: _Job) -> JobSummary:
     if has_npy:
         _check_npy(job)
     terms = RunTerms(
-        *(job.checkpoint.name, job.fingerprint, asked.restart, asked.limit),
+        model=job.checkpoint.name,
+        fingerprint=job.fingerprint,
+        restart=asked.restart,
+        limit=asked.limit,
         # A file of vectors does not tell which line an answer is of, once lines have moved.
         count_lines=None if has_npy else line_counting(config, job.checkpoint),
         facts=RunFacts(settings=name_settings(config)),
@@ -217,10 +222,15 @@ def _answer_files(job: _Job) -> JobSummary:
         files = open_files(plan.inputs, plan.outputs, terms)
         is_left = not files.is_finished
     summary = JobSummary(
-        job.checkpoint.name, name_of(job.foreseen.dtype), plan.inputs, plan.outputs
+        model=job.checkpoint.name,
+        dtype=name_of(job.foreseen.dtype),
+        inputs=plan.inputs,
+        outputs=plan.outputs,
+        kv_dtype=name_of(job.foreseen.kv_dtype),
+        weight_dtype=job.foreseen.held_in,
+        limit=asked.limit,
+        has_npy=has_npy,
     )
-    summary.kv_dtype, summary.weight_dtype = name_of(job.foreseen.kv_dtype), job.foreseen.held_in
-    summary.limit, summary.has_npy = asked.limit, has_npy
     if is_left or job.is_awaited:
         with _telling_how_to_go_on(asked, files, job.run.stopper), reporting(asked, plan):
             _answer_rows(job, files, summary, terms.facts)
@@ -290,8 +300,9 @@ def _tell_left_out(job: JobPaths, plan: Plan) -> None:
     for text in [] if job.is_quiet else describe_empty(plan.inputs):
         click.echo(f"Warning: {text}.", err=True)
     if len(refused) > MOST_NAMED:
-        num_more = len(refused) - MOST_NAMED
-        click.echo(f"Left out: {num_more:,} more, which the summary names.", err=True)
+        click.echo(
+            f"Left out: {len(refused) - MOST_NAMED:,} more, which the summary names.", err=True
+        )
 
 
 @contextmanager

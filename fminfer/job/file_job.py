@@ -74,8 +74,7 @@ class _FileJob:
         self._stopper, self._run_facts = stopper, run_facts
         run_facts.read_stats = lambda: {name: getattr(engine.stats, name) for name in TOLD_STATS}
         facts = engine.facts
-        is_alone = facts.is_alone
-        self._other_work = OtherWork(facts.num_threads, affine_cores) if is_alone else None
+        self._other_work = OtherWork(facts.num_threads, affine_cores) if facts.is_alone else None
         kind = "streamed" if facts.streaming else engine.device.type
         self._bar = ProgressBar(
             inputs.num_rows,
@@ -228,6 +227,14 @@ class TraceFile:
         assert self._start_s is not None, "a step"
         start_us, end_us = ((time_s - self._start_s) * 1e6 for time_s in times)
         # Perfetto colours by name.
-        event = {"name": name, "cat": name, "ph": "X", "pid": 0, "tid": line}
-        event |= {"ts": round(start_us, 1), "dur": round(end_us - start_us, 1), "args": args}
+        event = {
+            "name": name,
+            "cat": name,
+            "ph": "X",
+            "pid": 0,
+            "tid": line,
+            "ts": round(start_us, 1),
+            "dur": round(end_us - start_us, 1),
+            "args": args,
+        }
         self._file.write(orjson.dumps(event) + b",\n")

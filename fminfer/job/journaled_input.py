@@ -65,14 +65,19 @@ class JournaledInput:
         if self._state in ("reopen", "answer"):
             self._input.count_rows()
             self.counts.num_rows = self._input.num_rows or 0
-        self.status = StatusFile(
-            *(path, output, terms.model, self._fingerprint, self.counts, terms.limit)
-        )
-        self.status.input_changed_ns = self._input.changed_ns
         is_kept = not terms.restart and (journal is not None or output.exists())
         earlier = runs_in(read_status(output)) if is_kept else []
         self._history = RunHistory(terms.facts, earlier)
-        self.status.list_runs = self._history.to_list
+        self.status = StatusFile(
+            source=path,
+            output=output,
+            model=terms.model,
+            fingerprint=self._fingerprint,
+            counts=self.counts,
+            limit=terms.limit,
+            input_changed_ns=self._input.changed_ns,
+            list_runs=self._history.to_list,
+        )
 
     @property
     def is_finished(self) -> bool:
@@ -304,8 +309,17 @@ class JournaledInput:
 
 def _row_of(record: Record) -> Row:
     """Return a record as its journal's row."""
-    tokens = record.num_prompt_tokens, record.num_cached_tokens, record.num_completion_tokens
-    is_ours = record.error is not None and record.error.is_ours
-    crc, is_error = zlib.crc32(record.line.raw), record.error is not None
-    about = record.line.number, is_error, tokens, crc
-    return Row(*about, record.to_json(), is_ours, record.key, record.vector)
+    return Row(
+        number=record.line.number,
+        is_error=record.error is not None,
+        tokens=(
+            record.num_prompt_tokens,
+            record.num_cached_tokens,
+            record.num_completion_tokens,
+        ),
+        input_crc=zlib.crc32(record.line.raw),
+        record=record.to_json(),
+        is_ours=record.error is not None and record.error.is_ours,
+        key=record.key,
+        vector=record.vector,
+    )

@@ -17,7 +17,7 @@ from fminfer.files.first_lines import holds_requests
 from fminfer.files.input_folders import describe_left_out, find_inputs, sort_folder
 from fminfer.files.input_models import refuse_models
 from fminfer.files.journal import count_rows_behind, journal_path
-from fminfer.files.line_reader import NAMED_ENDINGS, count_rows
+from fminfer.files.line_reader import NAMED_ENDINGS, count_rows, sum_counts
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.output_paths import answers_path, plan_each
 from fminfer.files.run_facts import TimeLine, read_time_line, runs_in
@@ -79,8 +79,7 @@ class Overview:
 
     @property
     def num_rows(self) -> int | None:
-        rows = [file.num_rows for file in self.files]
-        return None if None in rows else sum(row or 0 for row in rows)
+        return sum_counts([file.num_rows for file in self.files])
 
     @property
     def left_s(self) -> float | None:
@@ -128,10 +127,12 @@ def look_over(path: Path, now_s: float | None = None) -> list[Overview]:
 
 def _left_out(folder: Path, files: list[FileState]) -> dict[str, str]:
     outputs = {file.output for file in files}
-    found = {
-        str(path): why for why, paths in sort_folder(folder).left_out.items() for path in paths
+    return {
+        str(path): why
+        for why, paths in sort_folder(folder).left_out.items()
+        for path in paths
+        if str(path) not in outputs
     }
-    return {path: why for path, why in found.items() if path not in outputs}
 
 
 def _look_at_one(path: Path, now_s: float) -> FileState:

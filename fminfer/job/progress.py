@@ -134,9 +134,12 @@ class ProgressBar:
         self._num_rows = self._num_errors = self._num_tokens = 0
         self._elapsed_s = 0.0
         self._left, self._left_at_s = UNKNOWN, -math.inf
-        hide = is_quiet or not self._is_terminal
-        form = BAR_OF_UNKNOWN if total_rows is None else BAR
-        self._bar = make_bar(total=total_rows, desc="fminfer", bar_format=form, disable=hide)
+        self._bar = make_bar(
+            total=total_rows,
+            desc="fminfer",
+            bar_format=BAR_OF_UNKNOWN if total_rows is None else BAR,
+            disable=is_quiet or not self._is_terminal,
+        )
 
     def add_work(self, stats: EngineStats, num_fed: int, num_drawn: int) -> None:
         """Take note of steps that have just ended, and are counted in the statistics."""

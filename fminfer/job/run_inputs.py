@@ -14,7 +14,7 @@ from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import InUseError, OutputError, UsageError
 from fminfer.files.journal_rows import RowCounts
-from fminfer.files.line_reader import count_rows, read_lines
+from fminfer.files.line_reader import count_rows, read_lines, sum_counts
 from fminfer.files.output_paths import STDOUT
 from fminfer.job.journaled_input import JournaledInput
 from fminfer.job.run_summary import JobSummary
@@ -96,8 +96,12 @@ class StreamedInput:
 
     def add(self, record: Record) -> bool:
         """Write a record when it is its turn."""
-        is_error = record.error is not None
-        self._stream.append(self.source, record.line.number, record.to_json(), is_error=is_error)
+        self._stream.append(
+            self.source,
+            record.line.number,
+            record.to_json(),
+            is_error=record.error is not None,
+        )
         self._num_done += 1
         return True
 
@@ -173,8 +177,7 @@ class NamedFiles(RunInputs):
 
     def __init__(self, files: Sequence[RunInput]) -> None:
         self.files = files
-        left = [file.num_left for file in files]
-        self.num_rows = None if None in left else sum(number or 0 for number in left)
+        self.num_rows = sum_counts([file.num_left for file in files])
 
     @property
     def is_finished(self) -> bool:

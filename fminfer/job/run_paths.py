@@ -184,8 +184,13 @@ class JobPaths(JobOptions):
     def with_input(self, path: Path) -> JobPaths:
         """Return the job with the requests that were made up; without --output none is kept."""
         keeps_output = self.output is not None
-        output = self.output if keeps_output else path.with_name("answers.jsonl")
-        return replace(self, paths=[path], output=output, synthetic=None, keeps_output=keeps_output)
+        return replace(
+            self,
+            paths=[path],
+            output=self.output if keeps_output else path.with_name("answers.jsonl"),
+            synthetic=None,
+            keeps_output=keeps_output,
+        )
 
 
 def refuse_other_models(config: ModelOptions, inputs: Iterable[Path]) -> None:

@@ -217,8 +217,10 @@ class JobSummary:
         """Say what the prefix cache saved, and what the best possible one would have saved."""
         stats = self.engine
         total = stats["num_prompt_tokens"] - stats["num_again_tokens"] + stats["num_cached_tokens"]
-        text = f"{stats['num_cached_tokens']:,} of {total:,} prompt tokens were shared "
-        text += "and not computed again"
+        text = (
+            f"{stats['num_cached_tokens']:,} of {total:,} prompt tokens were shared and not "
+            "computed again"
+        )
         if stats["num_counted_shareable"]:
             share = stats["num_counted_cached"] / stats["num_counted_shareable"]
             is_whole = stats["num_counted_tokens"] == total

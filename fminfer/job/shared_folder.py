@@ -13,7 +13,7 @@ from fminfer.files.completed import CompletedOutput, find_completed
 from fminfer.files.disk import told
 from fminfer.files.journal import check_rows, journal_path
 from fminfer.files.journal_rows import RowCounts
-from fminfer.files.line_reader import count_rows
+from fminfer.files.line_reader import count_rows, sum_counts
 from fminfer.files.output_paths import Plan
 from fminfer.files.streams import changed_ns
 from fminfer.job.journaled_input import JournaledInput
@@ -232,5 +232,5 @@ class SharedFiles(RunInputs):
             self._refuse(path, error)
 
     def _count_rows(self) -> None:
-        rows = [*(file.num_left for file in self.files), *self._free_rows.values()]
-        self.num_rows = None if None in rows else sum(row or 0 for row in rows)
+        left = (file.num_left for file in self.files)
+        self.num_rows = sum_counts([*left, *self._free_rows.values()])

@@ -73,8 +73,7 @@ class AccessCheck:
                 if message["status"] >= 400:
                     self._count(message["status"])
                 if self._log.tells("debug"):
-                    told = f"{_show(scope)} {message['status']} {request_id}"
-                    self._log.tell("debug", told)
+                    self._log.tell("debug", f"{_show(scope)} {message['status']} {request_id}")
             return send(message)
 
         hosts = headers.getlist("host")
@@ -101,11 +100,16 @@ class AccessCheck:
             if "has_begun" in scope["state"]:
                 raise  # the connection is closed, and uvicorn tells why
             text = "".join(traceback.format_exception(fault))
-            told = f"Request {scope['state']['request_id']} failed by a fault of fminfer:\n{text}"
-            self._log.tell("error", told)
-            message = f"fminfer failed on this request ({type(fault).__name__}); please report it"
-            answer = respond(HttpError(500, message, code="internal_error"))
-            await answer(scope, receive, send)
+            self._log.tell(
+                "error",
+                f"Request {scope['state']['request_id']} failed by a fault of fminfer:\n{text}",
+            )
+            error = HttpError(
+                500,
+                f"fminfer failed on this request ({type(fault).__name__}); please report it",
+                code="internal_error",
+            )
+            await respond(error)(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: Headers) -> HttpError | None:
         """Return why a request must not pass, if it must not."""

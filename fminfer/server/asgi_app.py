@@ -59,8 +59,11 @@ def page_routes() -> APIRouter:
     own = Path(__file__).parent / "page"
     swagger = Path(swagger_ui_bundle.swagger_ui_path)
     router = APIRouter()
-    page = _serve(own / "index.html", policy=_PAGE_POLICY, other=_LINE)
-    router.add_route("/", page, include_in_schema=False)
+    router.add_route(
+        "/",
+        _serve(own / "index.html", policy=_PAGE_POLICY, other=_LINE),
+        include_in_schema=False,
+    )
     for path, source in {
         "/page/page.css": own / "page.css",
         "/page/page.js": own / "page.js",
@@ -187,14 +190,21 @@ def _as_http_error(request: Request, error: Exception) -> HttpError:
     if isinstance(error, OutputError):
         return HttpError(507, _NO_ROOM, code="disk_full")
     if isinstance(error, HTTPException):
-        code = "unknown_url" if error.status_code == 404 else None
-        message = _explain(request, error)
-        return HttpError(error.status_code, message, code=code, headers=error.headers)
+        return HttpError(
+            error.status_code,
+            _explain(request, error),
+            code="unknown_url" if error.status_code == 404 else None,
+            headers=error.headers,
+        )
     assert isinstance(error, RequestValidationError), "FastAPI's, of a path's parameters"
     first = error.errors()[0]
     name = ".".join(str(part) for part in first["loc"][1:])
-    message = f"{name}: {first['msg']}; it was {str(first.get('input'))[:60]!r}"
-    return HttpError(400, message, code="invalid_type", param=name)
+    return HttpError(
+        400,
+        f"{name}: {first['msg']}; it was {str(first.get('input'))[:60]!r}",
+        code="invalid_type",
+        param=name,
+    )
 
 
 def _explain(request: Request, error: HTTPException) -> str:

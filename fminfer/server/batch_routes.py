@@ -106,8 +106,9 @@ class _Download(FileResponse):
         try:
             await super().__call__(scope, receive, send)
         except RuntimeError as error:  # starlette's, before anything is sent
-            message = "the file was removed while it was asked for"
-            raise HttpError(410, message, code="file_removed") from error
+            raise HttpError(
+                410, "the file was removed while it was asked for", code="file_removed"
+            ) from error
 
 
 def file_routes(given: BatchService | None) -> APIRouter:

@@ -38,14 +38,16 @@ class BatchService:
         self._folder = state.folder
         self._has_keys = bool(settings.api_keys)
         self._model_name, self._tell = service.names[0], service.log.tell
-        terms = state.fingerprint | {SERVED_NAME: self._model_name}
         context = BatchContext(
-            service.engine,
-            state,
-            RunTerms(service.engine.model_name, terms),
-            self._model_name,
-            service.check_model,
-            self._tell,
+            engine=service.engine,
+            state=state,
+            terms=RunTerms(
+                model=service.engine.model_name,
+                fingerprint=state.fingerprint | {SERVED_NAME: self._model_name},
+            ),
+            model_name=self._model_name,
+            check_model=service.check_model,
+            tell=self._tell,
         )
         self.work = BatchWork(context)
         self._terms = context.terms
@@ -89,8 +91,11 @@ class BatchService:
         if size != stored.bytes:
             change = f"has {size} bytes, and was written with {stored.bytes}"
             self._tell("error", f"{path} {change}")
-            message = f"the file was changed on the server's disk: it {change}"
-            raise HttpError(410, message, code="file_changed")
+            raise HttpError(
+                410,
+                f"the file was changed on the server's disk: it {change}",
+                code="file_changed",
+            )
         return path
 
     def delete_file(self, file_id: str, owner: str) -> None:
@@ -180,5 +185,9 @@ def _cancel(batch: StoredBatch) -> StoredBatch:
 
 
 def _no_such(kind: str, remedy: str, param: str | None = None) -> HttpError:
-    message = f"there is no {kind} with this id; {remedy}"
-    return HttpError(404, message, code=f"{kind}_not_found", param=param)
+    return HttpError(
+        404,
+        f"there is no {kind} with this id; {remedy}",
+        code=f"{kind}_not_found",
+        param=param,
+    )

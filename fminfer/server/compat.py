@@ -87,8 +87,9 @@ def old_routes(service: Service) -> APIRouter:
             )
         if not text:
             raise RequestError("missing_prompt", "there is no text behind /run/; give one", "text")
-        uncounted = {"prompt": text, "max_tokens": 0}
-        prepared = await service.dispatcher.beside(lambda: service.engine.prepare(uncounted))
+        prepared = await service.dispatcher.beside(
+            lambda: service.engine.prepare({"prompt": text, "max_tokens": 0})
+        )
         num_prompt = len(prepared.prompts[0].ids)
         if num_prompt >= max_seq_length:
             raise RequestError(
@@ -145,10 +146,8 @@ def _from_generation(fields: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(fields.get("prompt"), str):
         raise wrong_type("prompt", fields.get("prompt"), "a string")
     request = {**fields, "echo": True}
-    new_tokens = request.pop("max_new_tokens", None)
-    if new_tokens is None:
-        new_tokens = request.get("max_tokens")
-    request["max_tokens"] = NEW_TOKENS if new_tokens is None else new_tokens
+    limits = (request.pop("max_new_tokens", None), request.get("max_tokens"), NEW_TOKENS)
+    request["max_tokens"] = next(limit for limit in limits if limit is not None)
     if all(fields.get(name) is None for name in SAMPLING):
         request["temperature"] = 0
     return request
@@ -198,8 +197,12 @@ def generation_request_schema(limits: RequestLimits) -> Schema:
             for name in OF_COMPLETIONS
         ),
     )
-    meaning = "Go on with a text. It is greedy unless temperature, top_p or top_k is sent."
-    return describe_fields(meaning, fields, limits, {"prompt": "Question: How do you go"})
+    return describe_fields(
+        "Go on with a text. It is greedy unless temperature, top_p or top_k is sent.",
+        fields,
+        limits,
+        {"prompt": "Question: How do you go"},
+    )
 
 
 def latency_request_schema(limits: RequestLimits) -> Schema:

@@ -138,10 +138,10 @@ class Dispatcher:
         return self._full(f"{waiting} prompts wait", retry_s)
 
     def _full(self, text: str, retry_s: int) -> HttpError:
-        size = f"--queue-size {self._queue_size}"
         return HttpError(
             429,
-            f"{text}, and the queue is full ({size}). Try again in {retry_s} s",
+            f"{text}, and the queue is full (--queue-size {self._queue_size}). Try again in "
+            f"{retry_s} s",
             code="queue_full",
             headers={"Retry-After": str(retry_s)},
         )

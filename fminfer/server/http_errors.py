@@ -60,11 +60,16 @@ def shutting_down() -> HttpError:
 
 def describe(error: HttpError) -> dict[str, Any]:
     """Return the OpenAI error object."""
-    found = {"message": str(error), "type": error.type, "param": error.param, "code": error.code}
-    return {"error": found}
+    return {
+        "error": {
+            "message": str(error),
+            "type": error.type,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
 
 
 def respond(error: HttpError) -> Response:
     """Return the response that an error becomes."""
-    body = dump(describe(error))
-    return Response(body, error.status, dict(error.headers or {}), JSON)
+    return Response(dump(describe(error)), error.status, dict(error.headers or {}), JSON)

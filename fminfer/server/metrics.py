@@ -139,8 +139,12 @@ class Metrics:
             },
         )
         formats = (*own, facts.weight_dtype, facts.dtype)
-        weights: Values = {"fminfer:weight_bytes": {formats: facts.weight_bytes}}
-        yield from _families(GaugeMetricFamily, weights, "format", "dtype")
+        yield from _families(
+            GaugeMetricFamily,
+            {"fminfer:weight_bytes": {formats: facts.weight_bytes}},
+            "format",
+            "dtype",
+        )
         yield from _families(GaugeMetricFamily, self._memory(), "rank")
         # Those that were fed or found in the cache: it never falls, as a counter must not.
         num_prompt_tokens = stats.num_prompt_tokens + stats.num_cached_tokens
@@ -164,11 +168,11 @@ class Metrics:
 
     def _of_batches(self, batches: BatchWork) -> Iterator[Metric]:
         own = (self._model_name,)
-        rows: Values = {"fminfer:batch_rows": {}}
-        for kind in get_args(RowKind):
-            rows["fminfer:batch_rows"][(*own, kind)] = batches.done[kind]
         yield from _families(GaugeMetricFamily, {"fminfer:batches_open": {own: batches.num_open}})
-        yield from _families(CounterMetricFamily, rows, "kind")
+        rows: dict[tuple[str, ...], float] = {
+            (self._model_name, kind): batches.done[kind] for kind in get_args(RowKind)
+        }
+        yield from _families(CounterMetricFamily, {"fminfer:batch_rows": rows}, "kind")
 
     def _memory(self) -> Values:
         """Return the peaks of all ranks, and the forecast of the memory that it is of."""
@@ -187,8 +191,9 @@ class Metrics:
         return Counter(name, HELPS[name], ["model_name", label], registry=self._registry)
 
     def _histogram(self, name: str, limits: Sequence[float]) -> Histogram:
-        labels, registry = ["model_name"], self._registry
-        metric = Histogram(name, HELPS[name], labels, buckets=limits, registry=registry)
+        metric = Histogram(
+            name, HELPS[name], ["model_name"], buckets=limits, registry=self._registry
+        )
         return metric.labels(self._model_name)
 
 

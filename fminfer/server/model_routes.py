@@ -142,13 +142,13 @@ def _tokenize(service: Service, fields: dict[str, Any]) -> dict[str, Any]:
 def _detokenize(service: Service, fields: dict[str, Any]) -> dict[str, Any]:
     """Do what vLLM's /detokenize does."""
     refuse_others(fields, ("tokens",), "/detokenize")
-    engine, ids = service.engine, fields.get("tokens")
+    ids = fields.get("tokens")
     if not isinstance(ids, list):
         raise wrong_type("tokens", ids, "a list of token ids")
     if not ids:
         return {"prompt": ""}
     found = _prepare_one(service, {"prompt": ids}, "tokens")
-    return {"prompt": engine.tokenizer.decode(found, skip_special_tokens=False)}
+    return {"prompt": service.engine.tokenizer.decode(found, skip_special_tokens=False)}
 
 
 def _prepare_one(service: Service, request: dict[str, Any], name: str) -> list[int]:
@@ -165,8 +165,7 @@ def _prepare_one(service: Service, request: dict[str, Any], name: str) -> list[i
         source = "prompt" if service.engine.intake.limits.vectors is None else "input"
         if error.param != source:
             raise
-        message = error.message.replace(source, name, 1)
-        raise RequestError(error.code, message, name) from None
+        raise RequestError(error.code, error.message.replace(source, name, 1), name) from None
     if len(prepared.prompts) != 1:
         raise HttpError(400, f"{name} holds several prompts; send one", param=name)
     return prepared.prompts[0].ids
@@ -174,8 +173,10 @@ def _prepare_one(service: Service, request: dict[str, Any], name: str) -> list[i
 
 def tokenize_request_schema(limits: RequestLimits) -> Schema:
     """Return the schema of a request to `/tokenize`: of a prompt, or of a chat."""
-    known, help_of_words = FIELDS["chat"], "Add the spelling of each token."
-    words = Field("return_token_strs", as_it_is(SWITCH), help_of_words, default=False)
+    known = FIELDS["chat"]
+    words = Field(
+        "return_token_strs", as_it_is(SWITCH), "Add the spelling of each token.", default=False
+    )
     prompt = Field("prompt", as_it_is(TEXT), "The text to go on with.", is_required=True)
     special = FIELDS["completions"]["add_special_tokens"]
     names = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt")

@@ -96,8 +96,8 @@ class AnswerShape:
 
     def _usage_so_far(self) -> dict[str, int]:
         prepared = self.prepared
-        texts = (*prepared.prompts, *prepared.sources)  # those that an encoder reads, too
-        num_prompt = sum(len(text.ids) for text in texts)
+        # Texts that an encoder reads count, too.
+        num_prompt = sum(len(text.ids) for text in (*prepared.prompts, *prepared.sources))
         num_prompt -= prepared.num_start * len(prepared.prompts)
         return {
             "prompt_tokens": num_prompt,
@@ -189,8 +189,12 @@ async def _answer(service: Service, request: Request, endpoint: Endpoint) -> Res
     service.check_model(fields.get("model"))
     reply = await service.dispatcher.ask(fields, endpoint=endpoint, is_streamed=is_streamed)
     prepared = reply.prepared
-    tells_ids = prepared.params.return_token_ids or not service.engine.tokenizer.has_words
-    shape = AnswerShape(prepared, service.name_for(fields), usage, tells_ids)
+    shape = AnswerShape(
+        prepared,
+        model=service.name_for(fields),
+        usage=usage,
+        tells_ids=prepared.params.return_token_ids or not service.engine.tokenizer.has_words,
+    )
     if is_streamed:
         return EventStream(reply, shape.chunks)
     return respond_json(shape.whole(await reply.finish(request.receive)))

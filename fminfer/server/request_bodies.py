@@ -205,8 +205,9 @@ class UploadForm:
         self.values[self._name] = value = _decode(self._value)
         self._value.clear()
         if self._name == "purpose" and value != PURPOSE:
-            told = f'purpose is {show(value)}; it must be "{PURPOSE}"'
-            raise _wrong(told, "purpose", "out_of_range")
+            raise _wrong(
+                f'purpose is {show(value)}; it must be "{PURPOSE}"', "purpose", "out_of_range"
+            )
 
     def _finish(self) -> None:
         self.is_complete = True

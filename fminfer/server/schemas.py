@@ -194,9 +194,12 @@ def request_schema(endpoint: Endpoint, limits: RequestLimits) -> Schema:
     about, fields = ENDPOINT_DOCS[endpoint], {**FIELDS[endpoint]}
     if endpoint == "completions" and limits.start_ids is None:
         fields["decoder_prompt"] = replace(fields["decoder_prompt"], fate="refused")
-    is_strict = limits.config.strict
     return describe_fields(
-        f"{about.help}.", fields.values(), limits, about.example, is_strict=is_strict
+        f"{about.help}.",
+        fields.values(),
+        limits,
+        about.example,
+        is_strict=limits.config.strict,
     )
 
 
@@ -225,8 +228,11 @@ def describe_field(each: Field, limits: RequestLimits | None) -> Schema:
     most: dict[str, int] = {}
     default, told = each.default, each.help
     if limits is not None:
-        most = {"context": limits.context_length - 1, "vocab": limits.vocab_size - 1}
-        most["logprobs"] = limits.config.max_logprobs
+        most = {
+            "context": limits.context_length - 1,
+            "vocab": limits.vocab_size - 1,
+            "logprobs": limits.config.max_logprobs,
+        }
         if default is None and each.fate == "acted on" and "Default:" not in each.help:
             default = getattr(limits.defaults, each.name, None)
     if each.fate == "refused":
@@ -254,8 +260,10 @@ def document(
     """
     content: dict[str, Any] = {media_type: {"schema": answer}}
     if chunk is not None:
-        stream = {"type": "string", "description": STREAM}
-        content["text/event-stream"] = {"schema": stream, "x-chunk": chunk}
+        content["text/event-stream"] = {
+            "schema": {"type": "string", "description": STREAM},
+            "x-chunk": chunk,
+        }
     responses: dict[int | str, dict[str, Any]] = {200: {"description": meaning, "content": content}}
     for status in (403, *errors):
         responses[status] = {"description": ERRORS[status], "content": {JSON: {"schema": ERROR}}}

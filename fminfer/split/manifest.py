@@ -224,10 +224,14 @@ class _Reader:
             self._refuse(f"{NUM_EQUAL} must have a number for each line")
         if not all(type(number) is int and 0 <= number < 2**32 for number in equal):
             self._refuse(f"{NUM_EQUAL} must be counts of lines")
-        path = self.part_path(entry.get("path"))
-        engine, hyperparameters = entry["engine"], entry["hyperparameters"]
-        numbers, counts = array("q", lines), array("I", equal)
-        return SplitPart(path, engine, hyperparameters, entry["digest"], numbers, counts)
+        return SplitPart(
+            path=self.part_path(entry.get("path")),
+            engine=entry["engine"],
+            hyperparameters=entry["hyperparameters"],
+            digest=entry["digest"],
+            lines=array("q", lines),
+            num_equal=array("I", equal),
+        )
 
     def part_path(self, path: Any) -> str:
         """Check a part's path: it leads to a part, in this folder."""

@@ -20,7 +20,7 @@ from fminfer.contract.envelope import open_envelope
 from fminfer.contract.record import make_id
 from fminfer.core.errors import FminferError, OutputError, UsageError
 from fminfer.core.quantities import counted, name_few
-from fminfer.files.completed import records_of
+from fminfer.files.completed import BATCH_RECORD, records_of
 from fminfer.files.disk import write_all
 from fminfer.files.journal import journal_path
 from fminfer.files.journal_rows import INPUT
@@ -32,7 +32,6 @@ from fminfer.files.streams import A_PIPE, digest_of
 from fminfer.split.manifest import Manifest, SplitPart, read_manifest, sorted_numbers
 
 _LINE = re.compile(rb'(\A\{\s*"line"\s*:\s*|"error":null,"line":)(\d{1,18})(?=\s*[,}])')
-_BATCH = re.compile(rb'\{"id":"batch_req_([0-9a-f]{32})"')
 
 
 def find_gap(folder: Path, part: SplitPart) -> str:
@@ -96,7 +95,7 @@ def _read_errors(path: Path, part: SplitPart) -> Iterator[tuple[int, bytes]]:
     for record in _records(errors):
         if match := _LINE.search(record):
             row = int(match[2]) - 1
-        elif match := _BATCH.match(record):
+        elif match := BATCH_RECORD.match(record):
             ids = ids or _read_ids(path, part)
             row = next((row for row, found in ids if found == match[1]), -1)
         else:
@@ -170,8 +169,12 @@ def merge_parts(folder: Path, output: Path) -> MergeSummary:
             "command"
         ) from error
     num_errors = int((sizes < 0).sum())
-    num_answers = len(sizes) - num_errors
-    return MergeSummary(len(manifest.parts), num_answers, num_errors, _source_change(manifest))
+    return MergeSummary(
+        num_parts=len(manifest.parts),
+        num_answers=len(sizes) - num_errors,
+        num_errors=num_errors,
+        source_change=_source_change(manifest),
+    )
 
 
 def _refuse_vectors(folder: Path, manifest: Manifest) -> None:

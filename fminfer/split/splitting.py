@@ -237,12 +237,16 @@ def _split(
     if _signature(source) != before:
         raise FminferError(f"{source} changed while it was being split; split it again")
     _refuse_answered(folder, parts, old)
-    num_lines = sum(group.num_rows for group in groups.seen)
-    sizes = {
-        "min_generate_token": options.min_generate_token,
-        "generate_token_chunk_size": options.generate_token_chunk_size,
-    }
-    manifest = Manifest(str(source), digest, sizes, num_lines, parts)
+    manifest = Manifest(
+        source=str(source),
+        digest=digest,
+        options={
+            "min_generate_token": options.min_generate_token,
+            "generate_token_chunk_size": options.generate_token_chunk_size,
+        },
+        num_lines=sum(group.num_rows for group in groups.seen),
+        parts=parts,
+    )
     _publish(folder, staging, manifest, old)
     return SplitSummary(folder, manifest, groups.seen, index)
 
@@ -277,11 +281,15 @@ def _stage_parts(
                 path = f"{name}request_{counts[name]}.jsonl"
                 counts[name] += 1
                 _copy_lines(index, rows.tolist(), file.fileno(), staging / path)
-                lines = array("q", (rows + 1).tobytes())
-                digest = digest_of(staging / path)
                 equal = array("I", (num_equal[row] for row in rows.tolist()))
-                equal = equal if any(equal) else array("I")
-                yield SplitPart(path, group.engine, group.hyperparameters, digest, lines, equal)
+                yield SplitPart(
+                    path=path,
+                    engine=group.engine,
+                    hyperparameters=group.hyperparameters,
+                    digest=digest_of(staging / path),
+                    lines=array("q", (rows + 1).tobytes()),
+                    num_equal=equal if any(equal) else array("I"),
+                )
             first = last
 
 

@@ -44,8 +44,8 @@ def read_answer(raw: bytes) -> AnswerFields | None:
     except (ValueError, RecursionError):
         return None
     if "response" in fields:
-        result = _dict(fields["response"]).get("body")
-        error = _dict(result).get("error")
+        result = as_dict(fields["response"]).get("body")
+        error = as_dict(result).get("error")
         result = None if isinstance(error, dict) else result
     elif "request" in fields:
         result, error = fields.get("result"), fields.get("error")
@@ -60,12 +60,13 @@ def read_answer(raw: bytes) -> AnswerFields | None:
     choices = result.get("choices", [] if is_of_vectors else None)
     if not isinstance(choices, list) or not all(isinstance(each, dict) for each in choices):
         return None
-    times = _dict(result.get("request_time"))
+    times = as_dict(result.get("request_time"))
     times = {name: value for name, value in times.items() if type(value) in (float, int)}
-    return AnswerFields(request, choices, _dict(result.get("usage")), times, None, fields)
+    return AnswerFields(request, choices, as_dict(result.get("usage")), times, None, fields)
 
 
-def _dict(value: Any) -> dict[str, Any]:
+def as_dict(value: Any) -> dict[str, Any]:
+    """Return a JSON object, or an empty one in the place of anything else."""
     return value if isinstance(value, dict) else {}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
@@ -47,10 +48,6 @@ def make_page(
     style, script = ((own / name).read_text("utf-8") for name in ("report.css", "report.js"))
     rows, cut = dump_rows(shown)
     names = orjson.dumps([show(name) for name in name_files([s.path for s in scan.sources])])
-    cut_note = (
-        f"Texts longer than {cut.num_chars:,} characters are cut in the middle, and at most "
-        f"{cut.num_tokens:,} tokens of an answer have their colours. The output has all."
-    )
     parts = {
         "policy": escape(POLICY.format(script=_digest(script), style=_digest(style))),
         "title": escape(name_few([output.path.name for output in outputs], 1)),
@@ -62,17 +59,16 @@ def make_page(
         "errors": _make_errors(scan, shown),
         "charts": _make_charts(scan.tally, runs),
         "shown": f"{len(shown):,} of {scan.tally.num_rows:,}",
-        "cut": escape(cut_note),
+        "cut": escape(
+            f"Texts longer than {cut.num_chars:,} characters are cut in the middle, and at most "
+            f"{cut.num_tokens:,} tokens of an answer have their colours. The output has all."
+        ),
         "rows": make_safe(b'{"files":' + names + b',"rows":' + rows + b"}").decode(),
         "script": script,
     }
     page = (own / "report.html").read_text("utf-8")
-    pieces = page.split("{{")
-    made = [pieces[0]]
-    for piece in pieces[1:]:  # once from left to right, so that no text is taken for a name
-        name, _, rest = piece.partition("}}")
-        made += [parts[name], rest]
-    return "".join(made).encode()
+    # At once from left to right, so that no text is taken for a name.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], page).encode()
 
 
 def make_safe(text: bytes) -> bytes:
@@ -162,18 +158,17 @@ def _make_facts(outputs: Sequence[ToldOutput], tally: AnswerTally, runs: Sequenc
     statuses = [each.status for each in outputs if each.status is not None]
     terms = [dict(status.get("metadata") or {}) for status in statuses]
     models = [str(s["model"]) for s in statuses if s.get("model")] or list(tally.models)
-    facts = [("Model", _join(models) or "not known")]
-    facts += [(title, _join(t[name] for t in terms if name in t)) for name, title in TERMS.items()]
-    facts.append(("Device", _join(_describe_device(run) for run in runs if run.device)))
-    for run in runs[-MAX_NAMED:]:
-        began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(run.started_at))
-        ready = f"; ready after {show_time(run.ready_s)}" if run.ready_s else ""
-        facts.append(("Run", f"{began}, answered for {show_time(run.seconds)}{ready}"))
     sources = [str(each.source) for each in outputs if each.source is not None]
-    facts.append(("Input", name_few(sources, MAX_NAMED)))
-    facts.append(("Settings", _join(f"{k} {v}" for run in runs for k, v in run.settings.items())))
     ends = [f"{count:,} {name}" for name, count in tally.finish_reasons.most_common(MAX_NAMED)]
-    facts.append(("Ends of answers", ", ".join(ends)))
+    facts = [
+        ("Model", _join(models) or "not known"),
+        *((title, _join(t[name] for t in terms if name in t)) for name, title in TERMS.items()),
+        ("Device", _join(_describe_device(run) for run in runs if run.device)),
+        *(("Run", _describe_times(run)) for run in runs[-MAX_NAMED:]),
+        ("Input", name_few(sources, MAX_NAMED)),
+        ("Settings", _join(f"{k} {v}" for run in runs for k, v in run.settings.items())),
+        ("Ends of answers", ", ".join(ends)),
+    ]
     rows = "".join(
         f"<dt>{name}</dt><dd>{escape(shorten(told, 1000))}</dd>" for name, told in facts if told
     )
@@ -186,6 +181,12 @@ def _join(values: Iterable[str]) -> str:
 
 def _describe_device(run: ToldRun) -> str:
     return run.device + (f", {counted(run.num_threads, 'thread')}" if run.num_threads else "")
+
+
+def _describe_times(run: ToldRun) -> str:
+    began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(run.started_at))
+    ready = f"; ready after {show_time(run.ready_s)}" if run.ready_s else ""
+    return f"{began}, answered for {show_time(run.seconds)}{ready}"
 
 
 def _make_errors(scan: Scan, shown: Sequence[ShownRow]) -> str:
@@ -256,6 +257,10 @@ def _draw_time_line(runs: Sequence[ToldRun]) -> str:
             rates = [point.num_drawn / width_s, point.num_fed / width_s]
             bars.append(Bar(at_s, at_s + width_s, rates))
             at_s += width_s
-    names = {"drawn": "answer tokens/s drawn", "fed": "prompt tokens/s computed"}
-    note = f"{counted(len(runs), 'run')}, {show_time(at_s)} of answering"
-    return make_time_line("Tokens/s", note, bars, names, breaks[1:])
+    return make_time_line(
+        title="Tokens/s",
+        note=f"{counted(len(runs), 'run')}, {show_time(at_s)} of answering",
+        bars=bars,
+        names={"drawn": "answer tokens/s drawn", "fed": "prompt tokens/s computed"},
+        breaks=breaks[1:],
+    )

@@ -228,8 +228,9 @@ class Scan:
                 try:
                     self._add_source(source)
                 except OSError as error:
-                    text = f"{source.path} cannot be read: {error.strerror or error}"
-                    raise UsageError(text) from error
+                    raise UsageError(
+                        f"{source.path} cannot be read: {error.strerror or error}"
+                    ) from error
 
     def _add_source(self, source: RowsFile) -> None:
         file = len(self.sources) - 1
@@ -243,9 +244,12 @@ class Scan:
                 elif is_error or answer.error is not None:
                     self.choice.add_error(self.tally.add_error(answer.error or {}), place)
                 else:
-                    num_drawn = answer.usage.get("completion_tokens", 0)
-                    mean = _mean_logprob(answer)
-                    self.choice.add_answer(place, num_drawn, answer.times.get("batch_time"), mean)
+                    self.choice.add_answer(
+                        place,
+                        num_drawn=answer.usage.get("completion_tokens", 0),
+                        seconds=answer.times.get("batch_time"),
+                        mean_logprob=_mean_logprob(answer),
+                    )
                     self.tally.add_answer(answer)
             except ODD_RECORD:  # edited by hand, or another program's
                 self.tally.num_unread += 1

@@ -20,6 +20,7 @@ from fminfer.files.ordered_output import errors_path
 from fminfer.files.output_paths import answers_path
 from fminfer.files.run_facts import TimeLine, read_time_line, runs_in
 from fminfer.files.status_file import STATUS, read_status, status_path
+from fminfer.job.report.answer_fields import as_dict
 
 START = b"<!doctype html"
 
@@ -56,8 +57,7 @@ def find_outputs(paths: Sequence[Path]) -> list[ToldOutput]:
     """Return the outputs that paths name: outputs, inputs that have one, or folders of them."""
     found: dict[Path, ToldOutput] = {}
     for path in paths:
-        outputs = _in_folder(path) if path.is_dir() else [_named(path)]
-        for output in outputs:
+        for output in _in_folder(path) if path.is_dir() else [_named(path)]:
             found.setdefault(output.resolve(), open_output(output))
     return list(found.values())
 
@@ -180,9 +180,7 @@ def find_runs(outputs: Iterable[ToldOutput]) -> list[ToldRun]:
 
 
 def _read_run(told: dict[str, Any]) -> ToldRun:
-    settings, stats = told.get("settings"), told.get("stats")
-    settings = settings if isinstance(settings, dict) else {}
-    counted = [_number(stats, f"num_{kind}_tokens") for kind in ("prompt", "generated")]
+    settings, stats = as_dict(told.get("settings")), as_dict(told.get("stats"))
     return ToldRun(
         started_at=_number(told, "started_at"),
         seconds=_number(told, "seconds"),
@@ -190,12 +188,14 @@ def _read_run(told: dict[str, Any]) -> ToldRun:
         num_threads=int(_number(told, "num_threads")),
         ready_s=_number(told, "ready_s"),
         settings={str(name): str(value) for name, value in settings.items()},
-        num_tokens=int(sum(counted)),
+        num_tokens=int(
+            _number(stats, "num_prompt_tokens") + _number(stats, "num_generated_tokens")
+        ),
         time_line=read_time_line(told.get("time_line")) or TimeLine(),
         num_before=int(_number(told, "runs_before")),
     )
 
 
-def _number(fields: object, name: str) -> float:
-    value = fields.get(name) if isinstance(fields, dict) else None
+def _number(fields: dict[str, Any], name: str) -> float:
+    value = fields.get(name)
     return float(value) if isinstance(value, int | float) else 0.0

@@ -11,13 +11,12 @@ from fminfer.contract.envelope import Line, find_custom_id, open_envelope
 from fminfer.contract.json_object import dump
 from fminfer.contract.record import make_id
 from fminfer.core.errors import FminferError, InUseError, MachineError, UsageError
-from fminfer.files.disk import NEW, beside
-from fminfer.files.journal import Journal, journal_path
-from fminfer.files.journal_rows import INPUT, Fingerprint, Row, read_fingerprint, show_changes
+from fminfer.files.disk import NEW, DiskFault, beside, find_fault
+from fminfer.files.journal import Journal, fingerprint_of, journal_path
+from fminfer.files.journal_rows import INPUT, Fingerprint, Row, show_changes
 from fminfer.files.line_reader import read_lines
 from fminfer.files.ordered_output import put_in_order
 from fminfer.files.status_file import status_path
-from fminfer.server.batches.state_folder import DiskFault, find_fault
 from fminfer.server.batches.stored_batches import Progress, StoredBatch, Trouble
 
 EXPIRED = {
@@ -32,6 +31,16 @@ OF_DISK: dict[DiskFault, str] = {
     "disk_full": "the server's disk is full; make room there",
     "state_not_writable": "the server may not write its state folder; mend the folder's rights",
     "disk_failed": "the server's disk failed; check it",
+}
+# Of errors that are not the disk's; the first one whose kind an error has counts.
+OF_ERRORS = {
+    InUseError: Trouble("in_use", f"another process still writes its output. {LATER}"),
+    MachineError: Trouble("machine_failed", f"the server's machine failed. {LATER}"),
+    UsageError: Trouble(
+        "input_changed",
+        "its input or output in the server's state folder was edited; the server's log says "
+        "what. Cancel the batch, or have the edit undone",
+    ),
 }
 
 
@@ -65,22 +74,11 @@ def drop_journal(output: Path) -> None:
 
 def _open(output: Path) -> Journal:
     """Open a journal whatever model its rows are of: no others come."""
-    return Journal(output, _fingerprint_of(output) or NOBODY)
+    return Journal(output, fingerprint_of(output) or NOBODY)
 
 
 def _progress_of(journal: Journal, total: int) -> Progress:
     return Progress.of(replace(journal.kept, num_rows=max(total, journal.num_rows)))
-
-
-def _fingerprint_of(output: Path, *, needs_row: bool = False) -> Fingerprint | None:
-    """Read what the rows of an output that is not finished depend on; None: nothing says it."""
-    path = journal_path(output)
-    if not path.exists():
-        return None
-    with path.open("rb") as file:
-        head, first = file.readline(), file.readline()
-    is_said = head.endswith(b"\n") and (first.endswith(b"\n") or not needs_row)
-    return read_fingerprint(path, head) if is_said else None
 
 
 def _add_expired(journal: Journal, source: Path) -> int:
@@ -113,7 +111,7 @@ class ChangedError(UsageError):
 def check_unchanged(batch: StoredBatch, output: Path, fingerprint: Fingerprint) -> None:
     """See that a batch, and its rows if it has some, are of this server's model and settings."""
     any_input = {INPUT: ""}
-    for old in (batch.made_for, _fingerprint_of(output, needs_row=True)):
+    for old in (batch.made_for, fingerprint_of(output, needs_row=True)):
         if old and (changes := show_changes(old | any_input, fingerprint | any_input)):
             raise ChangedError(
                 f"it was sent to another server: {changes}. Start the server as before, and the "
@@ -130,16 +128,9 @@ def trouble_of(error: Exception) -> Trouble:
     if isinstance(cause, OSError):
         fault = find_fault(cause)
         return Trouble(fault, f"{OF_DISK[fault]}. {LATER}")
-    if isinstance(error, InUseError):
-        return Trouble("in_use", f"another process still writes its output. {LATER}")
-    if isinstance(error, MachineError):
-        return Trouble("machine_failed", f"the server's machine failed. {LATER}")
-    if isinstance(error, UsageError):
-        return Trouble(
-            "input_changed",
-            "its input or output in the server's state folder was edited; the server's log says "
-            "what. Cancel the batch, or have the edit undone",
-        )
+    for kind, trouble in OF_ERRORS.items():
+        if isinstance(error, kind):
+            return trouble
     if isinstance(error, FminferError):
         return Trouble("server_failed", f"{error}. {LATER}")
     name = type(error).__name__

@@ -143,8 +143,11 @@ def parse_batch(fields: Mapping[str, Any]) -> BatchRequest:
             found[name] = each.kind.read(name, value, MOST_LIFE_S)
         elif each.is_required:
             is_null = "null" if name in fields else "absent"
-            text = f"{name} is {is_null}; it must be a string, such as {EXAMPLE[name]}"
-            raise RequestError("invalid_type", text, name)
+            raise RequestError(
+                "invalid_type",
+                f"{name} is {is_null}; it must be a string, such as {EXAMPLE[name]}",
+                name,
+            )
     return BatchRequest(**found)
 
 

@@ -136,10 +136,11 @@ class BatchRun:
     def _answer(self, file: JournaledInput) -> Ending | None:
         """Answer the lines that are left; return why it stopped before all were."""
         batch, context = self.batch, self._context
-        form = RecordForm(context.model_name, batch.created_at)
-        check = make_check(batch.endpoint, context.check_model)
         runner, lane = context.engine.runs.start_behind(
-            form, check, WINDOW, lambda line: f"{batch.id}, line {line.number}"
+            RecordForm(context.model_name, batch.created_at),
+            make_check(batch.endpoint, context.check_model),
+            WINDOW,
+            lambda line: f"{batch.id}, line {line.number}",
         )
         self._lane = lane
         lines = file.lines(runner.pass_over)

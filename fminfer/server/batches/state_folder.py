@@ -10,7 +10,6 @@ batches/ID/     batch.json says how a batch stands; output.jsonl and its journal
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
@@ -18,16 +17,14 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 from fminfer.core.errors import InUseError, OutputError, UsageError
-from fminfer.files.disk import lock, replacing
+from fminfer.files.disk import DiskFault, find_fault, lock, replacing
 
 ID = re.compile(r"(?:file-|batch_)[0-9a-f]{32}")
 LOCK, SALT, NEW_SALT = "lock", "salt", "salt.new"
 SALT_BYTES = 32
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
-DiskFault = Literal["disk_full", "state_not_writable", "disk_failed"]
 HINTS: dict[DiskFault, str] = {
     "disk_full": "make room on the disk of --state",
     "state_not_writable": "see that the folder of --state can be written to",
@@ -146,15 +143,6 @@ def writing_state(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise explain_state(path, error) from error
-
-
-def find_fault(error: OSError) -> DiskFault:
-    """Tell what is wrong with the disk of the state folder."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "disk_full"
-    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return "state_not_writable"
-    return "disk_failed"
 
 
 def explain_state(path: Path, error: OSError) -> OutputError:
