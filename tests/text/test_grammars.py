@@ -336,8 +336,7 @@ def test_a_trial_has_its_limits_whatever_it_is_started_from() -> None:
     code = """if True:
         import resource, signal
         from llguidance import LLMatcher
-        from fminfer.text.grammar_forms import write_grammar
-from fminfer.text.grammar_trial import GrammarTrial
+        from fminfer.text.grammar_trial import GrammarTrial
         signal.signal(signal.SIGPROF, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
         trial = GrammarTrial()
