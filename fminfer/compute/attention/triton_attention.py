@@ -125,8 +125,12 @@ class TritonAttention(AttentionBody):
         prompts[:, 1] = np.minimum(most, prompts[:, 1] - starts)
         prompts[:, 2] += starts
         prompts = prompts[np.argsort(-prompts[:, 2], kind="stable")]  # short ones fill the end
-        blocks, slots = rows.blocks(block_size), rows.slots(block_size)
-        columns = (prompts.ravel(), tiles[is_one].ravel(), blocks, slots)
+        columns = (
+            prompts.ravel(),
+            tiles[is_one].ravel(),
+            rows.blocks(block_size),
+            rows.slots(block_size),
+        )
         first, second, *others = send([each.astype(np.int32) for each in columns], self.device)
         return TileRows(first.view(-1, 5), second.view(-1, 5), *others)
 
@@ -197,9 +201,10 @@ class TritonAttention(AttentionBody):
 
 def _tiles_of(rows: Rows, block_size: int) -> np.ndarray:
     """Return each row as one tile, (rows, 5) int64; see `TileRows`."""
-    num_blocks, keys = rows.num_blocks(block_size), rows.positions + rows.lengths
+    num_blocks = rows.num_blocks(block_size)
     tables = num_blocks.cumsum() - num_blocks
-    return np.stack([rows.firsts, rows.lengths, rows.positions, tables, keys], 1)
+    num_keys = rows.positions + rows.lengths
+    return np.stack([rows.firsts, rows.lengths, rows.positions, tables, num_keys], 1)
 
 
 def _shared_bytes(device: torch.device) -> int:
