@@ -171,7 +171,8 @@ def open_weights(
     """
     if checkpoint.folder is not None:
         files, found = read_origins(checkpoint, checkpoint.folder)
-        reader, origins = Reader(files, device, holding, keeps_parts), cut_origins(found, share)
+        origins = cut_origins(found, share)
+        reader = Reader(files, device, holding, keeps_parts)
         return LayerSource(checkpoint, part, origins, reader, on_progress, streamed)
     origins = cut_origins(drawn_origins(checkpoint), share)
     spread = float(getattr(checkpoint.config, "initializer_range", 0.02))

@@ -118,10 +118,15 @@ def model_specs(model: Model) -> TensorSpecs:
     return part_specs(model, whole_model(model))
 
 
+def without_tied(specs: TensorSpecs, *, is_tied: bool) -> TensorSpecs:
+    """Return tensors without those that are the embedding, if a config ties them to it."""
+    return {name: spec for name, spec in specs.items() if not (is_tied and name in TIED)}
+
+
 def whole_model(model: Model) -> Part:
     """Return all layers of a model as one part."""
-    cached, all_layers = model.num_cached, len(model.layers)
-    return Part(0, 1, 0, cached, encoder=range(cached, all_layers))
+    cached = model.num_cached
+    return Part(0, 1, 0, cached, encoder=range(cached, len(model.layers)))
 
 
 def head_cost(model: Model) -> float:

@@ -141,8 +141,13 @@ class Transformer:
             self._look_up = partial(embed.rows, dtype=self.dtype)
         self.head: Head | None = None
         if self._exit and not model.is_pooled:
-            weight, bias = self._exit.pop("head.weight"), plain_of(self._exit, "head.bias")
-            self.head = Head(weight, bias, bodies.registry, model.logit_scale)
+            weight = self._exit.pop("head.weight")
+            self.head = Head(
+                weight,
+                plain_of(self._exit, "head.bias"),
+                bodies.registry,
+                model.logit_scale,
+            )
             if self.head.packed is not None:
                 if weight is embed:  # kept once
                     self._look_up = self.head.packed.rows

@@ -16,7 +16,7 @@ from fminfer.compute.quantized import UNPACKING
 from fminfer.compute.spec import Moe
 from fminfer.compute.weights import DEQUANTIZED_AT_ONCE, Dense, TensorSpec
 from fminfer.models.decode_graphs import can_capture
-from fminfer.models.tensor_specs import TIED, exit_specs, layer_specs, model_specs
+from fminfer.models.tensor_specs import exit_specs, layer_specs, model_specs, without_tied
 from fminfer.pipeline.local import STEP_LIMIT_S
 from fminfer.plan.expected_bytes import layer_bytes
 from fminfer.plan.roofs import Roofs
@@ -227,9 +227,8 @@ def limit_step(plan: RunPlan) -> float:
 
 def predict_load(plan: RunPlan, roofs: Roofs) -> float:
     """Predict the seconds until a run is ready: each node reads weights, and quantizes them."""
-    specs = model_specs(plan.checkpoint.model)
-    if plan.checkpoint.config.tie_word_embeddings:
-        specs = {name: spec for name, spec in specs.items() if name not in TIED}
+    is_tied = plan.checkpoint.config.tie_word_embeddings
+    specs = without_tied(model_specs(plan.checkpoint.model), is_tied=is_tied)
     forms = {name: plan.stored.get(name, Dense(plan.dtype)) for name in specs}
     sizes = {name: form.num_bytes(specs[name].shape) for name, form in forms.items()}
     is_made = {n: not isinstance(plan.made[n], (Dense, type(forms[n]))) for n in sizes}

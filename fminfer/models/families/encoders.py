@@ -274,8 +274,12 @@ def pooled(
         )
         outer = {f"encoder.{n}" if n in _MOVED else n: where for n, where in outer.items()}
     elif not model.is_pooled:
-        inner, prefix = architecture.encoder_inner, architecture.encoder_prefix
-        architecture = replace(architecture, inner=inner, prefix=prefix, encoder_prefix="")
+        architecture = replace(
+            architecture,
+            inner=architecture.encoder_inner,
+            prefix=architecture.encoder_prefix,
+            encoder_prefix="",
+        )
         encoder = replace(encoder, has_embed=False)
         outer = outer | {"embed": outer["encoder.embed"]}
     own = replace(
