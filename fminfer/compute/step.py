@@ -279,11 +279,7 @@ class BlockTables:
         brings = step.memory_lengths > (0 if first == 0 else sys.maxsize)
         lengths = step.memory_lengths[brings]
         stored = Rows(
-            positions=0 * lengths,
-            lengths=lengths,
-            table_of=step.cross_slots[brings],
-            tables=self._tables,
-            num_tokens=int(lengths.sum()),
+            0 * lengths, lengths, step.cross_slots[brings], self._tables, int(lengths.sum())
         )
         return Rows(
             positions=step.cross_lengths[token_rows] - 1,

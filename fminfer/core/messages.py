@@ -92,9 +92,9 @@ class RankMemory:
     def to_text(self) -> str:
         """Tell the peak beside the forecast."""
         place = "GPU" if self.is_on_gpu else "CPU"
-        text = f"{place} {show_bytes(self.peak_bytes)}"
-        text += f" ({show_bytes(self.foreseen_bytes)} foreseen)"
-        return text + f", CPU {show_bytes(self.peak.host_bytes)}" * self.is_on_gpu
+        sizes = f"{show_bytes(self.peak_bytes)} ({show_bytes(self.foreseen_bytes)} foreseen)"
+        host = f", CPU {show_bytes(self.peak.host_bytes)}" if self.is_on_gpu else ""
+        return f"{place} {sizes}{host}"
 
 
 def show_memory(ranks: Sequence[RankMemory]) -> str:

@@ -116,9 +116,9 @@ class Transformer:
             return StreamedLayers(numbers, kept, self.stream)
 
         if self._entry and model.has_sinusoids:
+            device = self._entry["embed.weight"].device
             table = plain.sinusoids(model.num_positions, model.hidden_size)
-            table = table.to(self._entry["embed.weight"].device, self.dtype)
-            self._entry["positions.weight"] = dense(table, "other")
+            self._entry["positions.weight"] = dense(table.to(device, self.dtype), "other")
 
         def stack(how: Model | Encoder, numbers: list[int], name: str = "") -> Stack:
             own = [model.layers[number] for number in numbers]

@@ -192,12 +192,7 @@ def _build_pipeline(stage: Stage, loaded: LoadedPart, group: Group | None) -> Qu
         return _error_of(group.explain(group.watch.report(Fault(text))))
 
     ring = RingPipeline(
-        stage,
-        loaded.part,
-        loaded.form,
-        explain,
-        on_stop=group.watch.stop,
-        release=_release_of(loaded),
+        stage, loaded.part, loaded.form, explain, group.watch.stop, _release_of(loaded)
     )
 
     def fail(fault: Fault) -> None:
