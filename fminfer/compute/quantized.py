@@ -84,8 +84,7 @@ class Blocks:
                 own[first : first + step] = blocks.flatten(-2)
 
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-            for _ in threads.map(pack_rows, range(0, len(numbers), step)):
-                pass
+            list(threads.map(pack_rows, range(0, len(numbers), step)))  # raises what they raise
         return to
 
     def cut(self, packed: Tensor, columns: range) -> Tensor:

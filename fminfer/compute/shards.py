@@ -28,7 +28,8 @@ class ShardGroup(Protocol):
         """This rank's number among them."""
 
     @property
-    def count(self) -> int: ...
+    def count(self) -> int:
+        """How many ranks the stage has."""
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of all ranks' x, the same on each; x may be overwritten."""
@@ -53,8 +54,7 @@ class SharedMemoryGroup:
     @staticmethod
     def num_bytes(library: ctypes.CDLL, count: int) -> int:
         """Return the bytes that so many ranks need."""
-        found: int = library.fminfer_sums_bytes(count, CAPACITY)
-        return found
+        return int(library.fminfer_sums_bytes(count, CAPACITY))
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype not in KERNEL_TYPES:

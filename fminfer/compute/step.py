@@ -190,9 +190,15 @@ class Rows:
 
     def part(self, rows: Any) -> Rows:
         """Return some of the rows, given as a slice, as their places or as a bool each."""
-        lengths, table_of = self.lengths[rows], self.table_of[rows]
-        sizes = lengths, table_of, self.tables, int(lengths.sum())
-        return Rows(self.positions[rows], *sizes, self.stored)
+        lengths = self.lengths[rows]
+        return Rows(
+            positions=self.positions[rows],
+            lengths=lengths,
+            table_of=self.table_of[rows],
+            tables=self.tables,
+            num_tokens=int(lengths.sum()),
+            stored=self.stored,
+        )
 
     @classmethod
     def whole(cls, lengths: Column, block_size: int) -> Rows:
@@ -270,12 +276,19 @@ class BlockTables:
         The first of them also store what the step brings.
         """
         token_rows = np.repeat(np.arange(len(step.lengths)), step.lengths)[first:last]
-        positions, ones = step.cross_lengths[token_rows] - 1, np.ones(last - first, np.int64)
         brings = step.memory_lengths > (0 if first == 0 else sys.maxsize)
-        lengths, slots = step.memory_lengths[brings], step.cross_slots[brings]
-        stored = Rows(0 * lengths, lengths, slots, self._tables, int(lengths.sum()))
-        table_of = step.cross_slots[token_rows]
-        return Rows(positions, ones, table_of, self._tables, last - first, stored)
+        lengths = step.memory_lengths[brings]
+        stored = Rows(
+            0 * lengths, lengths, step.cross_slots[brings], self._tables, int(lengths.sum())
+        )
+        return Rows(
+            positions=step.cross_lengths[token_rows] - 1,
+            lengths=np.ones(last - first, np.int64),
+            table_of=step.cross_slots[token_rows],
+            tables=self._tables,
+            num_tokens=last - first,
+            stored=stored,
+        )
 
 
 ResultKind = Literal["tokens", "prompt scores"]

@@ -92,9 +92,9 @@ class RankMemory:
     def to_text(self) -> str:
         """Tell the peak beside the forecast."""
         place = "GPU" if self.is_on_gpu else "CPU"
-        text = f"{place} {show_bytes(self.peak_bytes)}"
-        text += f" ({show_bytes(self.foreseen_bytes)} foreseen)"
-        return text + f", CPU {show_bytes(self.peak.host_bytes)}" * self.is_on_gpu
+        sizes = f"{show_bytes(self.peak_bytes)} ({show_bytes(self.foreseen_bytes)} foreseen)"
+        host = f", CPU {show_bytes(self.peak.host_bytes)}" if self.is_on_gpu else ""
+        return f"{place} {sizes}{host}"
 
 
 def show_memory(ranks: Sequence[RankMemory]) -> str:
@@ -112,6 +112,6 @@ def memory_table(ranks: Sequence[RankMemory]) -> list[str]:
         peak = each.peak
         on_gpu = peak.gpu_bytes, peak.gpu_reserved_bytes
         shown = [show_bytes(size) if each.is_on_gpu else "-" for size in on_gpu]
-        first, last = show_bytes(peak.host_bytes), show_bytes(each.foreseen_bytes)
-        rows.append([str(each.rank), first, *shown, last])
+        foreseen = show_bytes(each.foreseen_bytes)
+        rows.append([str(each.rank), show_bytes(peak.host_bytes), *shown, foreseen])
     return ["".join(f"{cell:>13}" for cell in row).removeprefix(" " * 9) for row in rows]

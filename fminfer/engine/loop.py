@@ -31,11 +31,14 @@ class Pipeline(Protocol):
 
     num_in_flight: int
 
-    def submit(self, step: Step) -> None: ...
+    def submit(self, step: Step) -> None:
+        """Send a step in; results come in the order of steps."""
 
-    def collect(self) -> StepResult: ...
+    def collect(self) -> StepResult:
+        """Wait for the oldest step's result."""
 
-    def drop(self) -> None: ...
+    def drop(self) -> None:
+        """Throw the results of the steps in flight away."""
 
 
 class EngineLoop:

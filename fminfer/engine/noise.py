@@ -29,9 +29,8 @@ def meaning_of(prompts: Sequence[str | list[int]], params: SamplingParams) -> by
 def describe_params(params: SamplingParams) -> str:
     """Return the part of requests' meaning that their params are, without a seed."""
     values = {each.name: getattr(params, each.name) for each in fields(params)}
-    values["seed"] = None
-    values["logit_bias"] = tuple(sorted(params.logit_bias))
-    return repr(_canonical(values))
+    plain = {"seed": None, "logit_bias": tuple(sorted(params.logit_bias))}
+    return repr(_canonical(values | plain))
 
 
 def meaning_beside(prompts: Sequence[str | list[int]], described_params: str) -> bytes:

@@ -155,8 +155,8 @@ class KvReservation:
     def keep_memory(self, prompt: PromptState) -> None:
         """Let later prompts share the memory that the step being formed stores."""
         if self.shares and not prompt.is_apart:
-            key, table = memory_key(prompt.ids_to_read), prompt.sequences[0].cross_table
-            self.prefixes.insert(key, len(key), table, None, 0)
+            key = memory_key(prompt.ids_to_read)
+            self.prefixes.insert(key, len(key), prompt.sequences[0].cross_table, None, 0)
 
     def withdraw_prefix(self, prompt: PromptState) -> bool:
         """Stop sharing what a prompt computed, which may be spoiled; return whether it shared."""

@@ -93,8 +93,8 @@ class Scheduler:
             if is_stopping and not prompt.has_run:
                 place += 1
                 continue
-            num_before = self._prefilling.num_unfed_before(prompt.priority)
-            num_before += self.reading.num_unfed_before(prompt.priority)
+            lines = (self._prefilling, self.reading)
+            num_before = sum(line.num_unfed_before(prompt.priority) for line in lines)
             if num_before >= self.shape.chunk_size:
                 break
             match = self.kv.find_prefix(prompt)

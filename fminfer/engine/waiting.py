@@ -21,10 +21,12 @@ class HasPrompt(Protocol):
     """A thing that is ordered by its prompt."""
 
     @property
-    def ids(self) -> list[int]: ...
+    def ids(self) -> list[int]:
+        """Its tokens."""
 
     @property
-    def params(self) -> SamplingParams: ...
+    def params(self) -> SamplingParams:
+        """The params of its request."""
 
 
 T = TypeVar("T", bound=HasPrompt)

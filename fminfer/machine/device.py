@@ -34,9 +34,8 @@ def is_fast_in_bfloat16(device: torch.device) -> bool:
 
 def why_slow(dtype: torch.dtype, device: torch.device) -> str:
     """Return why a dtype takes longer than float32 would; empty: it does not."""
-    if device.type != "cpu" or dtype == torch.float32:
-        return ""
-    if dtype == torch.bfloat16 and is_fast_in_bfloat16(device):
+    is_fast = dtype == torch.bfloat16 and is_fast_in_bfloat16(device)
+    if device.type != "cpu" or dtype == torch.float32 or is_fast:
         return ""
     name = str(dtype).removeprefix("torch.")
     if dtype == torch.bfloat16 and any(map(hides_unit, BFLOAT16_UNITS)):
@@ -116,8 +115,7 @@ def give_back_freed(device: torch.device) -> None:
 def free_bytes(device: torch.device) -> int:
     """Return the memory that is free on a device."""
     if device.type == "cuda":
-        free: int = torch.cuda.mem_get_info(device)[0]
-        return free
+        return int(torch.cuda.mem_get_info(device)[0])
     return free_host_bytes()
 
 

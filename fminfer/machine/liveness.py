@@ -98,9 +98,14 @@ class Owner:
 
 def describe_me() -> bytes:
     """Return what a file of this process says of its owner; no two are equal."""
-    pid, token = os.getpid(), uuid.uuid4().hex
-    started, machine = _start(pid) or "", machine_name("pid")
-    me = Owner(socket.gethostname(), pid, started, machine, time.time(), token)
+    me = Owner(
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        started=_start(os.getpid()) or "",
+        machine=machine_name("pid"),
+        since=time.time(),
+        token=uuid.uuid4().hex,
+    )
     return json.dumps(asdict(me)).encode() + b"\n"
 
 

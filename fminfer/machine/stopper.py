@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 
-from fminfer.core.errors import StoppedError, UsageError
+from fminfer.core.errors import StoppedError, StopReason, UsageError
 from fminfer.core.option import Options, Seconds, option
 
 # Slurm's --signal and LSF's -wa send one of the user's choice; LSF's run limit sends SIGUSR2.
@@ -31,6 +31,11 @@ DURATIONS = (
     re.compile(r"(?P<m>\d+):(?P<s>[0-5]\d)"),
     re.compile(r"(?:(?P<d>\d+)-)?(?P<h>\d+):(?P<m>[0-5]\d):(?P<s>[0-5]\d)"),  # as Slurm's
 )
+REASONS: dict[signal.Signals, tuple[str, StopReason]] = {
+    signal.SIGINT: ("Interrupted.", "interrupted"),
+    signal.SIGTERM: ("Terminated.", "terminated"),
+    signal.SIGHUP: ("Hung up.", "hung_up"),
+}
 REPEAT_S = 1.0  # a signal to all processes of a job comes by the launcher once more
 REPEAT_CTRL_C_S = 0.3  # the same of Ctrl-C, which people press twice within a second
 
@@ -154,7 +159,7 @@ class Stopper:
         """Leave a signal to all ranks of a job to rank 0; end later than it where told to end."""
         for number in (signal.SIGINT, signal.SIGHUP, *WARNINGS):
             signal.signal(number, signal.SIG_IGN)
-        reason = StoppedError("Terminated.", "terminated")
+        reason = self._reason(signal.SIGTERM)
         timer = _daemon_timer(self.grace_s + SPARE_S, partial(self._end, reason))
         signal.signal(signal.SIGTERM, lambda number, frame: _start_once(timer))
 
@@ -163,12 +168,8 @@ class Stopper:
         return deadline_s - self.grace_s - SPARE_S
 
     def _reason(self, number: signal.Signals) -> StoppedError:
-        if number == signal.SIGINT:
-            return StoppedError("Interrupted.", "interrupted")
-        if number == signal.SIGTERM:
-            return StoppedError("Terminated.", "terminated")
-        if number == signal.SIGHUP:
-            return StoppedError("Hung up.", "hung_up")
+        if number in REASONS:
+            return StoppedError(*REASONS[number])
         last_call_s = math.inf if self.deadline_s is None else self._last_call_s(self.deadline_s)
         is_deadline = number == DEADLINE and time.monotonic() >= last_call_s
         name = "--deadline" if is_deadline else number.name

@@ -234,8 +234,7 @@ def other_kind(model_type: str, fields: Mapping[str, Any]) -> str:
             "has layers with a state (state-space, recurrent or linear attention, as Mamba has), "
             "and fminfer computes attention over a KV cache alone"
         )
-    is_masked = "ForMaskedLM" in str(fields.get("architectures"))
-    if is_masked or model_type in MASKED:
+    if "ForMaskedLM" in str(fields.get("architectures")) or model_type in MASKED:
         return f"is an encoder, which writes no text; of these {', '.join(encoders.ROWS)} run"
     return ""
 

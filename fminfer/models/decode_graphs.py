@@ -34,9 +34,11 @@ MAX_BLOCKS = 1 << 20
 class GraphKernel(AttentionBody, Protocol):
     """A compiled body of attention whose plan can be of numbers that change: triton_attention."""
 
-    def decode_numbers(self, rows: Rows, block_size: int, size: int) -> list[np.ndarray]: ...
+    def decode_numbers(self, rows: Rows, block_size: int, size: int) -> list[np.ndarray]:
+        """Return the numbers of rows of one token each, padded to `size` rows."""
 
-    def decode_plan(self, numbers: torch.Tensor, size: int) -> Any: ...
+    def decode_plan(self, numbers: torch.Tensor, size: int) -> Any:
+        """Return the plan of `size` rows, whatever `numbers`, int32, come to hold."""
 
 
 class CudaCapture:

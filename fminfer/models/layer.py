@@ -183,9 +183,10 @@ class LatentAttentionOf:
         self._kv_norm = bodies.norm(how.latent.norm, weights, "kv_norm")
         weight = weights["kv_up.weight"].plain
         by_head = weight.view(how.heads, -1, how.latent.rank)
-        of_keys, of_values = by_head[:, : how.latent.key_dim], by_head[:, how.latent.key_dim :]
-        self._to_latent = of_keys.contiguous()  # (heads, key_dim, rank)
-        self._from_latent = of_values.transpose(1, 2).contiguous()  # (heads, rank, value_dim)
+        of_values = by_head[:, how.latent.key_dim :]
+        # (heads, key_dim, rank) and (heads, rank, value_dim)
+        self._to_latent = by_head[:, : how.latent.key_dim].contiguous()
+        self._from_latent = of_values.transpose(1, 2).contiguous()
         self._rotate = bodies.registry.parts.rotate(how.rope)
         self._table = bodies.table(how.rope, weight.device)
         self.scoring = scoring_of(how, weight.device)

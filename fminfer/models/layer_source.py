@@ -60,8 +60,11 @@ class LayerSource:
         has_head = part.is_last and not model.is_pooled
         self._shares_embed = has_head and "head.weight" not in origins
         self._is_tied = bool(checkpoint.config.tie_word_embeddings)
-        groups = [*self._layers.values(), self._exit]
-        groups += [self._entry or (self._embed if self._shares_embed else {})]
+        groups = [
+            *self._layers.values(),
+            self._exit,
+            self._entry or (self._embed if self._shares_embed else {}),
+        ]
         # What all weights take; one that has two names counts once.
         self.num_bytes = sum(map(self._size, groups))
         self._done = 0
@@ -86,8 +89,7 @@ class LayerSource:
 
     def layers(self) -> Iterator[Weights]:
         """Give those of each layer that stays; read the next ones' meanwhile, then exit's."""
-        groups = [self._layers[n] for n in self.resident]
-        groups.append(self._exit)
+        groups = [*(self._layers[n] for n in self.resident), self._exit]
         waiting = [[w for one in g.values() for w in self._maker.waiting(one)] for g in groups]
         with reading_ahead(waiting) as next_group:
             for number in self.resident:
@@ -171,7 +173,8 @@ def open_weights(
     """
     if checkpoint.folder is not None:
         files, found = read_origins(checkpoint, checkpoint.folder)
-        reader, origins = Reader(files, device, holding, keeps_parts), cut_origins(found, share)
+        origins = cut_origins(found, share)
+        reader = Reader(files, device, holding, keeps_parts)
         return LayerSource(checkpoint, part, origins, reader, on_progress, streamed)
     origins = cut_origins(drawn_origins(checkpoint), share)
     spread = float(getattr(checkpoint.config, "initializer_range", 0.02))

@@ -24,7 +24,7 @@ from fminfer.models.sharding import WHOLE, ModelShare, TensorCut, outputs_dim
 from fminfer.models.stored.stored_tensors import BLOCKS, DTYPES, FLOATS
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.stored.weight_folder import find_weights, indexed_names
-from fminfer.models.tensor_specs import TIED, model_specs
+from fminfer.models.tensor_specs import TIED, model_specs, without_tied
 
 Parts = list[tuple[Format, int]]  # formats and numbers of rows, as `Holding.of` takes them
 
@@ -108,8 +108,8 @@ def find_origins(
     Raises:
         CheckpointError: tensors are missing, of another shape or type, or not part of the model.
     """
-    search, specs = _Search(checkpoint, stored, types or {}), model_specs(checkpoint.model)
-    found = {name: search.find(name, spec) for name, spec in specs.items()}
+    search = _Search(checkpoint, stored, types or {})
+    found = {n: search.find(n, spec) for n, spec in model_specs(checkpoint.model).items()}
     for name in found.keys() & TIED if checkpoint.config.tie_word_embeddings else ():
         pieces = found[name].pieces
         if pieces == found["embed.weight"].pieces or not all(map(search.has, pieces)):
@@ -127,9 +127,8 @@ def read_origins(checkpoint: Checkpoint, folder: Path) -> tuple[TensorFiles, Ori
 
 def drawn_origins(checkpoint: Checkpoint) -> Origins:
     """Return the tensors of a model that is stored nowhere."""
-    specs = model_specs(checkpoint.model)
-    if checkpoint.config.tie_word_embeddings:
-        specs = {name: spec for name, spec in specs.items() if name not in TIED}
+    is_tied = checkpoint.config.tie_word_embeddings
+    specs = without_tied(model_specs(checkpoint.model), is_tied=is_tied)
     return {name: Origin(spec, (), AS_STORED) for name, spec in specs.items()}
 
 

@@ -19,8 +19,14 @@ CONFIG = "config.json"
 TEXT_SETTINGS = "sentence_*_config.json"  # beside the model, as a pattern
 TOKENIZER = "tokenizer_config.json"
 DENSE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in the folder of a dense layer
-_MODES = {"cls_token": "cls", "max_tokens": "max", "mean_tokens": "mean", "lasttoken": "last"}
-_MODES |= {"weightedmean_tokens": "weightedmean", "mean_sqrt_len_tokens": "mean_sqrt_len_tokens"}
+_MODES = {
+    "cls_token": "cls",
+    "max_tokens": "max",
+    "mean_tokens": "mean",
+    "lasttoken": "last",
+    "weightedmean_tokens": "weightedmean",
+    "mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+}
 _ACTIVATIONS = {"Identity": "", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu"}
 
 

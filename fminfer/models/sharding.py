@@ -184,9 +184,9 @@ def _cut_layer(layer: Layer, parts: Parts, kv_copies: int) -> Layer:
     if cross is not None:  # as wide as the layer's own
         how = replace(cross.attention, heads=len(heads), kv_heads=num_kv)
         cross = replace(cross, attention=how)
-    alibi = attention.alibi
-    if alibi is not None:
-        alibi = replace(alibi, slopes=alibi.slopes[heads.start : heads.stop])
+    alibi = attention.alibi and replace(
+        attention.alibi, slopes=attention.alibi.slopes[heads.start : heads.stop]
+    )
     of_all = None
     if attention.qk_norm_over == "all":
         of_all = HeadsOfAll(attention.heads, attention.kv_heads, kv_copies)

@@ -39,9 +39,11 @@ def layer_specs(layer: Layer, hidden_size: int) -> Mapping[str, TensorSpec]:
     else:
         of_query, *of_keys = _heads_of(attention)
         has_bias = attention.has_qkv_bias
-        found |= _of_product("qkv", (of_query, *of_keys), hidden_size, has_bias)
-        found |= _of_qk_norm("q_norm", attention, of_query)
-        found |= _of_qk_norm("k_norm", attention, of_keys[0])
+        found |= (
+            _of_product("qkv", (of_query, *of_keys), hidden_size, has_bias)
+            | _of_qk_norm("q_norm", attention, of_query)
+            | _of_qk_norm("k_norm", attention, of_keys[0])
+        )
     heads = Units("heads", attention.heads)
     if attention.has_sinks:
         found["sinks.weight"] = TensorSpec((heads.count,), "other", outputs=(heads,))
@@ -53,11 +55,13 @@ def layer_specs(layer: Layer, hidden_size: int) -> Mapping[str, TensorSpec]:
     if (cross := layer.cross) is not None:
         how = cross.attention
         of_query, *of_keys = _heads_of(how)
-        found |= _of_norm("before_cross", cross.before, of_hidden)
-        found |= _of_norm("sum_cross", cross.of_sum, of_hidden)
-        found |= _of_product("cross_q", (of_query,), hidden_size, how.has_qkv_bias)
-        found |= _of_product("cross_kv", (*of_keys,), hidden_size, how.has_qkv_bias)
-        found |= _of_product("cross_out", hidden_size, of_query, how.has_out_bias)
+        found |= (
+            _of_norm("before_cross", cross.before, of_hidden)
+            | _of_norm("sum_cross", cross.of_sum, of_hidden)
+            | _of_product("cross_q", (of_query,), hidden_size, how.has_qkv_bias)
+            | _of_product("cross_kv", (*of_keys,), hidden_size, how.has_qkv_bias)
+            | _of_product("cross_out", hidden_size, of_query, how.has_out_bias)
+        )
     mlp = layer.mlp
     own = _of_moe(mlp, hidden_size) if isinstance(mlp, Moe) else _of_mlp(mlp, hidden_size)
     return found | own
@@ -118,10 +122,15 @@ def model_specs(model: Model) -> TensorSpecs:
     return part_specs(model, whole_model(model))
 
 
+def without_tied(specs: TensorSpecs, *, is_tied: bool) -> TensorSpecs:
+    """Return tensors without those that are the embedding, if a config ties them to it."""
+    return {name: spec for name, spec in specs.items() if not (is_tied and name in TIED)}
+
+
 def whole_model(model: Model) -> Part:
     """Return all layers of a model as one part."""
-    cached, all_layers = model.num_cached, len(model.layers)
-    return Part(0, 1, 0, cached, encoder=range(cached, all_layers))
+    cached = model.num_cached
+    return Part(0, 1, 0, cached, encoder=range(cached, len(model.layers)))
 
 
 def head_cost(model: Model) -> float:
@@ -152,13 +161,18 @@ def _of_latent(how: Attention, latent: Latent, hidden: int) -> TensorSpecs:
     if latent.query_rank is None:
         found = _of_product("q", of_queries, hidden, False)
     else:
-        found = _of_product("q_down", latent.query_rank, hidden, has_bias)
-        found |= _of_norm("q_norm", latent.norm, (latent.query_rank,))
-        found |= _of_product("q_up", of_queries, latent.query_rank, False)
-    found |= _of_product("kv_down", latent.rank + latent.turned_dim, hidden, has_bias)
-    found |= _of_norm("kv_norm", latent.norm, (latent.rank,))
+        found = (
+            _of_product("q_down", latent.query_rank, hidden, has_bias)
+            | _of_norm("q_norm", latent.norm, (latent.query_rank,))
+            | _of_product("q_up", of_queries, latent.query_rank, False)
+        )
     of_heads = (replace(heads, size=latent.key_dim + latent.value_dim),)
-    return found | _of_product("kv_up", of_heads, latent.rank, False, "moved")
+    return (
+        found
+        | _of_product("kv_down", latent.rank + latent.turned_dim, hidden, has_bias)
+        | _of_norm("kv_norm", latent.norm, (latent.rank,))
+        | _of_product("kv_up", of_heads, latent.rank, False, "moved")
+    )
 
 
 def _of_mlp(mlp: Mlp, hidden: int, of: Literal["inner", "shared"] = "inner") -> TensorSpecs:

@@ -116,9 +116,9 @@ class Transformer:
             return StreamedLayers(numbers, kept, self.stream)
 
         if self._entry and model.has_sinusoids:
+            device = self._entry["embed.weight"].device
             table = plain.sinusoids(model.num_positions, model.hidden_size)
-            table = table.to(self._entry["embed.weight"].device, self.dtype)
-            self._entry["positions.weight"] = dense(table, "other")
+            self._entry["positions.weight"] = dense(table.to(device, self.dtype), "other")
 
         def stack(how: Model | Encoder, numbers: list[int], name: str = "") -> Stack:
             own = [model.layers[number] for number in numbers]
@@ -141,8 +141,13 @@ class Transformer:
             self._look_up = partial(embed.rows, dtype=self.dtype)
         self.head: Head | None = None
         if self._exit and not model.is_pooled:
-            weight, bias = self._exit.pop("head.weight"), plain_of(self._exit, "head.bias")
-            self.head = Head(weight, bias, bodies.registry, model.logit_scale)
+            weight = self._exit.pop("head.weight")
+            self.head = Head(
+                weight,
+                plain_of(self._exit, "head.bias"),
+                bodies.registry,
+                model.logit_scale,
+            )
             if self.head.packed is not None:
                 if weight is embed:  # kept once
                     self._look_up = self.head.packed.rows

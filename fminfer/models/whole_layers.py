@@ -82,8 +82,12 @@ def describe_layer(parts: LayerOf, dtype: torch.dtype) -> LayerStruct:
     if slopes is not None:
         assert slopes.shape == (attention.heads,) and slopes.dtype == torch.float32, "slopes"
         assert slopes.is_contiguous(), "slopes"
-    norms = {"before_attention": how.before[0], "before_mlp": how.before[1]}
-    norms |= {"q_norm": attention.qk_norm, "k_norm": attention.qk_norm}
+    norms = {
+        "before_attention": how.before[0],
+        "before_mlp": how.before[1],
+        "q_norm": attention.qk_norm,
+        "k_norm": attention.qk_norm,
+    }
     return LayerStruct(
         *[_norm(each, parts.norm_weights, name, dtype) for name, each in norms.items()],
         **products,

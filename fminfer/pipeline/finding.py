@@ -154,9 +154,7 @@ def _may_lead_yet(file: Path, fields: dict[str, Any], age_s: float) -> bool:
     """Return whether a file may lead to a store soon; its holder, if away, is asked to listen."""
     if not fields:
         return age_s < TORN_S
-    if _is_near(fields) or fields["hosts"] != [LOOPBACK]:
-        return False
-    if age_s >= AWAY_S:
+    if _is_near(fields) or fields["hosts"] != [LOOPBACK] or age_s >= AWAY_S:
         return False
     try:
         _away(file).touch()
@@ -180,8 +178,7 @@ def _found(
     number = int(old_files[-1].stem.rpartition("-")[2]) + 1 if old_files else 0
     file = folder / FILES.replace("[0-9]" * 6, f"{number:06}")
     listener, used = listen(LOOPBACK, 0), secret or secrets.token_hex(32)
-    port = listener.getsockname()[1]
-    fields = {"machine": machine_id(), "hosts": [LOOPBACK], "port": port}
+    fields = {"machine": machine_id(), "hosts": [LOOPBACK], "port": listener.getsockname()[1]}
     fields |= {} if secret else {"secret": used}
     try:
         is_first = create_once(file, json.dumps(fields).encode(), 0o600)

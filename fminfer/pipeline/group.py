@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import socket
@@ -34,13 +35,16 @@ FOREVER = timedelta(days=365)  # a rank may wait for work without limit; the wat
 
 
 class Children(Protocol):
-    """The other ranks, as the processes that rank 0 has started; "": none has ended."""
+    """The other ranks, as the processes that rank 0 has started."""
 
-    def why_ended(self) -> str: ...
+    def why_ended(self) -> str:
+        """Say which one has ended without being told to, and how; "": none."""
 
-    def why_killed(self, wait_s: float) -> str: ...
+    def why_killed(self, wait_s: float) -> str:
+        """Say which one a signal has ended within this time; "": none."""
 
-    def end(self, wait_s: float) -> None: ...
+    def end(self, wait_s: float) -> None:
+        """End all; each has this time to end by itself."""
 
 
 class Meeting:
@@ -166,9 +170,10 @@ class Meeting:
         return rank
 
     def _await_all(self, deadline_s: float) -> None:
-        tell_at_s, is_told = time.monotonic() + TELL_AFTER_S, self._is_spawned
-        ranks, store = range(self.world_size), self._store
-        while missing := [rank for rank in ranks if not store.check([f"joined/{rank}"])]:
+        tell_at_s = math.inf if self._is_spawned else time.monotonic() + TELL_AFTER_S
+        while missing := [
+            rank for rank in range(self.world_size) if not self._store.check([f"joined/{rank}"])
+        ]:
             names = ", ".join(map(str, missing))
             if time.monotonic() > deadline_s:
                 raise PipelineError(
@@ -176,9 +181,9 @@ class Meeting:
                     f"(--join-timeout); {self.world_size - len(missing)} of {self.world_size} "
                     "ranks are here"
                 )
-            if time.monotonic() > tell_at_s and not is_told:
+            if time.monotonic() > tell_at_s:
                 print(f"Waiting for rank {names} …", file=sys.stderr, flush=True)
-                is_told = True
+                tell_at_s = math.inf
             time.sleep(STOP_POLL_S)
         self._store.has_all.set()
 

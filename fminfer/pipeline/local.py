@@ -92,9 +92,8 @@ class QueuedPipeline(ABC):
 
     def fail(self, error: BaseException) -> None:
         """Raise an error in whoever waits for a result; nothing more comes."""
-        is_first = self.failure is None
-        self.failure = self.failure or error
-        if is_first:
+        if self.failure is None:
+            self.failure = error
             self._results.put((LAST_TURN, error))
 
     def _deliver(self, turn: int, result: StepResult | BaseException) -> None:

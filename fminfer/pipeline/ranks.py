@@ -220,8 +220,9 @@ def _address_of_job(launcher: str, environ: Mapping[str, str]) -> tuple[str, int
         nodes = environ.get("SLURM_STEP_NODELIST", "") if launcher == "srun" else job_nodes
         host, job = first_node(nodes), environ.get("SLURM_JOB_ID", "0")
     else:
-        names = environ.get("LSB_MCPU_HOSTS", "").split()[::2]
-        names = names or environ.get("LSB_HOSTS", "").split()
+        names = (
+            environ.get("LSB_MCPU_HOSTS", "").split()[::2] or environ.get("LSB_HOSTS", "").split()
+        )
         if environ.get("LSB_DJOB_HOSTFILE"):
             names = Path(environ["LSB_DJOB_HOSTFILE"]).read_text().split()
         # jsrun's lists begin with the node that launches, which computes nothing.

@@ -44,9 +44,11 @@ Hear = Callable[[RankMessage | BaseException], None]
 class StageClock(Protocol):
     """Times a stage's steps, one after another; somebody may have read what a step gave."""
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        """Begin a step."""
 
-    def stop(self, *, is_awaited: bool, sent_bytes: int = 0, max_tokens: int = 0) -> StageSpan: ...
+    def stop(self, *, is_awaited: bool, sent_bytes: int = 0, max_tokens: int = 0) -> StageSpan:
+        """End the step that was begun, and return when it was."""
 
 
 class StageWork(Protocol):

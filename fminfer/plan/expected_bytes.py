@@ -14,7 +14,7 @@ from fminfer.models.families.tensor_names import AS_STORED, Architecture, source
 from fminfer.models.layer_stream import SLOTS
 from fminfer.models.sharding import WHOLE, ModelShare
 from fminfer.models.stage import MAX_LOGITS
-from fminfer.models.tensor_specs import TIED, layer_specs, part_specs
+from fminfer.models.tensor_specs import layer_specs, part_specs, without_tied
 from fminfer.plan.run_plan import ExpectedBytes, RunPlan, Streamed
 
 # Measured on CPUs with models of 125 to 560 million parameters; see docs/performance.md.
@@ -39,9 +39,8 @@ def expect_bytes(
     """Return what the process of one part takes, by the plan's device, dtypes and formats."""
     checkpoint, on_cpu = plan.checkpoint, plan.device.type == "cpu"
     model, cuts = (checkpoint.model, {}) if share is None else (share.model, share.cuts)
-    specs = part_specs(model, part)
-    if checkpoint.config.tie_word_embeddings and part.is_first:
-        specs = {name: spec for name, spec in specs.items() if name not in TIED}
+    is_tied = checkpoint.config.tie_word_embeddings and part.is_first
+    specs = without_tied(part_specs(model, part), is_tied=is_tied)
     come_and_go = () if streamed is None else tuple(f"{number}." for number in streamed.numbers)
     specs = {name: spec for name, spec in specs.items() if not name.startswith(come_and_go)}
     formats = {name: cuts.get(name, WHOLE).format(plan.held[name]) for name in specs}
@@ -139,7 +138,7 @@ def _slots(plan: RunPlan, share: ModelShare | None, streamed: Streamed) -> tuple
 
 def _is_used_there(plan: RunPlan, number: int) -> bool:
     """Tell whether products use the weights of a layer as they lie in files."""
-    model, joins = plan.checkpoint.model, plan.packed_by == "kernels"
+    model = plan.checkpoint.model
     specs = layer_specs(model.layers[number], model.hidden_size).items()
     products = {f"{number}.{n}": s for n, s in specs if s.use in ("product", "moved")}
     return all(
@@ -147,7 +146,7 @@ def _is_used_there(plan: RunPlan, number: int) -> bool:
         and spec.use == "product"
         and isinstance(plan.held[name], Dense)
         and plan.stored.get(name) == plan.held[name]
-        and _is_whole(plan.checkpoint.architecture, name, joins=joins)
+        and _is_whole(plan.checkpoint.architecture, name, joins=plan.packed_by == "kernels")
         for name, spec in products.items()
     )
 

@@ -16,7 +16,7 @@ from fminfer.compute.quantized import UNPACKING
 from fminfer.compute.spec import Moe
 from fminfer.compute.weights import DEQUANTIZED_AT_ONCE, Dense, TensorSpec
 from fminfer.models.decode_graphs import can_capture
-from fminfer.models.tensor_specs import TIED, exit_specs, layer_specs, model_specs
+from fminfer.models.tensor_specs import exit_specs, layer_specs, model_specs, without_tied
 from fminfer.pipeline.local import STEP_LIMIT_S
 from fminfer.plan.expected_bytes import layer_bytes
 from fminfer.plan.roofs import Roofs
@@ -131,13 +131,22 @@ def time_step(plan: RunPlan, work: RankWork, load: StepLoad, roofs: Roofs) -> di
         num = max(1, num // plan.machine.num_stages)
     sharers = 1 if on_gpu else num  # of memory and cores
     unread = (1 - work.chosen_bytes / max(1.0, work.expert_bytes)) ** load.num_tokens
-    num_bytes = work.weight_bytes + work.expert_bytes * (1 - unread)
-    num_bytes += load.num_keys_read * work.kv_token
-    num_bytes += work.head_bytes * (load.num_logits > 0)
-    operations = load.num_tokens * work.token_operations + load.num_keys_seen * work.key_operations
-    operations += load.num_logits * work.logit_operations
-    has_graph = plan.may_capture and not work.place and load.num_tokens <= load.num_rows
-    has_graph = has_graph and can_capture(plan.checkpoint.model.layers)
+    num_bytes = (
+        work.weight_bytes
+        + work.expert_bytes * (1 - unread)
+        + work.kv_token * load.num_keys_read
+        + work.head_bytes * (load.num_logits > 0)
+    )
+    operations = (
+        work.token_operations * load.num_tokens
+        + work.key_operations * load.num_keys_seen
+        + work.logit_operations * load.num_logits
+    )
+    has_graph = (
+        (plan.may_capture and not work.place)
+        and load.num_tokens <= load.num_rows
+        and can_capture(plan.checkpoint.model.layers)
+    )
     kernels = work.kernels + work.expert_kernels * (1 - unread)
     launches_s = 0.0 if has_graph else work.num_layers * LAUNCH_S + kernels * KERNEL_S
     rate = roofs.disk_rate / num if work.place == "disk" else roofs.host_rate * LINK_SHARE
@@ -227,9 +236,8 @@ def limit_step(plan: RunPlan) -> float:
 
 def predict_load(plan: RunPlan, roofs: Roofs) -> float:
     """Predict the seconds until a run is ready: each node reads weights, and quantizes them."""
-    specs = model_specs(plan.checkpoint.model)
-    if plan.checkpoint.config.tie_word_embeddings:
-        specs = {name: spec for name, spec in specs.items() if name not in TIED}
+    is_tied = plan.checkpoint.config.tie_word_embeddings
+    specs = without_tied(model_specs(plan.checkpoint.model), is_tied=is_tied)
     forms = {name: plan.stored.get(name, Dense(plan.dtype)) for name in specs}
     sizes = {name: form.num_bytes(specs[name].shape) for name, form in forms.items()}
     is_made = {n: not isinstance(plan.made[n], (Dense, type(forms[n]))) for n in sizes}

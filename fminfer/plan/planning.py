@@ -37,9 +37,10 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
         UsageError: layers that cannot be split so, or no such device.
     """
     device = choose_device(config, machine, machine.rank)
-    on_cpu, own = device.type == "cpu", checkpoint.config.dtype
-    dtype = choose_dtype(config.dtype, own, device.type, machine.is_fast_in_bfloat16)
-    has_kernels = on_cpu and machine.has_library and config.kernels != "off"
+    dtype = choose_dtype(
+        config.dtype, checkpoint.config.dtype, device.type, machine.is_fast_in_bfloat16
+    )
+    has_kernels = device.type == "cpu" and machine.has_library and config.kernels != "off"
     holding = Holding(dtype, has_kernels and dtype == torch.float32, config.quantized_to)
     stored = stored_formats(checkpoint)
     specs = model_specs(checkpoint.model)
@@ -79,20 +80,24 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
 
 def _place(plan: RunPlan) -> RunPlan:
     """Plan what each rank has and takes, and how much KV cache there is."""
-    config, checkpoint, machine = plan.config, plan.checkpoint, plan.machine
+    checkpoint, machine = plan.checkpoint, plan.machine
     # Ranks divide whole blocks, also where one has room for floats and another has not.
     shares = share_among(checkpoint.model, machine.num_shards, plan.made)
     ranks = [
         RankPlan(part.rank, part, share, takes=expect_bytes(plan, part, share))
-        for stage in split_model(config, checkpoint, machine.num_stages)
+        for stage in split_model(plan.config, checkpoint, machine.num_stages)
         for part, share in zip(replace(stage, num_shards=len(shares)).shards, shares, strict=True)
     ]
     plan = plan_streams(replace(plan, ranks=tuple(ranks)))
     if machine.free is None and machine.device_bytes is None:
         return plan
-    shortage, slowness = find_shortage(plan), explain_slowness(plan)
-    num_kv_tokens = 0 if shortage else count_kv_tokens(plan)
-    return replace(plan, shortage=shortage, num_kv_tokens=num_kv_tokens, why_reread=slowness)
+    shortage = find_shortage(plan)
+    return replace(
+        plan,
+        shortage=shortage,
+        num_kv_tokens=0 if shortage else count_kv_tokens(plan),
+        why_reread=explain_slowness(plan),
+    )
 
 
 def _makes_floats(device: torch.device, held: Mapping[str, Format]) -> bool:

@@ -30,9 +30,15 @@ class RankRoom:
 
 def find_room(plan: RunPlan, rank: RankPlan, memory: str, free: int) -> RankRoom:
     """Say what a rank has, of so many free bytes of a memory."""
-    least, kv_token = _least_bytes(plan, rank), rank.takes.kv_token
-    work = rank.takes.work + rank.takes.passing
-    return RankRoom(memory, plan.device.type, free, least, work, kv_token, plan.most_kv_tokens)
+    return RankRoom(
+        memory=memory,
+        device=plan.device.type,
+        free=free,
+        least=_least_bytes(plan, rank),
+        work=rank.takes.work + rank.takes.passing,
+        kv_token=rank.takes.kv_token,
+        most=plan.most_kv_tokens,
+    )
 
 
 def count_kv_tokens(plan: RunPlan) -> int:

@@ -32,18 +32,22 @@ class Computing(Protocol):
     """The processes that compute for an engine: one pipeline, or several."""
 
     @property
-    def core(self) -> EngineCore: ...
+    def core(self) -> EngineCore:
+        """What answers requests."""
 
     @property
-    def facts(self) -> Facts: ...
+    def facts(self) -> Facts:
+        """What all pipelines together are."""
 
     @property
-    def memory(self) -> list[RankMemory]: ...
+    def memory(self) -> list[RankMemory]:
+        """The peak of each rank so far, beside its forecast."""
 
     def follow(self, on_work: OnWork | None = None, on_step: OnStep | None = None) -> None:
         """Call functions as work is computed: `on_step` only if one pipeline computes."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the processes, and free their memory."""
 
 
 Compute = Callable[[EngineConfig, Checkpoint, Tokenizer, OnProgress], Computing]

@@ -62,9 +62,15 @@ def plan_rows(rows: Rows, block_size: int) -> KernelRows:
         num_entries = np.bincount(members, minlength=len(rows))
         table[:, 4], table[:, 5] = num_entries.cumsum() - num_entries, num_entries
         table[:, 6], entries = own, np.argsort(members, kind="stable")
-    columns = (table, rows.tables, rows.slots(block_size), runs, members, entries)
-    of_rows, tables, slots, of_runs, all_members, of_entries = map(torch.from_numpy, columns)
-    return KernelRows(of_rows, tables, slots, of_runs, all_members, of_entries, rows.num_tokens)
+    return KernelRows(
+        rows=torch.from_numpy(table),
+        tables=torch.from_numpy(rows.tables),
+        slots=torch.from_numpy(rows.slots(block_size)),
+        runs=torch.from_numpy(runs),
+        members=torch.from_numpy(members),
+        entries=torch.from_numpy(entries),
+        num_tokens=rows.num_tokens,
+    )
 
 
 def skip_tokens(plan: KernelRows, kept: torch.Tensor) -> KernelRows:
@@ -108,14 +114,26 @@ def step_arguments(
 
     `keys` are a layer's; `kind` is that of queries, new keys and values: float32 or bfloat16.
     """
-    tensors = (rows.slots, rows.rows, rows.tables, rows.runs, rows.members, rows.entries)
-    arguments = Arguments(*[None] * 6, *(tensor.data_ptr() for tensor in tensors))
-    arguments.num_rows, arguments.num_runs = len(rows.rows), len(rows.runs)
-    arguments.num_members, arguments.num_tokens = len(rows.members), len(rows.slots)
-    _, arguments.kv_heads, arguments.block_size, arguments.head_dim = keys.shape
-    arguments.heads, arguments.num_threads = heads, torch.get_num_threads()
-    arguments.type, arguments.kv_type = KERNEL_TYPES[kind], CACHE_TYPES[keys.dtype]
-    return arguments
+    _, kv_heads, block_size, head_dim = keys.shape
+    return Arguments(
+        slots=rows.slots.data_ptr(),
+        rows=rows.rows.data_ptr(),
+        tables=rows.tables.data_ptr(),
+        runs=rows.runs.data_ptr(),
+        members=rows.members.data_ptr(),
+        entries=rows.entries.data_ptr(),
+        num_rows=len(rows.rows),
+        num_runs=len(rows.runs),
+        num_members=len(rows.members),
+        num_tokens=len(rows.slots),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        type=KERNEL_TYPES[kind],
+        kv_type=CACHE_TYPES[keys.dtype],
+        num_threads=torch.get_num_threads(),
+    )
 
 
 class KernelAttention(AttentionBody):
@@ -257,6 +275,14 @@ def _attend_some(
             .to(device, given)
             for num in (how.heads, kv_heads, kv_heads)
         )
-        plan, scoring = body.plan(rows, block_size), _trial_scoring(how, num_keys, device)
-        outs.append(body(AttentionCall(query, key, value, keys, values, plan, scoring))[0])
+        call = AttentionCall(
+            query=query,
+            new_keys=key,
+            new_values=value,
+            keys=keys,
+            values=values,
+            rows=body.plan(rows, block_size),
+            how=_trial_scoring(how, num_keys, device),
+        )
+        outs.append(body(call)[0])
     return torch.cat([out.float().cpu() for out in outs])

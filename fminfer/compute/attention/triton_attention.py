@@ -94,24 +94,42 @@ class TritonAttention(AttentionBody):
     def constants(self, block_size: int, *, is_one: bool) -> dict[str, int]:
         """Return what `attend_kernel` is compiled for, but for what layers differ in."""
         tile = self.decode if is_one else self.prompt
-        sizes = {"GROUP": self.group, "QUERIES": tile.queries, "KEYS": tile.keys}
-        splits = {"IS_ONE": is_one, "SPLIT": SPLIT, "SPLITS": SPLITS}
-        # Block ids are on their way before their pieces. Rounding must not depend on what is fused:
-        # where a row's splits are merged differs from step to step.
-        options = {"num_stages": 2 * tile.ahead + 1, "enable_fp_fusion": not is_one}
-        return {**self.shape(block_size), **sizes, **splits, **options, "num_warps": tile.warps}
+        return {
+            **self.shape(block_size),
+            "GROUP": self.group,
+            "QUERIES": tile.queries,
+            "KEYS": tile.keys,
+            "IS_ONE": is_one,
+            "SPLIT": SPLIT,
+            "SPLITS": SPLITS,
+            "num_stages": 2 * tile.ahead + 1,  # block ids are on their way before their pieces
+            # Rounding must not depend on what is fused: where a row's splits are merged differs
+            # from step to step.
+            "enable_fp_fusion": not is_one,
+            "num_warps": tile.warps,
+        }
 
     def join_constants(self) -> dict[str, int]:
         """Return the same of `join_kernel`."""
-        sizes = {"HEADS": self.heads, "HEAD_DIM": self.head_dim, "DIM": self._dim}
-        splits = {"KEYS": self.decode.keys, "SPLIT": SPLIT, "SPLITS": SPLITS}
-        return {**sizes, **splits, "num_warps": 1, "enable_fp_fusion": False}
+        return {
+            "HEADS": self.heads,
+            "HEAD_DIM": self.head_dim,
+            "DIM": self._dim,
+            "KEYS": self.decode.keys,
+            "SPLIT": SPLIT,
+            "SPLITS": SPLITS,
+            "num_warps": 1,
+            "enable_fp_fusion": False,
+        }
 
     def shape(self, block_size: int) -> dict[str, int]:
         """Return what keys and values are stored by."""
-        kv_heads = self.heads // self.group
-        sizes = {"KV_HEADS": kv_heads, "HEAD_DIM": self.head_dim, "BLOCK_SIZE": block_size}
-        return {**sizes, "DIM": self._dim}
+        return {
+            "KV_HEADS": self.heads // self.group,
+            "HEAD_DIM": self.head_dim,
+            "BLOCK_SIZE": block_size,
+            "DIM": self._dim,
+        }
 
     def plan(self, rows: Rows, block_size: int) -> TileRows:
         """Lay out a step's rows, in packed order."""
@@ -125,8 +143,12 @@ class TritonAttention(AttentionBody):
         prompts[:, 1] = np.minimum(most, prompts[:, 1] - starts)
         prompts[:, 2] += starts
         prompts = prompts[np.argsort(-prompts[:, 2], kind="stable")]  # short ones fill the end
-        blocks, slots = rows.blocks(block_size), rows.slots(block_size)
-        columns = (prompts.ravel(), tiles[is_one].ravel(), blocks, slots)
+        columns = (
+            prompts.ravel(),
+            tiles[is_one].ravel(),
+            rows.blocks(block_size),
+            rows.slots(block_size),
+        )
         first, second, *others = send([each.astype(np.int32) for each in columns], self.device)
         return TileRows(first.view(-1, 5), second.view(-1, 5), *others)
 
@@ -164,8 +186,12 @@ class TritonAttention(AttentionBody):
         )
         window = min(how.window or NO_WINDOW, NO_WINDOW)
         has = {"HAS_SINKS": how.sinks is not None, "HAS_WINDOW": how.window is not None}
-        attended = {"HAS_CAP": how.softcap is not None, "HAS_SLOPES": how.slopes is not None, **has}
-        attended["HAS_RELATIVE"] = how.relative is not None
+        attended = {
+            "HAS_CAP": how.softcap is not None,
+            "HAS_SLOPES": how.slopes is not None,
+            "HAS_RELATIVE": how.relative is not None,
+            **has,
+        }
         given = (asked, out, keys, values)
         others = (rows.blocks, slopes, of_sinks, relative, self._parts, self._marks)
         limits, bend = (window, how.ahead, how.reach), (how.scaling, how.softcap or 1.0)
@@ -197,9 +223,10 @@ class TritonAttention(AttentionBody):
 
 def _tiles_of(rows: Rows, block_size: int) -> np.ndarray:
     """Return each row as one tile, (rows, 5) int64; see `TileRows`."""
-    num_blocks, keys = rows.num_blocks(block_size), rows.positions + rows.lengths
+    num_blocks = rows.num_blocks(block_size)
     tables = num_blocks.cumsum() - num_blocks
-    return np.stack([rows.firsts, rows.lengths, rows.positions, tables, keys], 1)
+    num_keys = rows.positions + rows.lengths
+    return np.stack([rows.firsts, rows.lengths, rows.positions, tables, num_keys], 1)
 
 
 def _shared_bytes(device: torch.device) -> int:

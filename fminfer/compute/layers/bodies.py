@@ -44,16 +44,20 @@ class PartKernels(ABC):
     activations: Mapping[str, int]  # the numbers of those that `gate` and `gelu` compute
 
     @abstractmethod
-    def can_norm(self, how: Norm, weight: Tensor | None, bias: Tensor | None) -> bool: ...
+    def can_norm(self, how: Norm, weight: Tensor | None, bias: Tensor | None) -> bool:
+        """Tell whether `run_norm` computes such a norm."""
 
     @abstractmethod
-    def run_norm(self, x: Tensor, norm: NormWeights, out: Tensor, added: Sum | None) -> None: ...
+    def run_norm(self, x: Tensor, norm: NormWeights, out: Tensor, added: Sum | None) -> None:
+        """Write the norm of x, or of its sum with what is added, to `out`."""
 
     @abstractmethod
-    def run_rotate(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None: ...
+    def run_rotate(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+        """Write x with rotary positions to `out`; cosines and sines are (tokens, turned / 2)."""
 
     @abstractmethod
-    def run_gate(self, x: Tensor, second: Tensor | None, activation: int, out: Tensor) -> None: ...
+    def run_gate(self, x: Tensor, second: Tensor | None, activation: int, out: Tensor) -> None:
+        """Write the activation of x, times `second` if there is one, to `out`."""
 
     def norm(self, x: Tensor, norm: NormWeights) -> Tensor:
         """Return x normed, (rows, width) or (rows, more rows, width)."""
@@ -150,10 +154,19 @@ class LayerKernels(PartKernels):
         self._library.fminfer_gate(self._rows(x, out), address, activation)
 
     def _rows(self, x: Tensor, out: Tensor) -> ctypes._CArgObject:
-        outer, inner, *steps = self.walk(x)
-        kind, num_threads = KERNEL_TYPES[x.dtype], torch.get_num_threads()
-        sizes = (outer, inner, x.shape[-1], *steps, kind, num_threads)
-        return ctypes.byref(RowSizes(x.data_ptr(), out.data_ptr(), *sizes))
+        outer, inner, outer_step, inner_step = self.walk(x)
+        rows = RowSizes(
+            x=x.data_ptr(),
+            out=out.data_ptr(),
+            outer=outer,
+            inner=inner,
+            width=x.shape[-1],
+            outer_step=outer_step,
+            inner_step=inner_step,
+            type=KERNEL_TYPES[x.dtype],
+            num_threads=torch.get_num_threads(),
+        )
+        return ctypes.byref(rows)
 
 
 def activations_of(mlp: Mlp) -> dict[str, int]:

@@ -123,12 +123,23 @@ class PackedExperts:
         x, chosen, shares = x.contiguous(), chosen.contiguous(), shares.contiguous()
         out = torch.empty_like(x)
         space = self.workspace.take(4 * tokens * top_k * (hidden + expert.size))
-        activation = activations_of(expert)[expert.activation]
         call = ExpertCall(
-            *(x.data_ptr(), self.up.call, self.down.call),
-            *(each.data_ptr() for each in (chosen, shares, out, space)),
-            *(tokens, top_k, self.how.num_experts, hidden, expert.size),
-            *(expert.is_gated, activation, KERNEL_TYPES[x.dtype], torch.get_num_threads()),
+            x=x.data_ptr(),
+            up=self.up.call,
+            down=self.down.call,
+            chosen=chosen.data_ptr(),
+            shares=shares.data_ptr(),
+            out=out.data_ptr(),
+            space=space.data_ptr(),
+            tokens=tokens,
+            top_k=top_k,
+            num_experts=self.how.num_experts,
+            hidden=hidden,
+            size=expert.size,
+            is_gated=expert.is_gated,
+            activation=activations_of(expert)[expert.activation],
+            x_type=KERNEL_TYPES[x.dtype],
+            num_threads=torch.get_num_threads(),
         )
         if self.mix(ctypes.byref(call)):
             self.workspace.drop()  # for the halves of the step

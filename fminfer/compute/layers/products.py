@@ -196,9 +196,16 @@ class PackedProduct:
         if isinstance(part.held, Blocks):
             call, ids = part.call, ids.contiguous()
             out = torch.empty((len(ids), part.inputs), dtype=torch.float32, device="cpu")
-            how = call.type, call.weight, part.inputs, call.block
-            wanted = ids.data_ptr(), len(ids), out.data_ptr(), torch.get_num_threads()
-            self.kernel.library.fminfer_unpack_rows(*how, *wanted)
+            self.kernel.library.fminfer_unpack_rows(
+                call.type,
+                call.weight,
+                part.inputs,
+                call.block,
+                ids.data_ptr(),
+                len(ids),
+                out.data_ptr(),
+                torch.get_num_threads(),
+            )
             return out
         panel, units = self.kernel.panel, part.packed.view(torch.int32)
         panels = units.view(-1, units.shape[1], panel)
@@ -209,11 +216,19 @@ class PackedProduct:
         assert x.dtype in (torch.float32, self.least), "rows"
         x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], self.outputs), dtype=out_type)
-        bias = None if self.bias is None else self.bias.data_ptr()
-        addresses = x.data_ptr(), ctypes.addressof(self.calls), bias, out.data_ptr()
-        sizes = len(self.calls), x.numel() // self.inputs, self.inputs, self.outputs
-        types = KERNEL_TYPES[x.dtype], KERNEL_TYPES[out_type]
-        product = ProductCall(*addresses, *sizes, *types, torch.get_num_threads())
+        product = ProductCall(
+            x=x.data_ptr(),
+            parts=ctypes.addressof(self.calls),
+            bias=None if self.bias is None else self.bias.data_ptr(),
+            out=out.data_ptr(),
+            num_parts=len(self.calls),
+            rows=x.numel() // self.inputs,
+            inputs=self.inputs,
+            outputs=self.outputs,
+            x_type=KERNEL_TYPES[x.dtype],
+            out_type=KERNEL_TYPES[out_type],
+            num_threads=torch.get_num_threads(),
+        )
         if self.kernel.multiply(ctypes.byref(product)):
             raise MemoryError("no memory for a product's working space")
         return out

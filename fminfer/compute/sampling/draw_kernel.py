@@ -31,17 +31,31 @@ class DrawKernel:
         """Return the places that some rows of (rows, vocab) logits draw, each as its own says."""
         num_rows, vocab = logits.shape
         logits = logits.float().contiguous()
-        floats, wholes = (how.temperature, how.top_p, how.min_p), (rows, how.top_k, how.noise)
         # The kernel trusts what it is given.
         assert logits.device.type == "cpu" and vocab > 0, "logits"
-        for kind, tensors in ((torch.float32, floats), (torch.int64, wholes)):
+        for kind, tensors in (
+            (torch.float32, (how.temperature, how.top_p, how.min_p)),
+            (torch.int64, (rows, how.top_k, how.noise)),
+        ):
             for tensor in tensors:
                 assert tensor.dtype == kind and tensor.is_contiguous(), "how rows draw"
                 assert tensor is rows or len(tensor) == num_rows, "how rows draw"
         ids = torch.empty_like(rows)
-        given = (rows, how.temperature, how.top_p, how.top_k, how.min_p, how.noise, ids)
-        sizes, addresses = (vocab, how.first_id, len(rows)), [each.data_ptr() for each in given]
-        if self._draw(logits.data_ptr(), *sizes, *addresses, torch.get_num_threads()):
+        failed = self._draw(
+            logits.data_ptr(),
+            vocab,
+            how.first_id,
+            len(rows),
+            rows.data_ptr(),
+            how.temperature.data_ptr(),
+            how.top_p.data_ptr(),
+            how.top_k.data_ptr(),
+            how.min_p.data_ptr(),
+            how.noise.data_ptr(),
+            ids.data_ptr(),
+            torch.get_num_threads(),
+        )
+        if failed:
             raise MemoryError("no memory for the drawing kernel's working space")
         return ids
 

@@ -65,8 +65,9 @@ def to_host(found: TokenLogprobs) -> TokenLogprobs:
     """Return tensors as arrays, by one copy in float64: a GPU is waited for at each."""
     columns = [found.ids, found.logprobs, found.top_ids, found.top_logprobs]
     if not found.ids.is_cpu:
-        table = torch.cat([found.ids[:, None].double(), found.logprobs[:, None], *columns[2:]], 1)
-        table = table.cpu()
+        table = torch.cat(
+            [found.ids[:, None].double(), found.logprobs[:, None], *columns[2:]], 1
+        ).cpu()
         sent = [*table[:, :2].unbind(1), *table[:, 2:].chunk(2, 1)]
         columns = [each.to(like.dtype) for each, like in zip(sent, columns, strict=True)]
     return TokenLogprobs(*(column.numpy() for column in columns))

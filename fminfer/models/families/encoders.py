@@ -51,12 +51,24 @@ def _bert_like(
 ) -> Architecture:
     """Return a BERT (Devlin et al. 2018) with what differs."""
     norm = norm or norm_of(c)
-    usual: Changes = {"kv_heads": c.num_attention_heads, "rope": None, "window": None}
-    usual |= {"has_qkv_bias": True, "has_out_bias": True}
-    usual["is_causal"] = getattr(c, "is_decoder", False)
-    own: Changes = {"num_positions": c.max_position_embeddings, "embed_norm": norm}
-    own |= {"prefix": "encoder.layer.{}.", "inner": BERT_INNER, "outer": BERT_OUTER}
-    own |= {"left_out": rf"({base})?pooler\.", "norms": "of_sum", "final_norm": None}
+    usual: Changes = {
+        "kv_heads": c.num_attention_heads,
+        "rope": None,
+        "window": None,
+        "has_qkv_bias": True,
+        "has_out_bias": True,
+        "is_causal": getattr(c, "is_decoder", False),
+    }
+    own: Changes = {
+        "num_positions": c.max_position_embeddings,
+        "embed_norm": norm,
+        "prefix": "encoder.layer.{}.",
+        "inner": BERT_INNER,
+        "outer": BERT_OUTER,
+        "left_out": rf"({base})?pooler\.",
+        "norms": "of_sum",
+        "final_norm": None,
+    }
     if "mlp" not in more:
         own["mlp"] = mlp_of(c, is_gated=False, has_bias=True)
     num_types = getattr(c, "type_vocab_size", 0)
@@ -274,8 +286,12 @@ def pooled(
         )
         outer = {f"encoder.{n}" if n in _MOVED else n: where for n, where in outer.items()}
     elif not model.is_pooled:
-        inner, prefix = architecture.encoder_inner, architecture.encoder_prefix
-        architecture = replace(architecture, inner=inner, prefix=prefix, encoder_prefix="")
+        architecture = replace(
+            architecture,
+            inner=architecture.encoder_inner,
+            prefix=architecture.encoder_prefix,
+            encoder_prefix="",
+        )
         encoder = replace(encoder, has_embed=False)
         outer = outer | {"embed": outer["encoder.embed"]}
     own = replace(

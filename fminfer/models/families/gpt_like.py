@@ -200,7 +200,7 @@ def gptj(c: Any, inner: Sources | None = None) -> Architecture:
 
 
 def falcon(c: Any) -> Architecture:
-    norm, heads, is_new = norm_of(c), c.num_attention_heads, c.new_decoder_architecture
+    heads, is_new = c.num_attention_heads, c.new_decoder_architecture
     of_new, num_norms = c.num_kv_heads, c.num_ln_in_parallel_attn  # of the new layout only
     kv_heads = of_new if is_new else 1 if c.multi_query else heads
     is_parallel, has_two = c.parallel_attn or is_new, is_new and num_norms != 1
@@ -210,7 +210,6 @@ def falcon(c: Any) -> Architecture:
     two = sources(before_attention="ln_attn", before_mlp="ln_mlp") if has_two else {}
     return gpt_like(
         c,
-        norm=norm,
         activation=c.activation,
         size=c.ffn_hidden_size,
         inner=BLOOM_INNER | two,

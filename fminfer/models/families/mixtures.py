@@ -81,9 +81,10 @@ def granitemoe(c: Any) -> Architecture:
         router=f"{top}.router.layer|{top}.router",  # also as in transformers from 5.23
         shared__up="shared_mlp.input_linear",
         shared__down="shared_mlp.output_linear",
-    )
-    names["experts.up"] = parameter(f"{top}.input_linear.weight|{top}.experts.gate_up_proj")
-    names["experts.down"] = parameter(f"{top}.output_linear.weight|{top}.experts.down_proj")
+    ) | {
+        "experts.up": parameter(f"{top}.input_linear.weight|{top}.experts.gate_up_proj"),
+        "experts.down": parameter(f"{top}.output_linear.weight|{top}.experts.down_proj"),
+    }
     mlp = moe_of(c, shared=mlp_of(c, size) if size else None)
     return granite_like(c, mlp=mlp, inner=names)
 

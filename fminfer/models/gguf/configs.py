@@ -123,14 +123,22 @@ def _expert_size(m: GgufModel) -> int:
 def _qwen2moe(m: GgufModel) -> Fields:
     m.only("expert_weights_norm", False)
     shared = m.whole("expert_shared_feed_forward_length", m.rows("blk.0.ffn_gate_shexp.weight"))
-    sizes = {"moe_intermediate_size": _expert_size(m), "shared_expert_intermediate_size": shared}
-    return {"model_type": "qwen2_moe"} | sizes | _experts(m)
+    return {
+        "model_type": "qwen2_moe",
+        "moe_intermediate_size": _expert_size(m),
+        "shared_expert_intermediate_size": shared,
+        **_experts(m),
+    }
 
 
 def _qwen3moe(m: GgufModel) -> Fields:
     m.only("expert_weights_norm", True)
-    fields = {"model_type": "qwen3_moe", "norm_topk_prob": True}
-    return fields | {"moe_intermediate_size": _expert_size(m)} | _experts(m)
+    return {
+        "model_type": "qwen3_moe",
+        "norm_topk_prob": True,
+        "moe_intermediate_size": _expert_size(m),
+        **_experts(m),
+    }
 
 
 def _query_scalar(m: GgufModel, layers_of_27b: int) -> int:
@@ -178,9 +186,11 @@ def _falcon(m: GgufModel) -> Fields:
 
 
 def _command_r(m: GgufModel) -> Fields:
-    has_qk_norm = "blk.0.attn_q_norm.weight" in m.tensors
-    scale = m.real("logit_scale", 1.0)
-    return {"model_type": "cohere", "use_qk_norm": has_qk_norm, "logit_scale": scale}
+    return {
+        "model_type": "cohere",
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in m.tensors,
+        "logit_scale": m.real("logit_scale", 1.0),
+    }
 
 
 def _olmo2(m: GgufModel) -> Fields:
@@ -219,9 +229,12 @@ def _deepseek2(m: GgufModel) -> Fields:
         "topk_group": max(1, top_groups),
     }
     if m.find("expert_gating_func") == SIGMOID:
-        fields |= {"rope_interleave": True, "num_mtp_layers": 0}
-        fields["norm_topk_prob"] = bool(m.find("expert_weights_norm"))
-        return fields | {"model_type": "deepseek_v3"}
+        return fields | {
+            "model_type": "deepseek_v3",
+            "rope_interleave": True,
+            "num_mtp_layers": 0,
+            "norm_topk_prob": bool(m.find("expert_weights_norm")),
+        }
     m.only("expert_gating_func", SOFTMAX)
     m.only("expert_weights_norm", False)
     method = "group_limited_greedy" if groups > 1 else "greedy"
@@ -299,8 +312,12 @@ def _rope(m: GgufModel, size: int | None = None) -> Fields:
     elif kind == "yarn":
         m.only("rope.scaling.yarn_ext_factor", 1.0)
         how |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-        how |= _if_set(m, beta_fast="yarn_beta_fast", beta_slow="yarn_beta_slow")
-        how |= _if_set(m, attention_factor="yarn_attn_factor")
+        how |= _if_set(
+            m,
+            beta_fast="yarn_beta_fast",
+            beta_slow="yarn_beta_slow",
+            attention_factor="yarn_attn_factor",
+        )
     elif factor != 1 and kind != "longrope":
         how |= {"rope_type": "linear", "factor": factor}
     return how

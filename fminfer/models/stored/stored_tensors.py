@@ -34,8 +34,10 @@ DTYPES = {
     **{"F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz},
     **dict.fromkeys(BLOCKS, torch.uint8),
 }
-BITS = {name: 8 * dtype.itemsize for name, dtype in DTYPES.items()}
-BITS |= {"F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}
+BITS = {
+    **{name: 8 * dtype.itemsize for name, dtype in DTYPES.items()},
+    **{"F6_E2M3": 6, "F6_E3M2": 6, "F4": 4},
+}
 FLOATS = ("F64", "F32", "BF16", "F16")  # the types in which weights run
 MOST_HEADER_BYTES = 100_000_000  # of what names the tensors of a file
 

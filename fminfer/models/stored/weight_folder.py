@@ -178,6 +178,8 @@ def _numbers(folder: Path, form: re.Pattern[str]) -> list[int]:
 def _all_there(folder: Path, names: list[str]) -> list[Path]:
     missing = [name for name in names if not (folder / name).exists()]
     for name in missing[:1]:
-        where, num = folder.absolute(), counted(len(missing), "file")
-        raise CheckpointError(f"{where} lacks {name} ({num} missing); fetch what is missing")
+        raise CheckpointError(
+            f"{folder.absolute()} lacks {name} ({counted(len(missing), 'file')} missing); fetch "
+            "what is missing"
+        )
     return [folder / name for name in names]

@@ -135,12 +135,12 @@ def count_blocks(plan: RunPlan, group: Group | None = None) -> int:
 
     Of an automatic budget each rank allows what its memory has room for; the least counts.
     """
-    budget, size = plan.config.budget, plan.config.block_size
+    budget = plan.config.budget
     if budget is None:
         gather(group, "loaded", True)  # every rank's weights are in memory
         free = free_bytes(plan.device) // count_sharers(plan.config, plan.machine)
         budget = fit_kv_tokens(plan, _gather_rooms(plan, group, "memory", free))
-    return -(-budget // size)
+    return -(-budget // plan.config.block_size)
 
 
 def _gather_rooms(plan: RunPlan, group: Group | None, name: str, free: int) -> list[RankRoom]:

@@ -26,6 +26,7 @@ from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.start import Starter
 from fminfer.models.checkpoint import GENERATION, START_FIELDS, Checkpoint
 from fminfer.models.known_sizes import DEMO_NAMES
+from fminfer.models.sentence_folder import SentenceFolder
 from fminfer.models.stored.tensor_table import find_odd_tensor
 from fminfer.text.tokenizer import NoTokenizer, Tokenizer, read_template
 
@@ -183,9 +184,9 @@ def find_vectors(checkpoint: Checkpoint) -> VectorFacts | None:
     encoder = checkpoint.model.encoder
     if encoder is None or encoder.pooling is None:
         return None
-    pooling, sentence = encoder.pooling, checkpoint.sentence
+    pooling = encoder.pooling
+    sentence = checkpoint.sentence or SentenceFolder(pooling)
     labels = getattr(checkpoint.config, "id2label", None) or {}
-    prompts = {} if sentence is None else sentence.prompts
     return VectorFacts(
         pooling.readings[-1].size if pooling.readings else checkpoint.model.hidden_size,
         pooling.is_scored,
@@ -194,10 +195,10 @@ def find_vectors(checkpoint: Checkpoint) -> VectorFacts | None:
         pooling.is_normalized,
         has_types=encoder.num_types > 1,
         labels=tuple(labels[number] for number in sorted(labels)) if pooling.is_scored else (),
-        prompts=prompts,
-        default_prompt=None if sentence is None else sentence.default_prompt or None,
-        is_lowercased=sentence is not None and sentence.is_lowercased,
-        similarity="cosine" if sentence is None else sentence.similarity,
+        prompts=sentence.prompts,
+        default_prompt=sentence.default_prompt or None,
+        is_lowercased=sentence.is_lowercased,
+        similarity=sentence.similarity,
     )
 
 

@@ -172,15 +172,19 @@ def build_stage(loaded: LoadedPart) -> Stage:
 def make_stage(loaded: LoadedPart) -> Stage:
     """Make the stage of a loaded part, and its KV cache."""
     plan, network = loaded.plan, loaded.network
-    most, share, tokens, graphs = plan.sizes.max_decode_rows, plan.own.share, None, None
+    share, tokens, graphs = plan.own.share, None, None
     if share is not None and network.shards is not None:
         whole = plan.checkpoint.model.vocab_size
         tokens = TokenShard(whole, share.tokens, network.shards)
-    else:  # CUDA graphs do not capture sums yet
-        device = loaded.device
-        graphs = find_graphs(plan.config.kernels, network, loaded.attention, most, device)
-        # Graphs replay work on weights that stay.
-        graphs = None if network.stream or plan.has_blocks else graphs
+    elif not (network.stream or plan.has_blocks):
+        # CUDA graphs do not capture sums yet, and replay work on weights that stay.
+        graphs = find_graphs(
+            plan.config.kernels,
+            network,
+            loaded.attention,
+            plan.sizes.max_decode_rows,
+            loaded.device,
+        )
     return Stage(
         network,
         kv_dtype=plan.kv_dtype,

@@ -191,8 +191,9 @@ def _build_pipeline(stage: Stage, loaded: LoadedPart, group: Group | None) -> Qu
     def explain(text: str) -> FminferError:
         return _error_of(group.explain(group.watch.report(Fault(text))))
 
-    stop, release = group.watch.stop, _release_of(loaded)
-    ring = RingPipeline(stage, loaded.part, loaded.form, explain, stop, release)
+    ring = RingPipeline(
+        stage, loaded.part, loaded.form, explain, group.watch.stop, _release_of(loaded)
+    )
 
     def fail(fault: Fault) -> None:
         group.fault = fault

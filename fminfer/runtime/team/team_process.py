@@ -92,11 +92,9 @@ class TeamPipeline:
 
     def take(self, report: Report) -> None:
         """Take note of what it tells."""
-        self.state, self.stats = report.state or self.state, report.stats or self.stats
-        self.memory, self.facts = report.memory or self.memory, report.facts or self.facts
-        self.failure = report.failure or self.failure
-        if report.file_digests is not None:
-            self.file_digests = report.file_digests
+        for name in ("state", "stats", "memory", "facts", "failure", "file_digests"):
+            if (news := getattr(report, name)) is not None:
+                setattr(self, name, news)
 
     @property
     def num_waiting(self) -> int:
