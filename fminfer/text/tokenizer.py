@@ -22,6 +22,7 @@ from fminfer.text.token_lengths import LongestToken, find_longest, least_tokens
 from fminfer.text.tokenizer_file import follow_tokenizer_file
 
 LEGACY_TEMPLATE = "chat_template.json"  # where models that read images, too, kept theirs
+MAX_FAULT = 200  # characters of what a library says
 BYT5 = "ByT5Tokenizer"  # whose vocabulary is the 256 bytes, in no file
 # Files of vocabularies, beside those whose names end in .model or .tiktoken.
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")
@@ -109,20 +110,13 @@ class Tokenizer:
         for file in folder.iterdir():
             if is_vocabulary(file.name) or file.name == "tokenizer_config.json":
                 refuse_impostor(file)
-        from transformers import AutoTokenizer  # slow to import; only where it is needed
-
-        try:
-            if (folder / "config.json").exists() or (folder / "tokenizer_config.json").exists():
-                config = None
-            hf = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
-        except Exception as error:  # classes that do not fit their file raise anything
-            _refuse_cut_files(folder)
-            raise CheckpointError(f"{folder} has no usable tokenizer: {error}") from error
-        note = ""
+        if (folder / "config.json").exists() or (folder / "tokenizer_config.json").exists():
+            config = None
+        hf, note = _load_class(folder, config)
         if (backend := getattr(hf, "backend_tokenizer", None)) is not None:
             file = folder / "tokenizer.json"
             if file.exists():
-                note = follow_tokenizer_file(hf, file)
+                note = note or follow_tokenizer_file(hf, file)
             else:
                 follow_model_file(backend, folder)
         if not hf.chat_template and (file := folder / LEGACY_TEMPLATE).exists():
@@ -281,6 +275,28 @@ class Tokenizer:
             offsets[len(offsets) + 1 - len(detokenizer.starts) :] = detokenizer.starts
         parts.append(detokenizer.flush())
         return offsets, "".join(parts)
+
+
+def _load_class(folder: Path, config: Any | None) -> tuple[Any, str]:
+    """Return transformers' tokenizer of a folder, and what is to be told of it.
+
+    A tokenizer.json says all that a class can say, so it does without one that cannot be made.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False), ""
+    except Exception as error:  # classes that do not fit their file raise anything
+        fault = error
+    _refuse_cut_files(folder)
+    if not (folder / "tokenizer.json").exists():
+        raise CheckpointError(f"{folder} has no usable tokenizer: {fault}") from fault
+    why = " ".join(str(fault).split())[:MAX_FAULT]
+    try:
+        hf = PreTrainedTokenizerFast.from_pretrained(folder)
+    except Exception as error:
+        raise broken(folder / "tokenizer.json", error) from error
+    return hf, f"{folder}: tokenizer.json is used without its class, which cannot be made ({why})"
 
 
 def read_template(file: Path) -> str:

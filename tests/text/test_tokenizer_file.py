@@ -359,3 +359,11 @@ def test_a_gguf_file_gives_the_ids_of_its_folder(tmp_path: Path) -> None:
     of_gguf, of_folder = Tokenizer.load(tmp_path / "gguf"), Tokenizer.load(folder)
     for text in make_texts(3, 300):
         assert of_gguf.encode(text).ids == of_folder.encode(text).ids, text
+
+
+@pytest.mark.parametrize("declared", ["T5Tokenizer", "PegasusTokenizer", "MistralCommonBackend"])
+def test_a_file_does_without_a_class_that_cannot_be_made(tmp_path: Path, declared: str) -> None:
+    """A class that wants another kind of vocabulary, or a library, made the folder unusable."""
+    folder = write_folder(tmp_path, byte_level(), tokenizer_class=declared)
+    assert differing(folder, make_texts(4, 50)) == []
+    assert "without its class" in Tokenizer.load(folder).note
