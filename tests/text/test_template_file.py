@@ -11,7 +11,8 @@ import pytest
 from fminfer.core.errors import CheckpointError
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.text.chat_template import ChatTemplate
-from fminfer.text.tokenizer import LEGACY_TEMPLATE, Tokenizer, read_template
+from fminfer.text.tokenizer import Tokenizer
+from fminfer.text.tokenizer_folder import LEGACY_TEMPLATE, read_template
 
 HELLO = [{"role": "user", "content": "Hello"}]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

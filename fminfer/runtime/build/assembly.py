@@ -28,7 +28,8 @@ from fminfer.models.checkpoint import GENERATION, START_FIELDS, Checkpoint
 from fminfer.models.known_sizes import DEMO_NAMES
 from fminfer.models.sentence_folder import SentenceFolder
 from fminfer.models.stored.tensor_table import find_odd_tensor
-from fminfer.text.tokenizer import NoTokenizer, Tokenizer, read_template
+from fminfer.text.tokenizer import NoTokenizer, Tokenizer
+from fminfer.text.tokenizer_folder import read_template
 
 # Of the fields that decide draws, those for which a model may have defaults.
 OF_MODELS = (*COLUMNS, "repetition_penalty")
