@@ -76,8 +76,8 @@ class Field:
     def schema(self, most: int = INT64 - 1) -> Schema:
         """Return the JSON Schema of its values, whose `limit` allows numbers up to `most`."""
         if self.only is not None:
-            kind = {dict: "object", list: "array", str: "string"}[self.only]
-            return {"anyOf": [{"not": {"type": kind}}, {"enum": list(self.neutral)}]}
+            names: dict[type, str] = {dict: "object", list: "array", str: "string"}
+            return {"anyOf": [{"not": {"type": names[self.only]}}, {"enum": [*self.neutral]}]}
         if self.fate == "refused":
             return allow_null({"enum": list(self.neutral)}) if self.neutral else NULL
         found = self.kind.schema(most)
