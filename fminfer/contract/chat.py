@@ -9,7 +9,7 @@ from typing import Any
 from fminfer.contract.chat_messages import read_messages, read_tools
 from fminfer.contract.constraint import find_constraint
 from fminfer.contract.fields import INT64, is_integral
-from fminfer.contract.prompts import check_choices
+from fminfer.contract.prompts import check_choices, describe_foreign
 from fminfer.contract.read_fields import read_fields
 from fminfer.contract.request import DEFAULTS, SamplingParams, make_params
 from fminfer.contract.row_warnings import RowWarning
@@ -82,7 +82,7 @@ def parse_chat(
     check_choices(1, params.n, params.best_of)
     continues = found.get("continue_final_message", False)
     return ChatRequest(
-        read_messages(fields["messages"]),
+        read_messages(fields["messages"], continues=continues),
         tools,
         _template_args(found),
         _adds_generation_prompt(found, continues=continues),
@@ -100,7 +100,7 @@ def _missing(fields: Mapping[str, Any]) -> RequestError:
     return RequestError(
         "missing_prompt",
         f'messages is {found}; give a list such as [{{"role": "user", "content": "Hello"}}]'
-        f"{instead}",
+        f"{instead}{describe_foreign(fields)}",
         "messages",
     )
 

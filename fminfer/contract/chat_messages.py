@@ -17,6 +17,7 @@ from fminfer.contract.fields import (
     whole,
     wrong_type,
 )
+from fminfer.contract.prompts import MEDIA, refuse_keys
 from fminfer.core.errors import RequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -33,7 +34,8 @@ _CALLS = {"tool_calls": list_of(whole(function=_CALLED)), "function_call": _CALL
 _PAST: Schema = {"anyOf": [TEXT, NULL, list_of({"anyOf": [_PART, _REFUSAL]})]}
 _FOUND: Schema = {"anyOf": [TEXT, NULL, list_of(_PART)]}
 _ASKED: Schema = {"anyOf": [TEXT, list_of(_PART) | {"minItems": 1}]}
-_OLD: Schema = {"function_call": NULL, "audio": NULL}
+_TEXT_ALONE: Schema = {key: {"enum": [None, "", [], {}]} for key in MEDIA}
+_OLD: Schema = _TEXT_ALONE | {"function_call": NULL, "audio": NULL}
 _USERS: Schema = {"enum": [role for role in ROLES if role not in MAY_LACK_CONTENT]}
 _TOOLS: Schema = {"enum": [role for role in MAY_LACK_CONTENT if role != "assistant"]}
 _MESSAGE: Schema = {
@@ -41,6 +43,7 @@ _MESSAGE: Schema = {
         object_of({"role": _USERS, "content": _ASKED} | _OLD, "role", "content"),
         object_of(
             {"role": {"const": "assistant"}, "content": _PAST}
+            | _TEXT_ALONE
             | {name: allow_null(each) for name, each in _CALLS.items()},
             "role",
         ),
@@ -50,10 +53,15 @@ _MESSAGE: Schema = {
 MESSAGES: Schema = list_of(_MESSAGE) | {"minItems": 1}
 _FUNCTION = {"name": SOME_TEXT, "description": {}, "parameters": {}, "strict": {}}
 TOOLS = list_of(whole(type={"const": "function"}, function=object_of(_FUNCTION, "name")))
+_OF_LAST = MEDIA | dict.fromkeys(
+    ("prefix", "partial"),
+    'to go on with that message, give "continue_final_message": true and '
+    '"add_generation_prompt": false beside messages',
+)
 _TEXT_ONLY = "only text is read: give a string, or parts of type text"
 
 
-def read_messages(value: object) -> list[dict[str, Any]]:
+def read_messages(value: object, *, continues: bool = False) -> list[dict[str, Any]]:
     """Return messages as they were sent, without nulls; each call has a type and arguments.
 
     Contents are strings or lists of text parts. Arguments are objects, or what a model wrote,
@@ -63,7 +71,11 @@ def read_messages(value: object) -> list[dict[str, Any]]:
     messages = check_type("messages", value, list, "a list of messages")
     if not messages:
         raise RequestError("out_of_range", "messages is an empty list; give a message", "messages")
-    return [_read_message(each, place) for place, each in enumerate(messages)]
+    last = len(messages) - 1
+    return [
+        _read_message(each, place, MEDIA if continues or place < last else _OF_LAST)
+        for place, each in enumerate(messages)
+    ]
 
 
 def read_tools(value: object) -> list[dict[str, Any]]:
@@ -87,7 +99,7 @@ def count_chars(messages: object) -> int:
     return num_chars
 
 
-def _read_message(value: object, place: int) -> dict[str, Any]:
+def _read_message(value: object, place: int, remedies: dict[str, str]) -> dict[str, Any]:
     name = f"messages[{place}]"
     example = 'an object, such as {"role": "user", "content": "Hello"}'
     given = check_type(name, value, dict, example)
@@ -96,6 +108,7 @@ def _read_message(value: object, place: int) -> dict[str, Any]:
         found = show(role) if "role" in given else "absent"
         told = f"{name}.role is {found}; it must be one of {', '.join(ROLES)}"
         raise RequestError("out_of_range", told, f"{name}.role")
+    refuse_keys(given, name, remedies)
     message = {field: each for field, each in given.items() if each is not None}
     for field, instead in (("function_call", "tool_calls"), ("audio", "content")):
         if role != "assistant" and field in message:
@@ -160,6 +173,7 @@ def _read_part(value: object, name: str, *, is_past: bool) -> dict[str, Any]:
         told = f"{name} is a part of type {show(part.get('type'))}; {_TEXT_ONLY}"
         raise RequestError("unsupported_parameter", told, name)
     check_type(f"{name}.text", part.get("text"), str, "a string")
+    refuse_keys(part, name, MEDIA)
     # A template may ask whether a part has an "image": tables have a column of nulls for it.
     return {key: each for key, each in part.items() if each is not None}
 

@@ -164,6 +164,13 @@ def _read_response_format(name: str, value: Any, most: int) -> Constraint | None
             "a grammar, give structured_outputs",
             name,
         )
+    if kind != "json_schema" and isinstance(value, dict) and value.get("json_schema"):
+        raise RequestError(
+            "unsupported_parameter",
+            f"{name} has json_schema and the type {show(kind)}, which does not read it. Write "
+            '"type": "json_schema"',
+            name,
+        )
     found = _FORMATS[kind].read(name, value, most)
     if len(found) == 3:
         text = f"{name} has json_schema and schema; keep one of the two"

@@ -15,7 +15,8 @@ import orjson
 from fminfer.contract.endpoints import URLS, Endpoint, endpoint_of, find_asked
 from fminfer.contract.fields import show, wrong_type
 from fminfer.contract.json_object import dump, find_members, load_object, on_one_line
-from fminfer.contract.read_fields import unknown_names
+from fminfer.contract.prompts import describe_foreign
+from fminfer.contract.read_fields import find_names_beside, unknown_names
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, cut_name
 from fminfer.core.errors import RequestError
 
@@ -184,9 +185,20 @@ def _open_wrapped(raw: bytes, fields: dict[str, Any]) -> Envelope:
         error = wrong_type("request", request, "an object with the request's fields")
         request = {}
     kind = "the line's own result is left out, and the new one stands in its place"
-    warnings = (RowWarning(kind),) if "result" in fields else ()
+    warnings = [RowWarning(kind)] if "result" in fields else []
+    if beside := find_names_beside(fields, request):
+        warnings.append(
+            RowWarning("parameters that stand beside request have no effect", tuple(beside))
+        )
     body = members["request"].value
-    return Envelope("wrapped", body, request, others=others, error=error, warnings=warnings)
+    return Envelope(
+        "wrapped",
+        body,
+        request,
+        others=others,
+        error=error,
+        warnings=tuple(warnings),
+    )
 
 
 def _find_batch_members(raw: bytes) -> tuple[bytes, bytes]:
@@ -229,7 +241,7 @@ def _what_is_wrong(fields: dict[str, Any], number: int) -> RequestError | None:
         if not isinstance(fields.get(name), kind):
             found = show(fields[name]) if name in fields else "absent"
             told = f"{name} of line {number} is {found}; it must be {allowed}"
-            return RequestError("invalid_type", told, name)
+            return RequestError("invalid_type", told + describe_foreign(fields), name)
     has_url = endpoint_of(fields.get("url")) is not None
     for name, values, is_right in (
         ("method", ("POST",), fields.get("method") == "POST"),

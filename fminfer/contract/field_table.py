@@ -61,7 +61,9 @@ def _read_chat_logprobs(name: str, value: Any, most: int) -> bool:
 
 
 def _read_tool_choice(name: str, value: Any, most: int) -> str:
-    if value == "required" or isinstance(value, dict):
+    if value == "required" or (
+        isinstance(value, dict) and value.get("type") not in ("auto", "none")
+    ):
         raise RequestError(
             "unsupported_parameter",
             f"{name} is {show(value)}, which forces a call, and this version cannot do that. Set "

@@ -65,14 +65,19 @@ class Field:
 
     def accepts(self, value: object) -> bool:
         """Tell whether a value of a refused field changes no answer."""
-        if value is None or (self.only is not None and not isinstance(value, self.only)):
+        if value is None or self.is_data(value):
             return True
         return any(is_same(value, each) for each in self.neutral)
+
+    def is_data(self, value: object) -> bool:
+        """Tell whether a value has another type than a wish, as a column of data may have."""
+        return self.only is not None and not isinstance(value, self.only)
 
     def schema(self, most: int = INT64 - 1) -> Schema:
         """Return the JSON Schema of its values, whose `limit` allows numbers up to `most`."""
         if self.only is not None:
-            return {"anyOf": [{"not": {"type": "object"}}, {"enum": list(self.neutral)}]}
+            names: dict[type, str] = {dict: "object", list: "array", str: "string"}
+            return {"anyOf": [{"not": {"type": names[self.only]}}, {"enum": [*self.neutral]}]}
         if self.fate == "refused":
             return allow_null({"enum": list(self.neutral)}) if self.neutral else NULL
         found = self.kind.schema(most)

@@ -13,6 +13,23 @@ from fminfer.core.errors import RequestError
 MAX_CHOICES = 16_384
 # Of a line's logprobs: tokens and alternatives. As objects and JSON one takes 150 to 550 bytes.
 MAX_ENTRIES = 1 << 24
+# What a message or a document may not have beside its text, and the remedy.
+MEDIA = dict.fromkeys(
+    (
+        *("image", "images", "image_url", "image_urls", "image_data", "input_image"),
+        *("video", "videos", "video_url", "input_audio", "audio_url", "attachments", "file_ids"),
+    ),
+    "only text is read. Remove it",
+)
+# Requests of other services by a field of theirs, and what to write instead.
+_FOREIGN = {
+    "inputs": "fminfer calls it prompt, and the fields of parameters stand beside it",
+    "contents": "Gemini calls it so. Write it as messages, each with a role and content",
+    "modelInput": "Bedrock calls it so. Write its fields into an object that is called request",
+    "params": "Anthropic calls it so. Call it body, and give the line a method and a url",
+    "message": "Cohere calls it so. Write it as messages, each with a role and content",
+    "chat_history": "Cohere calls it so. Write it as messages, each with a role and content",
+}
 
 
 def read_prompts(obj: Mapping[str, Any], name: str = "prompt") -> list[str | list[int]]:
@@ -74,6 +91,29 @@ def check_entries(num_tokens: int, num_choices: int, logprobs: int) -> None:
     )
 
 
+def describe_foreign(fields: Mapping[str, Any]) -> str:
+    """Say what another service's field is called here; "": there is none."""
+    return next(
+        (
+            f". {name} is no field of this request: {remedy}"
+            for name, remedy in _FOREIGN.items()
+            if fields.get(name) is not None
+        ),
+        "",
+    )
+
+
+def refuse_keys(fields: Mapping[str, Any], name: str, remedies: Mapping[str, str]) -> None:
+    """Refuse keys of a message or a document, unless they hold nothing, by their remedies."""
+    for key in remedies.keys() & fields.keys():
+        if fields[key]:
+            raise RequestError(
+                "unsupported_parameter",
+                f"{name}.{key} is {show(fields[key])}; {remedies[key]}",
+                f"{name}.{key}",
+            )
+
+
 def _missing(obj: Mapping[str, Any], name: str) -> RequestError:
     if name == "prompt" and obj.get("messages") is not None:
         return RequestError(
@@ -89,7 +129,7 @@ def _missing(obj: Mapping[str, Any], name: str) -> RequestError:
     return RequestError(
         "missing_prompt",
         f"{name} is {found}{meant}; give a string, a list of strings, token ids, or a list of "
-        f"lists of token ids{from_start}",
+        f"lists of token ids{from_start}{describe_foreign(obj) if name == 'prompt' else ''}",
         name,
     )
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
-from fminfer.contract.endpoints import Endpoint
-from fminfer.contract.field_table import FIELDS
+from fminfer.contract.constraint import CONSTRAINTS
+from fminfer.contract.endpoints import Endpoint, tell_endpoint
+from fminfer.contract.field_table import FIELDS, FIELDS_OF_LINES
 from fminfer.contract.fields import INT64, Field, show
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, cut_name
 from fminfer.core.errors import RequestError
@@ -24,18 +26,63 @@ def read_fields(
 
     A null always means the default. With `is_strict` a name that is unknown is an error.
     """
-    table = FIELDS[endpoint]
     found: dict[str, Any] = {}
+    unknown: list[str] = []
     for name, value in fields.items():
-        each = table.get(name)
-        if each is None or value is None:
+        if value is None:
             continue
-        if each.fate == "acted on":
+        each = find_field(name, endpoint)
+        if each is None or each.is_data(value):
+            unknown.append(name)
+        elif each.fate == "acted on":
             most = max_logprobs if each.limit == "logprobs" else INT64 - 1
             found[name] = each.kind.read(name, value, most)
         elif each.fate != "recorded" and not each.accepts(value):
             _refuse(each, value, is_greedy=fields.get("temperature") == 0)
-    return found, _warn_of_unknown(fields, table, is_strict=is_strict)
+    if not unknown:
+        return found, []
+    return found, [_warn_of_unknown(fields, sorted(unknown), endpoint, is_strict=is_strict)]
+
+
+def plain_name(name: str) -> str:
+    """Return a name without what joins its words: `topk` for `top_k`, `topK` and `top-k`."""
+    return name.casefold().replace("_", "").replace("-", "")
+
+
+# By endpoint and plain name, what becomes of other spellings. A server compares a model's name
+# by its right spelling alone.
+_OTHER_SPELLINGS = {
+    endpoint: {
+        plain_name(name): each
+        if each.fate in ("refused", "recorded")
+        else replace(each, fate="refused", ours=name)
+        for name, each in table.items()
+        if name not in ("model", "engine")
+    }
+    for endpoint, table in FIELDS.items()
+}
+# What has no effect beside a request; columns of data often have the names of its contents.
+_PARAMS = {
+    endpoint: {name for name, each in table.items() if each.fate == "acted on"}
+    - (FIELDS_OF_LINES - CONSTRAINTS.keys())
+    for endpoint, table in FIELDS.items()
+}
+
+
+@lru_cache(1024)  # for files with a key of their own on each line
+def find_field(name: str, endpoint: Endpoint) -> Field | None:
+    """Return the field of a name in any spelling; one that is acted on is refused in another."""
+    other = _OTHER_SPELLINGS[endpoint].get(plain_name(name))
+    return FIELDS[endpoint].get(name) or (other and replace(other, name=cut_name(name)))
+
+
+def find_names_beside(fields: Mapping[str, Any], request: Mapping[str, Any]) -> list[str]:
+    """Return parameters that stand beside a request, unless it says the same itself."""
+    return sorted(
+        name
+        for name in fields.keys() & _PARAMS[tell_endpoint(request)]
+        if fields[name] not in (None, request.get(name))
+    )
 
 
 def refuse_others(fields: Mapping[str, Any], known: Collection[str], where: str) -> None:
@@ -61,11 +108,9 @@ def guess(name: str, known: frozenset[str]) -> str:
 
 
 def _warn_of_unknown(
-    fields: Mapping[str, Any], table: Mapping[str, Field], *, is_strict: bool
-) -> list[RowWarning]:
-    if fields.keys() <= table.keys() or not (unknown := unknown_names(fields, table)):
-        return []
-    known = frozenset(name for name, each in table.items() if each.fate != "refused")
+    fields: Mapping[str, Any], unknown: list[str], endpoint: Endpoint, *, is_strict: bool
+) -> RowWarning:
+    known = frozenset(n for n, each in FIELDS[endpoint].items() if each.fate != "refused")
     names = list(map(cut_name, unknown[: MAX_NAMES + 1]))
     if is_strict:
         raise RequestError(
@@ -76,12 +121,12 @@ def _warn_of_unknown(
             names[0],
         )
     names[:MAX_GUESSED] = [name + guess(name, known) for name in names[:MAX_GUESSED]]
-    return [RowWarning("unknown parameters are kept and not acted on", tuple(names))]
+    return RowWarning("unknown parameters are kept and not acted on", tuple(names))
 
 
 def _refuse(each: Field, value: object, *, is_greedy: bool) -> None:
     """Refuse what this version cannot do; without sampling, `do_sample` may be false."""
-    if each.name == "do_sample" and value is False and is_greedy:
+    if plain_name(each.name) == "dosample" and value is False and is_greedy:
         return
     text = f"{each.name} is {show(value)}, and this version cannot do that"
     allowed = " or ".join(["null", *map(json.dumps, each.neutral)])

@@ -8,7 +8,7 @@ from typing import Any
 
 from fminfer.contract.endpoints import OF_DRAWS, URL_OF, Endpoint
 from fminfer.contract.fields import show, wrong_type
-from fminfer.contract.prompts import check_choices, check_text, read_prompts
+from fminfer.contract.prompts import MEDIA, check_choices, check_text, read_prompts, refuse_keys
 from fminfer.contract.read_fields import read_fields
 from fminfer.contract.request import Request, SamplingParams, VectorFacts, VectorWish
 from fminfer.core.errors import RequestError
@@ -16,9 +16,8 @@ from fminfer.core.errors import RequestError
 # Of requests that draw nothing. A text that is too long keeps its beginning.
 POOLED = SamplingParams(max_tokens=0, temperature=0.0, truncation_side="right")
 _PARAMS = ("add_special_tokens", "truncate_prompt_tokens", "truncation_side")
+_OF_DOCUMENTS = MEDIA | {"audio": MEDIA["images"]}
 _ONE_OR_MANY = "a string, or a list of strings"
-# Of a score: what is compared with what, by the names of vLLM's two forms.
-_PAIRS = (("text_1", "text_2"), ("queries", "documents"))
 
 
 def parse_vectors(
@@ -82,7 +81,8 @@ def _read_texts(
         return prompts, [], ("input", "")
     names = ("query", "documents")
     if endpoint == "score":
-        names = next((each for each in _PAIRS if fields.get(each[0]) is not None), _PAIRS[0])
+        first = _choose_name(fields, "text_1", "queries")
+        names = first, _choose_name(fields, "text_2", "documents")
     firsts, seconds = (_read_strings(fields, name) for name in names)
     if len(firsts) != 1 and (len(firsts) != len(seconds) or endpoint == "rerank"):
         raise RequestError(
@@ -95,12 +95,28 @@ def _read_texts(
     return [*firsts], seconds, names
 
 
+def _choose_name(fields: Mapping[str, Any], *names: str) -> str:
+    """Return which of names of one meaning a request has, or the first; refuse several."""
+    present = [name for name in names if fields.get(name) is not None]
+    if len(present) > 1:
+        raise RequestError(
+            "unsupported_parameter",
+            f"{' and '.join(present)} mean the same here. Keep one of them",
+            present[1],
+        )
+    return present[0] if present else names[0]
+
+
 def _read_strings(fields: Mapping[str, Any], name: str) -> list[str]:
     """Return a text, or several; a document of Cohere's form may be an object with its text."""
     value = fields.get(name)
     if value is None:
         raise RequestError("missing_prompt", f"{name} is absent; give {_ONE_OR_MANY}", name)
+    if value == []:
+        raise RequestError("out_of_range", f"{name} is an empty list; give a text", name)
     given = value if isinstance(value, list) else [value]
+    for document in (each for each in given if isinstance(each, dict)):
+        refuse_keys(document, name, _OF_DOCUMENTS)
     found = [each.get("text") if isinstance(each, dict) else each for each in given]
     texts = [check_text(text, name) for text in found if isinstance(text, str)]
     if not texts or len(texts) < len(found):

@@ -315,3 +315,43 @@ def test_defaults_of_a_model() -> None:
     params = chat.params
     assert (params.temperature, params.top_p, params.top_k) == (0.6, 0.9, 5)
     assert params.max_tokens == 64 and chat.fills_context
+
+
+@pytest.mark.parametrize("key", ["images", "image_url", "video", "attachments", "file_ids"])
+def test_media_of_messages_are_refused(key: str) -> None:
+    """Ollama's `images` of a message went to the template, which dropped them."""
+    for role in ("user", "assistant"):
+        error = refused(HELLO, {"role": role, "content": "What is this?", key: ["x"]})
+        assert (error.code, error.param) == ("unsupported_parameter", f"messages[1].{key}")
+    part = {"type": "text", "text": "What is this?", key: "x"}
+    error = refused({"role": "user", "content": [part]})
+    assert error.param == f"messages[0].content[0].{key}"
+    for nothing in (None, [], ""):
+        assert parse(HELLO | {key: nothing}).messages[0]["content"] == "Hello"
+
+
+@pytest.mark.parametrize("key", ["prefix", "partial"])
+def test_a_beginning_is_continued_by_our_own_field(key: str) -> None:
+    """Mistral's, DeepSeek's and Kimi's `prefix` and `partial` got a new answer."""
+    begun = {"role": "assistant", "content": "It is", key: True}
+    error = refused(HELLO, begun)
+    assert error.param == f"messages[1].{key}"
+    for told in ('"continue_final_message": true', '"add_generation_prompt": false'):
+        assert told in error.message
+    parse(HELLO, begun, continue_final_message=True, add_generation_prompt=False)
+    parse(HELLO, begun | {key: False})
+    parse(HELLO, begun, HELLO)  # the past is taken as it was
+
+
+def test_an_object_of_tool_choice_that_forces_nothing() -> None:
+    """It was said to force a call."""
+    for kind in ("auto", "none"):
+        error = refused(tool_choice={"type": kind})
+        assert "forces" not in error.message and '"auto", "none"' in error.message
+    assert "forces a call" in refused(tool_choice={"type": "any"}).message
+
+
+def test_other_services_requests_are_told_what_their_fields_are_called() -> None:
+    for fields in ({"contents": [{"parts": []}]}, {"message": "x", "chat_history": []}):
+        with pytest.raises(RequestError, match=f"{next(iter(fields))} is no field.*messages"):
+            parse_chat(fields, max_logprobs=5)

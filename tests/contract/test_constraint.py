@@ -154,6 +154,14 @@ REFUSED: list[tuple[Fields, str, str]] = [
     ({"response_format": {"type": "grammar"}}, "response_format", "structured_outputs"),
     ({"response_format": {"type": "structural_tag"}}, "response_format", "structured_outputs"),
     ({"response_format": {"type": "text", "schema": {}}}, "response_format", '"schema"'),
+    *(  # the advice was to leave the schema out
+        (
+            {"response_format": {"type": kind, "json_schema": {"schema": {}}}},
+            "response_format",
+            'Write "type": "json_schema"',
+        )
+        for kind in ("json_object", "text")
+    ),
     ({"response_format": {"type": "json_schema"}}, "response_format", "no schema"),
     (as_format(name="n"), "response_format.json_schema", "no schema"),
     (as_format(schema=SCHEMA, strikt=True), "response_format.json_schema", '"strikt"'),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -12,6 +13,7 @@ import pytest
 from fminfer.contract.endpoints import OF_DRAWS, Endpoint
 from fminfer.contract.field_table import FIELDS
 from fminfer.contract.fields import Field
+from fminfer.contract.read_fields import find_field, plain_name, read_fields
 from fminfer.contract.refused_fields import REFUSED
 from fminfer.contract.request import DEFAULTS, parse_request
 from fminfer.core.errors import RequestError
@@ -70,7 +72,7 @@ truncate_dim truncate_prompt_tokens truncation truncation_direction use_activati
 """
 # Of completions and chat: wishes in the wrong place, and other tools' names.
 MISPLACED = """
-begin_suppress_tokens extra_body forced_decoder_ids format generationConfig generation_config
+begin_suppress_tokens extra_body forced_decoder_ids format generation_config
 guided_decoding images input instructions json_mode keep_alive lora_request max_output_tokens
 max_length mirostat mirostat_tau no_repeat_ngram_size num_beams num_ctx num_predict options
 parameters random_seed reasoning repeat_penalty response_mime_type response_schema sampling_params
@@ -96,6 +98,132 @@ def test_endpoints_of_a_kind_know_the_same_names() -> None:
     assert len(vectors) > 3
     for endpoint in vectors:
         assert FIELDS[endpoint].keys() == FIELDS["embeddings"].keys()
+
+
+def in_camel_case(name: str) -> str:
+    first, *others = name.split("_")
+    return first + "".join(map(str.capitalize, others))
+
+
+@pytest.mark.parametrize("spell", [in_camel_case, str.upper, lambda name: name.replace("_", "-")])
+@pytest.mark.parametrize("endpoint", get_args(Endpoint))
+def test_a_field_in_any_spelling_is_no_unknown_name(
+    endpoint: Endpoint, spell: Callable[[str], str]
+) -> None:
+    """`repetitionPenalty`, `toolChoice`, `inputType` and others were kept and not acted on."""
+    num_refused = 0
+    for name, each in FIELDS[endpoint].items():
+        spelling = spell(name)
+        if spelling in FIELDS[endpoint] or name in ("model", "engine"):
+            continue
+        fields = {spelling: [{}] if each.only is list else "x" if each.only is str else {"a": [{}]}}
+        if each.fate == "recorded":
+            assert read_fields(fields, endpoint, max_logprobs=5, is_strict=True) == ({}, [])
+            continue
+        with pytest.raises(RequestError) as caught:
+            read_fields(fields, endpoint, max_logprobs=5, is_strict=False)
+        assert (caught.value.code, caught.value.param) == ("unsupported_parameter", spelling)
+        ours = each.ours or (name if each.fate in ("acted on", "served") else "")
+        remedy = f"calls that {ours}. Rename it" if ours else each.help
+        assert remedy in caught.value.message
+        num_refused += 1
+        for value in (None, *each.neutral):
+            fields = {spelling: value}
+            assert read_fields(fields, endpoint, max_logprobs=5, is_strict=True) == ({}, [])
+    assert num_refused > 50
+
+
+def test_no_two_fields_differ_in_spelling_alone() -> None:
+    for table in FIELDS.values():
+        assert len({plain_name(name) for name in table}) == len(table)
+
+
+def test_another_spelling_of_do_sample_may_be_false_without_sampling() -> None:
+    """What passes for a name passes for its other spellings."""
+    asked = {"prompt": "x", "temperature": 0, "doSample": False}
+    assert not parse_request(asked, max_logprobs=5).warnings
+    with pytest.raises(RequestError, match="doSample is false"):
+        parse_request(asked | {"temperature": 1}, max_logprobs=5)
+
+
+@pytest.mark.parametrize("name", ["temprature", "max_token", "Model", "topk2"])
+def test_a_misspelling_stays_a_warning(name: str) -> None:
+    (warning,) = parse_request({"prompt": "x", name: 1}, max_logprobs=5).warnings
+    assert warning.names[0].startswith(name)
+
+
+# Names that other services act on, and that are plain words: their type says whether they wish.
+COLUMNS: tuple[tuple[Endpoint, str, object, object], ...] = (
+    ("completions", "options", "A or B", {"num_predict": 1}),
+    ("completions", "text", "a text", {"format": {"type": "json_object"}}),
+    ("completions", "history", "a story", [{"role": "user"}]),
+    ("completions", "chat_history", "a story", ["hello"]),
+    ("chat", "message", "hello", {"role": "user", "content": "x"}),
+    ("completions", "config", "v2", {"temperature": 0}),
+    ("completions", "sampling", "random", {"top_k": 1}),
+    ("completions", "constraints", ["no commas"], {"json": {}}),
+    ("classify", "labels", "positive", ["positive", "negative"]),
+    ("classify", "classes", 3, ["positive"]),
+    ("score", "similarity", 0.8, "dot"),
+    ("score", "metric", 0.8, "dot"),
+)
+
+
+@pytest.mark.parametrize(("endpoint", "name", "data", "wish"), COLUMNS)
+def test_a_column_of_data_stays_and_is_named(
+    endpoint: Endpoint, name: str, data: object, wish: object
+) -> None:
+    """Data in `options` or `text` passed without the warning that any other column gets."""
+    _, (warning,) = read_fields({name: data}, endpoint, max_logprobs=5, is_strict=False)
+    assert warning.names == (name,) or warning.names[0].startswith(f"{name} (")
+    with pytest.raises(RequestError) as caught:
+        read_fields({name: wish}, endpoint, max_logprobs=5, is_strict=False)
+    assert caught.value.param == name
+
+
+# Of llama.cpp, text-generation-webui, TGIS, NVIDIA's NIM, Cohere, Mistral, Gemini and others.
+NEWER_WISHES = """
+response_json_schema guided_json_schema response_model format_schema nvext grammar_lazy
+grammar_triggers antiprompt ignore_eos_token ban_tokens eos_token input_prefix input_suffix greedy
+decoding_method max_generated_tokens adapters lora_name extra_json prefill response_prefix
+assistant_prefix data_sources file_ids attachments search_queries_only cachedContent config sampling
+kwargs constraint constraints chat_history history message guidedJson structuredOutputs
+responseFormat repetitionPenalty repeatPenalty logitBias maxNewTokens maxCompletionTokens nPredict
+negativePrompt systemPrompt toolChoice reasoningEffort enableThinking thinkingBudget
+generationConfig topK maxTokens maxOutputTokens responseSchema
+safetySettings stopSequences candidateCount
+"""
+NEWER_WISHES_OF_VECTORS = """
+dim dims embed_dim matryoshka_dim quantization l2_normalize normalise multi_vector sparse
+normalization doc_prefix text_pair labels classes problem_type pairs metric similarity inputType
+promptName poolingType outputDtype topN topK rankFields rawScores scoreThreshold minScore
+returnDocuments taskType embeddingTypes outputDimensionality
+"""
+
+
+@pytest.mark.parametrize("endpoint", get_args(Endpoint))
+def test_newer_wishes_of_other_services_are_refused(endpoint: Endpoint) -> None:
+    """They were answered as if they were not there, with a line in the log at most."""
+    names = NEWER_WISHES if endpoint in OF_DRAWS else NEWER_WISHES_OF_VECTORS
+    for name in names.split():
+        known = find_field(name, endpoint)
+        assert known is not None, name
+        if known.fate != "acted on":  # normalise is no name of ours, and topN of a ranking is
+            value = {list: ["x"], str: "x"}.get(known.only, {"a": 1})  # type: ignore[arg-type]
+            with pytest.raises(RequestError) as caught:
+                read_fields({name: value}, endpoint, max_logprobs=5, is_strict=False)
+            assert caught.value.param == name
+
+
+def test_what_a_refusal_of_vectors_says() -> None:
+    """top_k of classes was sent to rankings, and embd_normalize 2 to a field that is a switch."""
+    for endpoint, name, value, remedy in (
+        ("classify", "top_k", 3, "Each class has its probability"),
+        ("embeddings", "embd_normalize", 2, '"normalize": true'),
+        ("embeddings", "dims", 3, "calls that dimensions"),
+    ):
+        with pytest.raises(RequestError, match=remedy):
+            read_fields({name: value}, endpoint, max_logprobs=0, is_strict=False)
 
 
 @pytest.mark.parametrize("value", ["A or B", ["A", "B"], 3, True])

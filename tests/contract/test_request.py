@@ -284,7 +284,8 @@ WISHES = {
 @pytest.mark.parametrize("name", sorted(WISHES))
 def test_a_wish_of_other_tools_is_refused_on_both_endpoints(name: str) -> None:
     """Completions answered them as if they were not there."""
-    wish = {name: {"choice": ["yes", "no"]}}
+    value = {"choice": ["yes", "no"]}
+    wish = {name: [value] if FIELDS["chat"][name].only is list else value}
     error = refused({"prompt": "x"} | wish)
     assert (error.code, error.param) == ("unsupported_parameter", name)
     messages = [{"role": "user", "content": "x"}]

@@ -415,3 +415,44 @@ def test_the_examples_are_of_all_shapes() -> None:
     for name, shape in [("plain", "bare"), ("wrapped", "wrapped"), ("batch", "batch")]:
         lines = (folder / f"{name}.jsonl").read_bytes().splitlines()
         assert {open_envelope(Line(0, 1, line)).shape for line in lines} == {shape}
+
+
+@pytest.mark.parametrize(
+    ("line", "param", "told"),
+    [
+        ({"inputs": "x", "parameters": {"max_new_tokens": 2}}, "prompt", "inputs is no field"),
+        ({"recordId": "a", "modelInput": {"prompt": "x"}}, "prompt", "modelInput is no field"),
+        ({"key": "a", "request": {"contents": [{}]}}, "prompt", "contents is no field"),
+        ({"custom_id": "a", "params": {"messages": []}}, "body", "params is no field"),
+        ({"message": "x", "chat_history": []}, "prompt", "Cohere"),
+    ],
+)
+def test_a_line_of_another_service_is_told_what_its_field_is_called(
+    line: dict[str, Any], param: str, told: str
+) -> None:
+    """The message named the missing field alone."""
+    (record,) = run(line)
+    assert record.error is not None and record.error.param == param
+    assert told in record.error.message
+
+
+def test_parameters_beside_a_request_are_named() -> None:
+    """They had no effect, and nothing said so."""
+    kind = "parameters that stand beside request have no effect"
+    request = {"prompt": ">", "max_tokens": 1, "temperature": 0}
+    beside = {"temperature": 1, "max_tokens": 5, "response_format": {"type": "json_object"}}
+    columns = {"prompt": "a question", "messages": [], "model": "m", "note": 1, "seed": None}
+    bench = Bench()
+    (record,) = run({"request": request} | beside | columns, bench=bench)
+    assert record.error is None and record.to_dict()["max_tokens"] == 5
+    assert [*bench.intake.warnings.to_dict()] == [
+        f"{kind}: max_tokens, response_format, temperature"
+    ]
+    bench = Bench()
+    run({"request": request} | columns | {"temperature": 0}, bench=bench)
+    assert not bench.intake.warnings.to_dict()
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    envelope = open_envelope(
+        Line(0, 1, json.dumps({"request": chat, "top_logprobs": 3, "echo": True}).encode())
+    )
+    assert [warning.names for warning in envelope.warnings] == [("top_logprobs",)]

@@ -472,3 +472,43 @@ def test_a_query_that_is_too_long_is_named(embedding: Pair) -> None:
         ({"text_1": ["w1", LONG], "text_2": ["w1", "w2"]}, "text_1[1]"),
     ):
         assert refusal(embedding[0], fields).message.startswith(f"{place}: the prompt has ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"text_1": "w1", "queries": "w2", "text_2": "w3"}, "queries"),
+        ({"text_1": "w1", "text_2": "w2", "documents": "w3"}, "documents"),
+        ({"queries": "w1", "documents": "w2", "text_2": "w3"}, "documents"),
+        ({"query": "w1", "documents": [{"text": "w2", "image": "http://x"}]}, "documents.image"),
+        ({"query": "w1", "documents": [{"text": "w2", "audio": "http://x"}]}, "documents.audio"),
+        ({"query": {"text": "w1", "image": "x"}, "documents": ["w2"]}, "query.image"),
+        ({"text_1": "w1", "text_2": [{"text": "w2", "video_url": "x"}]}, "text_2.video_url"),
+    ],
+)
+def test_nothing_that_is_to_be_compared_is_dropped(
+    embedding: Pair, fields: dict[str, Any], param: str
+) -> None:
+    """One of two texts, and images beside a text, were left out in silence."""
+    error = refusal(embedding[0], fields)
+    assert (error.code, error.param) == ("unsupported_parameter", param)
+
+
+def test_both_names_of_a_side_may_be_mixed(embedding: Pair) -> None:
+    """`queries` beside `text_2` was told that documents are absent."""
+    engine, _ = embedding
+    expected = result(engine, {"text_1": "w1 w2", "text_2": ["w3", "w4 w5"]})
+    for first in ("text_1", "queries"):
+        for second in ("text_2", "documents"):
+            found = result(engine, {first: "w1 w2", second: ["w3", "w4 w5"]})
+            assert found["data"] == expected["data"]
+
+
+def test_an_empty_list_of_texts_is_called_empty(embedding: Pair) -> None:
+    """It was said to be a list that must be a list."""
+    for fields, name in (
+        ({"query": "w1", "documents": []}, "documents"),
+        ({"text_1": "w1", "text_2": []}, "text_2"),
+    ):
+        error = refusal(embedding[0], fields)
+        assert error.param == name and "is an empty list" in error.message

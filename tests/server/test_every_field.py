@@ -38,6 +38,12 @@ def refused(endpoint: Endpoint) -> list[Field]:
     return [each for each in found if each.name not in ("prompt", "messages")]
 
 
+def wish_of(each: Field) -> dict[str, Any]:
+    """Return a request's field with a value that no field takes, of the type of a wish."""
+    values: dict[type | None, object] = {list: [WISH], str: "wish"}
+    return {each.name: values.get(each.only, WISH)}
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     engine = fminfer.Engine(dtype="float32", max_rows=64)
@@ -55,7 +61,7 @@ def test_a_wish_is_refused_on_every_route(server: Running, path: str) -> None:
         if each.name == own:
             continue
         for more in ({}, {"stream": True}) if path == URLS[endpoint] else ({},):
-            answer = server.post(path, BODIES[endpoint] | more | {each.name: WISH})
+            answer = server.post(path, BODIES[endpoint] | more | wish_of(each))
             assert answer.status == 400, (each.name, answer.body)
             assert answer.error["code"] == "unsupported_parameter"
             assert answer.error["param"] == each.name
@@ -79,13 +85,14 @@ def test_neutral_values_and_recorded_fields_change_nothing(
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 def test_a_wish_is_refused_in_batches_and_files(server: Running, endpoint: Endpoint) -> None:
-    names = [each.name for each in refused(endpoint)]
+    wishes = [wish_of(each) for each in refused(endpoint)]
+    names = [name for wish in wishes for name in wish]
     lines = [
         json.dumps(
             {"custom_id": name, "method": "POST", "url": URLS[endpoint]}
-            | {"body": BODIES[endpoint] | {name: WISH}}
+            | {"body": BODIES[endpoint] | wish}
         ).encode()
-        for name in names
+        for name, wish in zip(names, wishes, strict=True)
     ]
     lines.append(batch_line("good", URLS[endpoint], **BODIES[endpoint]))
     batch = wait_for_end(server, create(server, lines, endpoint=URLS[endpoint]))
@@ -96,8 +103,39 @@ def test_a_wish_is_refused_in_batches_and_files(server: Running, endpoint: Endpo
     found = {row["custom_id"]: row["response"]["body"]["error"]["param"] for row in errors}
     assert found == {name: name for name in names}
     with fminfer.Engine(dtype="float32") as engine:
-        records = list(engine.run([BODIES[endpoint] | {name: WISH} for name in names]))
+        records = list(engine.run([BODIES[endpoint] | wish for wish in wishes]))
     assert [record.error and record.error.param for record in records] == names
+
+
+SPELLINGS: dict[str, object] = {
+    **{
+        "repetitionPenalty": 1.3,
+        "topK": 5,
+        "toolChoice": "required",
+        "Stream": True,
+        "n-predict": 3,
+    },
+    **{"guidedJson": {"type": "object"}, "responseJsonSchema": {"type": "object"}},
+}
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_another_spelling_is_refused_wherever_it_is_sent(
+    server: Running, endpoint: Endpoint
+) -> None:
+    """`repetitionPenalty` was answered as if it were not there, and `topK` was refused."""
+    url, body = URLS[endpoint], BODIES[endpoint]
+    for name, value in SPELLINGS.items():
+        for more in ({}, {"stream": True}):
+            answer = server.post(url, body | more | {name: value})
+            assert (answer.status, answer.error["param"]) == (400, name)
+    lines = [batch_line(name, url, **body, **{name: value}) for name, value in SPELLINGS.items()]
+    batch = wait_for_end(server, create(server, lines, endpoint=url))
+    assert batch["request_counts"]["failed"] == len(SPELLINGS)
+    with fminfer.Engine(dtype="float32") as engine:
+        requests = [body | {name: value} for name, value in SPELLINGS.items()]
+        records = list(engine.run(requests))
+    assert [record.error and record.error.param for record in records] == [*SPELLINGS]
 
 
 @pytest.fixture(scope="module")
@@ -117,13 +155,13 @@ def test_no_wish_for_vectors_is_ignored(endpoint: Endpoint, folders: dict[str, P
     wishes = [each for each in refused(endpoint) if each.name not in ("query", "queries", "input")]
     wishes = [each for each in wishes if not each.name.startswith("text_")]
     with fminfer.Engine(str(folder), dtype="float32") as engine:
-        records = list(engine.run([body | {each.name: WISH} for each in wishes]))
+        records = list(engine.run([body | wish_of(each) for each in wishes]))
         told = [record.error and record.error.param for record in records]
         assert told == [each.name for each in wishes]
         with running(engine) as server:
             plain = {**server.post(path, body).json, "id": "", "created": 0}
             for each in wishes:
-                answer = server.post(path, body | {each.name: WISH})
+                answer = server.post(path, body | wish_of(each))
                 assert answer.status == 400, (each.name, answer.body)
                 assert answer.error["code"] == "unsupported_parameter"
                 assert answer.error["param"] == each.name
