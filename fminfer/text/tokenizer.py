@@ -35,7 +35,7 @@ class Tokenizer:
     """
 
     has_words = True  # otherwise ids have no text
-    note = ""  # what the user is to know of its files
+    note = ""  # a line for the user about its files
 
     def __init__(self, hf: Any | None) -> None:
         backend = _byte_tokenizer() if hf is None else getattr(hf, "backend_tokenizer", None)
@@ -70,7 +70,7 @@ class Tokenizer:
 
     @cached_property
     def added_ids(self) -> tuple[list[int], list[int]]:
-        """The ids in front of each text and behind it, which belong to none of its characters."""
+        """The special tokens that are added before each text and after it."""
         bare = self._ids("a", False)
         whole = self._ids("a", True)
         front = whole.index(bare[0]) if bare else len(whole)
@@ -115,7 +115,7 @@ class Tokenizer:
             if (folder / "config.json").exists() or (folder / "tokenizer_config.json").exists():
                 config = None
             hf = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
-        except Exception as error:  # classes that do not fit their file raise anything
+        except Exception as error:  # a class that does not fit its file may raise anything
             _refuse_cut_files(folder)
             raise CheckpointError(f"{folder} has no usable tokenizer: {error}") from error
         note = ""
@@ -314,7 +314,7 @@ def _refuse_cut_files(folder: Path) -> None:
 
 
 def _find_class(folder: Path) -> str | None:
-    """Return the class of a tokenizer that a folder's configs name."""
+    """Return the tokenizer class that a folder's configs name; None: they name none."""
     for name in ("tokenizer_config.json", "config.json"):
         with suppress(OSError, ValueError, KeyError, TypeError):
             return str(json.loads((folder / name).read_bytes())["tokenizer_class"])
