@@ -39,9 +39,9 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
     fminfer check requests.jsonl --model-name /models/opt-175b --world-size 8 --device-memory 80G
     fminfer check requests.jsonl --random-init bloom-176b --plan --device-kind h200 --num-devices 8
 
-    It checks lines as `fminfer run` does, with the same messages: each once, with the numbers of
-    its lines. It counts their tokens, and shows
-    the first prompt as the model will see it. It reads no weights.
+    It checks lines as `fminfer run` does, with the same messages. It prints each message once, with
+    the numbers of its lines. It counts their tokens, and shows the first prompt as the model will
+    see it. It reads no weights.
 
     A table shows the memory that each rank takes, and how much KV cache fits beside the weights.
     --device-memory plans for another machine. Memory and micro-batches are upper bounds, as if
@@ -92,7 +92,7 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
 
 
 class _Errors:
-    """Tells wrong lines by reason, or each. For JSON they go to a file, of any number."""
+    """Prints wrong lines by reason, or each by itself. For JSON all go to a file."""
 
     def __init__(self, inputs: list[Path], spool: BinaryIO, asked: CheckOptions) -> None:
         self._inputs, self._spool, self._asked = inputs, spool, asked
@@ -121,7 +121,7 @@ class _Errors:
             self._refusals.add(record.line.source, record.line.number, text, error.param)
 
     def tell_rest(self) -> None:
-        """Print what was not told as it was met."""
+        """Print the reasons that were gathered."""
         for line in self._refusals.lines():
             show(line)
 

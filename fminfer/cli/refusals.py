@@ -1,4 +1,4 @@
-"""Wrong lines by reason: one sentence for each, with the numbers of its lines."""
+"""Groups wrong lines by reason: one sentence for each reason, with the numbers of its lines."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from fminfer.core.quantities import counted
 
 MAX_TOLD = 20  # reasons that `fminfer check` prints
-MOST_RANGES = 12  # of lines, in a sentence
-VALUES = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d[\d.,]*')  # by which alike messages may differ
+MOST_RANGES = 12  # of line numbers in a sentence
+VALUES = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d[\d.,]*')  # what may differ in messages of one reason
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class Refusal:
     ranges: list[list[int]] = field(default_factory=list)  # source, first and last number
 
     def add(self, source: int, number: int) -> None:
-        """Add a line; beyond some ranges it only counts."""
+        """Add a line. Beyond MOST_RANGES it is only counted."""
         self.num_lines += 1
         last = self.ranges[-1] if self.ranges else [-1, 0, 0]
         if [source, number - 1] == [last[0], last[2]]:
@@ -32,7 +32,7 @@ class Refusal:
             self.ranges.append([source, number, number])
 
     def to_text(self, files: Sequence[Path]) -> str:
-        """Return it with the place of its first line, and the numbers of all."""
+        """Return the message with the place of the first line, and the numbers of all lines."""
         home, number, _ = self.ranges[0]
         text = f"{files[home]}:{number}: {self.text}"
         if self.num_lines == 1:
@@ -52,10 +52,10 @@ class Refusals:
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
         self._found: dict[tuple[str, str | None], Refusal] = {}
-        self._num_others = 0  # lines for reasons beyond those that are told
+        self._num_others = 0  # lines of reasons beyond MAX_TOLD
 
     def add(self, source: int, number: int, text: str, param: str | None) -> None:
-        """Add a line, by the place of its file among the inputs and its number there."""
+        """Add a line, by its file's index among the inputs and its number in that file."""
         key = VALUES.sub("0", text), param
         if key not in self._found and len(self._found) == MAX_TOLD:
             self._num_others += 1

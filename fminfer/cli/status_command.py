@@ -31,8 +31,8 @@ def status(paths: tuple[Path, ...], is_json: bool) -> None:
 
     It reads the files that runs leave beside their outputs, and does not disturb the runs. It
     counts the files of a folder that a run over it answers, and looks through the folders below. It
-    counts rows without an answer by error code. The time left assumes that the runs that live now
-    go on, and no others.
+    counts rows without an answer by error code. The time left assumes that the runs that are now at
+    work go on, and that no others begin.
     """
     for path in paths:
         for overview in look_over(path):

@@ -309,7 +309,7 @@ OWN_FORMS = (
 _BY_NAME = {form.name: form for form in OWN_FORMS}
 
 
-# How many kernels of plain torch make floats of blocks, and the bytes a number that they move.
+# Kernels of plain torch that make floats of blocks, and the bytes that they move for a number.
 UNPACKING: dict[str, tuple[int, float]] = {
     "Q8_0": (5, 19.4),
     "Q4_0": (9, 31.4),

@@ -50,7 +50,7 @@ class Relative:
 
     @property
     def num_exact(self) -> int:
-        """How many distances have a bucket each, from 0 on."""
+        """How many distances, from 0 on, have a bucket of their own."""
         return (self.buckets if self.is_causal else self.buckets // 2) // 2
 
 
@@ -215,7 +215,7 @@ class Pooling:
     readings: tuple[Reading, ...] = ()
     is_normalized: bool = False  # to length 1
     is_scored: bool = False  # the vector is the logits of classes
-    padding_id: int | None = None  # of "last": no token with this id is the last one
+    padding_id: int | None = None  # for "last": tokens with this id are skipped
 
 
 @dataclass(slots=True, frozen=True)
@@ -228,9 +228,9 @@ class Encoder:
     num_positions: int = 0  # rows of a table of learned positions; 0: no such table
     position_offset: int = 0  # the row of position 0
     num_types: int = 0  # rows of a table of token types (BERT's segments)
-    padding_id: int | None = None  # a token with this id has no position (RoBERTa)
+    padding_id: int | None = None  # tokens with this id get no position (RoBERTa)
     pooling: Pooling | None = None  # None: there is a decoder
-    has_embed: bool = False  # it may have an embedding of its own beside the decoder's
+    has_embed: bool = False  # whether it may have an embedding of its own
 
 
 @dataclass(slots=True, frozen=True)

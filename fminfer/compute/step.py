@@ -229,8 +229,8 @@ def text_positions(ids: Column, lengths: Column, padding_id: int | None) -> Colu
     """Return each token's position in its prompt, (tokens,) int64.
 
     Args:
-        padding_id: tokens with this id stand at -1 and are not counted, as RoBERTa was trained;
-            None: all tokens are counted.
+        padding_id: tokens with this id get -1 and are not counted, as RoBERTa was trained. None:
+            all tokens are counted.
     """
     if padding_id is None:
         return ranges(0 * lengths, lengths)
@@ -242,7 +242,7 @@ def text_positions(ids: Column, lengths: Column, padding_id: int | None) -> Colu
 
 
 def last_tokens(ids: Column, lengths: Column, padding_id: int | None) -> Column:
-    """Return each prompt's last token that is no padding, or its first one: (prompts,) int64."""
+    """Return the index of each prompt's last token but padding, else its first: (prompts,)."""
     starts = lengths.cumsum() - lengths
     places = np.arange(len(ids))
     if padding_id is not None:

@@ -18,9 +18,9 @@ Tensors = tuple[torch.Tensor, ...]
 Matrix = Literal["product", "moved", "head", "embedding", "router"]
 Use = Matrix | Literal["choice", "norm", "norm_bias", "bias", "other"]
 USES: tuple[Use, ...] = (*get_args(Matrix), "choice", "norm", "norm_bias", "bias", "other")
-# Numbers that become floats at once. Few fit a CPU's caches; many take few kernels of a GPU.
+# Numbers that become floats at a time: few, to fit a CPU's caches; many, for few GPU kernels.
 DEQUANTIZED_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 25}
-DEQUANTIZED_BYTES = 12  # of each of them, at most: copies
+DEQUANTIZED_BYTES = 12  # for each number, at most, in temporary copies
 KERNEL_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # what the CPU's kernels compute in
 
 

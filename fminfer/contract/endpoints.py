@@ -55,6 +55,6 @@ def endpoint_of(url: object) -> Endpoint | None:
 def without_spare_slashes(path: str) -> str:
     """Return a path with single slashes, and none at its end: `/v1/score` for `//v1/score/`.
 
-    They come of a base URL that ends with one.
+    Double slashes come of a base URL that ends with one.
     """
     return re.sub("//+", "/", path).rstrip("/") or "/"

@@ -321,9 +321,9 @@ _OF_VECTORS = (
     *_RECORDED,
     *_fields(
         _TEXT,
-        prompt_name="Which of the model's own prompts stands before each text, and before the "
-        "first of a pair that is read together. Token ids have none. Default: the one that the "
-        "model names, or none.",
+        prompt_name="The name of one of the model's own prompts. It stands before each text, and "
+        "before the first text of a pair. Token ids take none. Default: the model's default "
+        "prompt, if it has one.",
     ),
     *_fields(_SWITCH, add_special_tokens="false: no special tokens around a text."),
     *_fields(
@@ -360,7 +360,7 @@ _OF_SCORES = (
     *_fields(
         _SWITCH,
         default=True,
-        use_activation="false: scores and classes are logits; refused of models of vectors.",
+        use_activation="false: scores and classes are logits. Embedding models refuse it.",
     ),
 )
 _RERANKED = tuple(each for each in _COMPARED if each.name in ("query", "documents"))

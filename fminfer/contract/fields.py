@@ -59,7 +59,7 @@ class Field:
     default: object = None  # what its absence means; None: `SamplingParams` or `help` says it
     neutral: tuple[object, ...] = ()  # of a refused one: values that are accepted beside null
     ours: str = ""  # of a refused one: our name of the same thing
-    only: type | None = None  # of a refused one: values of other types are data, and no wish
+    only: type | None = None  # of a refused one: only values of this type are refused
     is_required: bool = False
     column: str = ""  # numpy's type of its column in a step's draws; "": it has none
 

@@ -97,7 +97,7 @@ def refuse_others(fields: Mapping[str, Any], known: Collection[str], where: str)
 
 
 def unknown_names(fields: Mapping[str, Any], known: Collection[str]) -> list[str]:
-    """Return the names that are not known, in order; a null wishes nothing."""
+    """Return the names that are not known, in order; nulls are ignored."""
     return sorted(name for name in fields.keys() - known if fields[name] is not None)
 
 

@@ -1,9 +1,9 @@
-"""Fields of other tools, by endpoint, that nobody acts on, and what to do instead.
+"""Unsupported fields of other tools, by endpoint, and what to do instead.
 
-They are those of OpenAI, vLLM, SGLang, llama.cpp, Ollama, text-generation-inference and
+The other tools are OpenAI, vLLM, SGLang, llama.cpp, Ollama, text-generation-inference and
 text-embeddings-inference, Gemini, Anthropic, Cohere, Jina, Voyage, Infinity and
-sentence-transformers. A value that asks for nothing passes. Any other one is an error, so that
-no wish is dropped. A new endpoint needs an entry in `REFUSED`.
+sentence-transformers. A value that changes nothing is accepted. Any other value is an error, for
+an ignored field would change answers unseen. A new endpoint needs an entry in `REFUSED`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ANY = as_it_is(ANYTHING)
 def _refused(
     remedy: str, neutral: list[object], *names: str, ours: str = "", only: type | None = None
 ) -> Iterator[Field]:
-    """Yield fields that nobody acts on, and the values of each that change nothing."""
+    """Yield unsupported fields, with the values that change nothing."""
     for name in names:
         yield Field(
             name, _ANY, remedy, fate="refused", neutral=tuple(neutral), ours=ours, only=only
@@ -32,12 +32,12 @@ def recorded(*names: str) -> Iterator[Field]:
         yield Field(name, _ANY, "Changes no answer.", fate="recorded")
 
 
-_INSIDE = "Its fields stand in the request itself, by the names of docs/contract.md"
-_COLUMN = "A column of data stands beside a `request` object"
+_INSIDE = "Put its fields into the request itself, by the names in docs/contract.md"
+_COLUMN = "Put a column of data beside a `request` object"
 _SCHEMA = "response_format or structured_outputs asks for JSON"
-_THOUGHT = "A chat's chat_template_kwargs switch thinking; max_tokens limits the whole answer"
-_SYSTEM = f"In chat, a message of the role system says it. {_COLUMN}"
-_CONTEXT = "A run takes it as --max-model-len"
+_THOUGHT = "In chat, chat_template_kwargs switch thinking; max_tokens limits the whole answer"
+_SYSTEM = f"In chat, give a message with the role system. {_COLUMN}"
+_CONTEXT = "Give it to the run as --max-model-len"
 _WEIGHTS = "A run has one model; merge an adapter into it"
 _BEAMS = "best_of returns the likeliest of several"
 _BIAS = "logit_bias and bad_words ban tokens; allowed_token_ids allows them"
@@ -47,13 +47,13 @@ _END = "ignore_eos, stop and stop_token_ids say where an answer ends"
 # Of completions and chat alike.
 _OF_DRAWS = (
     *_refused("structured_outputs takes json, regex, choice or grammar", [""], "structural_tag"),
-    *_refused('In completions, "echo": true with logprobs gives them', [], "prompt_logprobs"),
-    *_refused("logprobs tells the likeliest tokens", [], "logprob_token_ids"),
-    *_refused("logprobs tells the likeliest tokens", [0], "n_probs", "top_n_tokens"),
-    *_refused("logprobs tells the likeliest tokens", [0], "top_logprobs_num"),
-    *_refused("logprobs tells them", [False], "return_logprob", "output_scores"),
-    *_refused("logprobs tells them", [False], "response_logprobs"),
-    *_refused('In completions, "echo": true with logprobs gives them', [False], "output_logits"),
+    *_refused('In completions, "echo": true with logprobs returns them', [], "prompt_logprobs"),
+    *_refused("logprobs returns the likeliest tokens", [], "logprob_token_ids"),
+    *_refused("logprobs returns the likeliest tokens", [0], "n_probs", "top_n_tokens"),
+    *_refused("logprobs returns the likeliest tokens", [0], "top_logprobs_num"),
+    *_refused("logprobs returns them", [False], "return_logprob", "output_scores"),
+    *_refused("logprobs returns them", [False], "response_logprobs"),
+    *_refused('In completions, "echo": true with logprobs returns them', [False], "output_logits"),
     *_refused("", [False], "decoder_input_details", "post_sampling_probs", "flat_logprobs"),
     *_refused("", [False], "output_hidden_states", "output_attentions", "return_hidden_states"),
     *_refused("return_token_ids adds the ids", [False], "return_tokens_as_token_ids"),
@@ -106,8 +106,8 @@ _OF_DRAWS = (
     *_refused("repetition_penalty counts the whole text", [0], "repetition_penalty_range"),
     *_refused("repetition_penalty counts the whole text", [0], "rep_pen_range"),
     *_refused("repetition_penalty counts the whole text", [-1], "penalty_last_n"),
-    *_refused("docs/contract.md, 7, tells their order", [[]], "samplers", "sampler_order"),
-    *_refused("docs/contract.md, 7, tells their order", [[]], "sampler_priority"),
+    *_refused("Section 7 of docs/contract.md has their order", [[]], "samplers", "sampler_order"),
+    *_refused("Section 7 of docs/contract.md has their order", [[]], "sampler_priority"),
     *_refused("", [""], "negative_prompt"),
     *_refused("Answers are text", [["text"]], "modalities", "response_modalities"),
     *_refused("Answers are text", [], "audio"),
@@ -121,10 +121,10 @@ _OF_DRAWS = (
     *_refused("", [], "conversation", only=dict),
     *_refused("", [[]], "transforms", "plugins", "safety_settings"),
     *_refused("A model's reasoning is a part of its text", [True], "include_reasoning"),
-    *_refused("A server's POST /tokenize tells a chat's tokens", [False], "return_prompt_text"),
-    *_refused("A run takes one by --chat-template FILE", [], "chat_template", "template"),
-    *_refused("A run takes one by --chat-template FILE", [], "prompt_template"),
-    *_refused("A run takes one by --chat-template FILE", [], "instruction_template"),
+    *_refused("POST /tokenize of a server returns a chat's tokens", [False], "return_prompt_text"),
+    *_refused("Give the run --chat-template FILE", [], "chat_template", "template"),
+    *_refused("Give the run --chat-template FILE", [], "prompt_template"),
+    *_refused("Give the run --chat-template FILE", [], "instruction_template"),
     *_refused('In chat, give {"documents": …} as chat_template_kwargs', [], "documents"),
     *_refused("In chat, give tools and tool_choice", ["none", "auto"], "function_call"),
     *_refused("Write it into the prompt", [""], "input_prefix", "input_suffix"),
@@ -149,7 +149,7 @@ _OF_DRAWS = (
         "cached_content",
     ),
     *_refused("", [False], "search_queries_only"),
-    # Wishes in the wrong place.
+    # Supported settings in the wrong place.
     *_refused(_INSIDE, [{}], "extra_body", "generation_config"),
     *_refused(_INSIDE, [{}], "sampling_params", "sampling_parameters", "model_kwargs"),
     *_refused(_INSIDE, [{}], "inference_config", "generate_kwargs", "extra_json"),
@@ -177,14 +177,14 @@ _OF_DRAWS = (
     *_refused(_CONTEXT, [], "max_context_length"),
     *_refused("truncate_prompt_tokens cuts a prompt", [], "prompt_truncate_len"),
     *_refused("truncate_prompt_tokens cuts a prompt", [], "prompt_truncation"),
-    *_refused("--on-too-long says it", [], "context_length_exceeded_behavior"),
-    *_refused("logprobs tells them", ["NONE"], "return_likelihoods"),
+    *_refused("Give the run --on-too-long", [], "context_length_exceeded_behavior"),
+    *_refused("logprobs returns them", ["NONE"], "return_likelihoods"),
     *_refused(_WEIGHTS, [[], {}], "lora", "lora_path", "lora_request", "adapter", "adapter_id"),
     *_refused(_WEIGHTS, [[], {}, ""], "adapters", "lora_name"),
     *_refused("truncate_prompt_tokens cuts a prompt", [False, "disabled"], "truncate"),
     *_refused("truncate_prompt_tokens cuts a prompt", [False, "disabled"], "truncation"),
-    *_refused("max_tokens counts what is drawn, without the prompt", [], "max_length"),
-    *_refused("min_tokens counts what is drawn, without the prompt", [0], "min_length"),
+    *_refused("max_tokens counts generated tokens, without the prompt", [], "max_length"),
+    *_refused("min_tokens counts generated tokens, without the prompt", [0], "min_length"),
     *_refused("", [], "max_new_tokens", "n_predict", "num_predict", ours="max_tokens"),
     *_refused("", [], "max_output_tokens", "max_generated_tokens", ours="max_tokens"),
     *_refused("", [], "max_gen_len", "max_tokens_to_sample", "num_tokens", ours="max_tokens"),
@@ -263,12 +263,12 @@ _OF_VECTORS = (
     *_refused("Each text has one vector", ["sentence_embedding"], "output_value"),
     *_refused("Each text has one vector", ["dense"], "output_type"),
     *_refused("Each text has one vector", [False], "return_sparse", "return_colbert_vecs"),
-    *_refused("The model's modules say it", [], "pooling", "pooling_type", "pooling_task"),
+    *_refused("The model's modules.json decides it", [], "pooling", "pooling_type", "pooling_task"),
     *_refused("Each answer has all scores", [], "score_threshold", "threshold", "min_score"),
     *_refused("Each answer has all scores", [], "relevance_threshold"),
     *_refused("The model's config names its classes", [], "candidate_labels"),
     *_refused("The model's config names its classes", [[]], "labels", "classes", only=list),
-    *_refused("The model's config says it", [""], "problem_type"),
+    *_refused("The model's config decides it", [""], "problem_type"),
     *_refused("/v1/score compares text_1 and text_2", [], "text_pair", "text_pairs", "pairs"),
     *_refused("The model's config names its classes", [], "hypothesis_template"),
     *_refused("Each class has its probability", [True], "return_all_scores"),
@@ -285,12 +285,12 @@ _OF_VECTORS = (
     *_refused(_INSIDE, [{}], "extra_body"),
     *_refused(_INSIDE, [{}], "options", "parameters", only=dict),
     *_refused(_WEIGHTS, [[], {}], "lora", "lora_path", "lora_request", "adapter", "adapter_id"),
-    *_refused("The model's config says it", [], "score_function", "similarity_fn_name"),
-    *_refused("The model's config says it", [""], "similarity", "metric", only=str),
-    *_refused('"use_activation": false leaves logits', [False], "raw_scores", "return_logits"),
-    *_refused('"use_activation": false leaves logits', [True], "softmax", "apply_softmax"),
-    *_refused('"use_activation": false leaves logits', [True], "activation"),
-    *_refused('"use_activation": false leaves logits', [], "function_to_apply", "activation_fn"),
+    *_refused("The model's config decides it", [], "score_function", "similarity_fn_name"),
+    *_refused("The model's config decides it", [""], "similarity", "metric", only=str),
+    *_refused('"use_activation": false returns logits', [False], "raw_scores", "return_logits"),
+    *_refused('"use_activation": false returns logits', [True], "softmax", "apply_softmax"),
+    *_refused('"use_activation": false returns logits', [True], "activation"),
+    *_refused('"use_activation": false returns logits', [], "function_to_apply", "activation_fn"),
     *_refused(
         "normalize is of embeddings, and use_activation of scores, rankings and classes",
         [],

@@ -88,7 +88,7 @@ class SamplingParams:
 
 DEFAULTS = SamplingParams()
 _PARAMS = frozenset(each.name for each in dataclasses.fields(SamplingParams))
-# What a score of two vectors is; distances are negative, so that more is nearer.
+# How two vectors are compared. Distances are negative, so that more is nearer.
 Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
 SIMILARITIES: tuple[Similarity, ...] = get_args(Similarity)
 RAW_TOKENS = 256  # most tokens of the completion of a text that comes without a request
@@ -108,8 +108,8 @@ class VectorFacts:
     labels: tuple[str, ...] = ()  # of the classes
     prompts: Mapping[str, str] = field(default_factory=dict)  # by name, what stands before a text
     default_prompt: str | None = None  # the name of the one that a request without a name gets
-    is_lowercased: bool = False  # texts are in lower case before the tokenizer's own normalizer
-    similarity: Similarity = "cosine"  # what a score is, of a model that gives vectors
+    is_lowercased: bool = False  # lower texts before the tokenizer's own normalizer
+    similarity: Similarity = "cosine"  # of an embedding model: how its scores are made
 
 
 @dataclass(slots=True, frozen=True)
@@ -117,7 +117,7 @@ class VectorWish:
     """What is made of the vectors of a request's prompts."""
 
     facts: VectorFacts = field(repr=False)  # the same for all requests of a model
-    prefix: str = ""  # stands before each text that is read by itself, and before a pair
+    prefix: str = ""  # before each text, or before a pair
     dimensions: int | None = None  # keep the first so many numbers
     is_normalized: bool = False  # to length 1
     is_base64: bool = False

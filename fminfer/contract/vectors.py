@@ -74,7 +74,7 @@ def _what_is_needed(endpoint: Endpoint, facts: VectorFacts | None) -> str:
 def _read_texts(
     fields: Mapping[str, Any], endpoint: Endpoint
 ) -> tuple[list[str | list[int]], list[str], tuple[str, str]]:
-    """Return the prompts, what they are compared with, and the names of both fields."""
+    """Return the prompts, the texts that they are compared with, and the names of both fields."""
     if endpoint in ("embeddings", "classify"):
         prompts = read_prompts(fields, "input")
         check_choices(len(prompts), 1, 1, "input")
@@ -136,12 +136,12 @@ def _check_dimensions(dimensions: int | None, facts: VectorFacts) -> int | None:
 
 
 def _check_normalize(value: bool | None, facts: VectorFacts) -> bool:
-    """Tell whether vectors are made as long as 1."""
+    """Tell whether vectors are scaled to length 1."""
     if value is False and facts.is_normalized:
         raise RequestError(
             "unsupported_parameter",
             "normalize is false, and this model itself gives its vectors the length 1. Remove "
-            "normalize, or leave Normalize out of a copy's modules.json",
+            "normalize, or remove Normalize from a copy's modules.json",
             "normalize",
         )
     return facts.is_normalized if value is None else value

@@ -41,10 +41,10 @@ def _start_of(path: Path) -> bytes:
 
 
 def broken(path: Path, why: object) -> CheckpointError:
-    """Return the error of a file that does not hold what its kind holds, or cannot be read."""
+    """Return the error of a file whose content is damaged, or that cannot be read."""
     if isinstance(why, PermissionError):
         return CheckpointError(f"{path} cannot be read: {why}. Let this user read it by chmod")
-    text = _NO_UTF_8.sub("a text in it is damaged, and no UTF-8", str(why))
+    text = _NO_UTF_8.sub("a text in it is damaged: it is not UTF-8", str(why))
     return CheckpointError(f"{path} is broken ({text}); fetch it again")
 
 

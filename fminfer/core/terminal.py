@@ -13,7 +13,7 @@ NAME = re.compile(r"\S+(?: \S+)? {2,}|elsewhere | +")  # what a line begins with
 
 
 def find_columns(stream: TextIO) -> int:
-    """Return a terminal's width, or in its place COLUMNS; 0: it is no terminal, or has none."""
+    """Return COLUMNS, or else the terminal's width; 0: the stream is no terminal."""
     with suppress(OSError, ValueError):
         if stream.isatty():
             return int(os.environ.get("COLUMNS", "0")) or os.get_terminal_size(stream.fileno())[0]
@@ -21,7 +21,7 @@ def find_columns(stream: TextIO) -> int:
 
 
 def fit(text: str, columns: int) -> str:
-    """Wrap lines that are too wide, with what follows a line's name below it; 0: no limit."""
+    """Wrap lines that are wider than `columns`, indented by the line's name; 0: no limit."""
     lines = text.split("\n")
     for place, line in enumerate(lines):
         if 0 < columns < len(line):
@@ -39,7 +39,7 @@ def fit(text: str, columns: int) -> str:
 
 
 def show_table(rows: Sequence[Sequence[str]], columns: int = 0) -> list[str]:
-    """Return a table's lines, its cells to the right; if it is too wide, a sentence for each row.
+    """Return a right-aligned table's lines; if it is too wide, a sentence for each row.
 
     The first row has the names of the columns.
     """

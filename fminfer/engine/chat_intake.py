@@ -19,7 +19,7 @@ from fminfer.text.tool_calls import HERMES_OPENING, find_parser
 _USUAL_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "type", "text", "id"})
 _REASONING = frozenset({"reasoning_content", "reasoning", "thinking"})  # read by any of these
 
-_THOUGHTS = {  # where models begin to think, and where they end
+_THOUGHTS = {  # the marks between which models think
     "<think>": "</think>",
     "<thinking>": "</thinking>",
     "<thought>": "</thought>",
@@ -34,8 +34,8 @@ _THOUGHTS = {  # where models begin to think, and where they end
 }
 OPEN_THOUGHT = RowWarning(
     "the prompt ends inside an open thought, and the constraint holds from there on, so that "
-    "the answer has no thought. Have the template close it, as many do with chat_template_kwargs "
-    "enable_thinking false"
+    "the answer has no thought. Let the template close it; many do with enable_thinking false in "
+    "chat_template_kwargs"
 )
 
 
@@ -104,12 +104,12 @@ class ChatIntake:
 
 
 def ends_in_thought(prompt: str) -> bool:
-    """Tell whether a prompt ends where a thought begins."""
+    """Tell whether a prompt ends with the mark that begins a thought."""
     return prompt.rstrip().endswith(tuple(_THOUGHTS))
 
 
 def _warn_of_beginnings(chat: ChatRequest, text: str) -> Iterator[RowWarning]:
-    """Tell where a constraint, which holds from the first token on, begins inside a text."""
+    """Warn of a constraint that would begin inside a thought or a JSON text."""
     if chat.params.constraint is None:
         return
     content = chat.messages[-1].get("content") if chat.continues_final_message else ""
@@ -121,8 +121,8 @@ def _warn_of_beginnings(chat: ChatRequest, text: str) -> Iterator[RowWarning]:
         yield OPEN_THOUGHT
     if any(begun.count(start) > begun.count(end) for start, end in ("{}", "[]")):
         yield RowWarning(
-            "continue_final_message goes on from a JSON text that is begun, and the constraint "
-            "asks for a whole one behind it. Leave the beginning out"
+            "continue_final_message goes on from an unfinished JSON text, and the constraint asks "
+            "for a whole one after it. Leave the beginning out"
         )
 
 

@@ -52,7 +52,7 @@ class Asked:
 def _encode_each(
     encode: Callable[[str | list[int]], EncodedPrompt], prompts: list[str | list[int]]
 ) -> list[EncodedPrompt]:
-    """Encode prompts; an error says which of several it is about."""
+    """Encode prompts. An error names the prompt, if there are several."""
     encoded = list[EncodedPrompt]()
     for number, prompt in enumerate(prompts):
         try:
@@ -162,7 +162,7 @@ class Intake:
             )
 
     def _warn_of_spelling(self, request: Request) -> Iterator[RowWarning]:
-        """Tell of tokens that a request spells, and that do what nobody expects."""
+        """Warn of tokens in a request that have an effect which few expect."""
         params = request.params
         texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
         if params.constraint is not None and any(map(ends_in_thought, texts)):

@@ -51,8 +51,7 @@ class Bans:
     def narrow(self, mask: Mask, banned: set[int]) -> Mask:
         """Return a mask of all of the model's tokens without those that are banned.
 
-        Where nothing else is left, a complete answer may end, and so may one at a stop token
-        that is allowed.
+        If nothing else is left, EOS stays for a complete answer, and so do allowed stop tokens.
         """
         size = len(mask.bits)
         whole = allowed = int.from_bytes(mask.bits, "little")

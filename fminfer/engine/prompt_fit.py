@@ -29,7 +29,7 @@ SHORTER = RowWarning(
 )
 
 
-Ends = tuple[int, int]  # how many tokens in front of a text and behind it belong to none
+Ends = tuple[int, int]  # number of special tokens before a text, and after it
 
 
 @dataclass(slots=True, frozen=True)
@@ -177,7 +177,7 @@ class PromptFit:
             )
 
     def _truncate(self, encoded: EncodedPrompt, added: Ends) -> EncodedPrompt:
-        """Return the prompt as `truncate_prompt_tokens` wishes it."""
+        """Return the prompt, cut to `truncate_prompt_tokens`."""
         wished, num_tokens = self.params.truncate_prompt_tokens, len(encoded.ids)
         if wished == -1:
             wished = self._room if num_tokens <= self._room else self._room_of_cut
@@ -188,7 +188,7 @@ class PromptFit:
     def _fit(self, encoded: EncodedPrompt, added: Ends = (0, 0)) -> EncodedPrompt:
         """Return the prompt if it fits the context; cut or refuse it otherwise.
 
-        What the tokenizer puts in front, or BOS, stays also where ids or a chat's template say it.
+        The tokenizer's special tokens, or BOS, stay also if ids or a chat template contain them.
         """
         if len(encoded.ids) <= self._room:
             return encoded
@@ -269,7 +269,7 @@ class PromptFit:
         )
 
     def _cut(self, encoded: EncodedPrompt, room: int, side: str, added: Ends) -> EncodedPrompt:
-        """Cut a prompt to `room` tokens, and none of those at either end that are no text's."""
+        """Cut a prompt to `room` tokens, but keep the special tokens at both ends."""
         if self.cut is not None:
             return self.cut(room, side)
         ids = encoded.ids

@@ -163,7 +163,7 @@ def advance(sequence: Sequence, token: TokenReport) -> None:
     sequence.num_unfed += 1
     if sequence.edits is not None:
         sequence.edits.count(token.token_id)
-    # A constraint's mask has an end before min_tokens only where nothing else is left.
+    # A constraint's mask allows an end before min_tokens only if nothing else is left.
     may_end = sequence.matcher is not None or len(sequence.tokens) > params.min_tokens
     if token.token_id in sequence.prompt.end_ids and may_end:
         _end(sequence, token.token_id)

@@ -31,7 +31,7 @@ class TokenReport:
 
 
 def no_token_error(num_drawn: int) -> RequestError:
-    """Return the error of a constraint and bans that leave nothing to draw."""
+    """Return the error of a constraint and bans that together leave no token."""
     return RequestError(
         "out_of_range",
         f"the constraint leaves no token for generated token {num_drawn} that "

@@ -50,7 +50,7 @@ def _sigmoid(logits: Array) -> Array:
 
 
 def _probabilities(logits: Array, wish: VectorWish) -> Array:
-    """Return those of one text's classes, or their logits."""
+    """Return the probabilities of one text's classes, or their logits."""
     logits = logits.astype("f8")
     odds = "identity" if wish.is_raw else wish.facts.odds
     if odds != "softmax":
@@ -71,7 +71,7 @@ def _classify(index: int, logits: Array, wish: VectorWish) -> dict[str, Any]:
 
 
 def _scores(vectors: Array, wish: VectorWish) -> Array:
-    """Return a score a pair: its class's probability or logit, or its vectors' similarity."""
+    """Return a score for each pair: a probability, a logit, or the similarity of two vectors."""
     if wish.facts.is_scored:
         is_logit = wish.is_raw or wish.facts.is_score_logit
         return (vectors if is_logit else _sigmoid(vectors))[:, 0]
@@ -90,7 +90,7 @@ def _dot_products(firsts: Array, seconds: Array) -> Array:
 
 
 def _euclidean(firsts: Array, seconds: Array) -> Array:
-    return 0.0 - np.linalg.norm(firsts - seconds, axis=1)  # 0.0, where a minus makes -0.0
+    return 0.0 - np.linalg.norm(firsts - seconds, axis=1)  # "0.0 -", for a minus sign makes -0.0
 
 
 def _manhattan(firsts: Array, seconds: Array) -> Array:

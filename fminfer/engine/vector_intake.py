@@ -31,10 +31,10 @@ Encodings = dict[tuple[bool, Text], Any]  # with special tokens or not: a `token
 
 
 def _name_text(error: RequestError, request: Request, number: int) -> RequestError:
-    """Return an error that says which text it is about, if a request has several.
+    """Return the error with the name of the text, if a request has several texts.
 
     Args:
-        number: of the text, where seconds are counted behind the prompts.
+        number: the text's index; second texts of pairs are counted after the first texts.
     """
     wish = request.vectors
     assert wish is not None, "a request that draws"

@@ -51,7 +51,7 @@ class CheckReport:
     work: Work
     passes: list[str] = field(default_factory=list)  # of streamed layers
     plans: PlanReport | None = None  # other ways to run the lines
-    why_no_plan: str = ""  # although --plan asks for one
+    why_no_plan: str = ""  # why --plan gives none
 
     @property
     def fits(self) -> bool:
@@ -101,8 +101,8 @@ class CheckReport:
         """Return the report for people.
 
         Args:
-            is_all: with all plans, not the best alone.
-            columns: of the terminal; 0: any.
+            is_all: print all plans, not only the best ones.
+            columns: the terminal's width; 0: no limit.
         """
         plans = [f"plans     none: {self.why_no_plan}"] if self.why_no_plan else []
         if self.plans is not None:

@@ -209,7 +209,7 @@ class Check:
         )
 
     def _warn_of_tokenizer(self, num_lines: int) -> dict[str, int]:
-        """Tell of files that disagree, and of tokens that are counted by bytes."""
+        """Warn of files that disagree, and of tokens that are counted by bytes."""
         config = self._config
         texts = [self._tokenizer.note]
         if config.random_init and not config.tokenizer and not config.skip_tokenizer_init:

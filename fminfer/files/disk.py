@@ -146,7 +146,7 @@ def explain(path: Path, error: OSError) -> OutputError:
 
 
 def find_fault(error: OSError) -> DiskFault:
-    """Tell what is wrong with a disk, by an error on one of its files."""
+    """Say what is wrong with a disk, by an error on one of its files."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "disk_full"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):

@@ -13,7 +13,7 @@ from fminfer.core.errors import FminferError
 from fminfer.files.line_reader import first_bytes, read_lines
 from fminfer.files.streams import PART_NAME, changed_ns, explain_bytes, explain_text, split_of
 
-NUM_LOOKED_AT = 5  # lines, to tell whether a file holds requests
+NUM_LOOKED_AT = 5  # lines that decide whether a file holds requests
 REQUEST_KEYS = frozenset({"prompt", "request", "body", "messages", "max_tokens", "input"})
 Kind = Literal["answers", "requests", ""]  # what a file's first lines hold
 
@@ -29,7 +29,7 @@ def holds_requests(path: Path) -> bool:
 
 
 def what_is_wrong(path: Path) -> str:
-    """Say what a file is that holds no JSON lines, and what to do; "" if it may hold some."""
+    """Say what a file without JSON lines is, and what to do; "": it may hold JSON lines."""
     return look_at_lines(path)[1]
 
 
@@ -45,7 +45,7 @@ def look_at_lines(path: Path) -> tuple[Kind, str]:
 
 @lru_cache(maxsize=100_000)
 def _look_into(path: Path, changed_at: int) -> tuple[Kind, str]:
-    """Return what a file's first lines hold, and what is wrong; a later change asks anew."""
+    """Return what a file's first lines hold, and what is wrong. A changed file is read anew."""
     head = first_bytes(path)
     is_spread = ".json" in path.suffixes and head.lstrip().startswith(b"{")  # which may end in CR
     is_known = is_spread or PART_NAME.fullmatch(path.name)  # a part may hold wrong lines alone

@@ -1,4 +1,4 @@
-"""Tells models that are given where requests are read, and says which command runs them."""
+"""Finds models that are given as inputs, and says which command runs them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fminfer.files.streams import is_stream
 EXAMPLE = "requests.jsonl"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".onnx", GGUF)
 MAX_MARK_BYTES = 2**20
-# Files that make a folder a model, and the keys of which their objects have one.
+# Files that make a folder a model, with keys: the JSON object in the file has one of them.
 MARKS = {
     "config.json": ("model_type", "architectures"),
     "adapter_config.json": ("peft_type", "base_model_name_or_path"),
@@ -36,7 +36,7 @@ def refuse_models(paths: Iterable[Path | str], example: str = "") -> None:
     """Refuse models among the inputs, by a UsageError with the command to type.
 
     Args:
-        example: what `fminfer run` answers in that command; "": the other inputs.
+        example: the input of `fminfer run` in that command; "": the other inputs.
     """
     names = {path: name_model(path) for path in paths}
     others = shlex.join(str(path) for path, name in names.items() if not name)
@@ -46,7 +46,7 @@ def refuse_models(paths: Iterable[Path | str], example: str = "") -> None:
 
 
 def describe_model(path: Path | str, name: str, inputs: str = "") -> str:
-    """Say that an input is a model, and which command answers requests with it."""
+    """Say that an input is a model, and which command uses it."""
     command = f"fminfer run {inputs or EXAMPLE} --model-name {shlex.quote(name)}"
     if not os.path.exists(path):
         return (
@@ -84,7 +84,7 @@ def name_model(path: Path | str) -> str:
 
 
 def _find_requests(folder: Path) -> list[Path]:
-    """Return the files of a folder that may be requests: of .json those that hold some."""
+    """Return the files of a folder that may hold requests; .json files only if they do."""
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     inputs = [file for file in files if is_input_name(file.name)]
     return [file for file in inputs if file.suffix != ".json" or holds_requests(file)]

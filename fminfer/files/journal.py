@@ -57,7 +57,7 @@ class Journal:
         self._forget()
         self.vector_bytes = 0  # of each row's vector; 0: rows have none
         self.clock = fingerprint.get(CLOCK, "")  # that its rows' templates read
-        self.num_bytes = 0  # of whole rows, and of the line before them
+        self.num_bytes = 0  # of whole rows and the journal's first line
         self._dirty = False
         self._failure: OSError | None = None
         self._stop = threading.Event()
@@ -267,9 +267,9 @@ def count_rows_behind(output: Path, first: int) -> RowCounts:
 
 
 def check_rows(output: Path, fingerprint: Fingerprint) -> None:
-    """See, by a UsageError, that an output's journal is of a run like this over any input.
+    """Raise a UsageError if an output's journal is of another run than this, over any input.
 
-    It locks nothing and reads two lines, so that a folder can be looked through.
+    It locks nothing and reads only two lines, so it is quick for a whole folder.
     """
     path = journal_path(output)
     with told(path):
@@ -279,7 +279,7 @@ def check_rows(output: Path, fingerprint: Fingerprint) -> None:
 
 
 def fingerprint_of(output: Path, *, needs_row: bool = False) -> Fingerprint | None:
-    """Read what the rows of an output's journal depend on; None: nothing says it."""
+    """Read what the rows of an output's journal depend on; None: the journal does not say."""
     path = journal_path(output)
     if not path.exists():
         return None

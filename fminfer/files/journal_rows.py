@@ -89,7 +89,7 @@ def check_fingerprint(path: Path, old: Fingerprint, new: Fingerprint) -> None:
 
 
 def check_settings(path: Path, old: Fingerprint, new: Fingerprint) -> None:
-    """Refuse rows of another run, whatever its input, by a UsageError that says what differs."""
+    """Raise a UsageError if rows are of another run, with what differs. Inputs do not count."""
     check_fingerprint(path, old | {INPUT: ""}, new | {INPUT: ""})
 
 

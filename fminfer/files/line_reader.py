@@ -65,7 +65,7 @@ def count_to_last(path: Path, limit: int | None = None) -> tuple[int | None, int
 
 
 def sum_counts(counts: Sequence[int | None]) -> int | None:
-    """Add up the lines of several files; None: those of one are not known."""
+    """Add up the lines of several files; None: one of the numbers is not known."""
     return None if None in counts else sum(count or 0 for count in counts)
 
 
@@ -194,8 +194,8 @@ def _read_all(path: Path, source: int, digest: Digest | None) -> Iterator[Line]:
             source,
             number + 1,
             error.rest,
-            damage=f"{error}. What stands before it is answered, what follows is lost; mend the "
-            "file and answer it again with --restart",
+            damage=f"{error}. The lines before it are answered, those after it are lost. Repair "
+            "the file and answer it again with --restart",
         )
 
 

@@ -48,8 +48,8 @@ class FileState:
     why: str | None = None  # a stopped one ended, or a waiting one may not be answered
     is_edited: bool = False  # its output was complete, and is not as it was written
     run: str | None = None  # the run that is at work; it may answer several files at once
-    rows_per_s: float = 0.0  # of that run
-    num_in_flight: int = 0  # its rows that have begun
+    rows_per_s: float = 0.0  # of that run, over all its files
+    num_in_flight: int = 0  # rows of that run that have begun and not ended
     left_s: float | None = None  # None: not known
 
     @property
@@ -245,13 +245,13 @@ def _add_run(state: FileState, output: Path, status: dict[str, Any], now_s: floa
 def _take_rate(
     state: FileState, run: dict[str, Any], line: TimeLine, span_s: tuple[float, float]
 ) -> None:
-    """Take the rate of the run that is at work, over all of its files.
+    """Use the rate of the run that is at work, over all of its files.
 
-    A file by itself may wait behind others of the run. Rows in flight count half, but no more of
-    them than are done: at first many run, and none has ended.
+    One file may wait behind others of the run. Rows in flight count half, but at most as many as
+    are done: at first many rows run, and none has ended.
 
     Args:
-        span_s: when the file was begun, and now.
+        span_s: the times of the file's start and of now.
     """
     began_s, now_s = span_s
     started_s = float(run.get("started_at") or 0)

@@ -105,10 +105,10 @@ def end_openmp_threads() -> None:
 
 
 def give_back_freed(device: torch.device) -> None:
-    """Give memory that was freed back to the system, or to other programs of a GPU."""
+    """Return freed memory to the system, or to other programs on the GPU."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    with contextlib.suppress(AttributeError):  # glibc has it
+    with contextlib.suppress(AttributeError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
 
 

@@ -40,7 +40,7 @@ from fminfer.models.sentence_folder import (
 from fminfer.models.stored.rival_weights import refuse_rivals
 
 GENERATION = "generation_config.json"
-# What a decoder behind an encoder begins with.
+# The fields with the tokens that a decoder behind an encoder begins with.
 START_FIELDS = ("decoder_start_token_id", "bos_token_id", "forced_bos_token_id")
 NO_OPTIONS = ModelOptions()
 
@@ -49,7 +49,7 @@ NO_OPTIONS = ModelOptions()
 class Checkpoint:
     """Where a model comes from, and its config; no weight is loaded yet."""
 
-    name: str  # for people and records; of a folder the last part of its path
+    name: str  # for people and records; for a folder the last part of its path
     folder: Path | None  # or a GGUF file, the first of a split one; None: random weights
     config: Any  # transformers.PreTrainedConfig; the text part of a composite one
     architecture: Architecture
@@ -275,17 +275,17 @@ def _read_config(path: Path) -> Any:
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise CheckpointError(f"{path} has no usable config.json: {error}") from error
     for name in START_FIELDS if config.is_encoder_decoder else ():
-        setattr(config, name, fields.get(name))  # transformers begins with no class's default
+        setattr(config, name, fields.get(name))  # transformers uses no default of the class here
     return config
 
 
 def _no_config_error(path: Path) -> CheckpointError:
-    """Return the error of a folder without config.json; models in folders below are named."""
+    """Return the error of a folder without config.json. It names models in folders below."""
     configs = sorted(path.glob("*/config.json"))
     below = [file.parent for file in configs if "model_type" in read_object(file)]
     remedy = (
-        "Put the model's own there; or name one, a folder with one, a hub id, or a known size "
-        "by --model-config"
+        "Put the model's own there; or give --model-config a config file, a folder that has one, a "
+        "hub id, or a known size"
     )
     if below and (path / MODULES).exists():
         remedy = (

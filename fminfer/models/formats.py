@@ -45,10 +45,10 @@ class Holding:
     dtype: torch.dtype  # of the arithmetic
     keeps_bfloat16: bool = False  # what is stored so and multiplied or looked up stays so
     quantized: str = ""  # what floats become, --quantize; "": they stay floats
-    floats: tuple[Use, ...] = ()  # for these uses, blocks become floats once they are made
+    floats: tuple[Use, ...] = ()  # for these uses, blocks become floats once they are read
 
     def held(self, made: Format, spec: TensorSpec) -> Format:
-        """Return the format of a tensor that is made in another, `of`. Both give equal answers.
+        """Return the format in which a tensor of format `made` is held. Both give equal answers.
 
         Logits are products in float32, and an embedding may be the head.
         """

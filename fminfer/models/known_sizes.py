@@ -86,7 +86,7 @@ def folder_of(name: str | None) -> Path | None:
 
 
 def short_name(name: str) -> str:
-    """Return what a model is called: the last part of a path, or all of a hub id or a size.
+    """Return a model's name: the last part of a path, or the whole hub id or known size.
 
     A folder of the hub's cache is called by its model's id.
     """

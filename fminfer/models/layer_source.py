@@ -101,7 +101,7 @@ class LayerSource:
         weights = self._make(self._entry)
         table = weights.get("encoder.embed.weight")
         if self._is_tied and table and weights["embed.weight"].equals(table):
-            del weights["encoder.embed.weight"]  # stored twice: kept once
+            del weights["encoder.embed.weight"]  # it is stored twice, and held once
             self.num_bytes -= table.num_bytes
         return weights
 
@@ -112,7 +112,7 @@ class LayerSource:
         if self._shares_embed:
             found["head.weight"] = embed or self._make(self._embed)["embed.weight"]
         elif self._is_tied and embed and own and embed.equals(own):
-            found["head.weight"] = embed  # stored twice: kept once
+            found["head.weight"] = embed  # it is stored twice, and held once
             self.num_bytes -= embed.num_bytes
         return found
 

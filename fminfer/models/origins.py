@@ -89,7 +89,7 @@ class Origin:
         return [(p.format or Dense(DTYPES[types[n]]), p.last - p.first) for p, n in firsts]
 
 
-# By the names of `model_specs`, without those that the embedding stands for.
+# By the names of `model_specs`, without tensors that are the embedding itself.
 Origins = dict[str, Origin]
 
 

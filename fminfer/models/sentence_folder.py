@@ -40,8 +40,8 @@ class SentenceFolder:
     is_lowercased: bool = False  # texts are, before the tokenizer reads them
     prompts: Mapping[str, str] = field(default_factory=dict)  # by name; texts begin with one
     default_prompt: str = ""  # the name of the one that is used if none is asked for
-    activation: str | None = None  # what a score is made by, as a name of torch
-    similarity: Similarity = "cosine"  # what a score of two vectors is
+    activation: str | None = None  # torch's name of the function that makes scores of logits
+    similarity: Similarity = "cosine"  # how two vectors are compared
 
 
 def read_sentence_folder(folder: Path) -> SentenceFolder | None:
@@ -82,10 +82,10 @@ def read_sentence_folder(folder: Path) -> SentenceFolder | None:
 def _prompts_of(
     file: Path, settings: dict[str, Any], pooling: Pooling | None
 ) -> tuple[dict[str, str], str]:
-    """Return the prompts by name, and the name of the default one; "": there is none."""
+    """Return the prompts by name, and the name of the default prompt; "": there is none."""
     prompts = {name: text or "" for name, text in (settings.get("prompts") or {}).items()}
     default = settings.get("default_prompt_name") or ""
-    # sentence-transformers has both of these, empty, for every model that gives vectors.
+    # sentence-transformers gives every embedding model these two prompts, empty.
     usual = () if pooling is None else ("query", "document")
     if default in usual:
         prompts.setdefault(default, "")
@@ -140,7 +140,7 @@ def dense_weights(folder: Path) -> list[str]:
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:
-    """Return the kind and the folder of each module in MODULES; none: there is no list."""
+    """Return the kind and the folder of each module in MODULES; empty: there is no such file."""
     try:
         fields = json.loads((folder / MODULES).read_bytes())
         pairs = [(str(each["type"]), str(each.get("path") or "")) for each in fields]
@@ -149,7 +149,7 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
     for _, path in pairs:
         if Path(path).is_absolute() or ".." in Path(path).parts:
             raise CheckpointError(
-                f"{folder / MODULES} names {path!r}, which is not in its folder; mend the path"
+                f"{folder / MODULES} names {path!r}, which is not in its folder; correct the path"
             )
     return [(kind.rpartition(".")[2], folder / path) for kind, path in pairs]
 

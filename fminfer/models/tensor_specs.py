@@ -17,7 +17,7 @@ TensorSpecs = dict[str, TensorSpec]
 Weights = dict[str, Weight]  # by the same names
 # The share of tokens that run the head: generated tokens do, most prompt tokens do not.
 HEAD_SHARE = 0.5
-# What the embedding is, too, where a config ties them and they are not stored by themselves.
+# Tensors that are the embedding itself, if a config ties them and they are not stored apart.
 TIED = ("head.weight", "encoder.embed.weight")
 
 
@@ -123,7 +123,7 @@ def model_specs(model: Model) -> TensorSpecs:
 
 
 def without_tied(specs: TensorSpecs, *, is_tied: bool) -> TensorSpecs:
-    """Return tensors without those that are the embedding, if a config ties them to it."""
+    """Return the specs without tensors that are the embedding, if a config ties them."""
     return {name: spec for name, spec in specs.items() if not (is_tied and name in TIED)}
 
 

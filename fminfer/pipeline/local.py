@@ -19,7 +19,7 @@ from fminfer.core.quantities import show_short
 Result = tuple[int, StepResult | BaseException]  # in whose turn it was asked for, and what came
 LAST_TURN = sys.maxsize  # of what ends a pipeline
 WAIT_S = 0.5
-# Without a result for so long, a step hangs. One may also take 100 times as long as most did.
+# A step hangs after the longer of these: this time, and 100 times the median of recent steps.
 STEP_LIMIT_S = 1800.0
 LIMIT_MEDIANS = 100
 
@@ -55,7 +55,7 @@ class QueuedPipeline(ABC):
         """Wait for the oldest step's result; what a stage raised is raised here.
 
         Raises:
-            PipelineError: none came for so long that its step hangs.
+            PipelineError: no result came within the deadline.
         """
         assert self.num_in_flight, "nothing is in flight"
         turn = -1
@@ -70,9 +70,9 @@ class QueuedPipeline(ABC):
         return result
 
     def _await_result(self) -> Result:
-        """Return what comes next, which is the pipeline's failure once a step hangs.
+        """Return the next result, or the pipeline's failure once a step hangs.
 
-        Waits are counted, and not the time: a run that was suspended as a whole can go on.
+        Waits are counted in place of time, so that a suspended run can go on afterwards.
         """
         num_waits = 0
         while True:
@@ -91,15 +91,15 @@ class QueuedPipeline(ABC):
                 )
 
     def fail(self, error: BaseException) -> None:
-        """Raise an error in whoever waits for a result; nothing more comes."""
+        """Raise an error in whoever waits for a result. No more results come."""
         if self.failure is None:
             self.failure = error
             self._results.put((LAST_TURN, error))
 
     def _deliver(self, turn: int, result: StepResult | BaseException) -> None:
-        """Hand a result on. What comes after a failure is dropped: it may be of an ended sum.
+        """Hand a result on, unless the pipeline has failed: it may then hold wrong tokens.
 
-        A sum of NCCL that is aborted returns as if it were done, and its tokens are wrong.
+        An aborted sum of NCCL returns as if it were done.
         """
         if self.failure is None:
             self._results.put((turn, result))
@@ -152,5 +152,5 @@ class LocalPipeline(QueuedPipeline):
             try:
                 self._deliver(turn, self._run(step))
             except BaseException as error:
-                traceback.clear_frames(error.__traceback__)  # which hold weights
+                traceback.clear_frames(error.__traceback__)  # the frames hold weights
                 self._deliver(turn, error)

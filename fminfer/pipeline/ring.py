@@ -211,7 +211,7 @@ def serve(
                 raise failures[0] from error
             raise
         is_over = message.kind == "stop"
-        if failures and not is_over:  # a sum that was released may look as if it were done
+        if failures and not is_over:  # an aborted sum may look as if it were done
             raise failures[0]
         if is_over:
             on_stop()
@@ -257,7 +257,7 @@ class RingPipeline(QueuedPipeline):
         if isinstance(error, PipelineError):
             error = self._explain(str(error))
         super().fail(error)
-        # On a thread, for an end to sums of a GPU that hangs may itself wait.
+        # On a thread, because aborting the sums of a hanging GPU may block.
         threading.Thread(target=self._release, name="releasing", daemon=True).start()
         for each in (*self._ring, *self._rank_work.followers):
             if isinstance(each, _Sender):
@@ -270,7 +270,7 @@ class RingPipeline(QueuedPipeline):
                 self._turns.put(turn)
                 self._put(self._rank_work.do(RankMessage("step", encode_step(step)), step))
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # which hold weights
+            traceback.clear_frames(error.__traceback__)  # the frames hold weights
             self.fail(error)
         else:
             self._on_stop()

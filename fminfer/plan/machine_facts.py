@@ -109,7 +109,7 @@ def choose_device(
 
 
 def find_sharers(config: ComputeOptions, machine: Machine) -> list[int]:
-    """Return the engine of each rank here that takes the memory of this process's device."""
+    """Return, for each rank on this machine that shares this process's device, its engine."""
     device, first = choose_device(config, machine, machine.rank), machine.rank - machine.local_rank
     ranks = range(first, first + machine.local_size)
     return [
@@ -121,5 +121,5 @@ def find_sharers(config: ComputeOptions, machine: Machine) -> list[int]:
 
 
 def count_sharers(config: ComputeOptions, machine: Machine) -> int:
-    """Return how many engines of this machine take the memory of this process's device."""
+    """Return how many engines of this machine share this process's device."""
     return len({*find_sharers(config, machine)})

@@ -29,11 +29,11 @@ MEMORY_SHARE, ARITHMETIC_SHARE, LINK_SHARE = 0.7, 0.65, 0.8
 HOST_STEP_S, HOST_ROW_S, LAUNCH_S = 1e-3, 40e-6, 0.7e-3
 # Stored bytes, in 16 bits, that a core quantizes a second: a Zen 3 beside other work.
 QUANTIZING_RATES = {"int8": 0.2e9, "int4": 0.1e9}
-# What no working machine falls below, in a step that is not to be taken for one that hangs.
+# The slowest machine that works. A step that takes longer there is counted as hanging.
 LEAST_RATES = {"cpu": 10e9, "cuda": 1e12}  # operations a second
 LEAST_DISK_RATE = 20e6  # bytes a second
-KERNEL_S = 10e-6  # that plain torch launches: not measured
-EXPERT_KERNELS = 10  # of one that computes by itself: 0.1 ms, which is estimated
+KERNEL_S = 10e-6  # to launch a kernel from plain torch: not measured
+EXPERT_KERNELS = 10  # for each expert: 0.1 ms, which is estimated
 SUM_S = 30e-6  # latency of a sum over ranks, or of sending: not measured
 GLOO_RATE = 2e9  # bytes a second: estimated
 START_S = 10.0  # of a process: imports, tokenizer, kernels' trials
@@ -64,16 +64,16 @@ class RankWork:
     weight_bytes: float = 0.0  # of every pass
     expert_bytes: float = 0.0  # of all experts; a pass reads those that its tokens choose
     chosen_bytes: float = 0.0  # of the experts that one token chooses
-    kernels: float = 0.0  # of every pass, beside those of layers: they make floats of blocks
-    expert_kernels: float = 0.0  # of all experts, as `expert_bytes`
+    kernels: float = 0.0  # that make floats of blocks, in every pass
+    expert_kernels: float = 0.0  # of all experts, like `expert_bytes`
     token_operations: float = 0.0
     key_operations: float = 0.0
 
 
 def _count_unpacking(plan: RunPlan, specs: Mapping[str, TensorSpec]) -> tuple[int, float]:
-    """Return the kernels with which a GPU makes floats of a layer's blocks, and what they move.
+    """Return the kernels that make floats of a layer's blocks on a GPU, and the bytes they move.
 
-    It does so at each use. All matrices count as of the format that most have.
+    They run at each use. All matrices are counted in the most frequent format.
     """
     if not plan.has_blocks:
         return 0, 0.0
@@ -189,7 +189,7 @@ def _between_ranks(plan: RunPlan, load: StepLoad, roofs: Roofs) -> float:
     seconds = num_sums * (SUM_S + 2 * (shards - 1) / shards * size / roofs.link_rate)
     is_near = len(plan.ranks) <= roofs.num_devices
     rate = roofs.link_rate if is_near else roofs.network_rate
-    if shards > 1:  # NCCL adds up, and hidden states go through the host
+    if shards > 1:  # hidden states go through the host (gloo)
         rate = min(rate, GLOO_RATE)
     return seconds + (SUM_S + size / rate) * (stages > 1)
 
@@ -220,12 +220,12 @@ def predict_run(
 
 
 def limit_step(plan: RunPlan) -> float:
-    """Return the seconds without a result that are a hang, on the slowest machine that works.
+    """Return the seconds without a result after which a step counts as hanging.
 
-    Half an hour, with the largest step's arithmetic, and reading all weights where a step may.
+    Half an hour, plus the largest step's arithmetic, plus reading all weights if a step may.
     """
     size = plan.sizes.chunk_size
-    if plan.checkpoint.model.encoder is not None:  # which reads whole prompts
+    if plan.checkpoint.model.encoder is not None:  # an encoder reads whole prompts
         size = max(size, plan.checkpoint.context_length)
     num_weights = sum(spec.size for spec in model_specs(plan.checkpoint.model).values())
     seconds = STEP_LIMIT_S + 2.0 * num_weights * size / LEAST_RATES[plan.device.type]

@@ -27,7 +27,7 @@ from fminfer.plan.run_plan import RankPlan, RunPlan
 from fminfer.plan.shortage import count_kv_tokens, explain_slowness, find_shortage
 from fminfer.plan.streaming import plan_streams
 
-LEAST_KV_TOKENS = 16 << 10  # of KV cache, beside which weights may be floats
+LEAST_KV_TOKENS = 16 << 10  # KV cache that must fit beside weights as floats
 
 
 def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) -> RunPlan:
@@ -81,7 +81,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
 def _place(plan: RunPlan) -> RunPlan:
     """Plan what each rank has and takes, and how much KV cache there is."""
     checkpoint, machine = plan.checkpoint, plan.machine
-    # Ranks divide whole blocks, also where one has room for floats and another has not.
+    # Shards are whole blocks, also on ranks that will hold floats.
     shares = share_among(checkpoint.model, machine.num_shards, plan.made)
     ranks = [
         RankPlan(part.rank, part, share, takes=expect_bytes(plan, part, share))
@@ -101,13 +101,13 @@ def _place(plan: RunPlan) -> RunPlan:
 
 
 def _makes_floats(device: torch.device, held: Mapping[str, Format]) -> bool:
-    """Tell whether a device multiplies by blocks, and makes floats of them for that."""
+    """Tell whether a device would make floats of blocks at each product."""
     multiplied = (each for name, each in held.items() if name != "embed.weight")
     return device.type == "cuda" and not all(isinstance(each, Dense) for each in multiplied)
 
 
 def _hold_floats(plan: RunPlan) -> RunPlan:
-    """Return the plan with floats in place of blocks, but for an embedding that is no head."""
+    """Return the plan with floats in place of blocks, except in an untied embedding."""
     is_tied = plan.checkpoint.config.tie_word_embeddings
     holding = replace(plan.holding, floats=USES if is_tied else ("product", "head"))
     specs = model_specs(plan.checkpoint.model)
@@ -124,14 +124,14 @@ def _hold_floats(plan: RunPlan) -> RunPlan:
 
 
 def _has_room(plan: RunPlan) -> bool:
-    """Tell whether each rank's device has room for its weights, and for the KV cache it needs.
+    """Tell whether each rank's device has room for its weights and for the KV cache.
 
-    It needs the --budget, or else the longest row that the model takes, and 16 of 1,024 tokens.
+    The KV cache has --budget tokens, or else the longest row, and at least LEAST_KV_TOKENS.
     """
     sharers = [0] if plan.machine.device_bytes else find_sharers(plan.config, plan.machine)
     longest = min(plan.most_kv_tokens, max(LEAST_KV_TOKENS, plan.checkpoint.context_length))
     needed = max(takes.total(plan.config.budget or longest) for takes in plan.takes)
-    fits = needed * len(sharers) <= plan.room_bytes  # which is 0 if nobody has looked
+    fits = needed * len(sharers) <= plan.room_bytes  # room_bytes is 0 if it is not known
     return fits and not any(rank.streamed for rank in plan.ranks)
 
 

@@ -80,7 +80,7 @@ class RunPlan:
     held: Mapping[str, Format]  # of each tensor in memory
     formats: Mapping[Use, Format]  # the same of most, by what they are for
     has_kernels: bool  # the CPU's are there, and may be used
-    has_blocks: bool  # a GPU has no kernels for blocks: at each use it makes floats of them
+    has_blocks: bool  # on a GPU, which has no kernels for blocks: each use makes floats of them
     packed_by: Literal["kernels", "torch", ""]  # who packs the weights of products
     ranks: tuple[RankPlan, ...] = ()  # of one pipeline
     num_kv_tokens: int = 0  # size of each pipeline's KV cache; 0: not one block fits
@@ -102,9 +102,9 @@ class RunPlan:
 
     @property
     def may_capture(self) -> bool:
-        """Whether a GPU may replay decode steps as CUDA graphs, which capture no sums of shards.
+        """Whether a GPU may replay decode steps as CUDA graphs, which cannot hold sums of shards.
 
-        Where blocks become floats at each use, kernels are too many for a graph, and long enough.
+        If each use makes floats of blocks, a graph would be large, and launches matter little.
         """
         is_apart = self.machine.num_shards > 1 or self.has_blocks
         return self.config.kernels != "off" and not is_apart

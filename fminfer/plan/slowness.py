@@ -1,4 +1,4 @@
-"""Why a run is slower than it could be, as far as its plan shows: a table of reasons."""
+"""Reasons in a plan why its run is slower than it could be."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NO_FLOATS = (
 
 
 def find_slowness(plan: RunPlan) -> list[str]:
-    """Return the reasons that hold for a plan; what --kernels off leaves out is none."""
+    """Return the reasons that apply to a plan. What --kernels off turns off is not listed."""
     model = plan.checkpoint.model
     on_gpu = plan.device.type == "cuda"
     has_experts = any(isinstance(layer.mlp, Moe) for layer in model.layers)

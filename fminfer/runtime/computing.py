@@ -33,11 +33,11 @@ class Computing(Protocol):
 
     @property
     def core(self) -> EngineCore:
-        """What answers requests."""
+        """The engine that answers requests."""
 
     @property
     def facts(self) -> Facts:
-        """What all pipelines together are."""
+        """The facts of all pipelines together."""
 
     @property
     def memory(self) -> list[RankMemory]:

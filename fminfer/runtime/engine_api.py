@@ -321,6 +321,6 @@ class Engine:
         return self.intake.warnings.to_dict()
 
     def close(self) -> None:
-        """End what computes, and free its memory. The engine cannot be used afterwards."""
+        """End all computing and free its memory. The engine cannot be used afterwards."""
         self._is_closed = True
         self._computing.close()

@@ -167,7 +167,7 @@ class AccessCheck:
 
 
 def _as_routed(scope: Scope) -> Scope:
-    """Return a request as routes are written: a HEAD as a GET, without slashes to spare."""
+    """Return a request as routes are written: a HEAD as a GET, without extra slashes."""
     path = HOST.sub("", scope["path"]) or "/"
     if path.startswith(MODELS):
         path = path.removesuffix("/")

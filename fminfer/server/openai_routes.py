@@ -54,7 +54,7 @@ class AnswerShape:
         return self._head() | finished.result
 
     def chunks(self, events: list[Event]) -> Iterator[dict[str, Any]]:
-        """Turn events of a streamed request into chunks; without events into a sign of life."""
+        """Turn events of a streamed request into chunks. Without events, yield an empty chunk."""
         head, is_chat = self._head(), self.prepared.kind == "chat"
         if is_chat:
             head["object"] = "chat.completion.chunk"
@@ -65,7 +65,7 @@ class AnswerShape:
         for event in events:
             if isinstance(event, Delta):
                 self._num_drawn += len(event.token_ids)
-                if finished is not None:  # all is drawn; a kept answer has no ids to count
+                if finished is not None:  # all tokens are drawn; a kept answer has no ids to count
                     self._num_drawn = finished.usage["completion_tokens"]
                 if self.usage == "each":
                     head["usage"] = self._usage_so_far()
@@ -84,7 +84,7 @@ class AnswerShape:
             yield head | {"choices": [self._empty_choice(index)]}
 
     def _empty_choice(self, index: int) -> dict[str, Any]:
-        """Return a choice with nothing new; the first one of a chat's choice names the role."""
+        """Return an empty choice. In chat, the first chunk of a choice names the role."""
         if self.prepared.kind != "chat":
             said: dict[str, Any] = {"text": ""}
         elif index in self._named:
@@ -96,7 +96,7 @@ class AnswerShape:
 
     def _usage_so_far(self) -> dict[str, int]:
         prepared = self.prepared
-        # Texts that an encoder reads count, too.
+        # Texts that an encoder reads are counted, too.
         num_prompt = sum(len(text.ids) for text in (*prepared.prompts, *prepared.sources))
         num_prompt -= prepared.num_start * len(prepared.prompts)
         return {

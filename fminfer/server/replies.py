@@ -22,8 +22,8 @@ HEADERS = {
     "X-Accel-Buffering": "no",  # nginx then passes each event on at once
 }
 
-# Turns events into chunks, and no events into a chunk with nothing new, a sign of life. Comments
-# and empty events would be none: older clients in Go end there, others join them to what follows.
+# Turns events into chunks. No events become an empty chunk, as a sign of life. Comments and empty
+# events would not do: older clients in Go end there, others join them to the next event.
 MakeChunks = Callable[[list[Event]], Iterable[object]]
 Result = TypeVar("Result")
 

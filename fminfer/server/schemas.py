@@ -41,8 +41,8 @@ ERRORS = {
 OF_ANSWERS = (400, 401, 404, 408, 413, 415, 429, 500, 503)  # with which most routes may end
 STREAM = (
     "With stream true: server-sent events. Each is `data: ` and a chunk, whose choices hold what "
-    "is new; the last one is `data: [DONE]`. A chunk with nothing new is a sign of life. An "
-    "error in the middle is an event with the error object."
+    "is new; the last one is `data: [DONE]`. A chunk without anything new keeps the connection "
+    "alive. An error in the middle is an event with the error object."
 )
 
 

@@ -1,6 +1,6 @@
 """Rewrites llama.cpp's GBNF as the Lark of llguidance, a line for each rule.
 
-A rule whose parts are all of fixed letters becomes a terminal: llguidance matches these quickly.
+A rule without recursion becomes a terminal, which llguidance matches quickly.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from graphlib import CycleError, TopologicalSorter
 
 from fminfer.text.patterns import ATOM
 
-# The first thing that is no comment is the head of a rule, and Lark has no `::=`.
+# GBNF begins with the head of a rule, after comments. Lark has no `::=`.
 _IS_GBNF = re.compile(r"(?:\s|(?:#|//)[^\n]*(?:\n|\Z))*[\w-]+\s*::=")
 _TOKEN = re.compile(
     r'(?P<space>\s+|#[^\n]*)|(?P<head>[\w-]+)\s*::=|(?P<name>[\w-]+)|(?P<text>"(?:\\.|[^"\\])*")'
@@ -35,7 +35,7 @@ def convert_gbnf(text: str) -> str:
     """Return a grammar in Lark.
 
     Raises:
-        ValueError: it is no GBNF; it names the line.
+        ValueError: the text is not GBNF; the message names the line.
     """
     rules = _parse(text)
     refs = {
@@ -47,7 +47,7 @@ def convert_gbnf(text: str) -> str:
     terminals = _find_terminals(refs)
     names = {name: f"{'T' if name in terminals else 'r'}{n}" for n, name in enumerate(rules)}
     names["root"] = "start"
-    # Behind its first character, no part but a reference reads as a name.
+    # Only references have a name after their first character.
     return "\n".join(
         f"{names[name]}: " + (" ".join(names.get(part[1:], part) for part in parts) or '""')
         for name, parts in rules.items()
@@ -55,14 +55,14 @@ def convert_gbnf(text: str) -> str:
 
 
 def blame_rule(text: str, fault: str) -> str:
-    """Return what is wrong with the converted grammar in terms of the GBNF."""
+    """Return a fault of the converted grammar with the name of the GBNF's rule."""
     names = [*_parse(text)]
     match = _PLACE.match(fault)
     return fault if match is None else f"rule '{names[int(match[1]) - 1]}': {match[2]}"
 
 
 def _parse(text: str) -> dict[str, list[str]]:
-    """Return the parts of each rule in Lark; a name of a rule stands behind `@`."""
+    """Return the parts of each rule in Lark; names of rules begin with `@`."""
     rules: dict[str, list[str]] = {}
     parts: list[str] = []
     position = 0
@@ -99,7 +99,7 @@ def _convert_range(match: re.Match[str]) -> str:
 
 
 def _decode(atom: str) -> str:
-    """Return the character that is written, perhaps as an escape."""
+    """Return the character that an atom spells, perhaps as an escape."""
     if len(atom) > 3 and atom[1] in "xuU" and atom[2] != "{":
         character = chr(int(atom[2:], 16))
     else:
@@ -110,7 +110,7 @@ def _decode(atom: str) -> str:
 
 
 def _find_terminals(refs: dict[str, set[str]]) -> set[str]:
-    """Return the rules that refer to terminals alone; never the root, nor what needs itself."""
+    """Return the rules that refer only to such rules; never the root or recursive rules."""
     sorter = TopologicalSorter(refs | {"root": {"root"}})
     with suppress(CycleError):
         sorter.prepare()

@@ -23,7 +23,7 @@ CONTROL = re.compile(r"(?<!\\)(\\\\)*\\u00[01]|\x7f")  # in JSON; it writes thes
 IGNORED_HEAT = re.compile(r'(?m)^[ \t\r]*[?!]?\w+\[[^]"\n]*\btemperature\s*=[^]"\n]*\]\s*:')
 HIDDEN_KEYS = re.compile(r'%json.*"lenient"\s*:', re.DOTALL)
 MOST_EXACT = 2**53  # llguidance rounds larger numbers, as float64 does
-_PLAIN = {  # by what llguidance writes
+_PLAIN = {  # in place of llguidance's words
     "NoExtensionBias": "nothing matches it",
     "Regex is empty": "nothing matches it",
     "Unable to determine if regex": "pattern, format and lengths of a text are too complex "
@@ -35,7 +35,7 @@ UPPER, LOWER = ("maximum", "exclusiveMaximum"), ("minimum", "exclusiveMinimum")
 
 
 def write_grammar(constraint: Constraint) -> str:
-    """Return a constraint in llguidance's own form; a grammar in Lark.
+    """Return a constraint in llguidance's own form. Grammars become Lark.
 
     Raises:
         ValueError: it cannot be read.
@@ -48,7 +48,7 @@ def write_grammar(constraint: Constraint) -> str:
         _refuse_inexact(schema, "")
         if not has_end(schema):
             raise ValueError(
-                "nothing finite fits it. Take a property that leads back to the schema out of "
+                "no finite value fits it. Take a property that leads back to the schema out of "
                 '"required", or allow null or an empty list there'
             )
         # These count more than what a schema says of itself in "x-guidance".
@@ -78,8 +78,8 @@ def write_grammar(constraint: Constraint) -> str:
 def write_number_bound(constraint: Constraint) -> str:
     """Return a grammar of all JSON whose numbers have bounded digits, and are finite doubles.
 
-    It holds beside that of a schema, whose numbers llguidance lets go on without an end. A
-    fraction of all its digits does not end with 0: an exclusive bound may need another one.
+    It is used beside the grammar of a schema, for llguidance lets numbers grow without end. A
+    fraction with all its digits does not end with 0, as exclusive bounds may need another digit.
     """
     whole, total = count_digits(parse_schema(constraint.text))
     small = "(?:[0-9]{1,2}|1[0-9]{2}|2[0-8][0-9])"  # times 10^19 it is finite
@@ -102,7 +102,7 @@ def _from_lark(text: str) -> str:
 
 
 def _fraction(most: int, zeros: str = "") -> str:
-    """Return a regex of a fraction, or of none, with at most so many digits behind zeros."""
+    """Return a regex of an optional fraction with at most `most` digits after `zeros`."""
     if most < 2:  # behind "12.", 1 to 9 are above 12, which may be the most
         return ""
     return rf"(?:\.{zeros}(?:[0-9]{{1,{most - 1}}}|[0-9]{{{most - 1}}}[1-9]))?"
@@ -155,7 +155,7 @@ def refuse(constraint: Constraint, fault: str) -> RequestError:
 
 
 def tidy(fault: str) -> str:
-    """Return a fault on one line, without what only llguidance's authors can read."""
+    """Return a fault on one line, without llguidance's internals."""
     for sign, plain in _PLAIN.items():
         if sign in fault:
             return plain

@@ -80,7 +80,7 @@ class Vocabulary:
         return ids
 
 
-NUMBER_BYTES = b"0123456789.+-eE"  # at which a number may be, and go on
+NUMBER_BYTES = b"0123456789.+-eE"  # the bytes of numbers: one may go on after these
 MAX_KEPT = 256  # grammars
 MAX_OPEN = 10_000  # places of a grammar where an answer may stand at once
 MAX_TRIED = 200  # choices, the shortest, that are looked at for the shortest in tokens
@@ -99,7 +99,7 @@ class Grammar:
     """A grammar over the tokens of a model."""
 
     def __init__(self, roots: list[Any], grammars: Grammars, shortest: int) -> None:
-        # Matchers of llguidance at the start, all of which hold; each sequence gets copies.
+        # Matchers of llguidance at the start. All must allow a token. Each sequence gets copies.
         self.roots = roots
         self.grammars = grammars  # which count the masks that are kept
         self.shortest = shortest  # tokens of the shortest answer, without EOS; 0: not known
@@ -123,7 +123,7 @@ class Matcher:
         self._node: _Node | None = grammar.first
         self._mask: Mask | None = grammar.first.mask
         self._matchers: list[Any] = []  # of llguidance
-        self._untold: list[int] = []  # tokens that these have not got yet
+        self._untold: list[int] = []  # tokens that they have not consumed yet
         self._newest_id = 0
 
     @property
@@ -137,7 +137,7 @@ class Matcher:
             matchers = self._follow()
             grammars = self._grammar.grammars
             if grammars.vocabulary.tokens[self._newest_id][-1:] not in NUMBER_BYTES:
-                matchers = matchers[:1]  # the one of numbers allows all of JSON here
+                matchers = matchers[:1]  # outside numbers, the second one allows all
             self._mask = grammars.mask_of(matchers)
         return self._mask
 
@@ -160,7 +160,7 @@ class Matcher:
             self._node = node.next[token_id] = _Node(self.mask)
 
     def _follow(self) -> list[Any]:
-        """Return the matchers behind all of its tokens."""
+        """Return the matchers after all tokens of the sequence."""
         if not self._matchers:
             self._matchers = [root.deep_copy() for root in self._grammar.roots]
         for matcher in self._matchers:
@@ -229,10 +229,10 @@ class Grammars:
             return True
 
     def mask_of(self, matchers: list[Any]) -> Mask:
-        """Return the tokens that all of some matchers of llguidance allow.
+        """Return the tokens that all given matchers allow.
 
         Raises:
-            RequestError: one cannot go on.
+            RequestError: a matcher cannot go on.
         """
         num_bytes = (self._vocab_size + 63) // 64 * 8
         num_words = (self._vocab_size + 31) // 32  # llguidance's are of 32 bits

@@ -1,4 +1,4 @@
-"""What is read from JSON Schemas beside llguidance: unions, odd words, a shortest text, an end.
+"""Reads JSON Schemas beside llguidance: unions, unknown keywords, shortest texts, finite values.
 
 llguidance holds answers to `anyOf`, and takes `oneOf` only in the simplest cases. Unions with a
 discriminator, as pydantic writes them, are proven here: nothing fits two of their branches.
@@ -20,9 +20,9 @@ _TYPES = frozenset({"object", "array", "string", "number", "boolean", "null"})
 MAX_DEPTH = 64
 _BESIDE_TYPE = frozenset({"properties", "required", "items", "prefixItems", "minItems"})
 MAX_SHORTEST = 20_000  # characters
-MAX_ROUNDS = 20  # of looks at a whole schema, each of which finds texts that the next one needs
-_LONG = "".ljust(MAX_SHORTEST, "a")  # stands for a text of which nobody asks
-ANNOTATIONS = frozenset(  # which ask for nothing
+MAX_ROUNDS = 20  # over a whole schema; each finds texts that the next one needs
+_LONG = "".ljust(MAX_SHORTEST, "a")  # stands for a text that is too long
+ANNOTATIONS = frozenset(  # keywords that ask for nothing
     {"$schema", "$id", "id", "$comment", "$anchor", "$dynamicAnchor", "$vocabulary", "title"}
     | {"description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"}
     | {"discriminator", "xml", "externalDocs", "contentEncoding", "contentMediaType"}
@@ -40,20 +40,20 @@ KNOWN_KEYS = ANNOTATIONS | _RULES
 
 
 def find_unknown(schema: Any) -> set[str]:
-    """Return the keywords of a schema that mean nothing, such as misspelled ones, and formats.
+    """Return a schema's unknown keywords, such as misspelled ones, and unknown formats.
 
     Raises:
-        ValueError: a schema has such keywords alone.
+        ValueError: a schema has unknown keywords alone.
     """
     names: set[str] = set()
-    grouped: set[int] = set()  # what stands in $defs may be a group of schemas
+    grouped: set[int] = set()  # an entry of $defs may be a group of schemas
 
     def look(each: Any) -> Any:
         if isinstance(each, dict):
             unknown = each.keys() - KNOWN_KEYS
             for places in (each.get("$defs"), each.get("definitions")):
                 grouped.update(map(id, places.values() if isinstance(places, dict) else ()))
-            # An inner one may have a program's own notes, such as "javaType": "Name".
+            # An inner schema may have a program's own notes, such as "javaType": "Name".
             odd = {
                 n
                 for n in unknown
@@ -184,13 +184,13 @@ def _plain(value: Any) -> Any:
 
 
 def find_shortest(schema: Any) -> str | None:
-    """Return a short text that a schema allows; None: that is not easy to see, or long."""
+    """Return a short text that a schema allows; None: it is long, or none was found."""
     text = _Shortest(schema).find_settled()
     return text if text is not None and len(text) < MAX_SHORTEST else None
 
 
 def has_end(schema: Any) -> bool:
-    """Tell whether a finite value may fit a schema; False is a proof that there is none."""
+    """Tell whether a finite value may fit a schema. False is proven, True is not."""
     try:
         return _Shortest(schema).find_settled() is not None
     except (AttributeError, TypeError):  # llguidance names what has the wrong type
@@ -202,12 +202,12 @@ class _Shortest:
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._texts: dict[int, str] = {}  # that were found, by the ids of their schemas
+        self._texts: dict[int, str] = {}  # found texts, by the ids of their schemas
         self._seen: set[int] = set()  # schemas in this round
         self._depth = 0
 
     def find_settled(self) -> str | None:
-        """Return a text of the root; None: each needs another one of itself."""
+        """Return a text of the root; None: each one would have to contain another."""
         for _ in range(MAX_ROUNDS):
             num_known = len(self._texts)
             self._seen.clear()
@@ -217,7 +217,7 @@ class _Shortest:
         return _LONG
 
     def find(self, schema: Any) -> str | None:
-        """Return a text; None: there is none as far as this round has come."""
+        """Return a text; None: this round has found none yet."""
         if not isinstance(schema, dict):
             return None if schema is False else "0"
         if self._depth > MAX_DEPTH or ("$id" in schema and schema is not self._root):
@@ -262,7 +262,9 @@ class _Shortest:
                 value = self.find(properties.get(name, other))
                 if value is None:
                     return None
-                parts = f"{parts},{compact(name)}:{value}"[:MAX_SHORTEST]  # it is long, then
+                parts = f"{parts},{compact(name)}:{value}"[
+                    :MAX_SHORTEST
+                ]  # a cut one is too long anyway
             return "{" + parts[1:] + "}"
         if kind == "array":
             least, items = schema.get("minItems", 0), schema.get("items", True)
@@ -280,9 +282,9 @@ class _Shortest:
 
 
 def look_up(reference: str, root: Any) -> Any:
-    """Return what stands at a reference into a schema; None: nothing, or only llguidance knows.
+    """Return the schema at a reference; None: there is none, or only llguidance can resolve it.
 
-    It knows an `$anchor`, another document, and a name that is written in another way.
+    llguidance resolves an `$anchor`, another document, and escaped names.
     """
     if not f"{reference}/".startswith("#/") or {*"%~"} & {*reference}:
         return None

@@ -10,7 +10,7 @@ from fminfer.text.encoded_prompt import EncodedPrompt
 
 
 def lower_texts(backend: Any) -> None:
-    """Make a tokenizer lower texts, but no special tokens, as sentence-transformers 6 does."""
+    """Make a tokenizer lower texts but not special tokens, as sentence-transformers 6 does."""
     parts = [normalizers.Lowercase(), backend.normalizer]
     backend.normalizer = normalizers.Sequence([each for each in parts if each is not None])
 

@@ -1,4 +1,4 @@
-"""Classes of regexes: what stands in brackets means what its author's dialect says.
+"""Rewrites classes of regexes (`[…]`), so that they mean what they mean in their own dialect.
 
 llguidance reads regexes as Rust's crate does. There, `&&`, `--`, `~~` and `[` inside a class are
 set operators. JSON Schema's ECMA 262, Python, Lark and GBNF have none of them.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-# A class ends at the first `]`. An open one reaches to the end, so that a search is linear.
+# A class ends at the first `]`. An unclosed one matches to the end, to keep searches linear.
 _ECMA = re.compile(r"\\.|\[(\^?)((?:\\.|[^\]\\])*)\]|\[.*|(\.)", re.DOTALL)
 _PYTHON = re.compile(r"\\.|\[(\^?)(\]?(?:\\.|[^\]\\])*)\]|\[.*", re.DOTALL)
 _SETS = r"\\[dDwWsS]|\\[pP](?:\{[^}]{0,40}\}|.)"
@@ -47,6 +47,6 @@ def _rewrite(match: re.Match[str]) -> str:
 
 
 def _escape_item(match: re.Match[str]) -> str:
-    r"""Escape what may be an operator. Sets as \d and \p{L} stay, and \b is a backspace here."""
+    r"""Escape possible operators. Sets such as \d and \p{L} stay; \b is a backspace here."""
     ends = [rf"\{atom}" if atom in "[]&~-^" else atom for atom in match.groups() if atom]
     return "-".join(ends).replace(r"\b", r"\x08") or match[0]

@@ -1,6 +1,6 @@
-"""Rewrites schemas in the keywords that llguidance holds answers to, with their exact meaning.
+"""Rewrites schemas with keywords that llguidance enforces, without a change of meaning.
 
-zod, pydantic and OpenAPI write keywords that ask for nothing, nulls, and bounds of 64 bits.
+zod, pydantic and OpenAPI write nulls, keywords that ask for nothing, and bounds of 64 bits.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _NEUTRAL = {
     "dependencies": ("{}",),
 }
 _VALUES = ("const", "default", "example")  # null is a value here
-MAX_DIGITS = 17  # of a number without bounds: as many as tell all doubles apart
+MAX_DIGITS = 17  # of a number without bounds: enough to tell all doubles apart
 MOST_PLAIN = 10**17 - 16  # the largest double of 17 digits
-MOST_FINE = 10**11  # leaves digits for fractions
+MOST_FINE = 10**11  # a bound that leaves digits for fractions
 MOST_WHOLE = 19  # digits of 64 bits
 MOST_BOUND = 2**63 - 1024  # the largest double below 2^63, for llguidance counts in 64 bits
 
 
 @lru_cache(4)
 def parse_schema(text: str) -> Any:
-    """Return the plain form of a schema in JSON. It is shared: leave it as it is.
+    """Return the plain form of a schema in JSON. It is cached: do not change it.
 
     Raises:
         ValueError: a keyword's value has the wrong type.
@@ -49,11 +49,11 @@ def parse_schema(text: str) -> Any:
     try:
         return plain_schema(json.loads(text))
     except (AttributeError, TypeError, OverflowError):
-        raise ValueError("a keyword of it has a value of the wrong type") from None
+        raise ValueError("one of its keywords has a value of the wrong type") from None
 
 
 def plain_schema(schema: Any) -> Any:
-    """Return a schema that the same values fit, or a little fewer of them."""
+    """Return a schema that allows the same values, or slightly fewer."""
     if isinstance(schema, list):
         return [plain_schema(each) for each in schema]
     if not isinstance(schema, dict):
@@ -62,7 +62,7 @@ def plain_schema(schema: Any) -> Any:
     for rewrite in _REWRITES:
         rewrite(plain)
     plain = change_parts(plain, plain_schema)
-    # What a reference such as "#/components/schemas/Pet" reaches.
+    # Also targets of references such as "#/components/schemas/Pet".
     return plain | {key: plain_schema(plain[key]) for key in plain.keys() - KNOWN_KEYS}
 
 
@@ -72,7 +72,7 @@ def count_digits(schema: Any) -> tuple[int, int]:
     text = json.dumps(schema)
     json.loads(text, parse_int=numbers.append, parse_float=numbers.append)
     parts = [f"{abs(Decimal(number)):f}".partition(".") for number in numbers]
-    # Not below 1,234, digits may need one more than 1,233 has.
+    # Below 1,234 numbers have the digits of 1,233. Other bounds may need one digit more.
     whole = max((len(str(int(before) - 1)) for before, _, _ in parts), default=0)
     fraction = max((len(behind.rstrip("0")) for _, _, behind in parts), default=0)
     # As a double, 1.9999999999999999 is 2. What is above 0.5 alone may need one digit more.
@@ -88,7 +88,7 @@ def _asks_nothing(key: str, value: Any) -> bool:
 
 
 def _allow_null(schema: dict[str, Any]) -> None:
-    """Act on OpenAPI 3.0's `nullable`, which counts beside `type`."""
+    """Rewrite OpenAPI 3.0's `nullable`, which counts only beside `type`."""
     kinds = schema.get("type")
     if schema.get("nullable") is True and kinds is not None:
         del schema["nullable"]
@@ -111,7 +111,7 @@ def _replace_patterns(schema: dict[str, Any]) -> None:
 
 
 def _list_names(schema: dict[str, Any]) -> None:
-    """Write names that are an enum as properties: then none is repeated."""
+    """Rewrite `propertyNames` with an enum as properties, so that no name is repeated."""
     names = schema.get("propertyNames") or {}
     if names.keys() - {"type"} in ({"enum"}, {"const"}) and "patternProperties" not in schema:
         allowed = names.get("enum", [names.get("const")])
@@ -125,14 +125,14 @@ def _list_names(schema: dict[str, Any]) -> None:
 
 
 def _close_counted(schema: dict[str, Any]) -> None:
-    """Allow no free keys where llguidance cannot count keys beside them."""
+    """Forbid free keys where llguidance cannot count keys beside them."""
     is_counted = {"minProperties", "maxProperties"} & schema.keys()
     if is_counted and {*schema.get("properties", ())} - {*schema.get("required", ())}:
         schema.setdefault("additionalProperties", False)
 
 
 def _bound_numbers(schema: dict[str, Any]) -> None:
-    """Write bounds as llguidance reads them: numbers of 64 bits, beside `multipleOf` too."""
+    """Rewrite bounds as llguidance reads them: 64 bits, and always set beside `multipleOf`."""
     numbers = [abs(value) for value in schema.values() if isinstance(value, int | float)]
     most = MOST_FINE if isinstance(schema.get("multipleOf"), float) else MOST_PLAIN
     most = most if max(numbers, default=0) < most else MOST_BOUND
@@ -152,9 +152,9 @@ def _bound_numbers(schema: dict[str, Any]) -> None:
 
 
 def _exclude_whole(schema: dict[str, Any]) -> None:
-    """Move a whole exclusive bound a little: to llguidance, 0 is above 0, and up to 0.5.
+    """Move a whole exclusive bound a little: llguidance takes 0 as above 0, if 0.5 is the maximum.
 
-    It does so where the other bound is less than 1 away.
+    This is done only if the other bound is less than 1 away.
     """
     others = {
         "minimum": ("exclusiveMinimum", "maximum", "exclusiveMaximum"),

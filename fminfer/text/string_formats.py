@@ -1,13 +1,13 @@
 """What formats of JSON Schema and OpenAPI allow, in keywords that llguidance enforces.
 
-A format says which texts a validator accepts: days that exist, and digits that end.
+Texts of these formats pass validators: days exist, and digits end.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-_FOURTH = "(?:0[48]|[2468][048]|[13579][26])"  # of hundred years, or of centuries
+_FOURTH = "(?:0[48]|[2468][048]|[13579][26])"  # leap years of a century, or leap centuries
 _DATE = (
     "(?:(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})-"
     "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
@@ -31,7 +31,7 @@ def _whole(pattern: str, **others: Any) -> dict[str, Any]:
     return {"pattern": f"^(?:{pattern})$", **others}
 
 
-# By their names, what stands in their place. An empty one asks for nothing more.
+# What replaces each format. An empty entry asks for nothing more.
 FORMATS: dict[str, dict[str, Any]] = {
     "date": _whole(_DATE),
     "time": _whole(_TIME),
@@ -57,7 +57,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     },
     **{f"uint{size}": {"minimum": 0, "maximum": 2**size - 1} for size in (8, 16, 32, 64)},
 }
-# Those of JSON Schema that are left to llguidance: it holds answers to them, or refuses.
+# Formats of JSON Schema that are left to llguidance, which enforces or refuses them.
 NATIVE_FORMATS = frozenset(
     {"ipv4", "ipv6", "uuid", "uri", "uri-reference", "uri-template", "iri", "iri-reference"}
     | {"idn-email", "idn-hostname", "regex", "json-pointer", "relative-json-pointer"}

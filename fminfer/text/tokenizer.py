@@ -25,7 +25,7 @@ class Tokenizer:
     """
 
     has_words = True  # otherwise ids have no text
-    note = ""  # what the user is to know of its files
+    note = ""  # a line for the user about its files
 
     def __init__(self, hf: Any | None) -> None:
         backend = _byte_tokenizer() if hf is None else getattr(hf, "backend_tokenizer", None)
@@ -60,7 +60,7 @@ class Tokenizer:
 
     @cached_property
     def added_ids(self) -> tuple[list[int], list[int]]:
-        """The ids in front of each text and behind it, which belong to none of its characters."""
+        """The special tokens that are added before each text and after it."""
         bare = self._ids("a", False)
         whole = self._ids("a", True)
         front = whole.index(bare[0]) if bare else len(whole)

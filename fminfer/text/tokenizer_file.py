@@ -1,9 +1,8 @@
-"""What a tokenizer.json says, told to the tokenizer that transformers makes of its folder.
+"""Makes the tokenizer that transformers builds of a folder follow the folder's tokenizer.json.
 
 transformers builds the class that tokenizer_config.json names anew, from the file's vocabulary. It
-drops the file's other parts, and makes tokens up that the class has. Other files may change the
-flags of added tokens. A model was trained on the tokens that its tokenizer.json makes, so that
-file is followed.
+drops the file's other parts, and adds tokens of the class. Other files may change the flags of
+added tokens. A model was trained on the tokens of its tokenizer.json, so that file is followed.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from fminfer.core.impostors import broken
 
 _ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-# What parts of published tokenizers cut in different ways.
+# Text that published tokenizers cut in different ways.
 _PROBE = (
     " Two  spaces,\ttabs\n\n  and lines. HELLO Hello's don't 'S 12345 in  2024; 1.000,50 x_1=y+2 "
     "cafe\u0301 café ﬁne ＡＢＣ ½ 你好世界 日本 한국 Привет עברית ไทย \U0001f600 <html>{[(\\/)]}…  "
@@ -32,13 +31,13 @@ def follow_tokenizer_file(hf: Any, file: Path) -> str:
     """Give the tokenizer of a folder the parts of its tokenizer.json.
 
     Args:
-        hf: of transformers; its backend changes, or becomes that of the file.
+        hf: transformers' tokenizer; its backend is changed, or replaced by the file's.
 
     Returns:
-        What is to be told to the user, if texts get other ids or spaces by this; else "".
+        A line for the user, if texts get other ids or spaces by this; else "".
 
     Raises:
-        CheckpointError: the file is broken, or the folder's others give one of its ids elsewhere.
+        CheckpointError: the file is broken, or other files give one of its ids to another token.
     """
     from transformers import PreTrainedTokenizerFast  # slow to import; only where it is needed
 
@@ -56,7 +55,7 @@ def follow_tokenizer_file(hf: Any, file: Path) -> str:
 
 
 def _try_out(backend: BackendTokenizer) -> tuple[list[str], str]:
-    """Return the tokens that a probe is cut into, and the text of them; or why there are none."""
+    """Return the tokens of the probe and their text; or no tokens and the error."""
     try:
         encoding = backend.encode(_PROBE)
     except Exception as error:  # the file may lack what a class takes for its unknown token
@@ -72,7 +71,7 @@ def _load_file(file: Path) -> BackendTokenizer:
 
 
 def _read_added_tokens(file: Path) -> list[dict[str, Any]]:
-    """Return the entries of the file's added tokens; all else of it is not parsed again."""
+    """Return the file's added tokens, without parsing the rest of the file again."""
     text = file.read_text("utf-8")
     key = _ADDED_TOKENS.search(text)
     if key is None:
@@ -83,10 +82,10 @@ def _read_added_tokens(file: Path) -> list[dict[str, Any]]:
 
 
 def _put_in(hf: Any, stored: BackendTokenizer, others: list[AddedToken], file: Path) -> None:
-    """Have `hf` use what its file makes, with those of its other tokens that files name.
+    """Make `hf` use the file's tokenizer, with added tokens that other files name.
 
-    Its class may have made up more, such as `<s>`, which are text. Those of a class of languages
-    are its languages.
+    Tokens that only the class has, such as `<s>`, become text. A class with languages keeps all of
+    its tokens: they are the languages.
     """
     language = getattr(hf, "src_lang", None)
     beside = {*file.parent.glob("*token*.json")} - {file}
@@ -108,7 +107,7 @@ def _put_in(hf: Any, stored: BackendTokenizer, others: list[AddedToken], file: P
 
 
 def _refuse_other_owners(hf: Any, stored: BackendTokenizer, file: Path) -> None:
-    """Refuse a token of files beside tokenizer.json, if that gives its id to another one."""
+    """Refuse a folder if another file gives an id of tokenizer.json to another token."""
     num_trained = stored.get_vocab_size(with_added_tokens=False)
     for token_id, token in hf.init_kwargs["added_tokens_decoder"].items():
         owner = stored.id_to_token(token_id)
@@ -120,11 +119,11 @@ def _refuse_other_owners(hf: Any, stored: BackendTokenizer, file: Path) -> None:
 
 
 def _flag_added_tokens(backend: BackendTokenizer, others: list[AddedToken], file: Path) -> None:
-    """Give added tokens the flags that the file says; what is special for others stays so."""
+    """Give added tokens the flags of the file, but leave special what other files make special."""
     special = {token.content for token in others if token.special}
     tokens = []
     for entry in _read_added_tokens(file):
         flags = {name: entry.get(name, False) for name in _FLAGS}
         flags["special"] |= entry["content"] in special
         tokens.append(AddedToken(entry["content"], **flags))
-    backend.add_tokens(tokens)  # those that are there change their flags
+    backend.add_tokens(tokens)  # this changes the flags of existing tokens

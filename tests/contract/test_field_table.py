@@ -230,7 +230,7 @@ def test_what_a_refusal_of_vectors_says() -> None:
 def test_columns_of_data_are_no_wishes(value: object) -> None:
     """`options` of a question with choices is no object of Ollama's."""
     assert parse_request({"prompt": "x", "options": value}, max_logprobs=5).params == DEFAULTS
-    with pytest.raises(RequestError, match="Its fields stand in the request itself"):
+    with pytest.raises(RequestError, match="Put its fields into the request itself"):
         parse_request({"prompt": "x", "options": {"num_predict": 1}}, max_logprobs=5)
 
 

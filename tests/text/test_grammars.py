@@ -478,7 +478,7 @@ def test_schemas_that_nothing_finite_fits(schema: Any, has_end: bool) -> None:
     if has_end:
         assert compile_for(byte_level(), as_json(both)).first.mask.few
         return
-    with pytest.raises(RequestError, match="nothing finite fits it"):
+    with pytest.raises(RequestError, match="no finite value fits it"):
         compile_for(byte_level(), as_json(both))
 
 
@@ -492,7 +492,7 @@ def test_schemas_that_nothing_finite_fits(schema: Any, has_end: bool) -> None:
     ],
 )
 def test_references_that_only_llguidance_follows(reference: str, names: dict[str, str]) -> None:
-    """An `$anchor` and a relative name were taken for the root: "nothing finite fits it"."""
+    """An `$anchor` and a relative name were taken for the root: "no finite value fits it"."""
     schema = {
         "$id": "urn:x:1" if reference.startswith("urn") else "http://x.org/all.json",
         "type": "array",

@@ -88,7 +88,7 @@ def scoring_of(
 def relative_buckets(how: Relative) -> torch.Tensor:
     """Return T5's buckets, (2 * reach + 1,) int64, by query position - key position."""
     reach = relative_reach(how)
-    if reach == NO_LIMIT:  # what is farther has the bucket of the largest distance
+    if reach == NO_LIMIT:  # farther keys have the bucket of the largest distance
         reach = how.max_distance
     distance = torch.arange(reach, -reach - 1, -1)  # of the key behind it
     buckets, first = how.buckets, torch.zeros_like(distance)
@@ -102,7 +102,7 @@ def relative_buckets(how: Relative) -> torch.Tensor:
 
 
 def _far_buckets(spec: Relative, distance: torch.Tensor, buckets: int) -> torch.Tensor:
-    """Return the buckets of distances that share them; below 0: there is none."""
+    """Return the buckets of distances that share a bucket; below 0: there is no bucket."""
     exact = spec.num_exact
     logs = torch.log(distance.clamp(min=1).float() / exact) / math.log(spec.max_distance / exact)
     far = exact + (logs * (buckets - exact)).long()  # in transformers' order, to round as it does
@@ -113,7 +113,7 @@ def relative_reach(spec: Relative) -> int:
     """Return the largest distance of a key that has a bucket.
 
     Buckets of one distance each may reach beyond `max_distance`. From there on the logarithm
-    counts down, and transformers fails where it comes below 0.
+    decreases. transformers fails where a bucket would be below 0.
     """
     exact = spec.num_exact
     if exact < spec.max_distance:

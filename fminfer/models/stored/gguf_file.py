@@ -77,7 +77,7 @@ class _Cursor:
         return self._data[self.at - num_bytes : self.at]
 
     def _where_cut(self) -> str:
-        """Say where the header breaks off, in words that `broken` goes on with."""
+        """Say why the header breaks off, as the beginning of a sentence."""
         if self._end < self.size:
             return f"its header is damaged, or longer than {MOST_HEADER_BYTES} bytes"
         return f"it has {self.size} bytes and is cut off in its header, or that is damaged"
@@ -181,7 +181,7 @@ def _read_entry(path: Path, cursor: _Cursor) -> tuple[str, StoredTensor]:
 
 
 def _check_spans(tensors: list[tuple[str, StoredTensor]], step: int) -> None:
-    """Refuse tensors that lie askew or overlap."""
+    """Raise a ValueError for tensors that are not aligned or that overlap."""
     end, before = 0, ""
     for name, tensor in sorted(tensors, key=lambda item: item[1].span):
         last = tensor.span[1]

@@ -1,4 +1,4 @@
-"""Weights beside those that are read: named, and refused if they are another model's."""
+"""Names weight files that are not read, and refuses them if they are another model's."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from fminfer.models.stored.weight_folder import WeightFiles, find_weights
 
 RIVALS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
 PROJECTOR = "mmproj"  # a projector of images, which changes no text
-NUM_VALUES = 1024  # from the middle of each tensor
-# Between two dtypes: a step of bfloat16, and the smallest steps of float16.
+NUM_VALUES = 1024  # compared, from the middle of each tensor
+# For two dtypes: the precision of bfloat16, and the smallest steps of float16.
 TOLERANCE = {"rtol": 2.0**-7, "atol": 2.0**-14}
-MOST = torch.finfo(torch.float16).max  # what is larger may be infinite in a copy
-# What a name begins with or not, as a model was saved with its head or without.
+MOST = torch.finfo(torch.float16).max  # larger values may be infinite in a copy
+# A prefix of names that depends on whether the model was saved with its head.
 BASE = re.compile(r"^(model|transformer|bert|roberta)\.")
 
 
 def describe_unread(folder: Path) -> str:
-    """Say which weights of a folder are read, and which are not; "": all are."""
+    """Say which weight files of a folder are read, and which are not; "": all are read."""
     weights, others = _find_others(folder)
     if not others:
         return ""
@@ -42,13 +42,13 @@ def describe_unread(folder: Path) -> str:
 
 
 def refuse_rivals(folder: Path) -> None:
-    """Refuse weights beside those that are read, if they differ in a tensor of the same name.
+    """Refuse a folder if a file that is not read has other values in a tensor of the same name.
 
     Shapes are compared, and some values of each tensor. Many folders hold the same weights
     twice, in two formats or dtypes.
 
     Raises:
-        CheckpointError: two models lie in the folder, or what would be read is broken.
+        CheckpointError: the folder holds two models, or a file that would be read is broken.
     """
     weights, others = _find_others(folder)
     files = [read_weight_file(file) for file in weights.files if others]
@@ -69,9 +69,9 @@ def refuse_rivals(folder: Path) -> None:
 
 
 def _find_others(folder: Path) -> tuple[WeightFiles, list[Path]]:
-    """Find the weights that are read, and files beside them that are named like weights.
+    """Find the weight files that are read, and other files that are named like weights.
 
-    There are none beside weights that are incomplete, which loading refuses.
+    Incomplete weights have no other files here: loading refuses them.
     """
     weights = WeightFiles("safetensors", [])
     with suppress(CheckpointError):
@@ -83,12 +83,12 @@ def _find_others(folder: Path) -> tuple[WeightFiles, list[Path]]:
 
 
 def _find_difference(table: Mapping[str, StoredTensor], other: Path) -> str:
-    """Return the first tensor that another file holds differently; "": none."""
+    """Return the first tensor that has other values in another file; "": none."""
     try:
         tensors = {BASE.sub("", n): t for n, t in read_weight_file(other).tensors.items()}
         names = sorted(tensors.keys() & table.keys())
         return next((name for name in names if _differs(table[name], tensors[name])), "")
-    except (CheckpointError, OSError):  # a download that was left out, which nobody reads
+    except (CheckpointError, OSError):  # an incomplete download, which is not read
         return ""
 
 
@@ -99,13 +99,13 @@ def _differs(mine: StoredTensor, theirs: StoredTensor) -> bool:
     others = _read_some(theirs).float().clamp(-MOST, MOST)
     tolerance = {"rtol": 0.0, "atol": 0.0} if mine.dtype == theirs.dtype else TOLERANCE
     return mine.shape != theirs.shape or (
-        len(values) == len(others)  # else the values of one do not follow each other
+        len(values) == len(others)  # else one of them is not contiguous
         and not torch.allclose(values, others, equal_nan=True, **tolerance)
     )
 
 
 def _read_some(tensor: StoredTensor) -> torch.Tensor:
-    """Return values from a tensor's middle; none if its values do not follow each other."""
+    """Return values from a tensor's middle; none if the tensor is not contiguous."""
     count = math.prod(tensor.shape)
     if not count or tensor.strides != plain_strides(tensor.shape):
         return torch.empty(0)

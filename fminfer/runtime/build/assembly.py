@@ -113,9 +113,9 @@ def load_tokenizer(config: ModelOptions, checkpoint: Checkpoint) -> Tokenizer:
 
 
 def _model_names(config: EngineConfig, name: str) -> frozenset[str] | None:
-    """Return what a line may call the model: its name, its path or id, or the last part of that.
+    """Return the names that a line may give the model: its name, path or id, or a path's last part.
 
-    None: anything.
+    None: every name is accepted.
     """
     if name == DEMO_NAMES[0] and (config.check_model or config.is_unnamed_demo):
         return frozenset(DEMO_NAMES)
@@ -139,8 +139,8 @@ def find_ends(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
 def find_start(checkpoint: Checkpoint) -> tuple[int, ...] | None:
     """Return the ids that a decoder behind an encoder begins with; None: there is no encoder.
 
-    As in transformers, generation_config.json says it alone, where it is there. BOS begins where
-    no start is named.
+    As in transformers, config.json counts only without a generation_config.json. BOS begins if no
+    start token is named.
     """
     if checkpoint.model.encoder is None or checkpoint.model.is_pooled:
         return None
@@ -153,7 +153,7 @@ def find_start(checkpoint: Checkpoint) -> tuple[int, ...] | None:
     start, bos, forced = map(fields.get, START_FIELDS)
     if start is None:
         start = bos
-    if start is None and checkpoint.folder is None:  # random weights begin with anything
+    if start is None and checkpoint.folder is None:  # random weights may begin with any token
         start = checkpoint.config.pad_token_id
 
     ids: list[Any] = [start] if forced is None else [start, forced]
@@ -168,7 +168,7 @@ def find_start(checkpoint: Checkpoint) -> tuple[int, ...] | None:
 
 
 def nan_explanation(checkpoint: Checkpoint, dtype: torch.dtype) -> Callable[[], str]:
-    """Return a function that says why numbers are nan, and what helps; it reads weights once."""
+    """Return a function that says why numbers are nan, and what helps. It reads weights once."""
 
     @cache
     def explain() -> str:

@@ -177,7 +177,7 @@ def make_stage(loaded: LoadedPart) -> Stage:
         whole = plan.checkpoint.model.vocab_size
         tokens = TokenShard(whole, share.tokens, network.shards)
     elif not (network.stream or plan.has_blocks):
-        # CUDA graphs do not capture sums yet, and replay work on weights that stay.
+        # CUDA graphs cannot hold sums yet, and need weights that stay in place.
         graphs = find_graphs(
             plan.config.kernels,
             network,

@@ -70,7 +70,7 @@ class OnePipeline:
         num_threads, num_blocks = torch.get_num_threads(), plan.num_kv_tokens // config.block_size
         end_openmp_threads()  # steps are another thread's work
         self._group, self._watch = group, None if group is None else group.watch
-        self._stage: Stage | None = stage  # until it is closed
+        self._stage: Stage | None = stage  # None once it is closed
         self.stages = _build_pipeline(stage, loaded, group)
         self.stages.limit_s = limit_step(plan)
         self.graphs, self._stream = stage.graphs, (stream := loaded.network.stream)
@@ -147,11 +147,11 @@ class OnePipeline:
             return
         group, self._group = self._group, None
         self.stages.close()
-        # If it failed without other ranks it hangs, and so may a read.
+        # A pipeline that failed without other ranks hangs, and closing the stream might block.
         if self._stream is not None and (group is not None or self.stages.failure is None):
             self._stream.close()
 
-        self._facts = self.facts  # of which the graphs know a part
+        self._facts = self.facts  # taken before the graphs are freed, which have a part of them
         self._stage.free()
         self._stage = self._stream = self.graphs = None
         give_back_freed(self.plan.device)

@@ -32,7 +32,7 @@ OF_DISK: dict[DiskFault, str] = {
     "state_not_writable": "the server may not write its state folder; mend the folder's rights",
     "disk_failed": "the server's disk failed; check it",
 }
-# Of errors that are not the disk's; the first one whose kind an error has counts.
+# For errors that are not the disk's. The first class that an error is of counts.
 OF_ERRORS = {
     InUseError: Trouble("in_use", f"another process still writes its output. {LATER}"),
     MachineError: Trouble("machine_failed", f"the server's machine failed. {LATER}"),
