@@ -21,8 +21,9 @@ from fminfer.files.input_folders import describe_left_out, find_inputs, folders_
 from fminfer.files.input_models import refuse_models
 from fminfer.files.line_reader import read_lines
 from fminfer.files.output_paths import STDOUT, Plan, plan_each, require_parent, whose_file
+from fminfer.files.own_files import PAGE, SUMMARY, TIMELINE, require_own
 from fminfer.files.storage import Location, RemoteFolders
-from fminfer.job.report.told_outputs import check_place
+from fminfer.files.streams import is_stream
 from fminfer.job.synthetic import Synthetic
 from fminfer.models.known_sizes import DEMO_NAMES
 from fminfer.runtime.launch.processes import ProcessContext
@@ -139,8 +140,11 @@ class JobPaths(JobOptions):
         if plan.refused and not others_go_on:
             raise UsageError(next(iter(plan.refused.values())))
         self.remote.prepare(plan.outputs, restart=self.restart)
-        files = {"--stats": self.stats, "--trace": self.trace, "--report": self.report}
-        for flag, path in files.items():
+        for flag, (path, form) in {
+            "--stats": (self.stats, SUMMARY),
+            "--trace": (self.trace, TIMELINE),
+            "--report": (self.report, PAGE),
+        }.items():
             if path is None:
                 continue
             require_parent(flag, path)
@@ -148,13 +152,14 @@ class JobPaths(JobOptions):
                 raise UsageError(f"{flag} {path} is a folder; give the name of a file")
             if whose := whose_file(path, plan):
                 raise UsageError(f"{flag} {path} {whose}; give another name")
-        if self.report is not None:
-            check_place(self.report, "--report")
-            if STDOUT in plan.outputs:
-                raise UsageError(
-                    f"--report {self.report} is made from the answers, and those on stdout are not "
-                    "kept; give --output FILE"
-                )
+            is_device = is_stream(path) or (path.exists() and not path.is_file())
+            if form is PAGE or not is_device:  # a page is not written on, but replaced
+                require_own(path, form, flag)
+        if self.report is not None and STDOUT in plan.outputs:
+            raise UsageError(
+                f"--report {self.report} is made from the answers, and those on stdout are not "
+                "kept; give --output FILE"
+            )
         if self.is_watching and not self.is_shared:
             raise UsageError("--watch needs a folder to watch, and an --output that is none of -")
         if self.is_watching and any(isinstance(path, str) for path in (*self.paths, self.output)):
