@@ -16,7 +16,7 @@ from fminfer.contract.envelope import open_envelope, refuse_other_model
 from fminfer.contract.request import RAW_TOKENS
 from fminfer.core.config import ModelOptions
 from fminfer.core.errors import RequestError, UsageError
-from fminfer.core.option import Options, Seconds, option, options_of
+from fminfer.core.option import Options, Seconds, WholeTexts, option, options_of
 from fminfer.files.input_folders import describe_left_out, find_inputs, folders_read, sort_folder
 from fminfer.files.input_models import refuse_models
 from fminfer.files.line_reader import read_lines
@@ -44,10 +44,11 @@ class JobOptions(Options):
         "repeated.",
         commands=("run", "check"),
     )
-    prompt: str | None = _option(
+    prompts: WholeTexts = _option(
         "Answer this text and print the answer, for a first try. It is the user's message of a "
         "chat if the model has a chat template. Without --temperature the likeliest tokens are "
         "taken. At most 1,024 tokens of a chat and 256 of a completion, or --generate-seq-length.",
+        flags=("--prompt",),
         metavar="TEXT",
     )
     is_raw: bool = _option(
@@ -84,6 +85,24 @@ class JobOptions(Options):
         "Write an HTML page about the answers when the run ends, as fminfer report does."
     )
     trace: Path | None = _option("Write a timeline of each rank, for ui.perfetto.dev.")
+
+    @property
+    def prompt(self) -> str | None:
+        """The text of --prompt; None: files are answered, or requests that are made up."""
+        return next(iter(self.prompts), None)
+
+    def check(self) -> None:
+        """Refuse several prompts, and one that stands for stdin elsewhere."""
+        if len(self.prompts) > 1:
+            raise UsageError(
+                f"--prompt is given {len(self.prompts)} times, and answers one text; put each "
+                "prompt on a line of a file, and run that"
+            )
+        if self.prompt == "-":
+            raise UsageError(
+                '--prompt - reads no stdin; give --prompt "$(cat)" for a text on stdin, or leave '
+                "--prompt out and give - for lines of requests"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

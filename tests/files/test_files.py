@@ -459,6 +459,32 @@ def test_a_prompt_is_asked_as_a_chat_and_says_so(
     assert CliRunner().invoke(main, [*given, "-q"]).stderr == ""
 
 
+@pytest.mark.parametrize(
+    ("texts", "says"),
+    [
+        (["hi", "ho"], "--prompt is given 2 times, and answers one text"),
+        (["-"], "--prompt - reads no stdin"),
+    ],
+)
+def test_a_prompt_that_would_be_dropped_is_refused(texts: list[str], says: str) -> None:
+    """The last of several --prompt was answered, and "-" itself, without a word."""
+    flags = [word for text in texts for word in ("--prompt", text)]
+    found = CliRunner().invoke(main, ["run", *flags])
+    assert found.exit_code == 2 and says in found.stderr
+
+
+def test_a_prompt_that_names_a_file_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model went on with the name of the file, and nothing said that it was not read."""
+    monkeypatch.chdir(tmp_path)
+    note = "The prompt is the text r.jsonl"
+    for is_there in (False, True):
+        found = CliRunner().invoke(main, ["run", "--prompt", "r.jsonl"])
+        assert found.exit_code == 0 and (note in found.stderr) == is_there
+        (tmp_path / "r.jsonl").touch()
+
+
 @pytest.mark.parametrize("flags", [["a.jsonl"], ["--prompt", "x", "--chat-template", "x.jinja"]])
 def test_raw_is_refused_where_it_would_mean_nothing(flags: list[str]) -> None:
     found = CliRunner().invoke(main, ["run", "--raw", *flags])
