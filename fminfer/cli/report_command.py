@@ -6,15 +6,16 @@ from pathlib import Path
 
 import click
 
+from fminfer.cli.flags import NamedPath
 from fminfer.core.errors import UsageError
 from fminfer.core.quantities import counted
 
 
 @click.command()
-@click.argument("outputs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("outputs", nargs=-1, required=True, type=NamedPath(path_type=Path))
 @click.option(
     "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=NamedPath(path_type=Path, dir_okay=False),
     help="The HTML file to write. It replaces nothing but an HTML page.  [default: "
     "<output>.report.html beside an output; report.html in a folder]",
 )
