@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fminfer.core.errors import UsageError
 from fminfer.files.disk import fit_name
+from fminfer.files.input_models import refuse_model_folder
 from fminfer.files.line_reader import stem
 from fminfer.files.ordered_output import traces
 from fminfer.files.status_file import status_path
@@ -97,6 +98,7 @@ def _name_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
         return [STDOUT if is_stream(path) else answers_path(path) for path in inputs]
     _refuse_device(output)
     require_parent("--output", output)
+    refuse_model_folder("--output", output)
     if output.is_file() or output.suffix == ".jsonl":
         if len(inputs) > 1:
             raise UsageError(

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -153,6 +154,14 @@ def test_a_part_of_wrong_lines_is_answered_line_by_line(tmp_path: Path) -> None:
     assert [line.raw for line in read_lines(part, 0)] == [b"a,b", b"\0,d", b"e,f"]
 
 
+def pack_tar(form: int) -> bytes:
+    packed, member = io.BytesIO(), tarfile.TarInfo("r.jsonl")
+    member.size = len(ROWS)
+    with tarfile.open(fileobj=packed, mode="w", format=form) as archive:
+        archive.addfile(member, io.BytesIO(ROWS))
+    return packed.getvalue()
+
+
 OTHER_FORMS = {
     "UTF-16LE": ROW.decode().encode("utf-16-le"),
     "UTF-16BE": ROW.decode().encode("utf-16-be"),
@@ -163,6 +172,8 @@ OTHER_FORMS = {
     "a ZIP archive": b"PK\x03\x04\x14\0",
     "a page of the web": b"\n<!DOCTYPE html><html>",
     "bzip2": b"BZh91AY",
+    "a tar archive": pack_tar(tarfile.GNU_FORMAT),
+    "tar archive": pack_tar(tarfile.PAX_FORMAT),
     "Git LFS": b"version https://git-lfs.github.com/spec/v1\n",
 }
 
@@ -196,6 +207,17 @@ def test_a_name_that_is_no_inputs_gets_advice_that_fits_its_bytes(tmp_path: Path
         UsageError, match=r"holds no file to answer .*; it holds .*a\.txt, .*b\.txt"
     ):
         find_inputs([tmp_path])
+
+
+def test_a_tar_archive_is_named_inside_gzip(tmp_path: Path) -> None:
+    """Its lines were said to be requests, and r.tar.gz was to be renamed."""
+    packed = pack_tar(tarfile.GNU_FORMAT)  # `write` compresses it
+    for name, says in {"r.tar.gz": "none of the endings", "r.jsonl.gz": "be answered"}.items():
+        path = write(tmp_path / name, packed)
+        with pytest.raises(UsageError, match=rf"{says}.*; it is a tar|{says}: it is a tar"):
+            find_inputs([path])
+    line = b'{"prompt": "' + b"x" * (257 - 12) + b'ustar"}\n'
+    assert find_inputs([write(tmp_path / "text.jsonl", line)])
 
 
 def test_an_empty_file_is_named(tmp_path: Path) -> None:
