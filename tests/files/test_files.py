@@ -228,6 +228,14 @@ def test_an_empty_file_is_named(tmp_path: Path) -> None:
     assert f"Warning: {told}." in found.output
 
 
+def test_a_file_without_a_request_is_named_as_an_empty_one_is(tmp_path: Path) -> None:
+    """Of line breaks alone, or an empty array, nothing was said, and the output was empty."""
+    blank = write(tmp_path / "blank.jsonl", b"\n \r\n")
+    array = write(tmp_path / "array.json", b"[ ]\n")
+    (told,) = describe_empty([blank, array, write(tmp_path / "a.jsonl", ROW)])
+    assert told.startswith(f"{blank}, {array}: 0 bytes, or only blank lines")
+
+
 @pytest.mark.timeout(60)
 def test_a_shells_pipe_is_read_and_answered_to_stdout(
     tmp_path: Path, engine: fminfer.Engine, capfdbinary: pytest.CaptureFixture[bytes]
