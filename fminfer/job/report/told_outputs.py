@@ -125,6 +125,8 @@ def _named(path: Path) -> Path:
         if errors_path(path).exists():
             return path
         raise UsageError(f"{path} does not exist; give an output of fminfer run")
+    if not (path.suffix == ".jsonl" or read_status(path) or holds_answers(path)):
+        raise UsageError(f"{path} is no output of a run; give one, as in output_requests.jsonl")
     return path
 
 
