@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import sys
 import tempfile
 import time
@@ -140,9 +141,11 @@ def _answer(job: _Job) -> JobSummary:
 def _answer_prompt(job: _Job, prompt: str) -> JobSummary:
     """Print the answer to one prompt; say how it was asked, and what is odd about the answer."""
     if job.facts is not None:
+        does = "scores texts or has classes" if job.facts.is_scored else "gives vectors"
         raise UsageError(
-            f"--prompt prints a text, and {job.checkpoint.name} gives vectors; put the text into a "
-            'line, as in: echo \'{"input": "a text"}\' | fminfer run -'
+            f"--prompt prints a text, and {job.checkpoint.name} {does}; put the text into a line, "
+            'as in: echo \'{"input": "a text"}\' | fminfer run - --model-name '
+            f"{shlex.quote(str(job.run.config.model))}"
         )
     with closing(job.start_engine()) as engine:
         summary = JobSummary(job.checkpoint.name, str(engine.device), [], [])
