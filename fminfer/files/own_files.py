@@ -15,6 +15,7 @@ from fminfer.files.journal import journal_path
 from fminfer.files.ordered_output import Seals, errors_path
 from fminfer.files.status_file import status_path
 
+OLD_SEALS: Seals = {"output": {}, "errors": {}}  # of an older version's status file
 START_BYTES = 4096  # by which a form is told
 
 
@@ -73,8 +74,7 @@ def require_own_outputs(output: Path) -> None:
     if journal_path(output).exists():
         return
     completed = find_completed(output)
-    of_older_version: Seals = {"output": {}, "errors": {}}
-    seals: Seals = {} if completed is None else completed.seals or of_older_version
+    seals: Seals = {} if completed is None else completed.seals or OLD_SEALS
     for name, path in {"output": output, "errors": errors_path(output)}.items():
         if seals.get(name) is None:
             require_own(path, RECORDS, f"the file of this run's {name},")
