@@ -152,8 +152,8 @@ def describe_empty(files: list[Path]) -> list[str]:
     """Name the files that hold nothing: their outputs will be empty, too."""
     starts = {path: first_bytes(path) for path in files if path.is_file()}
     empty = [path for path, start in starts.items() if b"".join(start.split()) in EMPTY]
-    told = "0 bytes, or only blank lines or [], so there is nothing to answer"
-    return [f"{_name_few(empty)}: {told}"] if empty else []
+    remark = "0 bytes, or only blank lines or [], so there is nothing to answer"
+    return [f"{_name_few(empty)}: {remark}"] if empty else []
 
 
 def _name_few(paths: list[Path]) -> str:

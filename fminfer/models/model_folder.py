@@ -97,8 +97,8 @@ def _list_files(name: str, revision: str | None) -> list[str] | None:
 def _not_found(name: str) -> CheckpointError:
     """Return the error of a name that can be no model of the hub."""
     if Path(name).is_file():
-        is_beside = (Path(name).parent / "config.json").exists()
-        remedy = f"give its folder, {Path(name).parent}" if is_beside else "give a model's folder"
+        has_one = (Path(name).parent / "config.json").exists()
+        remedy = f"give its folder, {Path(name).parent}" if has_one else "give a model's folder"
         return CheckpointError(f"the model {name!r} is a file; {remedy}")
     return CheckpointError(
         f"the model {name!r} is no folder here, and no model of the hub can have that name. Give "
