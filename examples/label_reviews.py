@@ -111,12 +111,20 @@ def main() -> None:
     counting.add_argument("answers", type=Path, help="the output of `fminfer run`")
     given = parser.parse_args()
     if given.command == "ask":
-        for line in ask(given.package, has_options=given.options):
+        try:
+            lines = list(ask(given.package, has_options=given.options))
+        except (OSError, ValueError, zipfile.BadZipFile, tarfile.TarError) as error:
+            parser.exit(2, f"{given.package} is not the file of vaderSentiment 0.5: {error}\n")
+        for line in lines:
             print(json.dumps(line))
-    else:
+        return
+
+    try:
         with given.answers.open() as file:
             right, total = count([json.loads(line) for line in file])
-        print(f"{right:,} of {total:,} labels are right ({right / max(1, total):.1%})")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.exit(2, f"{given.answers} holds no answers to this script's requests: {error!r}\n")
+    print(f"{right:,} of {total:,} labels are right ({right / max(1, total):.1%})")
 
 
 if __name__ == "__main__":

@@ -222,7 +222,7 @@ def _take_rows(
             found.repeats[line.number] = 0 if isinstance(repeat, RequestError) else repeat
             if len(found.repeats) > MAX_REPEATS:
                 found.repeats = None
-    if str(digest) != input_is:
+    if not input_is.startswith(str(digest)):
         raise UsageError(f"{source} was changed just now; run the same command again")
     found.num_left_out = earlier.num_left_out
     num_beyond = 0 if num_unasked is None else num_unasked - found.num_left_out

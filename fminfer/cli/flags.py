@@ -11,7 +11,16 @@ import click
 
 from fminfer.cli.option_table import options_for
 from fminfer.core.config import DType, ModelDType
-from fminfer.core.option import GROUPS, OF_ENGINE, Command, Least, Option, marks_of, plain_hint
+from fminfer.core.option import (
+    EMPTY,
+    GROUPS,
+    OF_ENGINE,
+    Command,
+    Least,
+    Option,
+    marks_of,
+    plain_hint,
+)
 from fminfer.machine.stopper import parse_duration
 
 
@@ -79,7 +88,16 @@ class DTypeName(click.Choice):  # type: ignore[type-arg]
         return super().convert(self.SHORT.get(str(value).lower(), value), param, ctx)
 
 
-class PathOrUrl(click.Path):
+class NamedPath(click.Path):
+    """A path; an empty one is refused, as it would be the current folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail(EMPTY, param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class PathOrUrl(NamedPath):
     """A path, or a URL as it stands: a path would lose one of its slashes."""
 
     envvar_list_splitter = ","  # a URL has the colon that stands between paths
@@ -103,14 +121,14 @@ class WholeText(Words):
         return [rv]
 
 
-PATH, LOCATION = click.Path(path_type=Path), PathOrUrl(path_type=Path)
+PATH, LOCATION = NamedPath(path_type=Path), PathOrUrl(path_type=Path)
 TYPES: Mapping[Any, click.ParamType[Any]] = {  # of Python's types, and of annotations
     **{str: click.STRING, int: click.INT, float: click.FLOAT, bool: click.BOOL},
     **{Path: PATH, tuple[Path, ...]: PATH, tuple[int, ...]: NUMBERS, tuple[str, ...]: Words()},
     **{Path | str: LOCATION, tuple[Path | str, ...]: LOCATION},
     **{kind: DTypeName(get_args(kind), case_sensitive=False) for kind in (DType, ModelDType)},
     **{"duration": DURATION, "size": BYTE_SIZE, "rate": RATE, "whole": WholeText(), "pipe": PIPE},
-    "folder": click.Path(file_okay=False, path_type=Path),
+    "folder": NamedPath(file_okay=False, path_type=Path),
 }
 
 

@@ -20,6 +20,7 @@ from fminfer.core.config import (
 )
 from fminfer.core.errors import UsageError
 from fminfer.core.option import Bytes, Command, Count, Folder, Option, Options, option, options_of
+from fminfer.files.own_files import PICTURE, require_own
 from fminfer.job.run_paths import JobOptions
 from fminfer.job.synthetic import Hyperparameters
 from fminfer.machine.stopper import ProcessOptions
@@ -76,6 +77,8 @@ class BenchOptions(Options):
             raise UsageError(f"--plot is {self.plot}; the picture's name must end with .svg")
         if self.plot is not None and not self.plot.parent.is_dir():
             raise UsageError(f"--plot is {self.plot}, and there is no folder {self.plot.parent}")
+        if self.plot is not None:
+            require_own(self.plot, PICTURE, "--plot")
 
 
 @dataclass(frozen=True)

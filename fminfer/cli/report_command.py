@@ -6,15 +6,16 @@ from pathlib import Path
 
 import click
 
+from fminfer.cli.flags import NamedPath
 from fminfer.core.errors import UsageError
 from fminfer.core.quantities import counted
 
 
 @click.command()
-@click.argument("outputs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("outputs", nargs=-1, required=True, type=NamedPath(path_type=Path))
 @click.option(
     "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=NamedPath(path_type=Path, dir_okay=False),
     help="The HTML file to write. It replaces nothing but an HTML page.  [default: "
     "<output>.report.html beside an output; report.html in a folder]",
 )
@@ -31,8 +32,9 @@ def report(outputs: tuple[Path, ...], out: Path | None) -> None:
     gives all of its outputs, or those of the folders below it, such as a split's. An input stands
     for its output. The page names what a run has not kept, such as the times of Batch lines.
     """
+    from fminfer.files.own_files import PAGE, require_own
     from fminfer.job.report.report_file import write_report
-    from fminfer.job.report.told_outputs import check_place, find_outputs
+    from fminfer.job.report.told_outputs import find_outputs
 
     found = find_outputs(outputs)
     out = out or _default_place(outputs, found[0].path)
@@ -40,7 +42,7 @@ def report(outputs: tuple[Path, ...], out: Path | None) -> None:
         raise UsageError(f"--out {out}: there is no folder {out.parent}")
     if out.resolve() in {path.resolve() for each in found for path in each.files}:
         raise UsageError(f"--out {out} holds rows of the report; give another name")
-    check_place(out, "--out")
+    require_own(out, PAGE, "--out")
     done = write_report(found, out)
     click.echo(
         f"report    {out}: {counted(done.num_rows, 'row')} of {counted(len(found), 'output')}, "

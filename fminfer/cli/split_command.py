@@ -9,10 +9,11 @@ from typing import Any
 
 import click
 
+from fminfer.cli.flags import NamedPath
 from fminfer.cli.process import EXIT_SOME_ERRORS
 from fminfer.core.quantities import counted
 
-_path = partial(click.option, type=click.Path(path_type=Path), required=True)
+_path = partial(click.option, type=NamedPath(path_type=Path), required=True)
 
 
 @click.command()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from fminfer.cli.flags import NamedPath
 from fminfer.cli.process import show
 from fminfer.core.errors import RETRYABLE
 from fminfer.core.quantities import counted, show_seconds
@@ -17,7 +18,7 @@ MOST_LISTED = 20
 
 
 @click.command()
-@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("paths", nargs=-1, required=True, type=NamedPath(path_type=Path))
 @click.option(
     "--json", "is_json", is_flag=True, help="Print one JSON object for each folder, with all files."
 )

@@ -58,7 +58,8 @@ def submit(run_flags: tuple[str, ...], **options: Any) -> None:
     if asked.scheduler is None:
         raise UsageError("submit needs --scheduler slurm or --scheduler lsf")
     if not asked.infer_data:
-        raise UsageError("submit needs --infer-data FOLDER")
+        files = [word for word in run_flags if os.path.exists(word)]
+        raise UsageError(f"submit needs --infer-data {files[0] if files else 'FOLDER'}")
     chosen = SCHEDULERS[asked.scheduler]
     flags = parse_flags(run_stand_in, run_flags, asked.gpus)
     paths = tuple(Path(os.path.abspath(path)) for path in asked.infer_data)

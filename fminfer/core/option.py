@@ -22,6 +22,7 @@ GROUPS = (  # titles of the help, in its order
     *("Model", "Speed and memory", "Kept answers", "Ranks", "Made-up requests and --prompt"),
     *("Configuration", "Old command lines", "Help"),
 )
+EMPTY = "the value is empty; is a variable of the shell unset?"
 Command = Literal["run", "serve", "check", "bench", "submit", "quantize"]
 OF_ENGINE: tuple[Command, ...] = ("run", "serve", "check", "bench")
 OF_WEIGHTS: tuple[Command, ...] = (*OF_ENGINE, "quantize")  # all that read weights
@@ -111,10 +112,14 @@ class Option:
         """Raise UsageError for a value, named as `called`, outside the option's type or limits."""
         if value is None:
             return
+        marks = marks_of(self.hint)
+        texts = value if isinstance(value, tuple) else (value,)
+        if "" in texts and "whole" not in marks:
+            raise UsageError(f"{called}: {EMPTY}")
         kind = plain_hint(self.hint)
         if get_origin(kind) is Literal and value not in (allowed := get_args(kind)):
             raise UsageError(f"{called} is {value!r}; it must be one of {', '.join(allowed)}")
-        for mark in marks_of(self.hint):
+        for mark in marks:
             if isinstance(mark, Least) and not value >= mark.number:  # or nan
                 raise UsageError(f"{called} is {value}; it must be at least {mark.number}")
             if isinstance(mark, PlaceHint) and not isinstance(value, str | PathLike):

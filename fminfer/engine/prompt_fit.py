@@ -21,6 +21,7 @@ MAX_CUT_CHARS = 2**22  # longest prompt that --on-too-long cuts; its tokens take
 MAX_OWN_CUT_CHARS = 2**20  # that a request cuts itself: any client of a server may ask for it
 
 
+CUT = "--on-too-long truncate-left"  # a flag of run, check and serve
 MORE_TOKENS = "The tokenizer has more tokens than the model has rows"
 OTHER_MODEL = "Was it tokenized for another model?"
 SHORTER = RowWarning(
@@ -250,14 +251,14 @@ class PromptFit:
             return RequestError(
                 "context_length_exceeded",
                 f"the prompt has {about}{counted(num_prompt, 'token')}; this model's encoder reads "
-                f"at most {context} tokens. Shorten the prompt, or let --on-too-long cut prompts",
+                f"at most {context} tokens. Shorten the prompt, or have it cut by {CUT}",
                 self.source,
             )
         asked = f" and max_tokens is {max_tokens}, {about}{num_prompt + max_tokens:,} in all"
         if self.fills_context:
             least = self.params.min_tokens
             asked = f" and min_tokens is {least}" if least > 1 else ", and one more is to be drawn"
-        remedy = "Shorten the prompt or lower max_tokens, or let --on-too-long cut prompts"
+        remedy = f"Shorten the prompt or lower max_tokens, or have it cut by {CUT}"
         if self._room < 1:  # for any prompt
             name = "min_tokens" if self.fills_context else "max_tokens"
             remedy = f"Lower {name}, which leaves no place for a prompt"

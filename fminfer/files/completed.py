@@ -23,9 +23,10 @@ from fminfer.files.journal_rows import (
     is_of_other_input,
     read_fingerprint,
 )
+from fminfer.files.line_reader import identify
 from fminfer.files.ordered_output import Seal, Seals, errors_path, read_seal, vectors_path
 from fminfer.files.status_file import limit_of, own_fields, read_status, seals_of, status_path
-from fminfer.files.streams import A_PIPE, changed_ns, digest_of, reading_file
+from fminfer.files.streams import A_PIPE, changed_ns, reading_file
 
 
 @dataclass(slots=True, frozen=True)
@@ -220,7 +221,7 @@ def has_changed(source: Path, status: dict[str, Any]) -> bool:
     if own_fields(status).get("input_changed_ns") == changed_ns(source):
         return False
     is_as_long = noted.startswith(f"{source.stat().st_size:,} bytes ")
-    return not is_as_long or digest_of(source) != noted
+    return not is_as_long or identify(source) != noted
 
 
 def require_completed(

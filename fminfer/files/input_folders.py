@@ -12,7 +12,7 @@ from fminfer.core.errors import UsageError
 from fminfer.core.quantities import counted
 from fminfer.files.first_lines import holds_requests, look_at_lines, what_is_wrong
 from fminfer.files.input_models import refuse_models
-from fminfer.files.line_reader import ENDINGS, NAMED_ENDINGS, is_input_name
+from fminfer.files.line_reader import ENDINGS, NAMED_ENDINGS, first_bytes, is_input_name
 from fminfer.files.split_folders import is_split
 from fminfer.files.streams import (
     MANIFEST,
@@ -22,6 +22,7 @@ from fminfer.files.streams import (
     require_zstd,
 )
 
+EMPTY = (b"", b"[]")  # an input, less its white space
 MOST_NAMED = 5  # files or folders in a message
 # Why a folder's files are left out, and how to have them answered.
 ANSWERS = "answers of a run, by their first line; name the file itself to answer its requests"
@@ -149,8 +150,10 @@ def describe_left_out(folders: list[Path], *, has_lost: bool = False) -> list[st
 
 def describe_empty(files: list[Path]) -> list[str]:
     """Name the files that hold nothing: their outputs will be empty, too."""
-    empty = [path for path in files if path.is_file() and not path.stat().st_size]
-    return [f"{_name_few(empty)}: 0 bytes, so there is nothing to answer"] if empty else []
+    starts = {path: first_bytes(path) for path in files if path.is_file()}
+    empty = [path for path, start in starts.items() if b"".join(start.split()) in EMPTY]
+    remark = "0 bytes, or only blank lines or [], so there is nothing to answer"
+    return [f"{_name_few(empty)}: {remark}"] if empty else []
 
 
 def _name_few(paths: list[Path]) -> str:

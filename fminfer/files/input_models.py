@@ -45,6 +45,16 @@ def refuse_models(paths: Iterable[Path | str], example: str = "") -> None:
             raise UsageError(describe_model(path, name, example or others))
 
 
+def refuse_model_folder(flag: str, path: Path) -> None:
+    """Refuse to write into a model's folder, by a UsageError: another flag was forgotten."""
+    if path.is_dir() and name_model(path):
+        raise UsageError(
+            f"{flag} {path} is a model's folder, and other files would be written into it. To "
+            f"answer with the model, give --model-name {shlex.quote(str(path))}; give another "
+            f"{flag}, or leave it out"
+        )
+
+
 def describe_model(path: Path | str, name: str, inputs: str = "") -> str:
     """Say that an input is a model, and which command uses it."""
     command = f"fminfer run {inputs or EXAMPLE} --model-name {shlex.quote(name)}"

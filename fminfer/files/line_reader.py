@@ -80,6 +80,21 @@ def holds_plain_lines(path: Path) -> bool:
     return not (packing_of(head, "") or opens_array(head.removeprefix(UTF8_BOM), is_whole=is_whole))
 
 
+def identify(path: Path) -> str:
+    """Return an input's size and digest, and how it is read where its name has a part in that.
+
+    Under another name the same bytes may be other requests, and then have other errors.
+    """
+    digest = digest_of(path)
+    if digest == A_PIPE or _without_compression(path).suffix != ".json":
+        return digest
+    head = _read_ahead(_without_bom(read_chunks(path)), MAX_HEAD_BYTES)
+    if opens_array(head, is_whole=False):  # whatever its name is
+        return digest
+    is_values = head.lstrip().startswith(b"[") or _is_spread(head)
+    return f"{digest}, read as JSON values" if is_values else digest
+
+
 def first_bytes(path: Path) -> bytes:
     """Return the first bytes of a file that are not blank, unpacked, as far as they can be."""
     return _pass_blank(_without_bom(read_chunks(path)))[1]
@@ -111,7 +126,7 @@ class InputFile:
         self.path, self.limit = path, limit
         self._source = source
         self.changed_ns = changed_ns(path)  # before the digest: a later change is noticed
-        self.digest = digest_of(path)
+        self.digest = identify(path)
         self.num_rows: int | None = None  # not counted, or not known before its end
         self.num_read = 0
         self._last_number = 0  # of the last line that was read or counted
@@ -135,7 +150,7 @@ class InputFile:
         if now_ns == self.changed_ns:
             return False
         before = self.digest
-        self.changed_ns, self.digest = now_ns, digest_of(self.path)
+        self.changed_ns, self.digest = now_ns, identify(self.path)
         return self.digest != before
 
     def lines(self) -> Iterator[Line]:
@@ -146,7 +161,7 @@ class InputFile:
             self._last_number = max(self._last_number, line.number)
             yield line
         found = str(digest) if self.limit is None else digest_of(self.path)
-        if self.digest not in (found, A_PIPE):
+        if self.digest != A_PIPE and not self.digest.startswith(found):
             raise UsageError(
                 f"{self.path} was changed while it was being answered. Run the same command again: "
                 "it keeps the answers to lines that are still there (--restart answers all anew)"

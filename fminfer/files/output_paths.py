@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fminfer.core.errors import UsageError
 from fminfer.files.disk import fit_name
+from fminfer.files.input_models import refuse_model_folder
 from fminfer.files.line_reader import stem
 from fminfer.files.ordered_output import traces
 from fminfer.files.status_file import status_path
@@ -97,6 +98,7 @@ def _name_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
         return [STDOUT if is_stream(path) else answers_path(path) for path in inputs]
     _refuse_device(output)
     require_parent("--output", output)
+    refuse_model_folder("--output", output)
     if output.is_file() or output.suffix == ".jsonl":
         if len(inputs) > 1:
             raise UsageError(
@@ -115,6 +117,11 @@ def require_parent(flag: str, path: Path) -> None:
     """Refuse a place whose folder is not there, by a UsageError: it may be a typing error."""
     folder = path.parent
     if not folder.is_dir():
+        if str(path).startswith("~"):
+            raise UsageError(
+                f"{flag} {path}: the shell expands ~ only where a word begins; write $HOME for ~, "
+                "or a space in place of ="
+            )
         near = next(each for each in folder.absolute().parents if each.is_dir())
         raise UsageError(
             f"{flag} {path}: there is no folder {folder} (the nearest that is there is {near}). "
@@ -125,7 +132,8 @@ def require_parent(flag: str, path: Path) -> None:
 def _refuse_device(output: Path) -> None:
     """Refuse what is there and is neither a file nor a folder: a pipe, /dev/null, /dev/stdout."""
     is_other = output.exists() and not (output.is_file() or output.is_dir())
-    if is_other or (output.parent in DEVICES and not output.is_dir()):
+    is_system = not {"/proc", "/sys"}.isdisjoint(map(str, output.absolute().parents))
+    if is_other or is_system or (output.parent in DEVICES and not output.is_dir()):
         raise UsageError(
             f"--output {output} is no regular file, and a run keeps its journal beside its output. "
             f"Give --output - for stdout (to drop the answers: --output - > {os.devnull}), the "

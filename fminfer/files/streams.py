@@ -45,6 +45,8 @@ _OTHERS = (
     (b"\xfd7zXZ\0", "packed by xz", "unpack it (unxz does it), or pack it with gzip or zstd"),
     (b"version https://git-lfs", "a pointer of Git LFS, not the file", "fetch it: git lfs pull"),
 )
+# A name, a mode, and the mark of POSIX in the first block.
+_TAR = re.compile(rb".{100}[0-7 \0]{8}.{149}ustar", re.DOTALL)
 _PAGE = re.compile(rb"\s*<(!doctype|html|\?xml)", re.IGNORECASE)
 _PAGE_REMEDY = "open it: it may ask for a login, or tell an error. Fetch the file itself"
 _ENDED_BY_CR = re.compile(rb"\}[ \t]*\r[ \t]*\{")
@@ -207,6 +209,8 @@ def explain_bytes(head: bytes) -> str:
     for magic, what, remedy in _OTHERS:
         if head.startswith(magic):
             return f"it is {what}; {remedy}"
+    if _TAR.match(head):
+        return f"it is a tar archive; unpack it (tar -xf FILE does it). {_LINE}"
     zeros = tuple(byte == 0 for byte in head[:4])
     if zeros in ((False, True) * 2, (True, False) * 2):
         return f"it is text in UTF-16; {_TO_UTF8.format('UTF-16' + 'BL'[zeros[1]] + 'E')}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shlex
 import sys
 import tempfile
 import time
@@ -24,6 +26,7 @@ from fminfer.core.option import options_of
 from fminfer.core.quantities import counted
 from fminfer.core.terminal import find_columns, fit
 from fminfer.files.input_folders import MOST_NAMED, describe_empty
+from fminfer.files.line_reader import is_input_name
 from fminfer.files.output_paths import STDOUT, Plan
 from fminfer.files.run_facts import RunFacts
 from fminfer.files.status_file import refuse_other_vectors
@@ -138,15 +141,19 @@ def _answer(job: _Job) -> JobSummary:
 def _answer_prompt(job: _Job, prompt: str) -> JobSummary:
     """Print the answer to one prompt; say how it was asked, and what is odd about the answer."""
     if job.facts is not None:
+        does = "scores texts or has classes" if job.facts.is_scored else "gives vectors"
         raise UsageError(
-            f"--prompt prints a text, and {job.checkpoint.name} gives vectors; put the text into a "
-            'line, as in: echo \'{"input": "a text"}\' | fminfer run -'
+            f"--prompt prints a text, and {job.checkpoint.name} {does}; put the text into a line, "
+            'as in: echo \'{"input": "a text"}\' | fminfer run - --model-name '
+            f"{shlex.quote(str(job.run.config.model))}"
         )
     with closing(job.start_engine()) as engine:
         summary = JobSummary(job.checkpoint.name, str(engine.device), [], [])
         request = _make_request(job.run, prompt, engine)
         engine.intake.on_warning = lambda text: None if FILLS.kind in text else job.tell(text)
         job.tell(_describe_asking(request, engine, is_raw=job.run.job.is_raw))
+        if is_input_name(prompt) and os.path.exists(prompt):
+            job.tell(f"The prompt is the text {prompt}. The file's lines: fminfer run {prompt}.")
         with job.keeping_answers(engine, summary):
             (record,) = engine.run([request])
     if record.error is not None:

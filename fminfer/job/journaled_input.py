@@ -24,6 +24,7 @@ from fminfer.files.journal import Journal, journal_path, peek
 from fminfer.files.journal_rows import CLOCK, INPUT, Counts, Row, RowCounts
 from fminfer.files.line_reader import InputFile
 from fminfer.files.ordered_output import put_in_order
+from fminfer.files.own_files import require_own_outputs
 from fminfer.files.run_facts import RunHistory, runs_in
 from fminfer.files.status_file import StatusFile, read_status, refuse_other_vectors
 
@@ -44,6 +45,7 @@ class JournaledInput:
     def __init__(
         self, path: Path, source: int, output: Path, terms: RunTerms, claim: Claim | None = None
     ) -> None:
+        require_own_outputs(output)
         self.path, self.source, self.output = path, source, output
         self.num_damaged_rows = self.num_tried_rows = 0
         self.hold = Hold(output, terms.claims, claim)

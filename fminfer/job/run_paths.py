@@ -16,13 +16,14 @@ from fminfer.contract.envelope import open_envelope, refuse_other_model
 from fminfer.contract.request import RAW_TOKENS
 from fminfer.core.config import ModelOptions
 from fminfer.core.errors import RequestError, UsageError
-from fminfer.core.option import Options, Seconds, option, options_of
+from fminfer.core.option import Options, Seconds, WholeTexts, option, options_of
 from fminfer.files.input_folders import describe_left_out, find_inputs, folders_read, sort_folder
 from fminfer.files.input_models import refuse_models
 from fminfer.files.line_reader import read_lines
 from fminfer.files.output_paths import STDOUT, Plan, plan_each, require_parent, whose_file
+from fminfer.files.own_files import PAGE, SUMMARY, TIMELINE, require_own
 from fminfer.files.storage import Location, RemoteFolders
-from fminfer.job.report.told_outputs import check_place
+from fminfer.files.streams import is_stream
 from fminfer.job.synthetic import Synthetic
 from fminfer.models.known_sizes import DEMO_NAMES
 from fminfer.runtime.launch.processes import ProcessContext
@@ -43,10 +44,11 @@ class JobOptions(Options):
         "repeated.",
         commands=("run", "check"),
     )
-    prompt: str | None = _option(
+    prompts: WholeTexts = _option(
         "Answer this text and print the answer, for a first try. It is the user's message of a "
         "chat if the model has a chat template. Without --temperature the likeliest tokens are "
         "taken. At most 1,024 tokens of a chat and 256 of a completion, or --generate-seq-length.",
+        flags=("--prompt",),
         metavar="TEXT",
     )
     is_raw: bool = _option(
@@ -83,6 +85,24 @@ class JobOptions(Options):
         "Write an HTML page about the answers when the run ends, as fminfer report does."
     )
     trace: Path | None = _option("Write a timeline of each rank, for ui.perfetto.dev.")
+
+    @property
+    def prompt(self) -> str | None:
+        """The text of --prompt; None: files are answered, or requests that are made up."""
+        return next(iter(self.prompts), None)
+
+    def check(self) -> None:
+        """Refuse several prompts, and one that stands for stdin elsewhere."""
+        if len(self.prompts) > 1:
+            raise UsageError(
+                f"--prompt is given {len(self.prompts)} times, and answers one text; put each "
+                "prompt on a line of a file, and run that"
+            )
+        if self.prompt == "-":
+            raise UsageError(
+                '--prompt - reads no stdin; give --prompt "$(cat)" for a text on stdin, or leave '
+                "--prompt out and give - for lines of requests"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +159,11 @@ class JobPaths(JobOptions):
         if plan.refused and not others_go_on:
             raise UsageError(next(iter(plan.refused.values())))
         self.remote.prepare(plan.outputs, restart=self.restart)
-        files = {"--stats": self.stats, "--trace": self.trace, "--report": self.report}
-        for flag, path in files.items():
+        for flag, (path, form) in {
+            "--stats": (self.stats, SUMMARY),
+            "--trace": (self.trace, TIMELINE),
+            "--report": (self.report, PAGE),
+        }.items():
             if path is None:
                 continue
             require_parent(flag, path)
@@ -148,13 +171,14 @@ class JobPaths(JobOptions):
                 raise UsageError(f"{flag} {path} is a folder; give the name of a file")
             if whose := whose_file(path, plan):
                 raise UsageError(f"{flag} {path} {whose}; give another name")
-        if self.report is not None:
-            check_place(self.report, "--report")
-            if STDOUT in plan.outputs:
-                raise UsageError(
-                    f"--report {self.report} is made from the answers, and those on stdout are not "
-                    "kept; give --output FILE"
-                )
+            is_device = is_stream(path) or (path.exists() and not path.is_file())
+            if form is PAGE or not is_device:  # a page is not written on, but replaced
+                require_own(path, form, flag)
+        if self.report is not None and STDOUT in plan.outputs:
+            raise UsageError(
+                f"--report {self.report} is made from the answers, and those on stdout are not "
+                "kept; give --output FILE"
+            )
         if self.is_watching and not self.is_shared:
             raise UsageError("--watch needs a folder to watch, and an --output that is none of -")
         if self.is_watching and any(isinstance(path, str) for path in (*self.paths, self.output)):

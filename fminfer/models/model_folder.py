@@ -97,9 +97,9 @@ def _list_files(name: str, revision: str | None) -> list[str] | None:
 def _not_found(name: str) -> CheckpointError:
     """Return the error of a name that can be no model of the hub."""
     if Path(name).is_file():
-        return CheckpointError(
-            f"the model {name!r} is a file; give its folder, {Path(name).parent}"
-        )
+        has_one = (Path(name).parent / "config.json").exists()
+        remedy = f"give its folder, {Path(name).parent}" if has_one else "give a model's folder"
+        return CheckpointError(f"the model {name!r} is a file; {remedy}")
     return CheckpointError(
         f"the model {name!r} is no folder here, and no model of the hub can have that name. Give "
         "the folder that holds its files, or a hub id such as facebook/opt-125m"

@@ -117,8 +117,6 @@ class ServerSettings(KeptAnswers, ProcessOptions):
             )
         if self.state is None and self.max_upload_bytes != DEFAULT_UPLOAD_BYTES:
             raise UsageError("--max-upload-size has no effect without --state FOLDER")
-        if "" in self.served_model_names:
-            raise UsageError("served_model_names holds an empty name; give each model a name")
         self._check_keys()
         for origin in self.allowed_origins:
             _check_origin(origin)
@@ -155,10 +153,10 @@ class ServerSettings(KeptAnswers, ProcessOptions):
     def _check_keys(self) -> None:
         """Refuse keys that no client could send, without showing them."""
         for number, key in enumerate(self.api_keys, 1):
-            if not (key and key.isascii() and key.isprintable() and " " not in key):
+            if not (key.isascii() and key.isprintable() and " " not in key):
                 raise UsageError(
-                    f"api_keys: key {number} of {len(self.api_keys)} is empty or has characters "
-                    "that a header cannot carry; use letters, digits and signs, without spaces"
+                    f"api_keys: key {number} of {len(self.api_keys)} has characters that a "
+                    "header cannot carry; use letters, digits and signs, without spaces"
                 )
 
     def _check_tls(self) -> None:

@@ -27,6 +27,7 @@ from fminfer.contract.json_object import on_one_line
 from fminfer.core.errors import DamagedInputError, FminferError, OutputError, UsageError
 from fminfer.core.quantities import counted, name_few
 from fminfer.files.input_folders import find_inputs
+from fminfer.files.input_models import refuse_model_folder
 from fminfer.files.json_values import CutValue
 from fminfer.files.line_reader import UTF8_BOM, holds_plain_lines, read_lines, split_lines
 from fminfer.files.ordered_output import traces
@@ -211,6 +212,7 @@ def split_file(source: Path, folder: Path, options: SplitOptions) -> SplitSummar
             "another --output-dir"
         )
     require_parent("--output-dir", folder)
+    refuse_model_folder("--output-dir", folder)
     _refuse_unknown(folder, old)
     try:
         with _staging_in(folder) as staging:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import click
@@ -273,3 +274,39 @@ def test_keys_and_variables_of_other_tools_are_told_too() -> None:
     """They were asked about --device-memory and the like, by their spelling."""
     found = find_settings("serve", None, {"FMINFER_NUM_GPUS": "2"})
     assert "Give --world-size" in found.notices[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", ""],
+        ["run", "--infer-data", ""],
+        ["run", "r.jsonl", "--output", ""],
+        ["run", "r.jsonl", "--model-name", ""],
+        ["run", "r.jsonl", "--tokenizer", ""],
+        ["run", "r.jsonl", "--revision", ""],
+        ["run", "r.jsonl", "--stats", ""],
+        ["check", ""],
+        ["status", ""],
+        ["report", ""],
+        ["split", "--input-file", "", "--output-dir", "parts"],
+        ["serve", ""],
+        ["serve", "--api-key", "key", "--api-key", ""],
+        ["serve", "--host", ""],
+        ["quantize", "--model-name", "m", "--output", ""],
+    ],
+)
+def test_an_empty_path_or_name_is_refused(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`fminfer run "$FILE"` without FILE answered all files of the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.jsonl").write_text('{"prompt": "x", "max_tokens": 1}\n')
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 2 and "the value is empty; is a variable" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["r.jsonl"]
+
+
+def test_an_empty_prompt_may_be_completed() -> None:
+    result = CliRunner().invoke(main, ["run", "--prompt", "", "--raw"])
+    assert "the value is empty" not in result.output

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -227,3 +228,17 @@ def test_linked_files_and_sections_exist() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("command", ["ask", "count"])
+@pytest.mark.parametrize("text", [None, "hello", "{}\n", "[]\n"])
+def test_the_labels_example_names_a_wrong_file(
+    tmp_path: Path, command: str, text: str | None
+) -> None:
+    """It ended with a traceback of Python."""
+    path = tmp_path / "wrong"
+    if text is not None:
+        path.write_text(text)
+    script = ROOT / "examples" / "label_reviews.py"
+    done = subprocess.run([sys.executable, script, command, path], capture_output=True, text=True)
+    assert done.returncode == 2 and str(path) in done.stderr and "Traceback" not in done.stderr

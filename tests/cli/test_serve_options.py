@@ -149,7 +149,7 @@ def test_wrong_values_are_refused(flags: str, says: str, started: list[Any]) -> 
     assert says in done.stderr and not started
 
 
-@pytest.mark.parametrize("key", ["", "a b", "schlüssel", "a\n"])
+@pytest.mark.parametrize("key", ["a b", "schlüssel", "a\n"])
 def test_a_key_that_no_client_can_send_is_refused_and_not_shown(
     key: str, started: list[Any]
 ) -> None:
@@ -286,7 +286,7 @@ def test_the_example_starts_a_server_whose_flags_are_known(tmp_path: Path) -> No
         ({"max_body_bytes": 0}, "max_body_bytes is 0; it must be at least 1"),
         ({"keep_alive_s": float("nan")}, "keep_alive_s is nan"),
         ({"grace_s": -1.0}, "grace_s is -1.0"),
-        ({"served_model_names": ("",)}, "give each model a name"),
+        ({"served_model_names": ("",)}, "served_model_names: the value is empty"),
         ({"cache_size": -1}, "cache_size is -1; it must be at least 0"),
         ({"cache_list_size": 0}, "cache_list_size is 0; it must be at least 1"),
         ({"cache_list_size": 2}, "cache_size is 0: no answer is kept. Give --cache-size"),

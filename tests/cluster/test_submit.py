@@ -497,3 +497,10 @@ def test_ranks_of_a_job_answer_for_real(
     submit("--scheduler", "slurm", "--infer-data", tmp_path / "plain.jsonl", *options)
     assert cluster.run_queue() == [0], (tmp_path / "jobs" / "101.log").read_text()
     assert len((tmp_path / "output_plain.jsonl").read_text().splitlines()) == 8
+
+
+def test_a_file_that_is_given_without_its_flag_is_named(shards: Path) -> None:
+    """The message wanted a FOLDER, and did not say where the file belongs."""
+    file = next(iter(sorted(shards.glob("*.jsonl"))))
+    done = submit("--scheduler", "slurm", file, fails=2)
+    assert f"submit needs --infer-data {file}" in done.output

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from fminfer.core.config import EngineConfig
+from fminfer.core.errors import RequestError
 from fminfer.engine.intake import Intake
 from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.text.tokenizer import Tokenizer
@@ -102,3 +103,10 @@ def test_offsets_of_a_cut_prompt_count_in_its_text(tmp_path: Path) -> None:
     (prompt,) = intake.prepare(intake.parse({"prompt": TEXT} | fields)).prompts
     assert prompt.text == TEXT[-6:]
     assert prompt.offsets == [0, 0, 1, 2, 3, 4, 5, 6]
+
+
+def test_the_remedy_of_a_long_prompt_is_a_value_of_the_flag(tmp_path: Path) -> None:
+    """It said to let --on-too-long cut prompts, which is none of its values."""
+    make_tokenizer(tmp_path, "$A")
+    with pytest.raises(RequestError, match="cut by --on-too-long truncate-left"):
+        cut(Tokenizer.load(tmp_path), prompt=[1] * 60)

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -153,6 +154,14 @@ def test_a_part_of_wrong_lines_is_answered_line_by_line(tmp_path: Path) -> None:
     assert [line.raw for line in read_lines(part, 0)] == [b"a,b", b"\0,d", b"e,f"]
 
 
+def pack_tar(form: int) -> bytes:
+    packed, member = io.BytesIO(), tarfile.TarInfo("r.jsonl")
+    member.size = len(ROWS)
+    with tarfile.open(fileobj=packed, mode="w", format=form) as archive:
+        archive.addfile(member, io.BytesIO(ROWS))
+    return packed.getvalue()
+
+
 OTHER_FORMS = {
     "UTF-16LE": ROW.decode().encode("utf-16-le"),
     "UTF-16BE": ROW.decode().encode("utf-16-be"),
@@ -163,6 +172,8 @@ OTHER_FORMS = {
     "a ZIP archive": b"PK\x03\x04\x14\0",
     "a page of the web": b"\n<!DOCTYPE html><html>",
     "bzip2": b"BZh91AY",
+    "a tar archive": pack_tar(tarfile.GNU_FORMAT),
+    "tar archive": pack_tar(tarfile.PAX_FORMAT),
     "Git LFS": b"version https://git-lfs.github.com/spec/v1\n",
 }
 
@@ -198,12 +209,31 @@ def test_a_name_that_is_no_inputs_gets_advice_that_fits_its_bytes(tmp_path: Path
         find_inputs([tmp_path])
 
 
+def test_a_tar_archive_is_named_inside_gzip(tmp_path: Path) -> None:
+    """Its lines were said to be requests, and r.tar.gz was to be renamed."""
+    packed = pack_tar(tarfile.GNU_FORMAT)  # `write` compresses it
+    for name, says in {"r.tar.gz": "none of the endings", "r.jsonl.gz": "be answered"}.items():
+        path = write(tmp_path / name, packed)
+        with pytest.raises(UsageError, match=rf"{says}.*; it is a tar|{says}: it is a tar"):
+            find_inputs([path])
+    line = b'{"prompt": "' + b"x" * (257 - 12) + b'ustar"}\n'
+    assert find_inputs([write(tmp_path / "text.jsonl", line)])
+
+
 def test_an_empty_file_is_named(tmp_path: Path) -> None:
     paths = [write(tmp_path / "a.jsonl", b""), write(tmp_path / "b.jsonl", ROW)]
     (told,) = describe_empty(find_inputs(paths))
     assert told.startswith(f"{paths[0]}: 0 bytes")
     found = CliRunner().invoke(main, ["check", *map(str, paths)])
     assert f"Warning: {told}." in found.output
+
+
+def test_a_file_without_a_request_is_named_as_an_empty_one_is(tmp_path: Path) -> None:
+    """Of line breaks alone, or an empty array, nothing was said, and the output was empty."""
+    blank = write(tmp_path / "blank.jsonl", b"\n \r\n")
+    array = write(tmp_path / "array.json", b"[ ]\n")
+    (told,) = describe_empty([blank, array, write(tmp_path / "a.jsonl", ROW)])
+    assert told.startswith(f"{blank}, {array}: 0 bytes, or only blank lines")
 
 
 @pytest.mark.timeout(60)
@@ -457,6 +487,32 @@ def test_a_prompt_is_asked_as_a_chat_and_says_so(
     assert "Warning" not in found.stderr
     assert ("cut" in found.stderr) is ("limit of" in found.stderr or "context (" in found.stderr)
     assert CliRunner().invoke(main, [*given, "-q"]).stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("texts", "says"),
+    [
+        (["hi", "ho"], "--prompt is given 2 times, and answers one text"),
+        (["-"], "--prompt - reads no stdin"),
+    ],
+)
+def test_a_prompt_that_would_be_dropped_is_refused(texts: list[str], says: str) -> None:
+    """The last of several --prompt was answered, and "-" itself, without a word."""
+    flags = [word for text in texts for word in ("--prompt", text)]
+    found = CliRunner().invoke(main, ["run", *flags])
+    assert found.exit_code == 2 and says in found.stderr
+
+
+def test_a_prompt_that_names_a_file_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model went on with the name of the file, and nothing said that it was not read."""
+    monkeypatch.chdir(tmp_path)
+    note = "The prompt is the text r.jsonl"
+    for is_there in (False, True):
+        found = CliRunner().invoke(main, ["run", "--prompt", "r.jsonl"])
+        assert found.exit_code == 0 and (note in found.stderr) == is_there
+        (tmp_path / "r.jsonl").touch()
 
 
 @pytest.mark.parametrize("flags", [["a.jsonl"], ["--prompt", "x", "--chat-template", "x.jinja"]])

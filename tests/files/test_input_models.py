@@ -69,6 +69,22 @@ def test_a_model_is_named_with_the_command_to_type(
     assert {path: path.read_bytes() for path in model.iterdir()} == before
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "REQUESTS", "--output", "MODEL"],
+        ["split", "--input-file", "REQUESTS", "--output-dir", "MODEL"],
+    ],
+)
+def test_nothing_is_written_into_a_model(model: Path, requests: Path, words: list[str]) -> None:
+    """Whoever wrote --output for --model-name got answers and parts beside the model's weights."""
+    before = sorted(model.iterdir())
+    names = {"MODEL": str(model), "REQUESTS": str(requests)}
+    status, told = run(*[names.get(word, word) for word in words])
+    assert status == 2 and f"{words[-2]} {model} is a model's folder" in told
+    assert f"--model-name '{model}'" in told and sorted(model.iterdir()) == before
+
+
 MODELS = {
     "weights alone": {"model.safetensors": ""},
     "a GGUF file": {"q4.gguf": "GGUF"},

@@ -44,6 +44,22 @@ def make_odd(folder: Path) -> list[Path]:
     return paths
 
 
+@pytest.mark.parametrize(
+    ("output", "says"),
+    [
+        ("~/answers.jsonl", "the shell expands ~ only where a word begins"),
+        ("/proc/answers.jsonl", "is no regular file"),
+    ],
+)
+def test_an_output_that_cannot_be_there_is_refused_at_once(
+    tmp_path: Path, output: str, says: str
+) -> None:
+    """A folder "~" was to be made; of /proc it was said, after 5 s, that it had been moved."""
+    (tmp_path / "a.jsonl").write_text(LINE)
+    with pytest.raises(UsageError, match=says):
+        plan_each([tmp_path / "a.jsonl"], Path(output))
+
+
 def test_odd_names_are_answered_as_others(tmp_path: Path) -> None:
     """Bytes that are no UTF-8 ended the run in the status file, long names in the claim."""
     paths = make_odd(tmp_path)

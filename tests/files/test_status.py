@@ -121,9 +121,10 @@ def test_a_run_that_does_not_end(
 def test_the_next_run_replaces_it(engine: fminfer.Engine, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(GOOD)
-    (tmp_path / "output_a.status.json").write_text("of an earlier run")
+    status = tmp_path / "output_a.status.json"
+    status.write_text('{"id": "batch_0", "of": "an earlier run"}')
     run(engine, path)
-    assert read(tmp_path / "output_a.status.json").status == "completed"
+    assert read(status).status == "completed"
 
 
 def test_it_is_written_once_a_second_and_at_each_change(

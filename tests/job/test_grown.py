@@ -22,9 +22,11 @@ from fminfer.cli.app import main
 from fminfer.core.errors import StoppedError, UsageError
 from fminfer.files.completed import is_complete
 from fminfer.files.journal import journal_path
+from fminfer.files.line_reader import identify
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.output_paths import Plan
 from fminfer.files.status_file import read_status, status_path
+from fminfer.files.streams import digest_of
 from fminfer.job import journaled_input
 from fminfer.job.overview import look_over
 from fminfer.job.run_summary import JobSummary
@@ -665,3 +667,37 @@ def test_the_command(tmp_path: Path) -> None:
     ]
     result = CliRunner().invoke(main, [*command, "--seed", "7"])
     assert result.exit_code == 2 and "--seed was 1, is 7" in result.output
+
+
+def test_errors_of_another_form_of_a_file_are_not_kept(tmp_path: Path) -> None:
+    """An error said to rename pretty.jsonl to .json; then the same errors were kept for ever.
+
+    The bytes and the output's name are the same, but other requests are read from them.
+    """
+    request = {"prompt": "x", "max_tokens": 1, "temperature": 0}
+    source, output = tmp_path / "pretty.jsonl", tmp_path / "output_pretty.jsonl"
+    source.write_text("\n".join(json.dumps(request, indent=2) for _ in range(2)) + "\n")
+    first = CliRunner().invoke(main, ["run", str(source)])
+    assert first.exit_code == 3 and errors_path(output).exists()
+
+    source = source.rename(tmp_path / "pretty.json")
+    again = CliRunner().invoke(main, ["run", str(source)])
+    assert again.exit_code == 0, again.output
+    answers = output.read_bytes()
+    assert answers.count(b"\n") == 2 and not errors_path(output).exists()
+
+    status = json.loads(status_path(output).read_text())
+    assert status["metadata"]["the input"].endswith("), read as JSON values")
+    third = CliRunner().invoke(main, ["run", str(source)])
+    assert third.exit_code == 0 and output.read_bytes() == answers
+    assert "2 kept from earlier runs" in third.stderr
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "array.jsonl", "array.json", "a.json.gz"])
+def test_an_input_that_any_name_reads_alike_has_its_old_digest(tmp_path: Path, name: str) -> None:
+    """Journals of earlier versions go on."""
+    rows = [json.dumps({"prompt": text}) for text in "ab"]
+    text = f"[{', '.join(rows)}]" if name.startswith("array") else "\n".join(rows)
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
+    assert identify(path) == digest_of(path)

@@ -431,6 +431,8 @@ def test_the_command_finds_outputs_and_names_its_page(tmp_path: Path) -> None:
     for arguments, text in (
         ([output, source], "2 outputs go into one report: give --out"),
         ([tmp_path / "no.jsonl"], "no.jsonl does not exist; give an output"),
+        ([tmp_path / "b.html"], "b.html is no output of a run"),  # a page of 0 rows was written
+        ([other], "other.txt is no output of a run"),
         ([output, "--out", output], "holds rows of the report"),
         ([output, "--out", other], "exists and is no HTML page"),
         ([output, "--out", tmp_path / "no" / "r.html"], "there is no folder"),

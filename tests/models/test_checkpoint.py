@@ -62,8 +62,16 @@ def test_a_wrong_path_is_told_in_plain_words(name: str) -> None:
 
 def test_a_file_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"is a file; give its folder"):
         open_checkpoint(str(tmp_path / "model.safetensors"))
+
+
+def test_a_file_of_requests_is_no_model(tmp_path: Path) -> None:
+    """`fminfer serve r.jsonl` was told to give the folder of the requests."""
+    (tmp_path / "r.jsonl").touch()
+    with pytest.raises(CheckpointError, match=r"is a file; give a model's folder"):
+        open_checkpoint(str(tmp_path / "r.jsonl"))
 
 
 @pytest.mark.parametrize("name", ["0_BERT", "0_Transformer", "a model"])

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 
 import fminfer
+from fminfer.cli.app import main
 from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import CheckpointError, RequestError
@@ -396,6 +398,17 @@ def test_what_embed_refuses(embedding: Pair, scoring: Pair) -> None:
     with pytest.raises(RequestError, match="Ask /v1/score"):
         scoring[0].embed(["w1"])
     assert embedding[0].embed([]).shape == (0, 32)
+
+
+def test_a_prompt_is_no_question_for_a_model_of_classes(tmp_path: Path) -> None:
+    """It was said to give vectors, and the command to type answered with the demo model."""
+    save_bert(tmp_path, num_labels=3)
+    model = ["--model-name", str(tmp_path)]
+    refused = CliRunner().invoke(main, ["run", "--prompt", "w1", *model])
+    assert refused.exit_code == 2 and "scores texts or has classes; put" in refused.output
+    assert f"fminfer run - --model-name {tmp_path}" in refused.output
+    answered = CliRunner().invoke(main, ["run", "-q", "-", *model], input='{"input": "a text"}\n')
+    assert answered.exit_code == 0, answered.output
 
 
 def test_requests_are_read_ahead_by_their_size(tmp_path: Path) -> None:

@@ -15,12 +15,13 @@ from fminfer.core.errors import FminferError, OutputError
 from fminfer.core.quantities import counted
 from fminfer.files.disk import replacing
 from fminfer.files.line_reader import read_lines
+from fminfer.files.own_files import PAGE, require_own
 from fminfer.files.status_file import limit_of
 from fminfer.files.streams import STDIN
 from fminfer.job.report.report_page import make_page
 from fminfer.job.report.scanning import LOOK_EVERY, OutOfTimeError, Scan
 from fminfer.job.report.shown_rows import ShownRow
-from fminfer.job.report.told_outputs import ToldOutput, check_place, find_runs
+from fminfer.job.report.told_outputs import ToldOutput, find_runs
 
 ID = "batch_req_"  # begins a record's id
 MAX_READ_BYTES = 1 << 26  # of all rows to show, in the output
@@ -58,7 +59,7 @@ def write_report(
         if of_batch:
             notes += _find_requests(output, of_batch, end_s)
     page = make_page(outputs, scan, find_runs(outputs), shown, notes)
-    check_place(path)
+    require_own(path, PAGE, "The report")
     try:
         with replacing(path, is_durable=False) as file:
             file.write(page)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,6 @@ from fminfer.files.output_paths import answers_path
 from fminfer.files.run_facts import TimeLine, read_time_line, runs_in
 from fminfer.files.status_file import STATUS, read_status, status_path
 from fminfer.job.report.answer_fields import as_dict
-
-START = b"<!doctype html"
 
 
 @dataclass(slots=True, frozen=True)
@@ -128,23 +125,9 @@ def _named(path: Path) -> Path:
         if errors_path(path).exists():
             return path
         raise UsageError(f"{path} does not exist; give an output of fminfer run")
+    if not (path.suffix == ".jsonl" or read_status(path) or holds_answers(path)):
+        raise UsageError(f"{path} is no output of a run; give one, as in output_requests.jsonl")
     return path
-
-
-def check_place(path: Path, flag: str = "The report") -> None:
-    """Refuse to put a report in the place of anything but an HTML page or an empty file."""
-    if path.is_dir() or not path.exists():  # a folder is never replaced
-        return
-    start = b"?"  # of a pipe, a device, or a file that cannot be read
-    with suppress(OSError):
-        if path.is_file():
-            with path.open("rb") as file:
-                start = file.read(len(START))
-    if start and start.lower() != START:
-        raise UsageError(
-            f"{flag} {path} exists and is no HTML page, and a report replaces nothing else; give "
-            "another name"
-        )
 
 
 @dataclass(slots=True)

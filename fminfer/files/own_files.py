@@ -1,0 +1,81 @@
+"""Tells files that fminfer wrote, and may replace, from files of others, by their content."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from fminfer.core.errors import UsageError
+from fminfer.files.completed import find_completed
+from fminfer.files.first_lines import holds_answers
+from fminfer.files.journal import journal_path
+from fminfer.files.ordered_output import Seals, errors_path
+from fminfer.files.status_file import status_path
+
+OLD_SEALS: Seals = {"output": {}, "errors": {}}  # of an older version's status file
+START_BYTES = 4096  # by which a form is told
+
+
+@dataclass(slots=True, frozen=True)
+class OwnForm:
+    """A kind of file that fminfer writes."""
+
+    name: str  # for people
+    matches: Callable[[Path], bool]
+
+
+def _starting_with(pattern: bytes) -> Callable[[Path], bool]:
+    start = re.compile(pattern, re.IGNORECASE)
+
+    def matches(path: Path) -> bool:
+        with path.open("rb") as file:
+            return start.match(file.read(START_BYTES)) is not None
+
+    return matches
+
+
+PAGE = OwnForm("HTML page", _starting_with(rb"<!doctype html"))
+PICTURE = OwnForm("SVG picture", _starting_with(rb"<svg "))
+SUMMARY = OwnForm(
+    "summary of a run", _starting_with(rb'\{\s*"model": "(?:[^"\\]|\\.)*",\s*"dtype": ')
+)
+TIMELINE = OwnForm(
+    "timeline of a run", _starting_with(rb'\[\s*(?:\{"name":"thread_name","ph":"M",|\{\}\])')
+)
+STATUS = OwnForm("status file of a run", _starting_with(rb'\{\s*"id":\s*"batch_'))
+RECORDS = OwnForm("file of a run's answers or errors", holds_answers)
+
+
+def require_own(path: Path, form: OwnForm, label: str) -> None:
+    """Refuse to replace what is there and has another form, by a UsageError.
+
+    A new name, an empty file and a folder pass: a folder is never replaced.
+    """
+    if path.is_dir() or not path.exists():
+        return
+    is_own = False  # a pipe, a device, or a file that cannot be read
+    with suppress(OSError):
+        is_own = path.is_file() and (not path.stat().st_size or form.matches(path))
+    if not is_own:
+        raise UsageError(
+            f"{label} {path} exists and is no {form.name}, and fminfer replaces nothing else; "
+            "give another name, or move the file away"
+        )
+
+
+def require_own_outputs(output: Path) -> None:
+    """Refuse an output, errors or a status that no run wrote: answers would replace them.
+
+    What stands beside a journal, or is sealed by a status file, is a run's.
+    """
+    if journal_path(output).exists():
+        return
+    completed = find_completed(output)
+    seals: Seals = {} if completed is None else completed.seals or OLD_SEALS
+    for name, path in {"output": output, "errors": errors_path(output)}.items():
+        if seals.get(name) is None:
+            require_own(path, RECORDS, f"the file of this run's {name},")
+    require_own(status_path(output), STATUS, "the status file of this run,")

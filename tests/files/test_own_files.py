@@ -1,0 +1,90 @@
+"""Files that fminfer writes replace files of its own, and no others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from fminfer.cli.app import main
+from fminfer.files.ordered_output import errors_path
+from fminfer.files.status_file import status_path
+
+LINE = '{"prompt": "x", "max_tokens": 1, "temperature": 0}\n'
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "r.jsonl"
+    path.write_text(LINE + "no request\n")
+    return path
+
+
+def run(*words: object) -> tuple[int, str]:
+    result = CliRunner().invoke(main, ["run", *map(str, words)])
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize("flag", ["--stats", "--trace", "--report"])
+@pytest.mark.parametrize("text", [LINE, '{\n  "model_type": "opt"\n}\n', "[1, 2]\n"])
+def test_a_file_that_no_run_wrote_is_not_replaced(source: Path, flag: str, text: str) -> None:
+    """`--stats requests.jsonl` put the summary in the place of the requests, and so did --trace."""
+    kept = source.with_name("kept.jsonl")
+    kept.write_text(text)
+    status, told = run(source, flag, kept)
+    assert status == 2 and f"{flag} {kept} exists and is no " in told
+    assert kept.read_text() == text and not source.with_name("output_r.jsonl").exists()
+
+
+def test_a_rerun_replaces_what_a_run_wrote(source: Path) -> None:
+    """Its own summary, timeline, page, answers, errors and status; and a file that is empty."""
+    files = [source.with_name(name) for name in ("s.json", "t.json", "p.html")]
+    files[0].touch()
+    words = [source, "--stats", files[0], "--trace", files[1], "--report", files[2], "--restart"]
+    for _ in range(2):
+        status, told = run(*words)
+        assert status == 3, told
+    assert json.loads(files[0].read_text())["num_rows"] == 1
+    assert json.loads(files[1].read_text())
+
+
+def test_a_summary_may_go_to_a_device(source: Path) -> None:
+    assert run(source, "--stats", "/dev/null")[0] == 3
+
+
+@pytest.mark.parametrize("restart", [[], ["--restart"]])
+@pytest.mark.parametrize("which", ["output", "errors", "status"])
+def test_what_stands_where_a_run_would_write_is_kept(
+    source: Path, which: str, restart: list[str]
+) -> None:
+    """A user's own m.errors.jsonl was deleted, and n.status.json overwritten, without a word.
+
+    --restart, which the message recommended, replaced a model's config.json by answers.
+    """
+    output = source.with_name("m.jsonl")
+    places = {"output": output, "errors": errors_path(output), "status": status_path(output)}
+    places[which].write_text('{"hello": "world"}\n')
+    status, told = run(source, "--output", output, *restart)
+    assert status == 2 and f"{places[which]} exists and is no " in told and "--restart" not in told
+    assert places[which].read_text() == '{"hello": "world"}\n'
+    assert sorted(path.name for path in source.parent.iterdir()) == sorted(
+        [source.name, places[which].name]
+    )
+
+
+def test_an_errors_file_that_came_beside_a_complete_output_is_kept(source: Path) -> None:
+    source.write_text(LINE)
+    assert run(source)[0] == 0
+    errors = source.with_name("output_r.errors.jsonl")
+    errors.write_text("hello world\n")
+    assert run(source, "--restart")[0] == 2 and errors.read_text() == "hello world\n"
+
+
+def test_a_picture_of_a_bench_replaces_pictures_only(tmp_path: Path) -> None:
+    """`bench --plot` wrote over any file whose name ends in .svg, and that at its end."""
+    kept = tmp_path / "kept.svg"
+    kept.write_text("hello world\n")
+    result = CliRunner().invoke(main, ["bench", "--plot", str(kept)])
+    assert result.exit_code == 2 and f"{kept} exists and is no SVG picture" in result.output
