@@ -3,8 +3,8 @@
 
 scripts/picture_report.py docs --model-name SmolLM2-135M-Instruct     # docs/report-….png
 
-The lines are answered by a real run: chats and completions with logprobs, and wrong ones. Signs such
-as ▸ need fonts that have them, or they are empty boxes: fonts-noto-core and fonts-dejavu-core.
+The lines are answered by a real run: chats and completions with logprobs, and wrong ones. Signs
+such as ▸ need fonts that have them, or they are empty boxes: fonts-noto-core and fonts-dejavu-core.
 """
 
 from __future__ import annotations
