@@ -74,7 +74,7 @@ def _what_is_needed(endpoint: Endpoint, facts: VectorFacts | None) -> str:
 def _read_texts(
     fields: Mapping[str, Any], endpoint: Endpoint
 ) -> tuple[list[str | list[int]], list[str], tuple[str, str]]:
-    """Return the prompts, the texts that they are compared with, and the names of both fields."""
+    """Return the prompts, the texts to compare them with, and the names of both fields."""
     if endpoint in ("embeddings", "classify"):
         prompts = read_prompts(fields, "input")
         check_choices(len(prompts), 1, 1, "input")

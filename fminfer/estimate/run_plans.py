@@ -167,7 +167,7 @@ class PlanReport:
         }
 
     def to_text(self, *, is_all: bool = False, columns: int = 0) -> str:
-        """Return the table, and why other plans do not fit. `columns` is the terminal's width."""
+        """Return the table, and why other plans do not fit, for a terminal of `columns`."""
         fitting, others = self.fitting, [run for run in self.runs if run.why_not]
         shown = fitting if is_all else fitting[:MOST_ROWS]
         rows = [HEAD, *(run.to_cells() for run in shown)]

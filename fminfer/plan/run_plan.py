@@ -102,7 +102,7 @@ class RunPlan:
 
     @property
     def may_capture(self) -> bool:
-        """Whether a GPU may replay decode steps as CUDA graphs, which cannot hold sums of shards.
+        """Whether decode steps may be CUDA graphs, which cannot hold sums of shards.
 
         If each use makes floats of blocks, a graph would be large, and launches matter little.
         """

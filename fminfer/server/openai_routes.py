@@ -54,7 +54,7 @@ class AnswerShape:
         return self._head() | finished.result
 
     def chunks(self, events: list[Event]) -> Iterator[dict[str, Any]]:
-        """Turn events of a streamed request into chunks. Without events, yield an empty chunk."""
+        """Turn events of a streamed request into chunks; of no events make an empty one."""
         head, is_chat = self._head(), self.prepared.kind == "chat"
         if is_chat:
             head["object"] = "chat.completion.chunk"

@@ -119,7 +119,7 @@ def _refuse_other_owners(hf: Any, stored: BackendTokenizer, file: Path) -> None:
 
 
 def _flag_added_tokens(backend: BackendTokenizer, others: list[AddedToken], file: Path) -> None:
-    """Give added tokens the flags of the file, but leave special what other files make special."""
+    """Give added tokens the file's flags; what other files make special stays so."""
     special = {token.content for token in others if token.special}
     tokens = []
     for entry in _read_added_tokens(file):

@@ -219,7 +219,7 @@ class TensorFiles:
 
 
 def find_odd_tensor(folder: Path) -> str:
-    """Return the first tensor that holds nan or infinity; "": none does, or files are too large."""
+    """Return the first tensor with nan or infinity; "": none, or files are too large."""
     files = TensorFiles(folder)
     if sum(path.stat().st_size for path in files.seen) > MOST_SEARCHED:
         return ""

@@ -113,7 +113,7 @@ def load_tokenizer(config: ModelOptions, checkpoint: Checkpoint) -> Tokenizer:
 
 
 def _model_names(config: EngineConfig, name: str) -> frozenset[str] | None:
-    """Return the names that a line may give the model: its name, path or id, or a path's last part.
+    """Return what a line may call the model: its name, path or id, or the path's end.
 
     None: every name is accepted.
     """
