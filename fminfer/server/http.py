@@ -114,16 +114,16 @@ def run_http(
     """
     thread = HttpThread(engine, settings, address, state)
     thread.start()
-    if not settings.is_quiet:
-        click.echo(
-            f"Serving {thread.service.names[0]} at {thread.url}\n"
-            f"  {thread.url}/docs lists what there is; Ctrl-C ends it.",
-            err=True,
-        )
     try:
         dispatcher = thread.service.dispatcher
         stopper.num_open = lambda: dispatcher.num_open
-        with stopper.telling(thread.drain):
+        with stopper.telling(thread.drain):  # before anybody hears where it is, and may end it
+            if not settings.is_quiet:
+                click.echo(
+                    f"Serving {thread.service.names[0]} at {thread.url}\n"
+                    f"  {thread.url}/docs lists what there is; Ctrl-C ends it.",
+                    err=True,
+                )
             dispatcher.run()
     finally:
         thread.end()
