@@ -67,6 +67,8 @@ def _load_class(folder: Path, config: Any | None) -> tuple[Any, str]:
 
     try:
         return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False), ""
+    except MemoryError:
+        raise
     except Exception as error:  # classes that do not fit their file raise anything
         fault = error
     _refuse_cut_files(folder)

@@ -367,3 +367,13 @@ def test_a_file_does_without_a_class_that_cannot_be_made(tmp_path: Path, declare
     folder = write_folder(tmp_path, byte_level(), tokenizer_class=declared)
     assert differing(folder, make_texts(4, 50)) == []
     assert "without its class" in Tokenizer.load(folder).note
+
+
+def test_only_a_tokenizers_own_files_name_its_tokens(tmp_path: Path) -> None:
+    """Any file with "token" in its name counted, such as somebody's statistics in Latin-1."""
+    folder = write_folder(tmp_path, byte_level(), tokenizer_class="GPT2Tokenizer")
+    counts = tmp_path / "token_counts.json"
+    counts.write_bytes('{"<|endoftext|>": 3}'.encode())
+    assert differing(folder, ["a<|endoftext|>b"]) == []
+    counts.write_bytes('{"caf\u00e9": 3}'.encode("latin-1"))
+    assert differing(folder, ["a<|endoftext|>b"]) == []
