@@ -373,7 +373,7 @@ def test_only_a_tokenizers_own_files_name_its_tokens(tmp_path: Path) -> None:
     """Any file with "token" in its name counted, such as somebody's statistics in Latin-1."""
     folder = write_folder(tmp_path, byte_level(), tokenizer_class="GPT2Tokenizer")
     counts = tmp_path / "token_counts.json"
-    counts.write_bytes('{"<|endoftext|>": 3}'.encode())
+    counts.write_bytes(b'{"<|endoftext|>": 3}')
     assert differing(folder, ["a<|endoftext|>b"]) == []
     counts.write_bytes('{"caf\u00e9": 3}'.encode("latin-1"))
     assert differing(folder, ["a<|endoftext|>b"]) == []
