@@ -98,7 +98,7 @@ def read_index(path: Path, copy: Path, groups: Groups) -> LineIndex:
 def _read_plain(path: Path) -> Iterator[tuple[Line, int, int]]:
     """Yield lines that are not blank, each with the places where it begins and ends."""
     place, size = 0, path.stat().st_size
-    for number, value in enumerate(split_lines(read_chunks(path)), start=1):
+    for number, value in split_lines(read_chunks(path), passes_blank=False):
         if isinstance(value, CutValue):
             raw, num_bytes, fault = value.head, value.num_bytes, value.fault
         else:
