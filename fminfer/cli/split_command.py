@@ -75,7 +75,7 @@ def split(input_file: Path, output_dir: Path, **options: Any) -> None:
     "--input-dir",
     help="The folder that fminfer split wrote, with the answers beside its parts.",
 )
-@_path("--output", help="The file for the answers; it must not exist yet.")
+@_path("--output", help="The file for the answers. It replaces none.")
 def merge(input_dir: Path, output: Path) -> None:
     """Merge the answers to a split file into one file, in the order of its lines.
 
@@ -99,7 +99,8 @@ def merge(input_dir: Path, output: Path) -> None:
     summary = merge_parts(input_dir, output)
     click.echo(
         f"merged    {counted(summary.num_answers, 'answer')} of "
-        f"{counted(summary.num_parts, 'part')}: {output}",
+        f"{counted(summary.num_parts, 'part')}: {output}"
+        f"{' is already there' if summary.was_there else ''}",
         err=True,
     )
     if summary.source_change:

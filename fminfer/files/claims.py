@@ -1,7 +1,8 @@
 """Which of several runs answers an output: a claim is a file beside it, kept young by its owner.
 
-The claim of a dead process of this machine can be taken over at once, any other once it has not
-been touched for a minute. Claims stand in `<output>.claim`, by numbers: a later owner's is higher.
+The claim of a dead process of this machine can be taken over at once. So can one of its last boot,
+and one that a power cut has torn; any other once it has not been touched for a minute. Claims stand
+in `<output>.claim`, by numbers: a later owner's is higher.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fminfer.core.errors import InUseError, OutputError
 from fminfer.files.disk import beside, told
 from fminfer.files.journal import journal_path
 from fminfer.files.ordered_output import draft_path
-from fminfer.machine.liveness import Owner, create_once, describe_me, every, read_owner
+from fminfer.machine.liveness import Owner, create_once, describe_me, every, read_owner, wait_until
 
 CLAIM = ".claim"  # added to the output's name
 NUMBER = re.compile("[1-9][0-9]{0,17}")  # a claim's name
 BEAT_S = 5.0
+WRITING_S = 2.0  # so long a process may take to write its claim
 STALE_S = 60.0  # without a beat: its owner is dead, or cannot reach the disk
 TRUSTED_S = 20.0  # so long after its own last beat an owner need not look
 
@@ -36,14 +39,26 @@ class Found:
 
     path: Path
     number: int
-    owner: Owner | None  # None: it was not written yet, or by another version
+    owner: Owner | None  # None: it was not written to its end, or by another version
+    is_whole: bool  # it was
     age_s: float  # since its last beat
 
     @property
     def is_dead(self) -> bool:
         if self.owner is not None and self.owner.is_near:
             return not self.owner.is_alive()  # also one that sleeps lives
+        if not self.is_whole or (self.owner is not None and self.owner.is_before_boot):
+            return True
         return self.age_s > STALE_S
+
+    def describe_owner(self) -> str:
+        """Say for people whose it is, and how long one has to wait for it."""
+        who = "another version of fminfer"
+        if self.owner is not None:
+            who = f"process {self.owner.pid} of {self.owner.host}"
+            if self.owner.is_near:
+                return who
+        return f"{who}, whose claim {self.path} ends {STALE_S:.0f} s after its last sign of life"
 
 
 class Claim:
@@ -115,9 +130,11 @@ class Claims:
             except FileNotFoundError:  # its folder is being removed
                 return None
         # Two may have seen the same dead one at different times: both look again.
-        rivals = [claim for claim in look_at(output) if claim.path != path]
+        there = look_at(output)
+        rivals = [claim for claim in there if claim.path != path]
         claim = Claim(path, data, self._held.discard)
-        if any(rival.number > number or not rival.is_dead for rival in rivals):
+        is_gone = len(rivals) == len(there)  # to who writes slowly: it was taken for torn
+        if is_gone or any(rival.number > number or not rival.is_dead for rival in rivals):
             claim.release()
             return None
         with self._lock:
@@ -140,12 +157,20 @@ def look_at(output: Path, now_s: float | None = None) -> list[Found]:
     found = []
     for number in _numbers(folder):
         path = folder / str(number)
-        with contextlib.suppress(FileNotFoundError):  # given back just now
+        with told(path), contextlib.suppress(FileNotFoundError):  # given back just now
+            wait_until(partial(_is_settled, path), WRITING_S)
+            is_whole = path.read_bytes().endswith(b"\n")
             owner, beat_s = read_owner(path), path.stat().st_mtime
             if now_s is None and not (owner and owner.is_near):
                 now_s = _disk_time(output.parent)
-            found.append(Found(path, number, owner, (now_s or beat_s) - beat_s))
+            found.append(Found(path, number, owner, is_whole, (now_s or beat_s) - beat_s))
     return found
+
+
+def _is_settled(path: Path) -> bool:
+    """Tell whether a claim is whole, or its process had the time to write it and did not."""
+    is_whole = path.read_bytes().endswith(b"\n")
+    return is_whole or not 0 <= time.time() - path.stat().st_mtime < WRITING_S
 
 
 def claimed(outputs: Iterable[Path]) -> set[Path]:
@@ -262,7 +287,20 @@ class Hold:
         self.release()
 
     def _in_use(self) -> InUseError:
+        living = [claim for claim in look_at(self._output) if not claim.is_dead]
+        who = living[-1].describe_owner() if living else "another process"
         return InUseError(
-            f"{self._output} is another run's to answer at the moment. Wait for it or end it; its "
-            "finished rows are kept"
+            f"{self._output} is being written by {who}. Wait for it or end it; finished rows are "
+            "kept"
         )
+
+
+@contextlib.contextmanager
+def claiming(output: Path) -> Iterator[None]:
+    """Let one command at a time write an output; refuse the others, by an InUseError."""
+    hold = Hold(output, Claims())
+    with told(output.parent):
+        output.parent.mkdir(parents=True, exist_ok=True)
+    with hold.taken():
+        hold.remove_dead()
+        yield

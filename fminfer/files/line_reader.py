@@ -229,15 +229,15 @@ def _numbered(path: Path, chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes 
         is_array = path.is_file() and opens_array(head, is_whole=not more)
         head += more
     if is_array:
-        values = enumerate(split_values(chain([head.lstrip()[1:]], chunks), is_array=True), 1)
+        values = split_values(chain([head.lstrip()[1:]], chunks), is_array=True)
     elif is_json and _is_spread(head := _read_ahead(chain([head], chunks), MAX_HEAD_BYTES)):
-        values = enumerate(split_values(chain([head], chunks), is_array=False), 1)
+        values = split_values(chain([head], chunks), is_array=False)
     else:
-        values = split_lines(chain([head], chunks), first)
+        lines = split_lines(chain([head], chunks), first)
         # Whoever writes a pipe may wait for the answer to a line before the next.
-        if not is_json and path.is_file():
-            return explain_spread(values)
-    return ((number, raw, "") for number, raw in values)
+        is_file = not is_json and path.is_file()
+        return explain_spread(lines) if is_file else ((*line, "") for line in lines)
+    return ((number, raw, "") for number, raw in enumerate(values, 1))
 
 
 def _is_spread(head: bytes) -> bool:

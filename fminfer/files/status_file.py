@@ -42,6 +42,17 @@ def read_status(output: Path) -> dict[str, Any] | None:
     return fields if isinstance(fields, dict) and _is_ours(fields) else None
 
 
+def read_sound_status(output: Path) -> dict[str, Any] | None:
+    """Read an output's status; None: there is none. Refuse one that cannot be read."""
+    status = read_status(output)
+    if status is None and os.path.lexists(status_path(output)):
+        raise UsageError(
+            f"{status_path(output)} cannot be read, or is damaged, and it tells whether {output} "
+            "is complete. See that it can be read; or answer that part again (--restart)"
+        )
+    return status
+
+
 def _is_ours(fields: dict[str, Any]) -> bool:
     """Tell whether a status has the form that `StatusFile` gives it."""
     parts = (fields.get(name) or {} for name in ("request_counts", "metadata", "fminfer", "errors"))
