@@ -18,7 +18,7 @@ from fminfer.core.errors import UsageError
 from fminfer.core.option import take
 from fminfer.core.quantities import show_bytes, show_seconds
 from fminfer.files.claims import claiming
-from fminfer.files.disk import making_folder
+from fminfer.files.disk import making_folder, told
 from fminfer.machine.library_imports import importing
 from fminfer.runtime.bars import LoadingBar
 
@@ -46,6 +46,8 @@ def quantize(seed: int, **options: Any) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED["terminated"]))
     checkpoint = open_model(named)
     output = output.resolve()
+    with told(output.parent):
+        output.parent.mkdir(parents=True, exist_ok=True)
     with claiming(output):
         if is_quantized_of(output, checkpoint, to, seed=seed):
             return click.echo(f"{output} is already there: {checkpoint.name} in {to}", err=True)

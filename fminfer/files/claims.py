@@ -299,8 +299,6 @@ class Hold:
 def claiming(output: Path) -> Iterator[None]:
     """Let one command at a time write an output; refuse the others, by an InUseError."""
     hold = Hold(output, Claims())
-    with told(output.parent):
-        output.parent.mkdir(parents=True, exist_ok=True)
     with hold.taken():
         hold.remove_dead()
         yield

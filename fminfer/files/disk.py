@@ -112,19 +112,18 @@ def drafting(usual: Path, mode: int = 0o666) -> Iterator[tuple[Path, BinaryIO]]:
         os.close(fd)
         name = beside(usual, f"-{uuid.uuid4().hex}")
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    try:
-        # The lock lasts until the draft has its name, and the file is closed before: some disks say
-        # only then that they are full.
-        with open(os.dup(fd), "wb") as file:
-            os.ftruncate(fd, 0)
-            yield name, file
-    finally:
-        with contextlib.suppress(OSError):
-            if os.path.samestat(os.fstat(fd), name.lstat()):
-                name.unlink()
-        unlock(fd)
-        with contextlib.suppress(OSError):
-            os.close(fd)
+    # The lock lasts until the draft has its name. The file is closed before: some disks
+    # say only then that they are full.
+    with open(fd, "wb", buffering=0) as locked:
+        try:
+            with open(os.dup(fd), "wb") as file:
+                locked.truncate(0)
+                yield name, file
+        finally:
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(fd), name.lstat()):
+                    name.unlink()
+            unlock(fd)
 
 
 def _is_only_writer(fd: int, path: Path) -> bool:
@@ -167,15 +166,13 @@ def making_folder(folder: Path) -> Iterator[Path]:
         OutputError: the disk is full or gone, or something else is there.
     """
     draft = folder.with_name(f".{folder.name}.part")
-    made = [each for each in folder.parents if not each.exists()]
     try:
         shutil.rmtree(draft, ignore_errors=True)  # of a command that was killed
-        draft.mkdir(parents=True)
+        draft.mkdir()
         yield draft
         sync_tree(draft)
         os.replace(draft, folder)  # which may be there, empty
-        for each in (folder, *made):
-            sync_folder(each.parent)
+        sync_folder(folder.parent)
     except OSError as error:
         raise OutputError(
             f"{folder} cannot be written: {error}. Mend that, or name another folder"

@@ -236,7 +236,7 @@ def _numbered(path: Path, chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes 
         lines = split_lines(chain([head], chunks), first)
         # Whoever writes a pipe may wait for the answer to a line before the next.
         is_file = not is_json and path.is_file()
-        return explain_spread(lines) if is_file else ((*line, "") for line in lines)
+        return explain_spread(lines) if is_file else ((number, raw, "") for number, raw in lines)
     return ((number, raw, "") for number, raw in enumerate(values, 1))
 
 

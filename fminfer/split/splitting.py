@@ -217,6 +217,7 @@ def split_file(source: Path, folder: Path, options: SplitOptions) -> SplitSummar
     refuse_model_folder("--output-dir", folder)
     _refuse_unknown(folder, old)
     try:
+        folder.mkdir(exist_ok=True)
         with claiming(folder / MANIFEST), _staging_in(folder) as staging:
             return _split(source, folder, options, old, staging)
     except OSError as error:
@@ -261,7 +262,7 @@ def _staging_in(folder: Path) -> Iterator[Path]:
     staging = folder / STAGING
     if staging.exists():
         shutil.rmtree(staging)
-    staging.mkdir(parents=True)
+    staging.mkdir()
     try:
         yield staging
     finally:

@@ -156,6 +156,9 @@ def test_the_command_ends_with_3_if_there_are_errors(answered: Path) -> None:
     errors = [json.loads(line) for line in errors_path(output).read_bytes().splitlines()]
     assert [error["line"] for error in errors] == [5, 8]
     found = CliRunner().invoke(main, [*flags, str(output)])
+    assert found.exit_code == 3 and f"{output} is already there" in found.stderr
+    output.write_bytes(output.read_bytes().replace(b"1", b"2", 1))
+    found = CliRunner().invoke(main, [*flags, str(output)])
     assert found.exit_code == 2 and "exists; move it away" in found.stderr
 
 
