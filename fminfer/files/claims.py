@@ -51,15 +51,6 @@ class Found:
             return True
         return self.age_s > STALE_S
 
-    def describe_owner(self) -> str:
-        """Say for people whose it is, and how long one has to wait for it."""
-        who = "another version of fminfer"
-        if self.owner is not None:
-            who = f"process {self.owner.pid} of {self.owner.host}"
-            if self.owner.is_near:
-                return who
-        return f"{who}, whose claim {self.path} ends {STALE_S:.0f} s after its last sign of life"
-
 
 class Claim:
     """An output that is this process's to answer. `data` stands in the file."""
@@ -287,11 +278,11 @@ class Hold:
         self.release()
 
     def _in_use(self) -> InUseError:
-        living = [claim for claim in look_at(self._output) if not claim.is_dead]
-        who = living[-1].describe_owner() if living else "another process"
+        owners = [claim.owner for claim in look_at(self._output) if not claim.is_dead]
+        who = next((f"process {each.pid} of {each.host}" for each in owners if each), "another one")
         return InUseError(
-            f"{self._output} is being written by {who}. Wait for it or end it; finished rows are "
-            "kept"
+            f"{self._output} is being written by {who}. Wait for it or end it; if it is gone, its "
+            f"claim ends within {STALE_S:.0f} s. Finished rows are kept"
         )
 
 

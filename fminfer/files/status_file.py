@@ -36,7 +36,8 @@ def status_path(output: Path) -> Path:
 def read_status(output: Path) -> dict[str, Any] | None:
     """Read an output's status; None: there is none that can be read."""
     try:
-        fields = json.loads(status_path(output).read_text())
+        path = status_path(output)
+        fields = json.loads(path.read_text()) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
         return None
     return fields if isinstance(fields, dict) and _is_ours(fields) else None

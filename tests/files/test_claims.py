@@ -110,6 +110,6 @@ def test_a_refusal_names_the_process(tmp_path: Path) -> None:
         pass
     assert not os.listdir(tmp_path)
     put_claim(output, claim_of(host="elsewhere"))
-    expected = "by process 99999 of elsewhere, whose claim .* ends 60 s after its last sign of life"
+    expected = "by process 99999 of elsewhere. .* if it is gone, its claim ends within 60 s"
     with pytest.raises(InUseError, match=expected), claiming(output):
         pass
