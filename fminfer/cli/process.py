@@ -68,8 +68,8 @@ def tell(error: BaseException, *, is_verbose: bool = False) -> int:
         error = FminferError("whoever read the answers stopped reading")
     if isinstance(error, OSError) and error.errno and not is_verbose:
         error = MachineError(
-            f"{error.filename or 'a file'}: {error.strerror}. Finished rows are kept; see that the "
-            "disk is there and sound, and run the same command again"
+            f"{error.filename or 'a file'}: {error.strerror}. Finished rows are kept; see that "
+            "the disk is there and sound, and run the same command again"
         )
     if is_verbose or not isinstance(error, FminferError):
         click.echo(hide_secrets("".join(traceback.format_exception(error))), err=True, nl=False)

@@ -87,8 +87,8 @@ def merge(input_dir: Path, output: Path) -> None:
     It reads the answers of `fminfer run`, or of the old tool: output_request_<N>.jsonl beside
     request_<N>.jsonl. Errors go to answers.errors.jsonl, with the line numbers of the file that was
     split. If a part has no answers yet, it writes nothing, and names the lines and the command that
-    answers them. If the file has changed since it was split, it merges all the same, and warns. If
-    the output is there and equal, the command says so; another output is not replaced.
+    answers them. If the file has changed since it was split, it merges all the same, and warns.
+    If the output is there and equal, the command says so; another output is not replaced.
 
     \b
     Exit status: 0 every line answered; 1 answers are missing, or not those of their part;

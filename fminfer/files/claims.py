@@ -1,8 +1,8 @@
 """Which of several runs answers an output: a claim is a file beside it, kept young by its owner.
 
-The claim of a dead process of this machine can be taken over at once. So can one of its last boot,
-and one that a power cut has torn; any other once it has not been touched for a minute. Claims stand
-in `<output>.claim`, by numbers: a later owner's is higher.
+The claim of a dead process of this machine can be taken over at once. So can one of its last
+boot, and one that a power cut has torn; any other once it has not been touched for a minute.
+Claims stand in `<output>.claim`, by numbers: a later owner's is higher.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def look_at(output: Path, now_s: float | None = None) -> list[Found]:
 
 def _is_settled(path: Path) -> bool:
     """Tell whether a claim is whole, or its process had the time to write it and did not."""
-    is_whole = path.read_bytes().endswith(b"\n")
-    return is_whole or not 0 <= time.time() - path.stat().st_mtime < WRITING_S
+    age_s = time.time() - path.stat().st_mtime
+    return path.read_bytes().endswith(b"\n") or not 0 <= age_s < WRITING_S
 
 
 def claimed(outputs: Iterable[Path]) -> set[Path]:
@@ -279,10 +279,11 @@ class Hold:
 
     def _in_use(self) -> InUseError:
         owners = [claim.owner for claim in look_at(self._output) if not claim.is_dead]
-        who = next((f"process {each.pid} of {each.host}" for each in owners if each), "another one")
+        names = [f"process {owner.pid} of {owner.host}" for owner in owners if owner is not None]
         return InUseError(
-            f"{self._output} is being written by {who}. Wait for it or end it; if it is gone, its "
-            f"claim ends within {STALE_S:.0f} s. Finished rows are kept"
+            f"{self._output} is being written by {', '.join(names) or 'another process'}. "
+            "Wait for it or end it; if it is gone, its claim ends within "
+            f"{STALE_S:.0f} s. Finished rows are kept"
         )
 
 

@@ -107,7 +107,8 @@ def drafting(usual: Path, mode: int = 0o666) -> Iterator[tuple[Path, BinaryIO]]:
     Its own name is `usual`, or another one while a process that lives has that.
     """
     name = usual
-    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, mode)  # a pipe is not waited for
+    # A pipe in its place is not waited for.
+    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, mode)
     if not _is_only_writer(fd, name):
         os.close(fd)
         name = beside(usual, f"-{uuid.uuid4().hex}")
@@ -140,7 +141,7 @@ def replacing(
 ) -> Iterator[BinaryIO]:
     """Write a file beside another, and put it in its place, whole; if that fails, the other stays.
 
-    Its usual place until then is `draft`. By `mode`, less the umask, others may read and write it.
+    Its usual place until then is `draft`. By `mode`, less the umask, others may use it.
     """
     with drafting(draft or beside(path, NEW), mode) as (name, file):
         yield file

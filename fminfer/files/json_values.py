@@ -191,8 +191,8 @@ class _Splitter:
 Numbered = tuple[int, bytes | CutValue]  # a line's number, and its bytes
 NumberedPiece = tuple[int, bytes]
 MAX_LINES, MAX_BYTES = 1000, 2**20  # of what may be one object
-# A whole string, which is to be left alone, or a comma before a closing bracket. A string that is
-# not closed matches as well: to look in it for another would be quadratic.
+# A whole string, which is to be left alone, or a comma before a closing bracket. A string that
+# is not closed matches as well: to look in it for another would be quadratic.
 _STRING_OR_COMMA = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|,(?=\s*[}\]])', re.DOTALL)
 
 
@@ -230,7 +230,7 @@ def explain_spread(lines: Iterator[Numbered]) -> Iterator[tuple[int, bytes | Cut
     ahead = Ahead(lines)
     passed = 0  # the last line of a search in vain; from those before it none is begun again
     for number, raw in ahead:
-        if isinstance(raw, CutValue) or raw.endswith(b"}") or number < passed or not _begins(raw):
+        if isinstance(raw, CutValue) or raw.endswith(b"}") or not _begins(raw) or number < passed:
             yield number, raw, ""
             continue
         pieces, is_closed = _gather((number, raw), ahead)
@@ -251,7 +251,7 @@ def _begins(raw: bytes) -> bool:
 
 
 def _gather(first: NumberedPiece, ahead: Ahead[Numbered]) -> tuple[list[NumberedPiece], bool]:
-    """Take lines until the brackets that the first one opens are closed; tell whether they are."""
+    """Take lines until the brackets of the first one are closed; tell whether they are."""
     pieces = [first]
     depth = _count_open(first[1])
     num_bytes = len(first[1])
@@ -272,7 +272,7 @@ def _gather(first: NumberedPiece, ahead: Ahead[Numbered]) -> tuple[list[Numbered
 
 
 def _count_open(raw: bytes) -> int:
-    """Count the brackets that a line opens, less those that it closes; below 0: it is no JSON."""
+    """Count brackets that a line opens, less those that it closes; below 0: it is no JSON."""
     bare = raw.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
     if len(bare) % 2 == 0:
         return -MAX_BYTES  # a string is not closed, and none may hold a newline

@@ -48,8 +48,8 @@ def read_sound_status(output: Path) -> dict[str, Any] | None:
     status = read_status(output)
     if status is None and os.path.lexists(status_path(output)):
         raise UsageError(
-            f"{status_path(output)} cannot be read, or is damaged, and it tells whether {output} "
-            "is complete. See that it can be read; or answer that part again (--restart)"
+            f"{status_path(output)} cannot be read, or is damaged, and it tells whether "
+            f"{output} is complete. See that it can be read; or answer that part again (--restart)"
         )
     return status
 

@@ -72,7 +72,8 @@ def split_of(path: Path) -> Path | None:
 
 
 def _open_unblocked(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # a pipe in the place of a file is not waited for
+    # A pipe in the place of a file is not waited for.
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 class Digest:

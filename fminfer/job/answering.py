@@ -133,8 +133,8 @@ def _answer(job: _Job) -> JobSummary:
     if not asked.is_quiet:
         click.echo(fit(summary.to_text(), find_columns(sys.stderr)), err=True)
     if asked.stats is not None:
-        text = json.dumps(summary.to_dict(), indent=2) + "\n"
-        replace_own(asked.stats, SUMMARY, "--stats", text.encode())
+        text = json.dumps(summary.to_dict(), indent=2)
+        replace_own(asked.stats, SUMMARY, "--stats", f"{text}\n".encode())
     if summary.report_trouble:
         raise OutputError(summary.report_trouble)
     return summary

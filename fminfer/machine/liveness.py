@@ -91,10 +91,10 @@ class Owner:
 
         Hosts of one name may share a disk. Then their installations differ.
         """
+        theirs, mine = (name.split(" ", 1) for name in (self.machine, machine_name("pid")))
+        is_other_boot = theirs[0] != mine[0] and theirs[1:] == mine[1:] != []
         is_here = self.host == socket.gethostname()
-        is_here = is_here and self.machine_id in (None, _machine_id() or "none")
-        boots = (self.machine.partition(" ")[0], machine_name("pid").partition(" ")[0])
-        return is_here and all(boots) and boots[0] != boots[1]
+        return is_here and is_other_boot and self.machine_id in (None, _machine_id() or "none")
 
     def is_alive(self) -> bool:
         """Tell whether the process has not ended; it must be of this machine."""
@@ -135,7 +135,7 @@ def read_owner(path: Path) -> Owner | None:
 
 
 def _machine_id() -> str:
-    """Return what tells this installation from others, also after it starts anew; "": nothing."""
+    """Return what tells this installation from others at any boot; "": nothing."""
     try:
         return Path("/etc/machine-id").read_text().strip()
     except (OSError, ValueError):

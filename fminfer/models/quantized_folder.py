@@ -35,8 +35,8 @@ def is_quantized_of(folder: Path, checkpoint: Checkpoint, quantized: str, *, see
     """Tell whether a folder has a note that it is this model, quantized so, and its weights."""
     try:
         fields = json.loads((folder / CONFIG).read_bytes())
-        is_same = fields["quantization_config"] == _note_of(checkpoint, quantized, seed)
-        return is_same and bool(find_weights(folder).files)
+        find_weights(folder)  # it raises where one is missing
+        return bool(fields["quantization_config"] == _note_of(checkpoint, quantized, seed))
     except (OSError, ValueError, TypeError, KeyError, RecursionError, CheckpointError):
         return False
 
