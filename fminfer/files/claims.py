@@ -16,19 +16,18 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from fminfer.core.errors import InUseError, OutputError
 from fminfer.files.disk import beside, told
 from fminfer.files.journal import journal_path
 from fminfer.files.ordered_output import draft_path
-from fminfer.machine.liveness import Owner, create_once, describe_me, every, read_owner, wait_until
+from fminfer.machine.liveness import Owner, create_once, describe_me, every, read_owner
 
 CLAIM = ".claim"  # added to the output's name
 NUMBER = re.compile("[1-9][0-9]{0,17}")  # a claim's name
 BEAT_S = 5.0
-WRITING_S = 2.0  # so long a process may take to write its claim
+WRITING_S = 1.0  # a claim that is not whole by then was torn by a power cut
 STALE_S = 60.0  # without a beat: its owner is dead, or cannot reach the disk
 TRUSTED_S = 20.0  # so long after its own last beat an owner need not look
 
@@ -47,9 +46,9 @@ class Found:
     def is_dead(self) -> bool:
         if self.owner is not None and self.owner.is_near:
             return not self.owner.is_alive()  # also one that sleeps lives
-        if not self.is_whole or (self.owner is not None and self.owner.is_before_boot):
+        if self.owner is not None and self.owner.is_before_boot:
             return True
-        return self.age_s > STALE_S
+        return self.age_s > (STALE_S if self.is_whole else WRITING_S)
 
 
 class Claim:
@@ -149,19 +148,12 @@ def look_at(output: Path, now_s: float | None = None) -> list[Found]:
     for number in _numbers(folder):
         path = folder / str(number)
         with told(path), contextlib.suppress(FileNotFoundError):  # given back just now
-            wait_until(partial(_is_settled, path), WRITING_S)
             is_whole = path.read_bytes().endswith(b"\n")
             owner, beat_s = read_owner(path), path.stat().st_mtime
             if now_s is None and not (owner and owner.is_near):
                 now_s = _disk_time(output.parent)
             found.append(Found(path, number, owner, is_whole, (now_s or beat_s) - beat_s))
     return found
-
-
-def _is_settled(path: Path) -> bool:
-    """Tell whether a claim is whole, or its process had the time to write it and did not."""
-    age_s = time.time() - path.stat().st_mtime
-    return path.read_bytes().endswith(b"\n") or not 0 <= age_s < WRITING_S
 
 
 def claimed(outputs: Iterable[Path]) -> set[Path]:
