@@ -20,8 +20,9 @@ from fminfer.cli.process import (
     starting_process,
 )
 from fminfer.core.config import EngineConfig
-from fminfer.core.errors import OutputError, UsageError
+from fminfer.core.errors import UsageError
 from fminfer.core.option import take
+from fminfer.files.own_files import PICTURE, replace_own
 from fminfer.job.report.bench_picture import draw_bench
 from fminfer.machine.library_imports import importing
 from fminfer.pipeline.ranks import RankConfig
@@ -84,10 +85,7 @@ def _time(config: EngineConfig, role: Role, asked: BenchOptions, ending: Ending)
     click.echo(json.dumps(result.to_dict()))
     if asked.plot is not None:
         picture = draw_bench(result.title, result.y_name, result.curves, result.ranks)
-        try:
-            asked.plot.write_text(picture)
-        except OSError as error:
-            raise OutputError(f"--plot {asked.plot} cannot be written: {error}") from error
+        replace_own(asked.plot, PICTURE, "--plot", picture.encode())
     return result.is_timed
 
 

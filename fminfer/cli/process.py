@@ -17,6 +17,7 @@ from fminfer.compute.kernels.kernel_build import abandon_build, start_build
 from fminfer.core.config import ComputeOptions, EngineConfig
 from fminfer.core.errors import (
     FminferError,
+    MachineError,
     PipelineError,
     StoppedError,
     StopReason,
@@ -65,6 +66,11 @@ def tell(error: BaseException, *, is_verbose: bool = False) -> int:
         return status_of(error)
     if isinstance(error, BrokenPipeError):
         error = FminferError("whoever read the answers stopped reading")
+    if isinstance(error, OSError) and error.errno and not is_verbose:
+        error = MachineError(
+            f"{error.filename or 'a file'}: {error.strerror}. Finished rows are kept; see that "
+            "the disk is there and sound, and run the same command again"
+        )
     if is_verbose or not isinstance(error, FminferError):
         click.echo(hide_secrets("".join(traceback.format_exception(error))), err=True, nl=False)
     click.echo(f"Error: {printable(hide_secrets(str(error)))}", err=True)

@@ -14,8 +14,11 @@ from fminfer.cli.flags import GroupedCommand, flags_of
 from fminfer.cli.option_table import QuantizeOptions
 from fminfer.cli.process import EXIT_STOPPED
 from fminfer.core.config import ModelOptions
+from fminfer.core.errors import UsageError
 from fminfer.core.option import take
 from fminfer.core.quantities import show_bytes, show_seconds
+from fminfer.files.claims import claiming
+from fminfer.files.disk import making_folder, told
 from fminfer.machine.library_imports import importing
 from fminfer.runtime.bars import LoadingBar
 
@@ -29,7 +32,8 @@ def quantize(seed: int, **options: Any) -> None:
     fminfer run requests.jsonl --model-name /models/llama-int4
 
     Answers are the same as with fminfer run --quantize. The folder is smaller, and loads faster. It
-    runs on every processor, but only fminfer reads it.
+    runs on every processor, but only fminfer reads it. It gets its name once all of it is on the
+    disk. If it is there already, of the same model, the command says so and ends with 0.
     """
     asked, named = take(QuantizeOptions, options), take(ModelOptions, options)
     output, to = asked.output, asked.to
@@ -37,12 +41,22 @@ def quantize(seed: int, **options: Any) -> None:
         raise click.UsageError("Missing option '--output'.")
     with importing():
         from fminfer.models.checkpoint import open_model
-        from fminfer.models.quantized_folder import write_quantized
+        from fminfer.models.quantized_folder import is_quantized_of, write_quantized
     start_s = time.monotonic()
     # An exit removes the draft; a signal would leave it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED["terminated"]))
     checkpoint = open_model(named)
-    with closing(LoadingBar(is_quiet=False)) as show:
-        num_bytes = write_quantized(checkpoint, output, to, seed=seed, on_progress=show)
+    output = output.resolve()
+    with told(output.parent):
+        output.parent.mkdir(parents=True, exist_ok=True)
+    with claiming(output):
+        if is_quantized_of(output, checkpoint, to, seed=seed):
+            return click.echo(f"{output} is already there: {checkpoint.name} in {to}", err=True)
+        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+            raise UsageError(
+                f"--output {output} is there already; name a folder that is new or empty"
+            )
+        with closing(LoadingBar(is_quiet=False)) as show, making_folder(output) as draft:
+            num_bytes = write_quantized(checkpoint, draft, to, seed=seed, on_progress=show)
     took = show_seconds(time.monotonic() - start_s)
     click.echo(f"{output}: {checkpoint.name} in {to}, {show_bytes(num_bytes)}, in {took}", err=True)

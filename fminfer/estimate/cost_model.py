@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import statistics
 from collections.abc import Sequence
@@ -189,7 +188,7 @@ def keep_costs(path: Path, costs: CostModel, model: str) -> None:
         "seconds": dict(zip(COSTS, costs.seconds, strict=True)),
     }
     try:
-        with replacing(path, path.with_suffix(f".{os.getpid()}.part"), is_durable=False) as file:
+        with replacing(path, is_durable=False) as file:
             file.write(json.dumps(fields, indent=2).encode() + b"\n")
     except OSError as error:
         raise UsageError(f"what was measured cannot be kept: {error}") from error

@@ -1,7 +1,8 @@
 """Which of several runs answers an output: a claim is a file beside it, kept young by its owner.
 
-The claim of a dead process of this machine can be taken over at once, any other once it has not
-been touched for a minute. Claims stand in `<output>.claim`, by numbers: a later owner's is higher.
+The claim of a dead process of this machine can be taken over at once. So can one of its last
+boot, and one that a power cut has torn; any other once it has not been touched for a minute.
+Claims stand in `<output>.claim`, by numbers: a later owner's is higher.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from fminfer.machine.liveness import Owner, create_once, describe_me, every, rea
 CLAIM = ".claim"  # added to the output's name
 NUMBER = re.compile("[1-9][0-9]{0,17}")  # a claim's name
 BEAT_S = 5.0
+WRITING_S = 1.0  # a claim that is not whole by then was torn by a power cut
 STALE_S = 60.0  # without a beat: its owner is dead, or cannot reach the disk
 TRUSTED_S = 20.0  # so long after its own last beat an owner need not look
 
@@ -36,14 +38,17 @@ class Found:
 
     path: Path
     number: int
-    owner: Owner | None  # None: it was not written yet, or by another version
+    owner: Owner | None  # None: it was not written to its end, or by another version
+    is_whole: bool  # it was
     age_s: float  # since its last beat
 
     @property
     def is_dead(self) -> bool:
         if self.owner is not None and self.owner.is_near:
             return not self.owner.is_alive()  # also one that sleeps lives
-        return self.age_s > STALE_S
+        if self.owner is not None and self.owner.is_before_boot:
+            return True
+        return self.age_s > (STALE_S if self.is_whole else WRITING_S)
 
 
 class Claim:
@@ -115,9 +120,11 @@ class Claims:
             except FileNotFoundError:  # its folder is being removed
                 return None
         # Two may have seen the same dead one at different times: both look again.
-        rivals = [claim for claim in look_at(output) if claim.path != path]
+        there = look_at(output)
+        rivals = [claim for claim in there if claim.path != path]
         claim = Claim(path, data, self._held.discard)
-        if any(rival.number > number or not rival.is_dead for rival in rivals):
+        is_gone = len(rivals) == len(there)  # to who writes slowly: it was taken for torn
+        if is_gone or any(rival.number > number or not rival.is_dead for rival in rivals):
             claim.release()
             return None
         with self._lock:
@@ -140,11 +147,12 @@ def look_at(output: Path, now_s: float | None = None) -> list[Found]:
     found = []
     for number in _numbers(folder):
         path = folder / str(number)
-        with contextlib.suppress(FileNotFoundError):  # given back just now
+        with told(path), contextlib.suppress(FileNotFoundError):  # given back just now
+            is_whole = path.read_bytes().endswith(b"\n")
             owner, beat_s = read_owner(path), path.stat().st_mtime
             if now_s is None and not (owner and owner.is_near):
                 now_s = _disk_time(output.parent)
-            found.append(Found(path, number, owner, (now_s or beat_s) - beat_s))
+            found.append(Found(path, number, owner, is_whole, (now_s or beat_s) - beat_s))
     return found
 
 
@@ -262,7 +270,19 @@ class Hold:
         self.release()
 
     def _in_use(self) -> InUseError:
+        owners = [claim.owner for claim in look_at(self._output) if not claim.is_dead]
+        names = [f"process {owner.pid} of {owner.host}" for owner in owners if owner is not None]
         return InUseError(
-            f"{self._output} is another run's to answer at the moment. Wait for it or end it; its "
-            "finished rows are kept"
+            f"{self._output} is being written by {', '.join(names) or 'another process'}. "
+            "Wait for it or end it; if it is gone, its claim ends within "
+            f"{STALE_S:.0f} s. Finished rows are kept"
         )
+
+
+@contextlib.contextmanager
+def claiming(output: Path) -> Iterator[None]:
+    """Let one command at a time write an output; refuse the others, by an InUseError."""
+    hold = Hold(output, Claims())
+    with hold.taken():
+        hold.remove_dead()
+        yield

@@ -7,6 +7,8 @@ import errno
 import fcntl
 import hashlib
 import os
+import shutil
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -52,8 +54,8 @@ def lock(fd: int, path: Path, output: Path) -> bool:
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
             raise
         raise InUseError(
-            f"{path} is in use: another run is answering into {output}. Wait for it or end it; "
-            "its finished rows are kept"
+            f"{path} is in use: another process writes {output}. Wait for it or end it; its "
+            "finished rows are kept"
         ) from None
     return True
 
@@ -89,28 +91,95 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+def sync_tree(folder: Path) -> None:
+    """Have the disk keep all that is in a folder, at any depth."""
+    for path, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            with open(Path(path, name), "rb") as file:
+                os.fsync(file.fileno())
+        sync_folder(Path(path))
+
+
+@contextlib.contextmanager
+def drafting(usual: Path, mode: int = 0o666) -> Iterator[tuple[Path, BinaryIO]]:
+    """Open an empty file that no other process writes; it goes, unless it got another name.
+
+    Its own name is `usual`, or another one while a process that lives has that.
+    """
+    name = usual
+    # A pipe in its place is not waited for.
+    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, mode)
+    if not _is_only_writer(fd, name):
+        os.close(fd)
+        name = beside(usual, f"-{uuid.uuid4().hex}")
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    # The lock lasts until the draft has its name. The file is closed before: some disks
+    # say only then that they are full.
+    with open(fd, "wb", buffering=0) as locked:
+        try:
+            with open(os.dup(fd), "wb") as file:
+                locked.truncate(0)
+                yield name, file
+        finally:
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(fd), name.lstat()):
+                    name.unlink()
+            unlock(fd)
+
+
+def _is_only_writer(fd: int, path: Path) -> bool:
+    """Lock a file; tell whether that could be done, and it still has its name."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    return False
+
+
 @contextlib.contextmanager
 def replacing(
     path: Path, draft: Path | None = None, *, is_durable: bool = True, mode: int = 0o666
 ) -> Iterator[BinaryIO]:
     """Write a file beside another, and put it in its place, whole; if that fails, the other stays.
 
-    Its place until then is `draft`. By `mode`, less the umask, others may read and write it.
+    Its usual place until then is `draft`. By `mode`, less the umask, others may use it.
     """
-    new = beside(path, NEW) if draft is None else draft
+    with drafting(draft or beside(path, NEW), mode) as (name, file):
+        yield file
+        finish(file, is_durable=is_durable)
+        os.replace(name, path)
+    if is_durable:
+        sync_folder(path.parent)
+
+
+def finish(file: BinaryIO, *, is_durable: bool = True) -> None:
+    """Write what is left of a file, and close it."""
+    file.flush()
+    if is_durable:
+        os.fsync(file.fileno())
+    file.close()
+
+
+@contextlib.contextmanager
+def making_folder(folder: Path) -> Iterator[Path]:
+    """Fill a folder under another name; it gets its own, whole, once the disk has all of it.
+
+    Raises:
+        OutputError: the disk is full or gone, or something else is there.
+    """
+    draft = folder.with_name(f".{folder.name}.part")
     try:
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
-            yield file
-            if is_durable:
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(new, path)
-        if is_durable:
-            sync_folder(path.parent)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            new.unlink(missing_ok=True)
-        raise
+        shutil.rmtree(draft, ignore_errors=True)  # of a command that was killed
+        draft.mkdir()
+        yield draft
+        sync_tree(draft)
+        os.replace(draft, folder)  # which may be there, empty
+        sync_folder(folder.parent)
+    except OSError as error:
+        raise OutputError(
+            f"{folder} cannot be written: {error}. Mend that, or name another folder"
+        ) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def write_all(fd: int, data: bytes, place: int) -> None:

@@ -63,7 +63,7 @@ class Journal:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         with told(self.path):
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
             try:
                 self._lock()
                 if restart:

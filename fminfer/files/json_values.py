@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Generic, TypeVar
 
 from fminfer.core.errors import DamagedInputError
@@ -51,6 +53,10 @@ class ValueBytes:
         self._num_bytes += len(piece)
         if self._num_bytes > MAX_VALUE_BYTES and len(self._parts) > 1:
             self._parts = [self.head]
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._num_bytes
 
     @property
     def head(self) -> bytes:
@@ -184,9 +190,10 @@ class _Splitter:
 
 Numbered = tuple[int, bytes | CutValue]  # a line's number, and its bytes
 NumberedPiece = tuple[int, bytes]
-MAX_LINES, MAX_BYTES, MAX_TRIALS = 1000, 2**20, 32  # of what may be one object
-# A whole string, which is to be left alone, or a comma before a closing bracket.
-_STRING_OR_COMMA = re.compile(rb'"(?:[^"\\]|\\.)*"|,(?=\s*[}\]])')
+MAX_LINES, MAX_BYTES = 1000, 2**20  # of what may be one object
+# A whole string, which is to be left alone, or a comma before a closing bracket. A string that
+# is not closed matches as well: to look in it for another would be quadratic.
+_STRING_OR_COMMA = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|,(?=\s*[}\]])', re.DOTALL)
 
 
 class Ahead(Generic[Item]):
@@ -221,54 +228,63 @@ def explain_spread(lines: Iterator[Numbered]) -> Iterator[tuple[int, bytes | Cut
     The object's first line gets the whole story, and the others point to it.
     """
     ahead = Ahead(lines)
+    passed = 0  # the last line of a search in vain; from those before it none is begun again
     for number, raw in ahead:
-        if isinstance(raw, CutValue) or raw.endswith(b"}") or not _may_begin(raw):
+        if isinstance(raw, CutValue) or raw.endswith(b"}") or not _begins(raw) or number < passed:
             yield number, raw, ""
             continue
-        pieces, fault = _find_object([(number, raw), *_gather(raw, ahead)], ahead)
+        pieces, is_closed = _gather((number, raw), ahead)
+        fault = _explain(pieces) if is_closed else ""
         yield number, raw, fault
+        if not fault:
+            passed = pieces[-1][0]
+            ahead.put_back(pieces[1:])
+            continue
         for other, piece in pieces[1:]:
             yield other, piece, f"the line is a piece of the object that begins in line {number}"
 
 
-def _may_begin(raw: bytes) -> bool:
-    return raw.lstrip().startswith(b"{") and not raw.rstrip().endswith(b"}")
+def _begins(raw: bytes) -> bool:
+    """Tell whether an object may begin in a line that does not end in it."""
+    is_open = raw.lstrip().startswith(b"{") and not raw.rstrip().endswith(b"}")
+    return is_open and len(raw) <= MAX_BYTES
 
 
-def _gather(first: bytes, ahead: Ahead[Numbered]) -> list[NumberedPiece]:
-    """Take the lines that may belong to the object that begins in the first."""
-    pieces: list[NumberedPiece] = []
-    num_bytes = 0
+def _gather(first: NumberedPiece, ahead: Ahead[Numbered]) -> tuple[list[NumberedPiece], bool]:
+    """Take lines until the brackets of the first one are closed; tell whether they are."""
+    pieces = [first]
+    depth = _count_open(first[1])
+    num_bytes = len(first[1])
     with suppress(DamagedInputError):  # whoever reads on meets it
-        for number, raw in ahead:
-            if isinstance(raw, CutValue) or _begins_another(raw, first) or num_bytes > MAX_BYTES:
-                ahead.put_back([(number, raw)])
+        while depth > 0 and len(pieces) < MAX_LINES and (item := next(ahead, None)) is not None:
+            number, raw = item
+            if (
+                isinstance(raw, CutValue)
+                or num_bytes + len(raw) > MAX_BYTES
+                or _begins_another(raw, first[1])
+            ):
+                ahead.put_back([item])
                 break
             num_bytes += len(raw)
             pieces.append((number, raw))
-            if len(pieces) == MAX_LINES:
-                break
-    return pieces
+            depth += _count_open(raw)
+    return pieces, depth == 0
+
+
+def _count_open(raw: bytes) -> int:
+    """Count brackets that a line opens, less those that it closes; below 0: it is no JSON."""
+    bare = raw.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
+    if len(bare) % 2 == 0:
+        return -MAX_BYTES  # a string is not closed, and none may hold a newline
+    outside = b"".join(bare[::2])
+    opened = outside.count(b"{") + outside.count(b"[")
+    return opened - outside.count(b"}") - outside.count(b"]")
 
 
 def _begins_another(raw: bytes, first: bytes) -> bool:
     """Tell whether a line begins another request: objects inside the first stand further right."""
     left = raw.lstrip()
     return left.startswith(b"{") and len(raw) - len(left) <= len(first) - len(first.lstrip())
-
-
-def _find_object(
-    pieces: list[NumberedPiece], ahead: Ahead[Numbered]
-) -> tuple[list[NumberedPiece], str]:
-    """Return the object's pieces, or the first one alone, and what is wrong; put others back."""
-    ends = [place for place, (_, raw) in enumerate(pieces) if place and raw.rstrip()[-1:] == b"}"]
-    for end in ends[:MAX_TRIALS]:
-        fault = _explain(pieces[: end + 1])
-        if fault:
-            ahead.put_back(pieces[end + 1 :])
-            return pieces[: end + 1], fault
-    ahead.put_back(pieces[1:])
-    return pieces[:1], ""
 
 
 def _explain(pieces: list[NumberedPiece]) -> str:
@@ -292,7 +308,8 @@ def _explain(pieces: list[NumberedPiece]) -> str:
     told = f"lines {pieces[0][0]} to {pieces[-1][0]} are one object, spread over several lines"
     remedy = "Put the object on one line (jq -c . FILE does it)"
     if places:
-        where = dict.fromkeys(pieces[text.count(b"\n", 0, place)][0] for place in places)
+        ends = list(accumulate(len(raw) + 1 for _, raw in pieces))
+        where = dict.fromkeys(pieces[bisect_right(ends, place)][0] for place in places)
         named = ", ".join(map(str, where))
         told += f", and a comma stands before a closing bracket (line {named})"
         remedy = "Remove that comma; then put the object on one line (jq -c . FILE does it)"

@@ -217,7 +217,7 @@ def _read_all(path: Path, source: int, digest: Digest | None) -> Iterator[Line]:
 def _numbered(path: Path, chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes | CutValue, str]]:
     """Yield each value with its number and what is wrong with it, as far as other lines tell."""
     if split_of(path):
-        return explain_spread(enumerate(split_lines(chunks), 1))
+        return explain_spread(split_lines(chunks))
     chunks = Ahead(_without_bom(chunks))
     first, head = _pass_blank(chunks)
     if trouble := explain_bytes(head):
@@ -229,15 +229,15 @@ def _numbered(path: Path, chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes 
         is_array = path.is_file() and opens_array(head, is_whole=not more)
         head += more
     if is_array:
-        values, first = split_values(chain([head.lstrip()[1:]], chunks), is_array=True), 1
+        values = split_values(chain([head.lstrip()[1:]], chunks), is_array=True)
     elif is_json and _is_spread(head := _read_ahead(chain([head], chunks), MAX_HEAD_BYTES)):
-        values, first = split_values(chain([head], chunks), is_array=False), 1
+        values = split_values(chain([head], chunks), is_array=False)
     else:
-        values = split_lines(chain([head], chunks))
+        lines = split_lines(chain([head], chunks), first)
         # Whoever writes a pipe may wait for the answer to a line before the next.
-        if not is_json and path.is_file():
-            return explain_spread(enumerate(values, first))
-    return ((number, raw, "") for number, raw in enumerate(values, first))
+        is_file = not is_json and path.is_file()
+        return explain_spread(lines) if is_file else ((number, raw, "") for number, raw in lines)
+    return ((number, raw, "") for number, raw in enumerate(values, 1))
 
 
 def _is_spread(head: bytes) -> bool:
@@ -256,21 +256,31 @@ def _without_compression(path: Path) -> Path:
     return path.with_suffix("") if path.suffix in COMPRESSED else path
 
 
-def split_lines(chunks: Iterator[bytes]) -> Iterator[bytes | CutValue]:
-    """Yield lines without their newlines, the last one too if it has none."""
+def split_lines(
+    chunks: Iterator[bytes], number: int = 1, *, passes_blank: bool = True
+) -> Iterator[tuple[int, bytes | CutValue]]:
+    """Yield lines without their newlines, with their numbers; the last one too if it has none.
+
+    With `passes_blank` many blank lines cost no more than their bytes: they are only counted.
+    """
     line = ValueBytes()  # the one being read
     try:
         for chunk in chunks:
+            if passes_blank and line.is_empty and not chunk.strip():
+                number += chunk.count(b"\n")
+                continue
             first, *others = chunk.split(b"\n")
             line.add(first)
             if others:
-                yield line.take()
-                yield from others[:-1]  # whole lines
+                yield number, line.take()
+                yield from enumerate(others[:-1], number + 1)  # whole lines
+                number += len(others)
                 line.add(others[-1])
     except DamagedInputError as error:
         error.rest = line.head
+        yield number - 1, b""  # so that the next number is that of the line which breaks off
         raise
-    yield line.take()
+    yield number, line.take()
 
 
 def _without_bom(chunks: Iterator[bytes]) -> Iterator[bytes]:

@@ -7,6 +7,7 @@ the way, so that a later run can tell whether the files were edited since.
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
-from fminfer.files.disk import beside, sync_folder, told
+from fminfer.core.errors import UsageError
+from fminfer.files.disk import beside, drafting, finish, sync_folder, told
 from fminfer.files.journal import Journal, journal_path
 
 ORDERED = ".ordered"  # added to a final name while the file is being written
@@ -62,32 +64,33 @@ def put_in_order(journal: Journal, *, has_older_vectors: bool = False) -> Seals:
 
 
 @contextlib.contextmanager
-def written_together(output: Path, *others: Path) -> Iterator[Sequence[BinaryIO]]:
+def written_together(
+    output: Path, *others: Path, is_new: bool = False
+) -> Iterator[Sequence[BinaryIO]]:
     """Write an output and what stands beside it under other names, and give them theirs at the end.
 
     The output gets its name last: where it is, all is complete. Others to which nothing was written
     are left out; so are those that an earlier run may have left.
+
+    Args:
+        is_new: refuse to replace what is there and is not equal, by a UsageError.
     """
     paths = [output, *others]
-    try:
-        with contextlib.ExitStack() as open_files:
-            files = [open_files.enter_context(draft_path(path).open("wb")) for path in paths]
-            yield files
-            for file in files:
-                file.flush()
-                os.fsync(file.fileno())
-        for path in reversed(paths):
-            if path == output or draft_path(path).stat().st_size:
-                os.replace(draft_path(path), path)
+    with contextlib.ExitStack() as drafts:
+        opened = [drafts.enter_context(drafting(draft_path(path))) for path in paths]
+        yield [file for _, file in opened]
+        for _, file in opened:
+            finish(file)
+        places = [(path, name) for path, (name, _) in zip(paths, opened, strict=True)]
+        for path, name in places if is_new else ():
+            if os.path.lexists(path) and not filecmp.cmp(path, name, shallow=False):
+                raise UsageError(f"{path} exists; move it away, or give another --output")
+        for path, name in reversed(places):
+            if path == output or name.stat().st_size:
+                os.replace(name, path)
             else:
-                draft_path(path).unlink()
                 path.unlink(missing_ok=True)
         sync_folder(output.parent)
-    except BaseException:
-        for path in paths:
-            with contextlib.suppress(OSError):
-                draft_path(path).unlink(missing_ok=True)
-        raise
 
 
 class _Sealed:

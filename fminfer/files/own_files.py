@@ -10,10 +10,12 @@ from pathlib import Path
 
 from fminfer.core.errors import UsageError
 from fminfer.files.completed import find_completed
+from fminfer.files.disk import replacing, told
 from fminfer.files.first_lines import holds_answers
 from fminfer.files.journal import journal_path
 from fminfer.files.ordered_output import Seals, errors_path
 from fminfer.files.status_file import status_path
+from fminfer.files.streams import is_stream
 
 OLD_SEALS: Seals = {"output": {}, "errors": {}}  # of an older version's status file
 START_BYTES = 4096  # by which a form is told
@@ -64,6 +66,22 @@ def require_own(path: Path, form: OwnForm, label: str) -> None:
             f"{label} {path} exists and is no {form.name}, and fminfer replaces nothing else; "
             "give another name, or move the file away"
         )
+
+
+def is_device(path: Path) -> bool:
+    """Tell what is written into, and not replaced: a pipe, a device, a descriptor."""
+    return is_stream(path) or (path.exists() and not path.is_file())
+
+
+def replace_own(path: Path, form: OwnForm, label: str, data: bytes) -> None:
+    """Write a file, whole, in the place of one of its form; a device is written into."""
+    with told(path):
+        if is_device(path):
+            path.write_bytes(data)
+            return
+        require_own(path, form, label)  # it may have come meanwhile
+        with replacing(path.resolve(), is_durable=False) as file:
+            file.write(data)
 
 
 def require_own_outputs(output: Path) -> None:

@@ -36,10 +36,22 @@ def status_path(output: Path) -> Path:
 def read_status(output: Path) -> dict[str, Any] | None:
     """Read an output's status; None: there is none that can be read."""
     try:
-        fields = json.loads(status_path(output).read_text())
+        path = status_path(output)
+        fields = json.loads(path.read_text()) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
         return None
     return fields if isinstance(fields, dict) and _is_ours(fields) else None
+
+
+def read_sound_status(output: Path) -> dict[str, Any] | None:
+    """Read an output's status; None: there is none. Refuse one that cannot be read."""
+    status = read_status(output)
+    if status is None and os.path.lexists(status_path(output)):
+        raise UsageError(
+            f"{status_path(output)} cannot be read, or is damaged, and it tells whether "
+            f"{output} is complete. See that it can be read; or answer that part again (--restart)"
+        )
+    return status
 
 
 def _is_ours(fields: dict[str, Any]) -> bool:

@@ -28,6 +28,7 @@ from fminfer.core.terminal import find_columns, fit
 from fminfer.files.input_folders import MOST_NAMED, describe_empty
 from fminfer.files.line_reader import is_input_name
 from fminfer.files.output_paths import STDOUT, Plan
+from fminfer.files.own_files import SUMMARY, replace_own
 from fminfer.files.run_facts import RunFacts
 from fminfer.files.status_file import refuse_other_vectors
 from fminfer.job.file_job import run_job
@@ -129,10 +130,11 @@ def _answer(job: _Job) -> JobSummary:
             job.plan = job.run.job.plan()
             summary = _answer_files(job)
         summary.made_up = synthetic.describe(summary.wall_s)
-    if asked.stats is not None:
-        asked.stats.write_text(json.dumps(summary.to_dict(), indent=2) + "\n")
     if not asked.is_quiet:
         click.echo(fit(summary.to_text(), find_columns(sys.stderr)), err=True)
+    if asked.stats is not None:
+        text = json.dumps(summary.to_dict(), indent=2)
+        replace_own(asked.stats, SUMMARY, "--stats", f"{text}\n".encode())
     if summary.report_trouble:
         raise OutputError(summary.report_trouble)
     return summary

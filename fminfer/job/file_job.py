@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -13,6 +14,8 @@ from fminfer.compute.step import StepTrace
 from fminfer.contract.envelope import Line
 from fminfer.core.errors import StoppedError, UsageError
 from fminfer.engine.stats import EngineStats
+from fminfer.files.disk import lock, told
+from fminfer.files.own_files import is_device
 from fminfer.files.run_facts import RunFacts
 from fminfer.job.progress import ProgressBar, TimeLeft
 from fminfer.job.run_inputs import RunInputs
@@ -89,10 +92,10 @@ class _FileJob:
         started_s = time.perf_counter()
         self._run_facts.begin()
         trace_file = None
-        if trace is not None:
-            trace_file = TraceFile(trace, engine.facts.num_ranks // engine.facts.num_stages)
-        engine.follow(self._on_work, None if trace_file is None else trace_file.add)
         try:
+            if trace is not None:
+                trace_file = TraceFile(trace, engine.facts.num_ranks // engine.facts.num_stages)
+            engine.follow(self._on_work, None if trace_file is None else trace_file.add)
             self._answer()
         except BaseException as error:
             self._inputs.abandon(error)
@@ -186,9 +189,14 @@ class TraceFile:
     """Writes a trace as JSON; of the ranks of a stage, the first one stands for all."""
 
     def __init__(self, path: Path, num_shards: int) -> None:
-        self._num_shards = num_shards
-        self._file = path.open("wb")
-        self._file.write(b"[\n")
+        self._path, self._num_shards = path, num_shards
+        with told(path):
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+            self._file = os.fdopen(fd, "wb")
+            if not is_device(path):
+                lock(fd, path, path)  # another run's events between ours would be no JSON
+                os.ftruncate(fd, 0)
+        self._write(b"[\n")
         self._start_s: float | None = None
         self._lines: set[int] = set()  # that have their name
 
@@ -214,8 +222,12 @@ class TraceFile:
 
     def close(self) -> None:
         """End the file."""
-        self._file.write(b"{}]\n")
-        self._file.close()
+        with told(self._path), self._file:
+            self._file.write(b"{}]\n")
+
+    def _write(self, data: bytes) -> None:
+        with told(self._path):
+            self._file.write(data)
 
     def _add_span(
         self, line: int, title: str, name: str, times: tuple[float, float], args: Mapping[str, int]
@@ -223,7 +235,7 @@ class TraceFile:
         if line not in self._lines:
             self._lines.add(line)
             named = {"name": "thread_name", "ph": "M", "pid": 0, "tid": line}
-            self._file.write(orjson.dumps(named | {"args": {"name": title}}) + b",\n")
+            self._write(orjson.dumps(named | {"args": {"name": title}}) + b",\n")
         assert self._start_s is not None, "a step"
         start_us, end_us = ((time_s - self._start_s) * 1e6 for time_s in times)
         # Perfetto colours by name.
@@ -237,4 +249,4 @@ class TraceFile:
             "dur": round(end_us - start_us, 1),
             "args": args,
         }
-        self._file.write(orjson.dumps(event) + b",\n")
+        self._write(orjson.dumps(event) + b",\n")

@@ -23,8 +23,8 @@ from fminfer.files.disk import told
 from fminfer.files.journal import Journal, journal_path, peek
 from fminfer.files.journal_rows import CLOCK, INPUT, Counts, Row, RowCounts
 from fminfer.files.line_reader import InputFile
-from fminfer.files.ordered_output import put_in_order
-from fminfer.files.own_files import require_own_outputs
+from fminfer.files.ordered_output import errors_path, put_in_order
+from fminfer.files.own_files import RECORDS, require_own, require_own_outputs
 from fminfer.files.run_facts import RunHistory, runs_in
 from fminfer.files.status_file import StatusFile, read_status, refuse_other_vectors
 
@@ -275,6 +275,8 @@ class JournaledInput:
         if journal.vector_bytes:
             refuse_other_vectors(self.output)  # it may have come while the run answered
             status.has_vectors = True
+        for path in (self.output, errors_path(self.output)):
+            require_own(path, RECORDS, "a file of this run,")  # it may have come meanwhile
         status.move("finalizing")
         status.seals = put_in_order(journal, has_older_vectors=status.has_vectors)
         status.has_vectors = "vectors" in status.seals

@@ -21,9 +21,8 @@ from fminfer.files.input_folders import describe_left_out, find_inputs, folders_
 from fminfer.files.input_models import refuse_models
 from fminfer.files.line_reader import read_lines
 from fminfer.files.output_paths import STDOUT, Plan, plan_each, require_parent, whose_file
-from fminfer.files.own_files import PAGE, SUMMARY, TIMELINE, require_own
+from fminfer.files.own_files import PAGE, SUMMARY, TIMELINE, is_device, require_own
 from fminfer.files.storage import Location, RemoteFolders
-from fminfer.files.streams import is_stream
 from fminfer.job.synthetic import Synthetic
 from fminfer.models.known_sizes import DEMO_NAMES
 from fminfer.runtime.launch.processes import ProcessContext
@@ -171,8 +170,7 @@ class JobPaths(JobOptions):
                 raise UsageError(f"{flag} {path} is a folder; give the name of a file")
             if whose := whose_file(path, plan):
                 raise UsageError(f"{flag} {path} {whose}; give another name")
-            is_device = is_stream(path) or (path.exists() and not path.is_file())
-            if form is PAGE or not is_device:  # a page is not written on, but replaced
+            if form is PAGE or not is_device(path):  # a page is not written on, but replaced
                 require_own(path, form, flag)
         if self.report is not None and STDOUT in plan.outputs:
             raise UsageError(

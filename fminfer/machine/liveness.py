@@ -60,6 +60,8 @@ def create_once(path: Path, data: bytes, mode: int) -> bool:
     try:
         with open(descriptor, "wb") as file:
             file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
     except OSError:
         path.unlink(missing_ok=True)
         raise
@@ -76,11 +78,23 @@ class Owner:
     machine: str  # this boot of this machine, as seen from this container
     since: float  # time.time() of its host
     token: str  # of this very file: a number is used again, too
+    machine_id: str | None = None  # of the installation; None: written by an older version
 
     @property
     def is_near(self) -> bool:
         """Tell whether this machine's processes are the owner's as well."""
         return self.machine != "" and self.machine == machine_name("pid")
+
+    @property
+    def is_before_boot(self) -> bool:
+        """Tell whether this machine has started anew since: its processes have ended.
+
+        Hosts of one name may share a disk. Then their installations differ.
+        """
+        theirs, mine = (name.split(" ", 1) for name in (self.machine, machine_name("pid")))
+        is_other_boot = theirs[0] != mine[0] and theirs[1:] == mine[1:] != []
+        is_here = self.host == socket.gethostname()
+        return is_here and is_other_boot and self.machine_id in (None, _machine_id() or "none")
 
     def is_alive(self) -> bool:
         """Tell whether the process has not ended; it must be of this machine."""
@@ -105,6 +119,7 @@ def describe_me() -> bytes:
         machine=machine_name("pid"),
         since=time.time(),
         token=uuid.uuid4().hex,
+        machine_id=_machine_id(),
     )
     return json.dumps(asdict(me)).encode() + b"\n"
 
@@ -113,10 +128,18 @@ def read_owner(path: Path) -> Owner | None:
     """Read whose a file is; None: it does not say."""
     try:
         owner = Owner(**json.loads(path.read_bytes()))
-        types = (str, int, str, str, float, str)
+        types = (str, int, str, str, float, str, str | None)
         return owner if all(map(isinstance, asdict(owner).values(), types)) else None
     except (ValueError, TypeError, RecursionError):
         return None
+
+
+def _machine_id() -> str:
+    """Return what tells this installation from others at any boot; "": nothing."""
+    try:
+        return Path("/etc/machine-id").read_text().strip()
+    except (OSError, ValueError):
+        return ""
 
 
 def _start(pid: int) -> str | None:

@@ -104,6 +104,11 @@ def _model_digest(seed: int, checkpoint: Checkpoint) -> str:
     return digest.hexdigest()
 
 
+def digest_model(seed: int, checkpoint: Checkpoint) -> str:
+    """Return a digest of all that a model's folder holds, and of the version that reads it."""
+    return f"{_model_digest(seed, checkpoint)} {_files_digest(checkpoint)} {__version__}"
+
+
 def digest_files(checkpoint: Checkpoint) -> dict[str, str]:
     """Return a digest of each weight file, by its name, of some of each tensor."""
     found = {}

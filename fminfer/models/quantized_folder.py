@@ -7,7 +7,6 @@ which they are held. They are packed as they are read, for each processor in its
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,33 +16,43 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from fminfer.compute.quantized import Blocks
-from fminfer.core.errors import CheckpointError, UsageError
+from fminfer.core.errors import CheckpointError, OutputError
 from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.models.config_fields import OWN_FOLDER
-from fminfer.models.fingerprint import FURTHER_TEMPLATES
+from fminfer.models.fingerprint import FURTHER_TEMPLATES, digest_model
 from fminfer.models.formats import Holding
 from fminfer.models.layer_source import LayerSource, OnProgress, open_weights
 from fminfer.models.model_folder import SMALL_FILES, TELLING_FILES
 from fminfer.models.origins import stored_formats
-from fminfer.models.sentence_folder import MODULES, sentence_files
+from fminfer.models.sentence_folder import CONFIG, MODULES, sentence_files
+from fminfer.models.stored.weight_folder import find_weights
 from fminfer.models.tensor_specs import Weights, whole_model
 
 CPU = torch.device("cpu")
 
 
+def is_quantized_of(folder: Path, checkpoint: Checkpoint, quantized: str, *, seed: int) -> bool:
+    """Tell whether a folder has a note that it is this model, quantized so, and its weights."""
+    try:
+        fields = json.loads((folder / CONFIG).read_bytes())
+        find_weights(folder)  # it raises where one is missing
+        return bool(fields["quantization_config"] == _note_of(checkpoint, quantized, seed))
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, CheckpointError):
+        return False
+
+
+def _note_of(checkpoint: Checkpoint, quantized: str, seed: int) -> dict[str, object]:
+    return OWN_FOLDER | {"to": quantized, "source": digest_model(seed, checkpoint)}
+
+
 def write_quantized(
-    checkpoint: Checkpoint, output: Path, quantized: str, *, seed: int, on_progress: OnProgress
+    checkpoint: Checkpoint, folder: Path, quantized: str, *, seed: int, on_progress: OnProgress
 ) -> int:
     """Write a model with its weights quantized, as --quantize says; return the bytes of weights.
 
-    The folder gets its name once it is complete.
-
     Raises:
-        CheckpointError, UsageError: the model is quantized already; the folder cannot be written.
+        CheckpointError, OutputError: the model is quantized already; a file cannot be written.
     """
-    output = output.resolve()
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UsageError(f"--output {output} is there already; name a folder that is new or empty")
     stored = stored_formats(checkpoint).values()
     if any(isinstance(held, Blocks) for parts in stored for held, _ in parts):
         raise CheckpointError(
@@ -56,20 +65,12 @@ def write_quantized(
     source = open_weights(
         checkpoint, part, holding=holding, device=CPU, seed=seed, on_progress=on_progress
     )
-    draft = output.with_name(f".{output.name}.part")
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(draft, ignore_errors=True)  # of one that was killed
-        draft.mkdir()
-        num_bytes = _write_weights(source, draft)
-        _write_small_files(checkpoint, draft, quantized)
-        os.replace(draft, output)  # which may be there, empty
-    except (OSError, SafetensorError) as error:
-        raise UsageError(
-            f"--output {output} cannot be written: {error}. Mend that, or name another folder"
-        ) from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        num_bytes = _write_weights(source, folder)
+    except SafetensorError as error:
+        raise OutputError(f"weights cannot be written into {folder}: {error}") from error
+    _write_small_files(checkpoint, folder, _note_of(checkpoint, quantized, seed))
     return num_bytes
 
 
@@ -101,7 +102,7 @@ def _groups(source: LayerSource) -> Iterator[Weights]:
     yield {n: weight for n, weight in source.exit(entry).items() if id(weight) not in kept}
 
 
-def _write_small_files(checkpoint: Checkpoint, folder: Path, quantized: str) -> None:
+def _write_small_files(checkpoint: Checkpoint, folder: Path, note: dict[str, object]) -> None:
     """Write the config, and copy what a model has beside its weights."""
     own, stored = checkpoint.tokenizer_folder, checkpoint.folder
     found = [f for p in (*SMALL_FILES, FURTHER_TEMPLATES) for f in (own.glob(p) if own else ())]
@@ -116,5 +117,5 @@ def _write_small_files(checkpoint: Checkpoint, folder: Path, quantized: str) -> 
         shutil.copyfile(file, target)
     fields = checkpoint.config.to_dict()
     fields.pop("_name_or_path", None)
-    fields["quantization_config"] = OWN_FOLDER | {"to": quantized}
-    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    fields["quantization_config"] = note
+    (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")

@@ -158,7 +158,7 @@ def sorted_numbers(parts: list[SplitPart]) -> npt.NDArray[np.int64]:
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a split; refuse one that is missing, unfinished or damaged."""
     path = folder / MANIFEST
-    if not path.exists():
+    if not path.is_file():
         raise UsageError(f"{folder} holds no {MANIFEST}; give a folder that fminfer split wrote")
     reader = _Reader(path)
     entries = reader.entries()
@@ -175,7 +175,7 @@ def read_manifest(folder: Path) -> Manifest:
 def read_paths(folder: Path) -> set[str]:
     """Return the paths of an earlier split's parts, whether it was finished or not."""
     path = folder / MANIFEST
-    if not path.exists():
+    if not path.is_file():
         return set()
     reader = _Reader(path)
     entries = reader.entries()

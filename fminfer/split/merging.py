@@ -20,6 +20,7 @@ from fminfer.contract.envelope import open_envelope
 from fminfer.contract.record import make_id
 from fminfer.core.errors import FminferError, OutputError, UsageError
 from fminfer.core.quantities import counted, name_few
+from fminfer.files.claims import claiming
 from fminfer.files.completed import BATCH_RECORD, records_of
 from fminfer.files.disk import write_all
 from fminfer.files.journal import journal_path
@@ -27,7 +28,7 @@ from fminfer.files.journal_rows import INPUT
 from fminfer.files.line_reader import read_lines
 from fminfer.files.ordered_output import errors_path, written_together
 from fminfer.files.output_paths import NO_OUTPUT, answers_path, require_parent
-from fminfer.files.status_file import read_status, seals_of, status_path
+from fminfer.files.status_file import read_sound_status, seals_of, status_path
 from fminfer.files.streams import A_PIPE, digest_of
 from fminfer.split.manifest import Manifest, SplitPart, read_manifest, sorted_numbers
 
@@ -37,7 +38,7 @@ _LINE = re.compile(rb'(\A\{\s*"line"\s*:\s*|"error":null,"line":)(\d{1,18})(?=\s
 def find_gap(folder: Path, part: SplitPart) -> str:
     """Say why a part has no answers yet; an empty text if it has."""
     answers = answers_path(folder / part.path)
-    status, is_there = read_status(answers), answers.is_file()
+    status, is_there = read_sound_status(answers), answers.is_file()
     if is_there and status is not None:
         return "" if status.get("status") == "completed" else "not finished"
     if journal_path(answers).exists():
@@ -78,7 +79,7 @@ def read_answers(folder: Path, part: SplitPart) -> Iterator[tuple[int, bytes, bo
 
 
 def _check_digest(answers: Path, part: SplitPart) -> None:
-    found = ((read_status(answers) or {}).get("metadata") or {}).get(INPUT)
+    found = ((read_sound_status(answers) or {}).get("metadata") or {}).get(INPUT)
     if found is not None and found != part.digest:
         raise FminferError(
             f"{answers} holds answers to another file than {part.path} of this split: "
@@ -144,17 +145,23 @@ class MergeSummary:
     num_answers: int
     num_errors: int
     source_change: str  # since the split, for people; an empty text if there is none
+    was_there: bool  # written by an earlier merge, and equal to the byte
 
 
 def merge_parts(folder: Path, output: Path) -> MergeSummary:
     """Write the answers to all parts of a folder into `output`, and their errors beside it.
 
     Raises:
-        UsageError: the manifest is damaged, or the output is there.
+        UsageError: the manifest is damaged, or the output is there and another.
         FminferError: lines are not answered, or answers are not of their part; nothing is written.
     """
     _check_output(output)
-    manifest = read_manifest(folder)
+    with claiming(output):
+        return _merge(folder, output, read_manifest(folder))
+
+
+def _merge(folder: Path, output: Path, manifest: Manifest) -> MergeSummary:
+    was_there = output.exists()
     _refuse_gaps(folder, manifest)
     _refuse_vectors(folder, manifest)
     numbers = sorted_numbers(manifest.parts)
@@ -174,13 +181,14 @@ def merge_parts(folder: Path, output: Path) -> MergeSummary:
         num_answers=len(sizes) - num_errors,
         num_errors=num_errors,
         source_change=_source_change(manifest),
+        was_there=was_there,
     )
 
 
 def _refuse_vectors(folder: Path, manifest: Manifest) -> None:
     """Refuse answers whose vectors are in files of their own, by a UsageError."""
     for part in manifest.parts:
-        if "vectors" in (seals_of(read_status(answers_path(folder / part.path))) or {}):
+        if "vectors" in (seals_of(read_sound_status(answers_path(folder / part.path))) or {}):
             raise UsageError(
                 f"the vectors of {folder / part.path} are in a .npy file, and merge joins records "
                 "alone; answer parts without --embeddings npy"
@@ -207,9 +215,6 @@ def _check_output(output: Path) -> None:
     require_parent("--output", output)
     if output.suffix in NO_OUTPUT or output.name in ("-", "") or output.is_dir():
         raise UsageError(f"--output {output}: give the name of a file that ends in .jsonl")
-    for path in (output, errors_path(output)):
-        if path.exists():
-            raise UsageError(f"{path} exists; move it away, or give another --output")
 
 
 def _refuse_gaps(folder: Path, manifest: Manifest) -> None:
@@ -286,7 +291,7 @@ def _place(sizes: Places) -> Places:
 
 def _write(folder: Path, ranked: Ranked, sizes: Places, output: Path) -> None:
     places = _place(sizes)
-    with written_together(output, errors_path(output)) as files:
+    with written_together(output, errors_path(output), is_new=True) as files:
         for part, ranks in ranked:
             own_places, own_sizes = places[ranks].tolist(), sizes[ranks].tolist()
             for row, record, is_error in read_answers(folder, part):

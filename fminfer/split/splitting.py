@@ -26,6 +26,8 @@ from fminfer.contract.fields import show
 from fminfer.contract.json_object import on_one_line
 from fminfer.core.errors import DamagedInputError, FminferError, OutputError, UsageError
 from fminfer.core.quantities import counted, name_few
+from fminfer.files.claims import claiming
+from fminfer.files.disk import sync_folder, sync_tree
 from fminfer.files.input_folders import find_inputs
 from fminfer.files.input_models import refuse_model_folder
 from fminfer.files.json_values import CutValue
@@ -98,7 +100,7 @@ def read_index(path: Path, copy: Path, groups: Groups) -> LineIndex:
 def _read_plain(path: Path) -> Iterator[tuple[Line, int, int]]:
     """Yield lines that are not blank, each with the places where it begins and ends."""
     place, size = 0, path.stat().st_size
-    for number, value in enumerate(split_lines(read_chunks(path)), start=1):
+    for number, value in split_lines(read_chunks(path), passes_blank=False):
         if isinstance(value, CutValue):
             raw, num_bytes, fault = value.head, value.num_bytes, value.fault
         else:
@@ -215,7 +217,8 @@ def split_file(source: Path, folder: Path, options: SplitOptions) -> SplitSummar
     refuse_model_folder("--output-dir", folder)
     _refuse_unknown(folder, old)
     try:
-        with _staging_in(folder) as staging:
+        folder.mkdir(exist_ok=True)
+        with claiming(folder / MANIFEST), _staging_in(folder) as staging:
             return _split(source, folder, options, old, staging)
     except OSError as error:
         raise OutputError(
@@ -259,7 +262,7 @@ def _staging_in(folder: Path) -> Iterator[Path]:
     staging = folder / STAGING
     if staging.exists():
         shutil.rmtree(staging)
-    staging.mkdir(parents=True)
+    staging.mkdir()
     try:
         yield staging
     finally:
@@ -363,6 +366,7 @@ def _publish(folder: Path, staging: Path, manifest: Manifest, old: set[str]) -> 
     """Move the parts to their places, and remove those of the earlier split that are no more."""
     paths = [part.path for part in manifest.parts]
     stale = sorted(old.difference(paths))
+    sync_tree(staging)
     write_manifest(folder, manifest, unfinished=[*paths, *stale])
     for path in paths:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -371,6 +375,9 @@ def _publish(folder: Path, staging: Path, manifest: Manifest, old: set[str]) -> 
         (folder / path).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # something is in it, as the manifest is in the last
             os.removedirs((folder / path).parent)
+    for each in {parent for path in paths for parent in (folder / path).parents}:
+        if each.is_relative_to(folder):
+            sync_folder(each)
     write_manifest(folder, manifest)
 
 

@@ -221,7 +221,7 @@ def test_two_runs_on_one_output(tmp_path: Path) -> None:
     try:
         assert other.stdout is not None and other.stdout.readline() == "open\n"
         for attempt in (lambda: Journal(output, MODEL), lambda: peek(output, MODEL, restart=True)):
-            with pytest.raises(UsageError, match="another run is answering into"):
+            with pytest.raises(UsageError, match="another process writes"):
                 attempt()
     finally:
         other.kill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -11,6 +12,7 @@ from click.testing import CliRunner
 from fminfer.cli.app import main
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.status_file import status_path
+from fminfer.job import journaled_input
 
 LINE = '{"prompt": "x", "max_tokens": 1, "temperature": 0}\n'
 
@@ -36,6 +38,25 @@ def test_a_file_that_no_run_wrote_is_not_replaced(source: Path, flag: str, text:
     status, told = run(source, flag, kept)
     assert status == 2 and f"{flag} {kept} exists and is no " in told
     assert kept.read_text() == text and not source.with_name("output_r.jsonl").exists()
+
+
+def test_an_output_that_came_while_a_run_answered_is_kept(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, real = source.with_name("output_r.jsonl"), journaled_input.require_own
+
+    def require_own(path: Path, *about: Any) -> None:
+        output.write_text(LINE)
+        real(path, *about)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journaled_input, "require_own", require_own)
+        status, told = run(source)
+    assert status == 2 and f"{output} exists and is no file of a run's answers" in told
+    assert output.read_text() == LINE
+    output.unlink()
+    status, told = run(source)
+    assert status == 3 and "kept" in told, "the rows were in the journal"
 
 
 def test_a_rerun_replaces_what_a_run_wrote(source: Path) -> None:

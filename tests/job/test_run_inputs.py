@@ -32,7 +32,7 @@ def test_a_hold_is_one_runs_until_it_is_given_back(tmp_path: Path) -> None:
     mine.take()
     assert mine.holds() and len(look_at(output)) == 1
     for ask in (theirs.check_free, theirs.take):
-        with pytest.raises(InUseError, match="another run's to answer"):
+        with pytest.raises(InUseError, match="is being written by process"):
             ask()
     mine.release()
     theirs.check_free()

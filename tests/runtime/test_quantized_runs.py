@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -111,7 +112,15 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
     assert quantize(model, folder)[0] == 0
     status, told = quantize(model, folder)
-    assert status == 2 and "is there already; name a folder" in told
+    assert status == 0 and f"{folder} is already there" in told
+    for change in (lambda c: c.update(to="int4"), lambda c: c.update(source="another")):
+        with_note = json.loads((folder / "config.json").read_text())
+        change(note := dict(with_note["quantization_config"]))
+        text = json.dumps(with_note | {"quantization_config": note})
+        other = shutil.copytree(folder, tmp_path / f"of_{note['to']}_{note['source'][:7]}")
+        (other / "config.json").write_text(text)
+        status, told = quantize(model, other)
+        assert status == 2 and "is there already; name a folder" in told
     status, told = quantize(folder, tmp_path / "twice")
     assert status == 1 and "is quantized already" in told
     assert not (tmp_path / "twice").exists() and not [*tmp_path.glob(".*")], "no draft is left"

@@ -18,7 +18,8 @@ from click.testing import CliRunner
 from fminfer.cli.app import main
 from fminfer.contract.envelope import Line, open_envelope
 from fminfer.contract.record import make_id
-from fminfer.core.errors import FminferError, OutputError, UsageError
+from fminfer.core.errors import FminferError, InUseError, OutputError, UsageError
+from fminfer.files.claims import claiming
 from fminfer.files.input_folders import find_inputs
 from fminfer.files.journal import journal_path
 from fminfer.files.line_reader import read_lines
@@ -155,6 +156,9 @@ def test_the_command_ends_with_3_if_there_are_errors(answered: Path) -> None:
     assert "10 answers" in found.stderr and "2 lines" in found.stderr
     errors = [json.loads(line) for line in errors_path(output).read_bytes().splitlines()]
     assert [error["line"] for error in errors] == [5, 8]
+    found = CliRunner().invoke(main, [*flags, str(output)])
+    assert found.exit_code == 3 and f"{output} is already there" in found.stderr
+    output.write_bytes(output.read_bytes().replace(b"1", b"2", 1))
     found = CliRunner().invoke(main, [*flags, str(output)])
     assert found.exit_code == 2 and "exists; move it away" in found.stderr
 
@@ -441,3 +445,33 @@ def _comparable(record: dict[str, object]) -> object:
     body = result.get("body", result)
     texts = [(choice["text"], choice["finish_reason"]) for choice in body.get("choices", [])]
     return record.get("request"), record.get("custom_id"), texts, body.get("error")
+
+
+def test_a_merge_beside_another_is_refused(answered: Path) -> None:
+    """Both wrote into one draft: one said "merged", and the other's file had less."""
+    output = answered.parent / "m.jsonl"
+    with claiming(output), pytest.raises(InUseError, match="is being written by process"):
+        merge_parts(answered, output)
+    assert merge_parts(answered, output).num_answers == 10
+    assert {*answered.parent.glob("m.*")} == {output, errors_path(output)}
+
+
+def test_a_repeated_merge_says_that_it_is_there(answered: Path) -> None:
+    output = answered.parent / "m.jsonl"
+    assert not merge_parts(answered, output).was_there
+    before = output.read_bytes(), errors_path(output).read_bytes()
+    assert merge_parts(answered, output).was_there
+    assert (output.read_bytes(), errors_path(output).read_bytes()) == before
+    errors_path(output).write_bytes(b"mine\n")
+    with pytest.raises(UsageError, match=r"m.errors.jsonl exists; move it away"):
+        merge_parts(answered, output)
+    assert errors_path(output).read_bytes() == b"mine\n"
+
+
+def test_a_status_that_cannot_be_read_ends_a_merge(answered: Path) -> None:
+    """It counted as none, as beside answers of an older tool: what it says was not looked at."""
+    part = next(iter(read_manifest(answered).parts))
+    status_path(answers_path(answered / part.path)).write_bytes(b"{")
+    with pytest.raises(UsageError, match="cannot be read, or is damaged"):
+        merge_parts(answered, answered.parent / "m.jsonl")
+    assert not (answered.parent / "m.jsonl").exists()
