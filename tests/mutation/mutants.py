@@ -5,14 +5,15 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import libcst as cst
 import libcst.matchers as m
 from libcst.metadata import MetadataWrapper, PositionProvider
-from mutmut.mutation.mutators import mutation_operators
+from mutmut.mutation.mutators import mutation_operators, operator_swap_op
 
 # A package, and the tests that are to notice.
 PACKAGES = {
@@ -24,6 +25,18 @@ PACKAGES = {
     "server/batches": sorted(map(str, Path("tests/server").glob("test_batches_*.py"))),
 }
 SOURCE = Path("fminfer")
+# What operator_swap_op changes; it finds out slowly by itself.
+SWAPPED = (
+    cst.BinaryOperation,
+    cst.UnaryOperation,
+    cst.BooleanOperation,
+    cst.ComparisonTarget,
+    cst.AugAssign,
+)
+OPERATORS: list[tuple[Any, Any]] = [
+    (SWAPPED if operator is operator_swap_op else kind, operator)
+    for kind, operator in mutation_operators
+]
 
 
 @dataclass(frozen=True)
@@ -35,6 +48,7 @@ class Mutant:
         lines: of its statement, from 1; of a compound one those of its head.
         function: the function or method around it, not nested ones: qualified name, and the number
             of those before it that have the same name; None outside of functions.
+        change: a node and what replaces it; None changes nothing.
     """
 
     name: str
@@ -42,8 +56,16 @@ class Mutant:
     path: str
     lines: range
     function: tuple[str, int] | None
-    before: str
-    after: str
+    module: cst.Module = field(repr=False)
+    change: tuple[cst.CSTNode, cst.CSTNode] | None = field(repr=False)
+
+    @property
+    def before(self) -> str:
+        return self.module.code
+
+    @cached_property
+    def after(self) -> str:
+        return self.module.deep_replace(*self.change).code if self.change else self.before
 
     def diff(self) -> str:
         texts = (text.splitlines() for text in (self.before, self.after))
@@ -98,7 +120,7 @@ class _Places(cst.CSTVisitor):
         if self._statements and not _is_prose(node):
             function = self._bodies[0] if self._bodies else None
             changes = self.found.setdefault(self._statements[-1], [])
-            for kind, operator in mutation_operators:
+            for kind, operator in OPERATORS:
                 if isinstance(node, kind):
                     changes += [(node, changed, function) for changed in operator(node)]
         return super().on_visit(node)
@@ -160,8 +182,5 @@ def _statements(package: str, path: Path) -> Iterator[Statement]:
 
 def _mutant(statement: Statement, digest: str) -> Mutant:
     node, changed, function = statement.changes[int(digest, 16) % len(statement.changes)]
-    before = statement.module.code
-    after = statement.module.deep_replace(node, changed).code
-    assert after != before, statement.key
     where = (statement.package, statement.path, statement.lines, function)
-    return Mutant(digest[:8], *where, before, after)
+    return Mutant(digest[:8], *where, statement.module, (node, changed))

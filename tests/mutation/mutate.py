@@ -326,6 +326,7 @@ class Mutation:
         self._read_results()
         found = json.loads(place.read_text())
         self._import_others(found["modules"], found["environ"])
+        gc.freeze()
         tests = load_tests(place)
         for mutant in mutants:
             if mutant.name not in self.ends:
@@ -409,6 +410,7 @@ class Collected:
         self._place.write_text(json.dumps(known))
         by_name = {item.nodeid: item for item in items}
         functions = Functions()
+        gc.freeze()  # a fork's collections leave these pages alone
         for mutant in self._mutants:
             if not tests.runs_on_import(mutant) and (found := functions.find(mutant)):
                 ordered = [by_name[name] for name in tests.choose(mutant)]
@@ -531,7 +533,7 @@ def main(
             print(f"{mutant}\n{mutant.diff()}")
         return
     if unchanged:
-        mutants = [replace(each, after=each.before) for each in mutants]
+        mutants = [replace(each, change=None) for each in mutants]
     settings: Any = {"derandomize": True, "database": None, "deadline": None}
     hypothesis.settings.register_profile(
         "mutate", phases=[Phase.explicit, Phase.generate], **settings
