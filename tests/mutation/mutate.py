@@ -6,9 +6,9 @@ mutmut's operators make the changes (tests/mutation/mutants.py). Its own runner 
 decorated functions nor tables, and runs a whole checkout; this one draws statements of all kinds.
 A process imports and collects the tests of a package. For each mutant it forks one that has the
 mutant's code in the place of the function's, and runs the tests that came by the statement, the
-fastest first, to the first failure. After them come those that start processes, which read the
-mutant from the disk. What runs as modules are imported needs them imported anew: a process that has
-imported only other packages is forked for it, and collects the tests.
+fastest first, to the first failure. Where none came by, those run that start processes, which
+read the mutant from the disk. What runs as modules are imported needs them imported anew: for it a
+process is forked that has imported only other packages, and it collects the tests.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class Tests:
         self.failed: list[str] = []
 
     def choose(self, mutant: Mutant) -> list[str]:
-        """Return those that may notice, fastest first; those that start processes come last."""
+        """Return those that may notice, fastest first."""
         lines = self.come_by.get(mutant.path, {})
         found = {name for line in mutant.lines for name in lines.get(line, ())}
         if self.runs_on_import(mutant):
             in_file = {name for names in lines.values() for name in names}
             others = [*_sorted(self.times, in_file), *_sorted(self.times, self.times.keys())]
         else:
-            others = _sorted(self.times, self.starting)
+            others = [] if found else _sorted(self.times, self.starting)
         names = dict.fromkeys([*_sorted(self.times, found), *others])
         return [name for name in names if name not in self.failed]
 
@@ -130,21 +130,6 @@ def _run(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     for item, following in zip(items, [*items[1:], None], strict=True):
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         yield item
-
-
-def _learn(items: list[pytest.Item], watch: _Watch, place: Path) -> None:
-    """Run all tests; write their times, which start processes, and which fail."""
-    sys.addaudithook(watch.hear)
-    tests = Tests()
-    begun = time.perf_counter()
-    for item in _run(items):
-        tests.times[item.nodeid] = time.perf_counter() - begun
-        if watch.starts:
-            tests.starting.append(item.nodeid)
-        watch.starts = False
-        begun = time.perf_counter()
-    tests.failed = watch.failed
-    place.write_text(json.dumps(vars(tests)))
 
 
 class _Contexts:
@@ -428,39 +413,34 @@ class Collected:
             pass
 
     def _learn(self, items: list[pytest.Item]) -> Tests:
-        """Run all tests twice: for the lines that they come by, and for their times."""
-        seen = self._seen
-        watch = self._watch
-        by_lines, by_time = HERE / "lines.json", HERE / "times.json"
-
-        def see_lines(tell: int) -> None:
-            items[0].config.pluginmanager.register(_Contexts(seen))
-            _learn(items, watch, HERE / "seen.json")
-            seen.stop()
-            data = seen.get_data()
-            found = {
-                os.path.relpath(path, HERE): data.contexts_by_lineno(path)
-                for path in data.measured_files()
-            }
-            by_lines.write_text(json.dumps(found))
-
-        def see_times(tell: int) -> None:
-            seen.stop()
-            _learn(items, watch, by_time)
-
-        for work in (see_lines, see_times):
-            failure = self._forker.run(work, 1800)
-            assert failure is None, f"{self._package}: {failure}"
-        tests = load_tests(by_time)
-        tests.failed += json.loads((HERE / "seen.json").read_text())["failed"]
+        """Run all tests in a fork: for the lines that they come by, and for their times."""
+        failure = self._forker.run(partial(self._write_tests, items), 1800)
+        assert failure is None, f"{self._package}: {failure}"
+        tests = load_tests(self._place)
         if tests.failed:
             say(f"left out, for they fail without a change: {tests.failed}")
-        for path, lines in json.loads(by_lines.read_text()).items():
-            tests.imported[path] = [int(line) for line, names in lines.items() if "" in names]
-            tests.come_by[path] = {
-                int(line): [name for name in names if name] for line, names in lines.items()
-            }
         return tests
+
+    def _write_tests(self, items: list[pytest.Item], tell: int) -> None:
+        tests = Tests()
+        items[0].config.pluginmanager.register(_Contexts(self._seen))
+        sys.addaudithook(self._watch.hear)
+        begun = time.perf_counter()
+        for item in _run(items):
+            tests.times[item.nodeid] = time.perf_counter() - begun
+            if self._watch.starts:
+                tests.starting.append(item.nodeid)
+            self._watch.starts = False
+            begun = time.perf_counter()
+        tests.failed = self._watch.failed
+        self._seen.stop()
+        data = self._seen.get_data()
+        for file in data.measured_files():
+            path = os.path.relpath(file, HERE)
+            lines = data.contexts_by_lineno(file).items()
+            tests.imported[path] = [line for line, names in lines if "" in names]
+            tests.come_by[path] = {line: [*filter(None, names)] for line, names in lines}
+        self._place.write_text(json.dumps(vars(tests)))
 
 
 def load_tests(place: Path) -> Tests:
