@@ -223,6 +223,7 @@ def test_a_missing_prompt_is_told_from_a_null_one() -> None:
     "line, code, hint",
     [
         (b"{", "invalid_json", "spread over several lines"),
+        (b'{"prompt": "x",', "invalid_json", "spread over several lines"),
         (b'"prompt": "x",', "invalid_json", "spread over several lines"),
         (b'{"prompt": "x",}', "invalid_json", "comma before the last brace"),
         (b"hello", "invalid_json", "one JSON object"),

@@ -21,8 +21,8 @@ PACKAGES = {
     "files": ["tests/files"],
     "answers": ["tests/answers"],
     "split": ["tests/split"],
-    "job": ["tests/job"],
     "server/batches": sorted(map(str, Path("tests/server").glob("test_batches_*.py"))),
+    "job": ["tests/job"],
 }
 SOURCE = Path("fminfer")
 # What operator_swap_op changes; it finds out slowly by itself.

@@ -257,21 +257,36 @@ class Functions:
     """The functions of this process, to give them other code wherever they are held."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, str, int], list[FunctionType]] = {}
+        self._found: dict[CodeType, list[FunctionType]] = {}
         for each in gc.get_objects():
-            if isinstance(each, FunctionType):
-                self._found.setdefault(_place(each.__code__), []).append(each)
+            if type(each) is FunctionType and each.__code__.co_filename.startswith(f"{HERE}/"):
+                self._found.setdefault(each.__code__, []).append(each)
 
-    def find(self, mutant: Mutant) -> tuple[list[FunctionType], CodeType] | None:
-        """Return a mutant's functions and the code for them, if they can have it."""
-        before = _find_code(mutant.before, mutant)
-        after = _find_code(mutant.after, mutant)
-        found = self._found.get(_place(before), [])
-        return (found, after) if found and before.co_freevars == after.co_freevars else None
+    def find(self, mutant: Mutant) -> list[tuple[FunctionType, CodeType]]:
+        """Return a mutant's function, and those that it has made, with the code for each.
+
+        They are none if the function cannot have the code.
+        """
+        before, after = (_find_code(text, mutant) for text in (mutant.before, mutant.after))
+        if before not in self._found or before.co_freevars != after.co_freevars:
+            return []
+        return [
+            (function, code)
+            for old, code in _pairs(before, after)
+            for function in self._found.get(old, ())
+            if function.__code__.co_freevars == code.co_freevars
+        ]
 
 
-def _place(code: CodeType) -> tuple[str, str, int]:
-    return code.co_filename, code.co_qualname, code.co_firstlineno
+def _pairs(before: CodeType, after: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
+    """Give codes with those that take their places, outer ones first."""
+    yield before, after
+    inner = [
+        [each for each in code.co_consts if isinstance(each, CodeType)] for code in (before, after)
+    ]
+    for old, new in zip(*inner, strict=False):
+        if old.co_name == new.co_name:
+            yield from _pairs(old, new)
 
 
 class Mutation:
@@ -289,18 +304,29 @@ class Mutation:
         self.ends: dict[str, str | None] = {}
         self._read_results()
 
-    def run(self, package: str) -> None:
+    def _left(self, package: str) -> list[Mutant]:
         mutants = [each for each in self._mutants if each.package == package]
-        mutants = [each for each in mutants if each.name not in self.ends]
-        if not mutants:
-            return
-        place = HERE / "tests.json"
-        place.unlink(missing_ok=True)
+        return [each for each in mutants if each.name not in self.ends]
+
+    def run(self) -> None:
+        """Try those that need nothing imported anew, and then the others."""
+        learned = [package for package in PACKAGES if self._left(package)]
+        for package in learned:
+            self._collect(package, HERE / f"tests-{package.replace('/', '-')}.json")
+        gc.freeze()
+        for package in learned:
+            tests = load_tests(HERE / f"tests-{package.replace('/', '-')}.json")
+            for mutant in self._left(package):
+                work = partial(self._collect_and_run, tests.choose(mutant))
+                self.try_one(mutant, tests, work)
+
+    def _collect(self, package: str, place: Path) -> None:
+        """Let a process collect a package's tests, and learn what others it has imported."""
         sys.dont_write_bytecode = False
         pid = os.fork()
         if not pid:
             try:
-                Collected(self, package, mutants, place).run()
+                Collected(self, package, self._left(package), place).run()
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -311,12 +337,6 @@ class Mutation:
         self._read_results()
         found = json.loads(place.read_text())
         self._import_others(found["modules"], found["environ"])
-        gc.freeze()
-        tests = load_tests(place)
-        for mutant in mutants:
-            if mutant.name not in self.ends:
-                work = partial(self._collect_and_run, tests.choose(mutant))
-                self.try_one(mutant, tests, work)
 
     def _read_results(self) -> None:
         self._results.touch()
@@ -399,13 +419,16 @@ class Collected:
         for mutant in self._mutants:
             if not tests.runs_on_import(mutant) and (found := functions.find(mutant)):
                 ordered = [by_name[name] for name in tests.choose(mutant)]
-                self._mutation.try_one(mutant, tests, partial(self._try, ordered, *found))
+                self._mutation.try_one(mutant, tests, partial(self._try, ordered, found))
         self._is_done = True
 
     def _try(
-        self, items: list[pytest.Item], functions: list[FunctionType], code: CodeType, tell: int
+        self,
+        items: list[pytest.Item],
+        functions: list[tuple[FunctionType, CodeType]],
+        tell: int,
     ) -> None:
-        for function in functions:
+        for function, code in functions:
             function.__code__ = code
         self._watch.tell = tell
         items[0].config._tmp_path_factory._given_basetemp = self._forker.folder / "p"  # type: ignore[attr-defined]
@@ -521,8 +544,7 @@ def main(
     hypothesis.settings.load_profile("mutate")
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # for what tests start
     run = Mutation(mutants, checkout / results if results else HERE / "results.jsonl")
-    for package in PACKAGES:
-        run.run(package)
+    run.run()
     reasons = read_reasons(HERE / SURVIVORS)
     print_scores(mutants, run.ends, reasons)
     survived = [each for each in mutants if each.name in run.ends and not run.ends[each.name]]
