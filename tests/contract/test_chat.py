@@ -135,6 +135,7 @@ def test_unknown_names_are_warned_of() -> None:
     (warning,) = parse(max_completion_token=5).warnings
     assert "did you mean max_completion_tokens" in str(warning)
     assert refused(is_strict=True, verbosity="low").param == "verbosity"
+    assert refused(is_strict=True, max_completion_token=5).param == "max_completion_token"
     tool = {"type": "function", "function": {"name": "f", "strict": True}}
     (warning,) = parse(tools=[tool]).warnings
     assert "not enforced" in str(warning)

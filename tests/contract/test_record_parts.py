@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fminfer.contract.envelope import Envelope, Line, as_text, open_envelope
+from fminfer.contract.envelope import Envelope, Line, as_text, find_custom_id, open_envelope
 from fminfer.contract.record import (
     Choice,
     Record,
@@ -113,6 +113,22 @@ def test_keys_tell_forms_draws_and_endpoints_apart() -> None:
 def test_keys_stay_those_of_earlier_versions(raw: bytes, key: str) -> None:
     """Journals and kept answers hold them."""
     assert make_key(open_envelope(line_of(1, raw)), 1).hex() == key
+
+
+@pytest.mark.parametrize(
+    ("raw", "custom_id"),
+    [
+        (batch("é"), '"é"'.encode()),
+        (b'{"prompt":"x","custom_id":"a"}', b'"a"'),
+        (b'{"prompt":"x"}', b"null"),
+        (b"[1]", b"null"),
+        (b'{"a":' * 2000, b"null"),
+    ],
+)
+def test_a_custom_id_is_found_in_any_shape(raw: bytes, custom_id: bytes) -> None:
+    line = line_of(1, raw)
+    found = find_custom_id(line, open_envelope(line))
+    assert json.loads(found) == json.loads(custom_id)
 
 
 def test_a_record_without_a_request_has_none() -> None:
