@@ -105,6 +105,23 @@ def test_errors_of_our_own_are_tried_again_and_counted_once(tmp_path: Path) -> N
         assert journal.num_tried == 2
 
 
+def test_a_disk_that_fails_as_a_journal_closes_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, "x")
+
+    journal = Journal(tmp_path / "answers.jsonl", MODEL)
+    journal.append(row(1))
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OutputError, match="journal cannot be written: Input/output error"):
+        journal.close()
+    monkeypatch.undo()
+    journal.close()
+    with contextlib.closing(Journal(tmp_path / "answers.jsonl", MODEL)) as again:
+        assert 1 in again, "the lock was given up"
+
+
 def test_what_a_journal_says_of_its_run(tmp_path: Path) -> None:
     output = tmp_path / "answers.jsonl"
     assert fingerprint_of(output) is None
