@@ -393,6 +393,8 @@ def test_a_spread_object_is_explained_once_with_what_helps(tmp_path: Path, has_c
     assert {f"the line is a piece of the object that begins in line {first}"} == set(told[1:])
     # What it says helps: without the comma it is JSON, and a .json file may hold it.
     assert (f"a comma stands before a closing bracket (line {last - 1})" in told[0]) == has_comma
+    assert ("Remove that comma; then put the object on one line" in told[0]) == has_comma
+    assert ("Put the object on one line" in told[0]) != has_comma
     mended = text.split("\n")
     if has_comma:
         mended[-2] = mended[-2].removesuffix(",")
