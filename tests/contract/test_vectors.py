@@ -69,6 +69,12 @@ def test_texts_and_names_of_each_endpoint() -> None:
     assert request.params.max_tokens == 0 and request.params.truncation_side == "right"
 
 
+def test_a_model_without_settings_of_its_own() -> None:
+    facts = VectorFacts(8)
+    assert (facts.odds, facts.similarity, facts.labels) == ("softmax", "cosine", ())
+    assert not facts.is_normalized and not facts.is_scored and not facts.has_types
+
+
 def test_fields_say_what_is_made_of_vectors() -> None:
     fields = {"dimensions": 4, "normalize": True, "encoding_format": "base64"}
     wish = parse("embeddings", input="a", **fields).vectors
