@@ -15,11 +15,11 @@ import libcst.matchers as m
 from libcst.metadata import MetadataWrapper, PositionProvider
 from mutmut.mutation.mutators import mutation_operators, operator_swap_op
 
-# A package, and the tests that are to notice.
+# A package, and its tests. What takes answers over is tested where a job over a file does so.
 PACKAGES = {
     "contract": ["tests/contract"],
     "files": ["tests/files"],
-    "answers": ["tests/answers"],
+    "answers": ["tests/answers", *(f"tests/job/test_{each}.py" for each in ("edited", "grown"))],
     "split": ["tests/split"],
     "server/batches": sorted(map(str, Path("tests/server").glob("test_batches_*.py"))),
     "job": ["tests/job"],
