@@ -441,3 +441,12 @@ def _comparable(record: dict[str, object]) -> object:
     body = result.get("body", result)
     texts = [(choice["text"], choice["finish_reason"]) for choice in body.get("choices", [])]
     return record.get("request"), record.get("custom_id"), texts, body.get("error")
+
+
+def test_parts_whose_vectors_stand_apart_are_refused(answered: Path, tmp_path: Path) -> None:
+    part = next(answered.rglob("request_*.jsonl"))
+    status = json.loads(status_path(answers_path(part)).read_text())
+    status["fminfer"] = {"written": {"vectors": {}}}
+    status_path(answers_path(part)).write_text(json.dumps(status))
+    with pytest.raises(UsageError, match=r"are in a \.npy file, .*without --embeddings npy"):
+        merge_parts(answered, tmp_path / "merged.jsonl")
