@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -11,7 +11,7 @@ from fminfer.contract.endpoints import tell_endpoint
 from fminfer.contract.envelope import Line, open_envelope
 from fminfer.contract.fields import INT64
 from fminfer.contract.request import DEFAULTS
-from fminfer.core.errors import RequestError
+from fminfer.core.errors import ErrorCode, RequestError
 
 HELLO = {"role": "user", "content": "Hello"}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -25,6 +25,7 @@ def parse(*messages: object, is_strict: bool = False, **fields: Any) -> ChatRequ
 def refused(*messages: object, **fields: Any) -> RequestError:
     with pytest.raises(RequestError) as caught:
         parse(*messages, **fields)
+    assert caught.value.code in get_args(ErrorCode)
     return caught.value
 
 
@@ -102,7 +103,11 @@ def test_logprobs(fields: dict[str, Any], expected: int | None) -> None:
         ({"add_special_tokens": True}, "add_special_tokens", "template"),
         ({"reasoning_effort": 3}, "reasoning_effort", "a string"),
         ({"tools": {}}, "tools", "a list"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "function"),
+        (
+            {"tools": [{"type": "web_search"}]},
+            "tools[0].type",
+            'is "web_search"; only tools of type "function"',
+        ),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "not empty"),
         (
             {"continue_final_message": True, "add_generation_prompt": True},
@@ -130,6 +135,7 @@ def test_unknown_names_are_warned_of() -> None:
     (warning,) = parse(max_completion_token=5).warnings
     assert "did you mean max_completion_tokens" in str(warning)
     assert refused(is_strict=True, verbosity="low").param == "verbosity"
+    assert refused(is_strict=True, max_completion_token=5).param == "max_completion_token"
     tool = {"type": "function", "function": {"name": "f", "strict": True}}
     (warning,) = parse(tools=[tool]).warnings
     assert "not enforced" in str(warning)

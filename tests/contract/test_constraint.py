@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import combinations
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from jsonschema import Draft202012Validator
@@ -16,7 +16,7 @@ from fminfer.contract.field_table import DRAW_FIELDS, FIELDS
 from fminfer.contract.fields import INT64
 from fminfer.contract.request import parse_request
 from fminfer.core.config import Constraint
-from fminfer.core.errors import RequestError
+from fminfer.core.errors import ErrorCode, RequestError
 from fminfer.engine.noise import draw_key, meaning_of
 from fminfer.split.grouping import Groups
 
@@ -61,6 +61,7 @@ def refused(fields: Fields) -> RequestError:
     with pytest.raises(RequestError) as of_chat:
         parse_chat({"messages": HELLO} | fields, max_logprobs=5)
     assert str(of_chat.value) == str(caught.value)
+    assert caught.value.code in get_args(ErrorCode)
     return caught.value
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from fminfer.contract.endpoints import OF_DRAWS, Endpoint
 from fminfer.contract.field_table import FIELDS
@@ -245,6 +246,15 @@ def test_each_field_is_told() -> None:
 def test_the_docs_have_the_table() -> None:
     found = subprocess.run([sys.executable, ROOT / "scripts" / "field_tables.py", "--check"])
     assert found.returncode == 0
+
+
+@pytest.mark.parametrize("endpoint", get_args(Endpoint))
+def test_the_schema_of_each_field_is_one_and_null_passes(endpoint: Endpoint) -> None:
+    for name, each in FIELDS[endpoint].items():
+        schema = each.schema(9)
+        Draft202012Validator.check_schema(schema)
+        if name not in ("prompt", "messages", "input", "query", "documents"):
+            assert Draft202012Validator(schema).is_valid(None), name
 
 
 def test_true_and_false_are_numbers_of_logprobs() -> None:

@@ -7,8 +7,16 @@ from typing import Any
 
 import pytest
 
-from fminfer.contract.envelope import Envelope, Line, as_text, open_envelope
-from fminfer.contract.record import Record, is_batch, make_key, read_key, read_request, readdress
+from fminfer.contract.envelope import Envelope, Line, as_text, find_custom_id, open_envelope
+from fminfer.contract.record import (
+    Choice,
+    Record,
+    is_batch,
+    make_key,
+    read_key,
+    read_request,
+    readdress,
+)
 from fminfer.core.errors import RequestError
 
 USAGE = {
@@ -89,6 +97,56 @@ def test_keys_tell_forms_draws_and_endpoints_apart() -> None:
     }
     assert len(keys) == 6
     assert make_key(open_envelope(line_of(9, batch("d"))), 0) in keys, "whatever its custom_id"
+
+
+@pytest.mark.parametrize(
+    ("raw", "key"),
+    [
+        (BODY, "a32b2eed82fcf7fa3b9adbb908d0ab65"),
+        (batch("c"), "f027447683ee692f9438a01785674255"),
+        (
+            batch("c").replace(b"/v1/completions", b"/v1/chat/completions"),
+            "8c1d19a4236124bfc4d5eff16c544905",
+        ),
+    ],
+)
+def test_keys_stay_those_of_earlier_versions(raw: bytes, key: str) -> None:
+    """Journals and kept answers hold them."""
+    assert make_key(open_envelope(line_of(1, raw)), 1).hex() == key
+
+
+@pytest.mark.parametrize(
+    ("raw", "custom_id"),
+    [
+        (batch("é"), '"é"'.encode()),
+        (b'{"prompt":"x","custom_id":"a"}', b'"a"'),
+        (b'{"prompt":"x"}', b"null"),
+        (b"[1]", b"null"),
+        (b'{"a":' * 2000, b"null"),
+    ],
+)
+def test_a_custom_id_is_found_in_any_shape(raw: bytes, custom_id: bytes) -> None:
+    line = line_of(1, raw)
+    found = find_custom_id(line, open_envelope(line))
+    assert json.loads(found) == json.loads(custom_id)
+
+
+def test_a_record_without_a_request_has_none() -> None:
+    assert read_request(b'{"result":{}}') == b""
+    assert read_request(b'{"a":1,"request":{"prompt":"x"},"result":{}}') == b'{"prompt":"x"}'
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"text": "a"}, "a"),
+        ({"message": {"content": "b"}}, "b"),
+        ({"message": {"content": None}}, ""),
+        ({"text": ""}, ""),
+    ],
+)
+def test_the_text_of_a_choice(fields: dict[str, Any], text: str) -> None:
+    assert Choice(fields).text == text
 
 
 def test_a_record_of_an_older_version_has_no_key() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import get_args
 
 import pytest
 
@@ -12,7 +13,7 @@ from fminfer.contract.field_table import FIELDS
 from fminfer.contract.prompts import MAX_CHOICES
 from fminfer.contract.request import Request, SamplingParams
 from fminfer.contract.request import parse_request as check_fields
-from fminfer.core.errors import RequestError
+from fminfer.core.errors import ErrorCode, RequestError
 
 
 def parse_request(raw: bytes, *, max_logprobs: int, is_strict: bool = False) -> Request:
@@ -31,6 +32,7 @@ def refused(line: bytes | dict[str, object]) -> RequestError:
     raw = line if isinstance(line, bytes) else json.dumps(line).encode()
     with pytest.raises(RequestError) as caught:
         parse_request(raw, max_logprobs=100)
+    assert caught.value.code in get_args(ErrorCode)
     return caught.value
 
 
@@ -129,6 +131,8 @@ def test_prompts_of_a_wrong_type(prompt: object) -> None:
         ({"truncate_prompt_tokens": 5, "truncation_side": "up"}, "out_of_range", "truncation_side"),
         ({"truncation_side": "right"}, "out_of_range", "truncation_side"),
         ({"return_token_ids": 1}, "invalid_type", "return_token_ids"),
+        ({"top_k": -2}, "out_of_range", "top_k"),
+        ({"echo": 2}, "invalid_type", "echo"),
         ({"prompt": None}, "missing_prompt", "prompt"),
         ({"prompt": []}, "out_of_range", "prompt"),
         ({"prompt": [[]]}, "out_of_range", "prompt"),
@@ -219,6 +223,7 @@ def test_a_missing_prompt_is_told_from_a_null_one() -> None:
     "line, code, hint",
     [
         (b"{", "invalid_json", "spread over several lines"),
+        (b'{"prompt": "x",', "invalid_json", "spread over several lines"),
         (b'"prompt": "x",', "invalid_json", "spread over several lines"),
         (b'{"prompt": "x",}', "invalid_json", "comma before the last brace"),
         (b"hello", "invalid_json", "one JSON object"),
@@ -265,6 +270,8 @@ def test_a_misspelt_parameter_is_told_the_nearest_name() -> None:
     assert "temprature (did you mean temperature?)" in str(request.warnings[0])
     with pytest.raises(RequestError, match="did you mean max_tokens"):
         parse_request(b'{"prompt": "x", "max_token": 0}', max_logprobs=5, is_strict=True)
+    (warning,) = parse_request(b'{"prompt": "x", "sampler_prioritty": 0}', max_logprobs=5).warnings
+    assert str(warning).endswith(": sampler_prioritty"), "no name that is refused is the nearest"
 
 
 def test_greedy_candidates_are_computed_once() -> None:
@@ -272,6 +279,22 @@ def test_greedy_candidates_are_computed_once() -> None:
     assert params(top_p=0, n=3).num_candidates == 1
     assert params(n=3, best_of=5).num_candidates == 5
     assert params(n=3, max_tokens=0).num_candidates == 1
+
+
+def test_what_is_drawn_by_chance_and_what_is_fed() -> None:
+    assert params().is_by_chance and not params(seed=1).is_by_chance
+    assert params(seed=1).own_seed == 1 and params(top_k=2).is_by_chance
+    for greedy in ({"temperature": 0}, {"top_p": 0}, {"top_k": 1}, {"max_tokens": 0}):
+        found = params(seed=1, **greedy)
+        assert not found.is_random and not found.is_by_chance and found.own_seed is None
+    assert [params(max_tokens=most, echo=True, logprobs=1).num_to_feed(5) for most in (1, 0)] == [
+        5,
+        4,
+    ]
+    assert (
+        params(max_tokens=0).num_to_feed(5) == params(max_tokens=0, echo=True).num_to_feed(5) == 0
+    )
+    assert not params().has_penalties and params(presence_penalty=0.5).has_penalties
 
 
 WISHES = {
@@ -306,7 +329,11 @@ def test_a_wish_of_other_tools_is_refused_on_both_endpoints(name: str) -> None:
     ],
 )
 def test_fields_of_chat_are_refused_in_completions(wish: dict[str, object]) -> None:
-    assert refused({"prompt": "x"} | wish).param == next(iter(wish))
+    name = next(iter(wish))
+    error = refused({"prompt": "x"} | wish)
+    assert error.param == name
+    if name in ("tools", "tool_choice", "functions"):
+        assert "give messages in place of prompt" in error.message
 
 
 @pytest.mark.parametrize(

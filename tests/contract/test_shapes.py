@@ -10,9 +10,9 @@ from typing import Any, get_args
 import openai.types
 import pytest
 
-from fminfer.contract.envelope import Line, open_envelope
+from fminfer.contract.envelope import Line, as_line, open_envelope
 from fminfer.contract.record import Record
-from fminfer.core.errors import ErrorCode
+from fminfer.core.errors import ErrorCode, RequestError
 from tests.engine.test_contract import Bench
 from tests.line_bench import with_options
 
@@ -111,6 +111,7 @@ def test_columns_beside_a_request_do_not_take_its_place() -> None:
 def test_a_line_with_two_requests_is_refused() -> None:
     (record,) = run({"request": {"prompt": "a"}, "body": {"prompt": "b"}})
     assert record.error is not None and "request and body are both objects" in record.error.message
+    assert (record.error.code, record.error.param) == ("unsupported_parameter", "body")
     assert record.to_dict()["request"]["body"] == {"prompt": "b"}
 
 
@@ -134,6 +135,19 @@ def test_a_request_that_is_no_object_is_named() -> None:
     answer = record.to_dict()
     assert (answer["error"]["code"], answer["error"]["param"]) == ("invalid_type", "request")
     assert answer["request"] == "hello" and answer["x"] == 1
+
+
+@pytest.mark.parametrize(
+    ("request_", "fault"),
+    [(5, "request 3 is a int"), (None, "is a NoneType"), ({"a": {1}}, "request 3 is no JSON")],
+)
+def test_what_a_program_gives_and_is_no_request_fails_alone(request_: Any, fault: str) -> None:
+    line = as_line(3, request_)
+    assert (line.source, line.number, line.raw) == (0, 3, repr(request_).encode())
+    assert fault in line.fault and not line.damage
+    assert as_line(4, {"prompt": "é"}) == Line(0, 4, b'{"prompt": "\\u00e9"}')
+    with pytest.raises(RequestError, match=fault):
+        raise open_envelope(line).error or AssertionError
 
 
 def test_a_batch_line_gives_what_openai_gives() -> None:
@@ -343,6 +357,11 @@ def test_check_model_refuses_lines_for_another_model() -> None:
     assert found == [None, None, None, None, model, engine, model, model]
     assert records[4].error is not None
     assert "/models/llama or llama" in records[4].error.message
+    demo = strict_bench(model_names=frozenset({"demo"}))
+    (record,) = run({"prompt": ">", "model": "opt"}, bench=demo)
+    assert record.error is not None and record.error.param == "model"
+    assert "no --model-name is given" in record.error.message
+    assert "--model-name demo" in record.error.message
 
 
 def fail_to_encode(bench: Bench) -> Bench:

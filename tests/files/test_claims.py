@@ -1,10 +1,9 @@
-"""Claims of processes that are gone: of this machine's last boot, or torn by a power cut."""
+"""Claims: an output is one living process's to write; those of dead ones are in nobody's way."""
 
 from __future__ import annotations
 
-import json
 import os
-import socket
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -13,105 +12,113 @@ import pytest
 
 from fminfer.core.errors import InUseError
 from fminfer.files import claims
-from fminfer.files.claims import Claims, claiming, look_at
-from fminfer.machine import liveness
-from fminfer.machine.liveness import describe_me
-
-OTHER_BOOT = f"00000000-1111-2222-3333-444444444444 {os.readlink('/proc/self/ns/pid')}"
+from fminfer.files.claims import Claim, Claims, Hold, drop_claims, look_at, remove_dead
 
 
 @pytest.fixture
-def machine_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "_machine_id", lambda: "mine")
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "out.jsonl"
 
 
-def put_claim(output: Path, data: bytes) -> None:
-    folder = output.with_name(f"{output.name}.claim")
-    folder.mkdir()
-    (folder / "1").write_bytes(data)
+def folder_of(output: Path) -> Path:
+    (folder,) = [each for each in output.parent.iterdir() if each.is_dir()]
+    return folder
 
 
-def claim_of(**changes: Any) -> bytes:
-    fields = json.loads(describe_me()) | {"pid": 99999, "machine": OTHER_BOOT} | changes
-    return json.dumps({n: v for n, v in fields.items() if v is not None}).encode() + b"\n"
+def take(output: Path) -> Claim:
+    claim = Claims().take(output)
+    assert claim is not None
+    return claim
 
 
-@pytest.mark.usefixtures("machine_id")
-@pytest.mark.parametrize("recorded", ["mine", None])
-def test_a_claim_of_the_last_boot_is_dead(tmp_path: Path, recorded: str | None) -> None:
-    """It held the output for a minute, as "another run's"."""
-    put_claim(tmp_path / "a.jsonl", claim_of(machine_id=recorded))
-    assert Claims().take(tmp_path / "a.jsonl") is not None
-
-
-@pytest.mark.usefixtures("machine_id")
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"machine_id": "theirs"},
-        {"host": f"not-{socket.gethostname()}"},
-        {"machine": ""},
-        {"machine_id": ""},
-    ],
-)
-def test_a_claim_of_another_machine_is_not(tmp_path: Path, changes: dict[str, str]) -> None:
-    """Hosts of one name may share a disk."""
-    put_claim(tmp_path / "a.jsonl", claim_of(**changes))
-    assert Claims().take(tmp_path / "a.jsonl") is None
-
-
-def test_without_a_machine_id_no_boot_is_known_as_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(liveness, "_machine_id", lambda: "")
-    put_claim(tmp_path / "a.jsonl", claim_of(machine_id=""))
-    assert Claims().take(tmp_path / "a.jsonl") is None
-
-
-@pytest.mark.parametrize("data", [b"", b"\0" * 300, claim_of()[:100]])
-def test_a_torn_claim_is_dead(tmp_path: Path, data: bytes) -> None:
-    put_claim(tmp_path / "a.jsonl", data)
-    assert Claims().take(tmp_path / "a.jsonl") is None, "it may be being written"
-    os.utime(tmp_path / "a.jsonl.claim" / "1", (time.time() - 2,) * 2)
-    assert Claims().take(tmp_path / "a.jsonl") is not None
-
-
-def test_a_claim_of_a_later_version_is_waited_for(tmp_path: Path) -> None:
-    put_claim(tmp_path / "a.jsonl", claim_of(another_field=1))
-    (found,) = look_at(tmp_path / "a.jsonl")
-    assert found.owner is None and not found.is_dead
-
-
-def test_who_wrote_too_slowly_has_no_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process took it for torn, answered the output, and left nothing."""
-    output, create = tmp_path / "a.jsonl", claims.create_once
-
-    def create_slowly(path: Path, data: bytes, mode: int) -> bool:
-        is_first = create(path, data, mode)
-        path.unlink()
-        return is_first
-
-    monkeypatch.setattr(claims, "create_once", create_slowly)
+def test_an_output_is_claimed_once(output: Path) -> None:
+    claim = take(output)
+    assert claim.holds() and claim.path.name == "1"
     assert Claims().take(output) is None
+    with pytest.raises(InUseError, match="is another run's to answer"):
+        Hold(output, Claims()).check_free()
+    with pytest.raises(InUseError, match="is another run's to answer"):
+        Hold(output, Claims()).take()
+    claim.release()
+    assert os.listdir(output.parent) == []
+    assert take(output).path.name == "1"
 
 
-def test_claims_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced = []
-    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
-    assert Claims().take(tmp_path / "a.jsonl") is not None
-    assert synced == [str(tmp_path / "a.jsonl.claim" / "1")]
+def test_a_dead_claim_is_passed_over_and_stays_until_it_is_removed(output: Path) -> None:
+    dead = take(output)
+    dead.path.write_bytes(b"of another version")
+    os.utime(dead.path, (1, 1))
+    (found,) = look_at(output)
+    assert found.is_dead and found.number == 1 and found.owner is None and found.age_s > 10**8
+    claim = take(output)
+    assert claim.path.name == "2" and dead.path.exists()
+    dead.beat()
+    assert not dead.holds(), "another process has taken over"
+    claim.beat()
+    assert claim.holds()
+    remove_dead(output)
+    assert not dead.path.exists() or look_at(output)[0].age_s < 10, "its beat has made it young"
+    os.utime(dead.path, (1, 1)) if dead.path.exists() else None
+    remove_dead(output)
+    assert [each.number for each in look_at(output)] == [2]
+    drop_claims(output)
+    assert os.listdir(output.parent) == []
+    claim.beat()
+    assert not claim.holds(), "its folder is gone"
+    claim.release()  # nothing is there to remove
 
 
-def test_a_refusal_names_the_process(tmp_path: Path) -> None:
-    output = tmp_path / "a.jsonl"
-    with (
-        claiming(output),
-        pytest.raises(InUseError, match=f"by process {os.getpid()} of {socket.gethostname()}. W"),
-        claiming(output),
-    ):
+def test_a_beat_keeps_a_claim_young(output: Path) -> None:
+    claim = take(output)
+    os.utime(claim.path, (1, 1))
+    claim.beat()
+    assert time.time() - claim.path.stat().st_mtime < 60 and claim.holds()
+    claim.path.write_bytes(b"another's")
+    claim.beat()
+    assert not claim.holds()
+    claim.release()
+    assert claim.path.exists(), "it is another's"
+
+
+@pytest.mark.parametrize(("slept_s", "holds"), [(1, True), (25, True), (10**6, False)])
+def test_who_slept_looks_again(
+    slept_s: float, holds: bool, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that does not answer leaves it in doubt, and after long enough it is another's."""
+
+    def fail(*_: Any) -> None:
+        raise OSError(5, "x")
+
+    claim = take(output)
+    monkeypatch.setattr(os, "utime", fail)
+    slept = time.time() + slept_s
+    monkeypatch.setattr(claims.time, "time", lambda: slept)
+    assert claim.holds() is holds
+
+
+def test_a_hold_takes_for_a_moment_and_gives_back(output: Path) -> None:
+    hold = Hold(output, Claims())
+    hold.check_free()
+    with hold.taken():
+        assert hold.claim is not None and hold.holds()
+        with pytest.raises(InUseError), Hold(output, Claims()).taken():
+            pass
+    assert hold.claim is None and os.listdir(output.parent) == []
+    hold.take()
+    with hold.taken():
         pass
-    assert not os.listdir(tmp_path)
-    put_claim(output, claim_of(host="elsewhere"))
-    expected = "by process 99999 of elsewhere. .* if it is gone, its claim ends within 60 s"
-    with pytest.raises(InUseError, match=expected), claiming(output):
-        pass
+    assert hold.claim is not None, "it was there before"
+    hold.lose()
+    assert hold.is_lost and hold.claim is None and os.listdir(output.parent) == []
+
+
+def test_what_is_removed_may_be_gone(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remove_dead(output)
+    drop_claims(output)
+    take(output)
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: shutil.disk_usage("/no/such"))
+    os.utime(folder_of(output) / "1", (1, 1))
+    (folder_of(output) / "1").write_bytes(b"")
+    os.utime(folder_of(output) / "1", (1, 1))
+    remove_dead(output)
+    assert [each.number for each in look_at(output)] == [1], "the disk did not let it"

@@ -1,118 +1,141 @@
-"""Files get their names whole: one writer a draft, which the disk has before it is renamed."""
+"""Names that fit, locks, whole writes, and what the system's errors mean."""
 
 from __future__ import annotations
 
 import errno
-import io
+import fcntl
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fminfer.core.errors import OutputError, UsageError
-from fminfer.files.disk import making_folder, replacing
-from fminfer.files.ordered_output import draft_path, errors_path, written_together
-from fminfer.files.own_files import SUMMARY, replace_own
+from fminfer.core.errors import InUseError, OutputError
+from fminfer.files import disk
 
 
-def test_two_writers_of_one_file_are_both_whole(tmp_path: Path) -> None:
-    """Both wrote into one draft, and the file held lines of the two."""
-    path = tmp_path / "a.html"
-    with replacing(path) as first:
-        first.write(b"first " * 1000)
-        with replacing(path) as second:
-            second.write(b"second")
-        assert path.read_bytes() == b"second"
-        first.write(b"end")
-    assert path.read_bytes() == b"first " * 1000 + b"end"
-    assert os.listdir(tmp_path) == ["a.html"], "no draft is left"
+def test_names_that_are_too_long_are_cut_and_differ() -> None:
+    assert disk.fit_name("a" * 250, ".json") == "a" * 250 + ".json"
+    names = [disk.fit_name("é" * 130 + each, ".jsonl") for each in ("x", "y")]
+    assert names[0] != names[1] == disk.fit_name("é" * 130 + "y", ".jsonl")
+    for name in names:
+        assert len(os.fsencode(name)) in (254, 255) and name.endswith(".jsonl")
+        assert name.startswith("é" * 100) and name[-19] == "~", "runs of earlier versions are found"
+    beside = disk.beside(Path("/d/a.jsonl"), ".journal", without=".jsonl")
+    assert beside == Path("/d/a.journal")
+    assert disk.beside(Path("/d/a.jsonl"), ".new") == Path("/d/a.jsonl.new")
 
 
-def test_the_draft_of_a_killed_writer_is_written_anew(tmp_path: Path) -> None:
-    (tmp_path / "a.html.new").write_bytes(b"what a killed one has left")
-    with replacing(tmp_path / "a.html") as file:
-        assert os.listdir(tmp_path) == ["a.html.new"]
-        file.write(b"new")
-    assert (tmp_path / "a.html").read_bytes() == b"new" and os.listdir(tmp_path) == ["a.html"]
+def test_a_lock_is_held_until_it_is_given_up(tmp_path: Path) -> None:
+    path, output = tmp_path / "j", tmp_path / "out.jsonl"
+    with path.open("w") as one, path.open("w") as other:
+        assert disk.lock(one.fileno(), path, output)
+        with pytest.raises(InUseError, match=r"j is in use: .*into .*out\.jsonl"):
+            disk.lock(other.fileno(), path, output)
+        disk.unlock(one.fileno())
+        assert disk.lock(other.fileno(), path, output)
 
 
-def test_a_pipe_in_the_place_of_a_draft_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "a.html.new")
-    with pytest.raises(OSError, match="No such device"), replacing(tmp_path / "a.html"):
-        pass
-
-
-def test_a_failing_close_leaves_the_file_that_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [*disk.HAS_NO_LOCKS, errno.EIO, errno.EACCES])
+def test_a_file_system_without_locks_is_no_error(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some network file systems tell only then that they are full."""
-    path = tmp_path / "a.html"
-    path.write_bytes(b"old")
+    def fail(*_: object) -> None:
+        raise OSError(number, "x")
 
-    class Full(io.FileIO):
-        def close(self) -> None:
-            is_open = not self.closed
-            super().close()
-            if is_open:
-                raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-
-    def open_full(file: Any, mode: str, **options: Any) -> Any:
-        return open(file, mode, **options) if options else io.BufferedWriter(Full(file, "w"))
-
-    monkeypatch.setattr("fminfer.files.disk.open", open_full, raising=False)
-    with pytest.raises(OSError, match="quota"), replacing(path, is_durable=False) as file:
-        file.write(b"new")
-    assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["a.html"]
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with (tmp_path / "j").open("w") as file:
+        disk.unlock(file.fileno())
+        if number in disk.HAS_NO_LOCKS:
+            assert not disk.lock(file.fileno(), tmp_path, tmp_path)
+        else:
+            with pytest.raises(InUseError if number == errno.EACCES else OSError):
+                disk.lock(file.fileno(), tmp_path, tmp_path)
+    with disk.alone(tmp_path / "k"):
+        assert (tmp_path / "k").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_folder_is_on_the_disk_before_it_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_only_one_is_alone(tmp_path: Path) -> None:
+    alone = disk.alone(tmp_path / "k")
+    with alone, (tmp_path / "k").open() as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with (tmp_path / "k").open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.EIO])
+def test_a_folder_that_cannot_be_synced(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`fminfer quantize` synced nothing: after a power cut zeros may have answered."""
-    synced, folder = [], tmp_path / "model"
+    def fail(fd: int) -> None:
+        raise OSError(number, "x")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    held = os.listdir("/proc/self/fd")
+    if number == errno.EIO:
+        with pytest.raises(OSError, match="x"):
+            disk.sync_folder(tmp_path)
+    else:
+        disk.sync_folder(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == len(held)
+
+
+@pytest.mark.parametrize("is_durable", [True, False])
+@pytest.mark.parametrize("draft", [None, "d"])
+def test_a_file_is_replaced_whole_or_stays(
+    draft: str | None, is_durable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
-    with making_folder(folder) as draft:
-        (draft / "config.json").write_text("{}")
-        (draft / "parts").mkdir()
-        (draft / "parts" / "weights").write_text("1")
-    before = [draft / "config.json", draft / "parts" / "weights", draft / "parts", draft]
-    assert set(synced[:-1]) == {str(path) for path in before} and synced[-1] == str(tmp_path)
-    assert (folder / "parts" / "weights").read_text() == "1" and os.listdir(tmp_path) == ["model"]
+    path = tmp_path / "a"
+    how: dict[str, Any] = {"draft": draft and tmp_path / draft, "is_durable": is_durable}
+    with disk.replacing(path, mode=0o640, **how) as file:
+        file.write(b"old")
+        assert not path.exists()
+        assert (tmp_path / (draft or "a.new")).exists()
+    assert path.read_bytes() == b"old" and path.stat().st_mode & 0o777 == 0o640
+    assert synced == ([str(tmp_path / (draft or "a.new")), str(tmp_path)] if is_durable else [])
+    with pytest.raises(ZeroDivisionError), disk.replacing(path, **how) as file:
+        file.write(b"new")
+        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), disk.replacing(path, **how):
+        (tmp_path / (draft or "a.new")).unlink()
+        raise ZeroDivisionError
+    assert os.listdir(tmp_path) == ["a"] and path.read_bytes() == b"old"
 
 
-def test_a_folder_that_came_meanwhile_stays(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    with pytest.raises(OutputError, match="not empty"), making_folder(folder) as draft:
-        (draft / "config.json").write_text("{}")
-        folder.mkdir()
-        (folder / "mine").touch()
-    assert os.listdir(folder) == ["mine"] and os.listdir(tmp_path) == ["model"]
+def test_a_disk_that_takes_a_part_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, place: pwrite(fd, data[:3], place))
+    path = tmp_path / "a"
+    path.write_bytes(b"0123456789")
+    with path.open("r+b") as file:
+        disk.write_all(file.fileno(), b"abcdefg", 2)
+    assert path.read_bytes() == b"01abcdefg9"
 
 
-def test_an_output_that_came_meanwhile_is_not_replaced(tmp_path: Path) -> None:
-    output = tmp_path / "a.jsonl"
-
-    def write(data: bytes, came: bytes) -> None:
-        with written_together(output, errors_path(output), is_new=True) as files:
-            files[0].write(data)
-            output.write_bytes(came)
-
-    with pytest.raises(UsageError, match="exists; move it away"):
-        write(b"mine", b"theirs")
-    assert output.read_bytes() == b"theirs" and os.listdir(tmp_path) == ["a.jsonl"]
-    write(b"same", b"same")
-    assert output.read_bytes() == b"same" and not draft_path(output).exists()
-
-
-def test_a_summary_is_replaced_whole_and_a_device_is_written_into(tmp_path: Path) -> None:
-    path = tmp_path / "stats.json"
-    text = b'{\n  "model": "m", "dtype": 1}'
-    replace_own(path, SUMMARY, "--stats", text)
-    replace_own(path, SUMMARY, "--stats", text)
-    assert path.read_bytes() == text
-    with pytest.raises(OutputError, match="/dev/full cannot be written: No space left"):
-        replace_own(Path("/dev/full"), SUMMARY, "--stats", text)
-    path.write_text("of another program")
-    with pytest.raises(UsageError, match="fminfer replaces nothing else"):
-        replace_own(path, SUMMARY, "--stats", text)
+@pytest.mark.parametrize(
+    ("number", "fault", "told"),
+    [
+        (errno.ENOSPC, "disk_full", "make room"),
+        (errno.EDQUOT, "disk_full", "make room"),
+        (errno.EROFS, "state_not_writable", "give another --output"),
+        (errno.EACCES, "state_not_writable", "can be written to"),
+        (errno.EPERM, "state_not_writable", "can be written to"),
+        (errno.EIO, "disk_failed", "the disk is there and sound"),
+        (errno.ENOENT, "disk_failed", "Its folder was moved or removed"),
+    ],
+)
+def test_what_an_error_of_the_system_means(number: int, fault: str, told: str) -> None:
+    error = OSError(number, "words of its own")
+    assert disk.find_fault(error) == fault
+    with pytest.raises(OutputError) as caught, disk.told(Path("/d/a")):
+        raise error
+    message = str(caught.value)
+    assert message.startswith(f"/d/a cannot be written: {os.strerror(number)}. ")
+    assert told in message and "run the same command again" in message
+    assert caught.value.__cause__ is error
+    assert "kept" in message or number == errno.ENOENT
+    assert "cannot be written: torn. " in str(disk.explain(Path("a"), OSError("torn")))

@@ -31,7 +31,7 @@ from fminfer.files.input_folders import (
     sort_folder,
 )
 from fminfer.files.json_values import explain_spread
-from fminfer.files.line_reader import count_rows, read_lines
+from fminfer.files.line_reader import count_rows, count_to_last, read_lines
 from fminfer.files.output_paths import STDOUT, answers_path, plan_outputs
 from fminfer.files.streams import CHUNK_BYTES, STDIN, find_zstd
 from fminfer.job.overview import look_over
@@ -275,6 +275,7 @@ def test_lines_of_every_packing(tmp_path: Path, how: str) -> None:
     path = write(tmp_path / f"a.jsonl{how}", b'\xef\xbb\xbf{"a":1}\r\n\n  \n{"a":2}')
     assert values(path) == [(1, {"a": 1}), (4, {"a": 2})]
     assert count_rows(path) == (None if how else 2), "packed files are not unpacked twice"
+    assert count_to_last(path) == ((None, 0) if how else (2, 4))
 
 
 @pytest.mark.parametrize("how", PACK)
@@ -393,6 +394,8 @@ def test_a_spread_object_is_explained_once_with_what_helps(tmp_path: Path, has_c
     assert {f"the line is a piece of the object that begins in line {first}"} == set(told[1:])
     # What it says helps: without the comma it is JSON, and a .json file may hold it.
     assert (f"a comma stands before a closing bracket (line {last - 1})" in told[0]) == has_comma
+    assert ("Remove that comma; then put the object on one line" in told[0]) == has_comma
+    assert ("Put the object on one line" in told[0]) != has_comma
     mended = text.split("\n")
     if has_comma:
         mended[-2] = mended[-2].removesuffix(",")

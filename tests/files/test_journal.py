@@ -15,15 +15,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fminfer.core.errors import OutputError, UsageError
 from fminfer.core.version import DRAWING
 from fminfer.files import journal as journals
 from fminfer.files import ordered_output
-from fminfer.files.journal import Journal, journal_path, peek
+from fminfer.files.journal import Journal, check_rows, fingerprint_of, journal_path, peek
 from fminfer.files.journal_rows import Row, read_row
-from fminfer.files.ordered_output import errors_path, put_in_order
+from fminfer.files.ordered_output import VectorReader, errors_path, put_in_order, read_seal
 
 MODEL = {"the model": "a"}
 
@@ -70,6 +71,76 @@ def test_errors_stand_in_their_own_file(tmp_path: Path) -> None:
     assert (tmp_path / "answers.jsonl").read_bytes() == row(3).record + b"\n"
     errors = (tmp_path / "answers.errors.jsonl").read_bytes()
     assert errors == row(1).record + b"\n" + row(2).record + b"\n"
+
+
+@pytest.mark.parametrize("most", [1, 2**20])
+def test_vectors_stand_in_the_row_of_their_line(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines without one have a row of nan."""
+    monkeypatch.setattr(ordered_output, "MOST_GAP", most)
+    vectors = {number: np.arange(3, dtype="<f4") + number for number in (2, 7)}
+    journal = Journal(tmp_path / "a.jsonl", MODEL)
+    for number in (7, 2):
+        journal.append(row(number)._replace(vector=vectors[number].tobytes()))
+    journal.append(row(9, is_error=True))
+    seals = put_in_order(journal)
+    journal.remove()
+    found = np.load(tmp_path / "a.npy")
+    assert found.shape == (9, 3) and found.dtype == np.float32
+    for number, vector in enumerate(found, start=1):
+        np.testing.assert_array_equal(vector, vectors.get(number, [np.nan] * 3))
+    assert VectorReader(tmp_path / "a.jsonl").of(7) == vectors[7].tobytes()
+    assert seals == {
+        name: read_seal(tmp_path / f"a{end}")
+        for name, end in {"output": ".jsonl", "errors": ".errors.jsonl", "vectors": ".npy"}.items()
+    }
+
+
+def test_errors_of_our_own_are_tried_again_and_counted_once(tmp_path: Path) -> None:
+    ours = [row(number, is_error=True)._replace(is_ours=True) for number in (2, 2, 4)]
+    output = written(tmp_path, [row(1), *ours, row(5, is_error=True)])
+    with contextlib.closing(Journal(output, MODEL)) as journal:
+        assert [number for number in range(9) if number in journal] == [1, 5]
+        assert journal.num_tried == 2
+
+
+def test_a_disk_that_fails_as_a_journal_closes_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, "x")
+
+    journal = Journal(tmp_path / "answers.jsonl", MODEL)
+    journal.append(row(1))
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OutputError, match="journal cannot be written: Input/output error"):
+        journal.close()
+    monkeypatch.undo()
+    journal.close()
+    with contextlib.closing(Journal(tmp_path / "answers.jsonl", MODEL)) as again:
+        assert 1 in again, "the lock was given up"
+
+
+def test_what_a_journal_says_of_its_run(tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
+    assert fingerprint_of(output) is None
+    check_rows(output, MODEL)
+    written(tmp_path, [row(1)])
+    assert fingerprint_of(output, needs_row=True) == MODEL
+    check_rows(output, MODEL)
+    with pytest.raises(UsageError, match="the model was a, is b"):
+        check_rows(output, {"the model": "b"})
+    path = journal_path(output)
+    head = path.read_bytes().splitlines(keepends=True)[0]
+    path.write_bytes(head + b'{"line":1')
+    assert fingerprint_of(output, needs_row=True) is None and fingerprint_of(output) == MODEL
+    check_rows(output, {"the model": "b"})  # it holds no row, and there is no output
+    output.touch()
+    with pytest.raises(UsageError, match="the model was a, is b"):
+        check_rows(output, {"the model": "b"})
+    path.write_bytes(head[:-1])
+    assert fingerprint_of(output) is None
 
 
 def test_rows_are_kept_byte_for_byte(tmp_path: Path) -> None:

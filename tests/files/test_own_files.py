@@ -88,7 +88,9 @@ def test_what_stands_where_a_run_would_write_is_kept(
     places = {"output": output, "errors": errors_path(output), "status": status_path(output)}
     places[which].write_text('{"hello": "world"}\n')
     status, told = run(source, "--output", output, *restart)
-    assert status == 2 and f"{places[which]} exists and is no " in told and "--restart" not in told
+    label = "status file of this run" if which == "status" else f"file of this run's {which}"
+    assert status == 2 and f"the {label}, {places[which]} exists and is no " in told
+    assert "--restart" not in told
     assert places[which].read_text() == '{"hello": "world"}\n'
     assert sorted(path.name for path in source.parent.iterdir()) == sorted(
         [source.name, places[which].name]

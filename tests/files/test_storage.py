@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,8 +16,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from fminfer.cli.app import main
 from fminfer.core.errors import OutputError, UsageError
+from fminfer.files.disk import beside
+from fminfer.files.remote_files import PART
 from fminfer.files.status_file import status_path
-from fminfer.files.storage import RemoteFolders
+from fminfer.files.storage import SYNCED, RemoteFolders
 
 LINES = [
     '{"prompt": "A", "max_tokens": 2, "temperature": 0}',
@@ -182,6 +185,37 @@ def test_an_input_is_fetched_again_only_if_it_changed(
         told += capsys.readouterr().err
         assert told.count("Fetching memory://in/a.jsonl") == num_fetched
     assert local.read_text() == TEXT + TEXT
+
+
+def test_what_is_fetched_is_private_and_whole(folders: RemoteFolders) -> None:
+    write("memory://in/a.jsonl", TEXT)
+    (local,) = folders.fetch("memory://in/a.jsonl")
+    assert local.stat().st_mode & 0o777 == 0o600 and local.read_text() == TEXT
+    assert [path.name for path in local.parent.iterdir() if "part" in path.name] == []
+    left = beside(local, PART)
+    left.write_text("of an earlier run")
+    left.chmod(0o400)
+    write("memory://in/a.jsonl", TEXT + TEXT)
+    (local,) = folders.fetch("memory://in/a.jsonl")
+    assert local.stat().st_mode & 0o777 == 0o600 and local.read_text() == TEXT + TEXT
+    assert not left.exists()
+
+
+def test_what_is_there_is_not_uploaded_again(folders: RemoteFolders, tmp_path: Path) -> None:
+    """Also where the disk's clock is coarse, so that both files have one time."""
+    output = folders.place("memory://out/a.jsonl")
+    assert output is not None
+    complete(output)
+    folders.upload([output])
+    assert names("memory://out") == ["a.jsonl", "a.status.json"]
+    fsspec.filesystem("memory").rm("/out/a.jsonl")
+    synced = beside(output, SYNCED)
+    os.utime(synced, ns=(output.stat().st_mtime_ns,) * 2)
+    folders.upload([output])
+    assert names("memory://out") == ["a.status.json"]
+    os.utime(synced, ns=(1, 1))
+    folders.upload([output])
+    assert names("memory://out") == ["a.jsonl", "a.status.json"]
 
 
 def test_local_paths_pass_unchanged(folders: RemoteFolders, tmp_path: Path) -> None:

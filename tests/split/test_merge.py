@@ -475,3 +475,12 @@ def test_a_status_that_cannot_be_read_ends_a_merge(answered: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read, or is damaged"):
         merge_parts(answered, answered.parent / "m.jsonl")
     assert not (answered.parent / "m.jsonl").exists()
+
+
+def test_parts_whose_vectors_stand_apart_are_refused(answered: Path, tmp_path: Path) -> None:
+    part = next(answered.rglob("request_*.jsonl"))
+    status = json.loads(status_path(answers_path(part)).read_text())
+    status["fminfer"] = {"written": {"vectors": {}}}
+    status_path(answers_path(part)).write_text(json.dumps(status))
+    with pytest.raises(UsageError, match=r"are in a \.npy file, .*without --embeddings npy"):
+        merge_parts(answered, tmp_path / "merged.jsonl")

@@ -524,3 +524,19 @@ def test_each_line_is_in_one_part(tmp_path: Path) -> None:
         found |= {number: line.raw for number, line in zip(part.lines, read, strict=True)}
         assert part.digest == digest_of(tmp_path / "parts" / part.path)
     assert found == expected and manifest.num_lines == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"prompt": "abcd"}, 4),
+        ({"prompt": [1, 2]}, 8),
+        ({"prompt": ["ab", [1]]}, 6),
+        ({"prompt": 5}, 0),
+        ({"messages": [{"role": "user", "content": "abc"}]}, 3),
+        ({"input": "abc"}, 3),
+        ({"query": "a", "documents": ["bc", "d"]}, 4),
+    ],
+)
+def test_how_long_a_request_is(fields: dict[str, Any], expected: int) -> None:
+    assert find_length(fields) == expected

@@ -209,3 +209,12 @@ def test_the_check_is_of_all_bytes_before_it(folder: Path) -> None:
     assert json.loads(b"{" + b'"check":' + end)["check"] == (
         hashlib.blake2b(before, digest_size=8).hexdigest()
     )
+
+
+def test_two_parts_of_one_path_are_refused(folder: Path) -> None:
+    manifest = load(folder)
+    for place in (1, 0):
+        manifest["parts"][place]["path"] = manifest["parts"][1]["path"]
+    store(folder, manifest)
+    with pytest.raises(UsageError, match="two parts have the same path"):
+        read_manifest(folder)
