@@ -35,9 +35,9 @@ def test_an_output_is_claimed_once(output: Path) -> None:
     claim = take(output)
     assert claim.holds() and claim.path.name == "1"
     assert Claims().take(output) is None
-    with pytest.raises(InUseError, match="is another run's to answer"):
+    with pytest.raises(InUseError, match="is being written by process"):
         Hold(output, Claims()).check_free()
-    with pytest.raises(InUseError, match="is another run's to answer"):
+    with pytest.raises(InUseError, match="is being written by process"):
         Hold(output, Claims()).take()
     claim.release()
     assert os.listdir(output.parent) == []
