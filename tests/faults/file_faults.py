@@ -1,0 +1,291 @@
+"""Fails calls on files, one by one, and sees that nothing is lost: `scripts/torture --faults`.
+
+A command is run once to count its calls of each kind. Then each case is a kind of call, the number
+of the call, an error, and whether the error lasts. The command must end by a sentence. What it calls
+done must be right. The same command without a fault must then give what an undisturbed one gives.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+
+from tests.faults.commands import COMMANDS, Command, Result
+from tests.faults.preload import ERRORS_OF, KINDS, ONCE_ONLY, Outcome, Plan, Warm, become_preloaded
+from tests.faults.torture import kept_records
+
+RAW = re.compile(r"Traceback|panicked at|Exception ignored|\[Errno \d+\]|Exception in thread")
+KNOWN = (0, 1, 2, 3, 75)  # exit statuses after a fault
+
+
+class WrongError(Exception):
+    """What a case shows to be wrong."""
+
+
+@dataclass(slots=True)
+class Ready:
+    """A command's folder as it begins, what it leaves, and how many calls it makes."""
+
+    command: Command
+    template: Path
+    result: Result
+    names: set[str]
+    counts: dict[str, int]
+
+    def plans(self) -> Iterator[Plan]:
+        """Yield all cases."""
+        for kind in KINDS:
+            for nth in range(1, self.counts[kind] + 1):
+                for error in (*ERRORS_OF[kind], "kill"):
+                    yield Plan(kind, nth, error)
+                    if error not in ONCE_ONLY:
+                        yield Plan(kind, nth, error, is_lasting=True)
+
+
+@dataclass(slots=True)
+class Table:
+    """What was tried, by command, kind of call and error, and what failed."""
+
+    tried: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    failed: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+
+    def lines(self) -> Iterator[str]:
+        """Yield a table of kinds of calls by commands, and one of errors."""
+        names = list(dict.fromkeys(key[0] for key in self.tried))
+        for title, place, values in (
+            ("call", 1, KINDS),
+            ("error", 2, sorted({key[2] for key in self.tried})),
+        ):
+            yield f"| {title} | " + " | ".join(names) + " | tried | held | failed |"
+            yield "|---" * (len(names) + 4) + "|"
+            for value in (*values, None):
+                keys = [key for key in self.tried if value in (None, key[place])]
+                cells = [self._cell([key for key in keys if key[0] == name]) for name in names]
+                tried = sum(self.tried[key] for key in keys)
+                failed = sum(self.failed[key] for key in keys)
+                sums = f"{tried:,} | {tried - failed:,} | {failed:,}"
+                yield f"| {value or 'all'} | " + " | ".join(cells) + f" | {sums} |"
+            yield ""
+
+    def _cell(self, keys: list[tuple[str, str, str]]) -> str:
+        tried, failed = (sum(c[key] for key in keys) for c in (self.tried, self.failed))
+        return f"{tried:,} ({failed:,} failed)" if failed else f"{tried:,}" if tried else ""
+
+
+class Loop:
+    """Tries cases of commands in one folder."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.folder = place / "work"
+        scratch = place / "scratch"
+        scratch.mkdir()
+        self.warm = Warm(self.folder, scratch)
+
+    def make_ready(self, command: Command) -> Ready:
+        """Prepare a command's folder, run it without a fault, and count its calls."""
+        template = self.place / f"template-{command.name}"
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir()
+        command.prepare(self.warm)
+        shutil.copytree(self.folder, template, symlinks=True)
+        done = self.run(command)
+        assert done.status in command.statuses, done
+        return Ready(
+            command, template, command.read(self.folder), self._names(command), done.counts
+        )
+
+    def run(self, command: Command, plan: Plan | None = None) -> Outcome:
+        """Run a command, and what runs beside it."""
+        beside = [command.beside(self.folder)] if command.beside else []
+        return self.warm.run(command.words(self.folder), plan, beside=beside)
+
+    def begin(self, ready: Ready) -> None:
+        """Put a command's folder back as it was."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.copytree(ready.template, self.folder, symlinks=True)
+
+    def try_case(self, ready: Ready, plan: Plan) -> Outcome:
+        """Run a command by a plan, and then without; raise a WrongError."""
+        self.begin(ready)
+        found = self.run(ready.command, plan)
+        self.check_end(ready, found, plan)
+        if found.status in ready.command.statuses:
+            self.check_result(ready, "it ended well, and", found)
+        self.repeat(ready, found)
+        return found
+
+    def repeat(self, ready: Ready, before: Outcome | None = None) -> None:
+        """Run a command without a fault, and see that all is as if there had been none."""
+        command = ready.command
+        kept = {path: kept_records(path) for path in self._outputs()}
+        is_whole = self._is_whole(ready)
+        again = self.run(command)
+        said = f"{before.text if before else ''}\nREPEAT: {again.text}"
+        if again.status is None:
+            raise WrongError(f"the repeat hangs: {said}")
+        if "Traceback" in again.text:
+            raise WrongError(f"the repeat has a traceback: {said}")
+        if again.status not in command.statuses and not is_whole:
+            raise WrongError(f"the repeat ends with {again.status}: {said}")
+        self.check_result(ready, "the repeat ended well, and", again)
+        for output, rows in kept.items():
+            errors = output.with_name(output.name.removesuffix(".jsonl") + ".errors.jsonl")
+            finished = set(output.read_bytes().splitlines())
+            if errors.exists():
+                finished |= set(errors.read_bytes().splitlines())
+            if command.name != "grown" and not rows <= finished:
+                raise WrongError(f"rows that were in {output.name}.journal have changed: {said}")
+        if more := self._names(command) - ready.names:
+            raise WrongError(f"left over: {sorted(more)}: {said}")
+
+    def check_end(self, ready: Ready, found: Outcome, plan: Plan) -> None:
+        """See that a command under a fault ended, and said why."""
+        if found.status is None:
+            raise WrongError(f"hangs: {found.text}")
+        if match := RAW.search(found.text):
+            raise WrongError(f"says {match.group()}: {found.text}")
+        if found.status < 0 and (plan.error != "kill" or found.status != -9):
+            raise WrongError(f"ended by signal {-found.status}: {found.text}")
+        if found.status >= 0 and found.status not in (*KNOWN, *ready.command.statuses):
+            raise WrongError(f"exit status {found.status}: {found.text}")
+        if found.status in (1, 2) and not found.text.strip():
+            raise WrongError(f"ended with {found.status} and not a word")
+
+    def check_result(self, ready: Ready, when: str, found: Outcome) -> None:
+        """See that a command has left what an undisturbed one leaves."""
+        try:
+            result = ready.command.read(self.folder)
+        except (OSError, ValueError, KeyError, AssertionError) as error:
+            raise WrongError(f"{when} {type(error).__name__}: {error}: {found.text}") from error
+        if result != ready.result:
+            keys = result.keys() | ready.result.keys()
+            others = sorted(key for key in keys if result.get(key) != ready.result.get(key))
+            raise WrongError(f"{when} {others} differ: {found.text}")
+
+    def _is_whole(self, ready: Ready) -> bool:
+        try:
+            return ready.command.read(self.folder) == ready.result
+        except (OSError, ValueError, KeyError, AssertionError):
+            return False
+
+    def _outputs(self) -> list[Path]:
+        journals = self.folder.rglob("*.jsonl.journal")
+        return [path.with_name(path.name.removesuffix(".journal")) for path in journals]
+
+    def _names(self, command: Command) -> set[str]:
+        paths = (str(path.relative_to(self.folder)) for path in self.folder.rglob("*"))
+        return {name for name in paths if not name.startswith(command.leaves or ("\0",))}
+
+
+def choose(plans: Sequence[Plan], num_cases: int, seed: int) -> list[Plan]:
+    """Draw cases by a seed, each kind of call and error about as often as others."""
+    source = random.Random(seed)
+    groups: dict[tuple[str, str, bool], list[Plan]] = {}
+    for plan in plans:
+        groups.setdefault((plan.kind, plan.error, plan.is_lasting), []).append(plan)
+    for group in groups.values():
+        source.shuffle(group)
+    order = [*groups.values()]
+    chosen: list[Plan] = []
+    while order and len(chosen) < num_cases:
+        source.shuffle(order)
+        for group in order:
+            chosen.append(group.pop())
+        order = [group for group in order if group]
+    return chosen[:num_cases]
+
+
+def go_over(
+    commands: Sequence[Command], num_cases: int | None, seed: int, end_s: float, *, is_loud: bool
+) -> tuple[Table, list[str]]:
+    """Try cases of commands; return the table, and what failed."""
+    table = Table()
+    failures: list[str] = []
+    shared = Path("/dev/shm")
+    parent = shared if shared.is_dir() else None
+    with tempfile.TemporaryDirectory(dir=parent, prefix="faults-") as name:
+        loop = Loop(Path(name))
+        for command in commands:
+            ready = loop.make_ready(command)
+            plans = list(ready.plans())
+            chosen = plans if num_cases is None else choose(plans, num_cases, seed)
+            started_s, num_failed = time.monotonic(), len(failures)
+            num_tried = 0
+            for plan in chosen:
+                if time.monotonic() > end_s:
+                    break
+                key = (command.name, plan.kind, plan.error)
+                num_tried += 1
+                table.tried[key] += 1
+                try:
+                    loop.try_case(ready, plan)
+                except WrongError as wrong:
+                    table.failed[key] += 1
+                    failures.append(f"{command.name} {plan}: {wrong}")
+                    if is_loud:
+                        click.echo(f"FAILS {failures[-1]}\n")
+            took_s = time.monotonic() - started_s
+            if is_loud:
+                failed = len(failures) - num_failed
+                click.echo(
+                    f"{command.name}: {num_tried:,} of {len(plans):,} cases in {took_s:.0f} s, "
+                    f"{failed:,} failed",
+                )
+    return table, failures
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="[COMMAND]...")
+@click.option("--seed", default=1, show_default=True)
+@click.option("--cases", default=40, show_default=True, help="Of each command.")
+@click.option("--all", "is_all", is_flag=True, help="All cases: hours.")
+@click.option("--case", "plan_text", help="This one, such as open:3:EIO or write:1:ENOSPC:on.")
+@click.option("--minutes", default=1e6, help="End after so long.")
+def main(
+    names: tuple[str, ...],
+    seed: int,
+    cases: int,
+    is_all: bool,
+    plan_text: str | None,
+    minutes: float,
+) -> None:
+    """Fail calls on files; end with status 1 if something is lost, wrong, or told by a traceback."""
+    become_preloaded()
+    known = {command.name: command for command in COMMANDS}
+    if unknown := set(names) - known.keys():
+        raise click.UsageError(f"no such command: {min(unknown)}; there are {', '.join(known)}")
+    chosen = [known[name] for name in names or known]
+    if plan_text is not None:
+        try_one(chosen, Plan.read(plan_text))
+        return
+    end_s = time.monotonic() + minutes * 60
+    table, failures = go_over(chosen, None if is_all else cases, seed, end_s, is_loud=True)
+    click.echo("\n" + "\n".join(table.lines()))
+    raise SystemExit(bool(failures))
+
+
+def try_one(commands: Sequence[Command], plan: Plan) -> None:
+    """Try one case, and show what the command said."""
+    with tempfile.TemporaryDirectory(prefix="faults-") as name:
+        loop = Loop(Path(name))
+        for command in commands:
+            ready = loop.make_ready(command)
+            try:
+                found = loop.try_case(ready, plan)
+                click.echo(f"{command.name} {plan} holds: {found}")
+            except WrongError as wrong:
+                click.echo(f"{command.name} {plan} FAILS: {wrong}")
+
+
+if __name__ == "__main__":
+    main()
