@@ -17,6 +17,7 @@ from fminfer.compute.kernels.kernel_build import abandon_build, start_build
 from fminfer.core.config import ComputeOptions, EngineConfig
 from fminfer.core.errors import (
     FminferError,
+    MachineError,
     PipelineError,
     StoppedError,
     StopReason,
@@ -65,10 +66,24 @@ def tell(error: BaseException, *, is_verbose: bool = False) -> int:
         return status_of(error)
     if isinstance(error, BrokenPipeError):
         error = FminferError("whoever read the answers stopped reading")
+    elif isinstance(error, OSError):
+        error = explain_system(error)
     if is_verbose or not isinstance(error, FminferError):
         click.echo(hide_secrets("".join(traceback.format_exception(error))), err=True, nl=False)
     click.echo(f"Error: {printable(hide_secrets(str(error)))}", err=True)
     return status_of(error)
+
+
+def explain_system(error: OSError) -> MachineError:
+    """Say what the system's error means for a command where nothing nearer has said it."""
+    names = [repr(os.fsdecode(name)) for name in (error.filename, error.filename2) if name]
+    place = " and ".join(names) or "a file or connection"
+    told = MachineError(
+        f"the system failed at {place}: {error.strerror or error}. What is on the disk stays; see "
+        "that the disk is there and sound, and run the same command again"
+    )
+    told.__cause__ = error
+    return told
 
 
 class Ending:
