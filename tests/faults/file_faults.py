@@ -10,19 +10,14 @@ from __future__ import annotations
 import random
 import re
 import shutil
-import tempfile
-import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-
-import click
 
 from fminfer.files.journal import journal_path
 from fminfer.files.journal_rows import read_row
-from tests.faults.commands import COMMANDS, Command, Result
-from tests.faults.preload import ERRORS_OF, KINDS, ONCE_ONLY, Outcome, Plan, Warm, become_preloaded
+from tests.faults.commands import Command, Result
+from tests.faults.preload import ERRORS_OF, KINDS, ONCE_ONLY, Outcome, Plan, Warm
 
 RAW = re.compile(r"Traceback|panicked at|Exception ignored|Exception in thread|Error: \[")
 KNOWN = (0, 1, 2, 3, 75)  # exit statuses after a fault
@@ -51,42 +46,17 @@ class Ready:
 
     def plans(self) -> Iterator[Plan]:
         """Yield all cases."""
-        for kind in KINDS:
-            for nth in range(1, self.counts[kind] + 1):
-                for error in (*ERRORS_OF[kind], "kill"):
-                    yield Plan(kind, nth, error)
-                    if error not in ONCE_ONLY:
-                        yield Plan(kind, nth, error, is_lasting=True)
+        return plans_of(self.counts)
 
 
-@dataclass(slots=True)
-class Table:
-    """What was tried, by command, kind of call and error, and what failed."""
-
-    tried: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-    failed: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-
-    def lines(self) -> Iterator[str]:
-        """Yield a table of kinds of calls by commands, and one of errors."""
-        names = list(dict.fromkeys(key[0] for key in self.tried))
-        for title, place, values in (
-            ("call", 1, KINDS),
-            ("error", 2, sorted({key[2] for key in self.tried})),
-        ):
-            yield f"| {title} | " + " | ".join(names) + " | tried | held | failed |"
-            yield "|---" * (len(names) + 4) + "|"
-            for value in (*values, None):
-                keys = [key for key in self.tried if value in (None, key[place])]
-                cells = [self._cell([key for key in keys if key[0] == name]) for name in names]
-                tried = sum(self.tried[key] for key in keys)
-                failed = sum(self.failed[key] for key in keys)
-                sums = f"{tried:,} | {tried - failed:,} | {failed:,}"
-                yield f"| {value or 'all'} | " + " | ".join(cells) + f" | {sums} |"
-            yield ""
-
-    def _cell(self, keys: list[tuple[str, str, str]]) -> str:
-        tried, failed = (sum(c[key] for key in keys) for c in (self.tried, self.failed))
-        return f"{tried:,} ({failed:,} failed)" if failed else f"{tried:,}" if tried else ""
+def plans_of(counts: dict[str, int]) -> Iterator[Plan]:
+    """Yield each fault of each call."""
+    for kind in KINDS:
+        for nth in range(1, counts[kind] + 1):
+            for error in (*ERRORS_OF[kind], "kill"):
+                yield Plan(kind, nth, error)
+                if error not in ONCE_ONLY:
+                    yield Plan(kind, nth, error, is_lasting=True)
 
 
 class Loop:
@@ -196,107 +166,3 @@ class Loop:
     def _names(self, command: Command) -> set[str]:
         paths = (str(path.relative_to(self.folder)) for path in self.folder.rglob("*"))
         return {name for name in paths if not name.startswith(command.leaves or ("\0",))}
-
-
-def choose(plans: Sequence[Plan], num_cases: int, seed: int) -> list[Plan]:
-    """Draw cases by a seed, each kind of call and error about as often as others."""
-    source = random.Random(seed)
-    groups: dict[tuple[str, str, bool], list[Plan]] = {}
-    for plan in plans:
-        groups.setdefault((plan.kind, plan.error, plan.is_lasting), []).append(plan)
-    for group in groups.values():
-        source.shuffle(group)
-    order = [*groups.values()]
-    chosen: list[Plan] = []
-    while order and len(chosen) < num_cases:
-        source.shuffle(order)
-        for group in order:
-            chosen.append(group.pop())
-        order = [group for group in order if group]
-    return chosen[:num_cases]
-
-
-def go_over(
-    commands: Sequence[Command], num_cases: int | None, seed: int, end_s: float, *, is_loud: bool
-) -> tuple[Table, list[str]]:
-    """Try cases of commands; return the table, and what failed."""
-    table = Table()
-    failures: list[str] = []
-    shared = Path("/dev/shm")
-    parent = shared if shared.is_dir() else None
-    with tempfile.TemporaryDirectory(dir=parent, prefix="faults-") as name:
-        loop = Loop(Path(name))
-        for command in commands:
-            ready = loop.make_ready(command)
-            plans = list(ready.plans())
-            chosen = plans if num_cases is None else choose(plans, num_cases, seed)
-            started_s, num_failed = time.monotonic(), len(failures)
-            num_tried = 0
-            for plan in chosen:
-                if time.monotonic() > end_s:
-                    break
-                key = (command.name, plan.kind, plan.error)
-                num_tried += 1
-                table.tried[key] += 1
-                try:
-                    loop.try_case(ready, plan)
-                except WrongError as wrong:
-                    table.failed[key] += 1
-                    failures.append(f"{command.name} {plan}: {wrong}")
-                    if is_loud:
-                        click.echo(f"FAILS {failures[-1]}\n")
-            took_s = time.monotonic() - started_s
-            if is_loud:
-                failed = len(failures) - num_failed
-                click.echo(
-                    f"{command.name}: {num_tried:,} of {len(plans):,} cases in {took_s:.0f} s, "
-                    f"{failed:,} failed",
-                )
-    return table, failures
-
-
-@click.command()
-@click.argument("names", nargs=-1, metavar="[COMMAND]...")
-@click.option("--seed", default=1, show_default=True)
-@click.option("--cases", default=40, show_default=True, help="Of each command.")
-@click.option("--all", "is_all", is_flag=True, help="All cases: hours.")
-@click.option("--case", "plan_text", help="This one, such as open:3:EIO or write:1:ENOSPC:on.")
-@click.option("--minutes", default=1e6, help="End after so long.")
-def main(
-    names: tuple[str, ...],
-    seed: int,
-    cases: int,
-    is_all: bool,
-    plan_text: str | None,
-    minutes: float,
-) -> None:
-    """Fail calls on files; end with status 1 if something is lost, wrong, or told by a traceback."""
-    become_preloaded()
-    known = {command.name: command for command in COMMANDS}
-    if unknown := set(names) - known.keys():
-        raise click.UsageError(f"no such command: {min(unknown)}; there are {', '.join(known)}")
-    chosen = [known[name] for name in names or known]
-    if plan_text is not None:
-        try_one(chosen, Plan.read(plan_text))
-        return
-    end_s = time.monotonic() + minutes * 60
-    table, failures = go_over(chosen, None if is_all else cases, seed, end_s, is_loud=True)
-    click.echo("\n" + "\n".join(table.lines()))
-    raise SystemExit(bool(failures))
-
-
-def try_one(commands: Sequence[Command], plan: Plan) -> None:
-    """Try one case, and show what the command said."""
-    with tempfile.TemporaryDirectory(prefix="faults-") as name:
-        loop = Loop(Path(name))
-        for command in commands:
-            ready = loop.make_ready(command)
-            try:
-                found = loop.try_case(ready, plan)
-                click.echo(f"{command.name} {plan} holds: {found}")
-            except WrongError as wrong:
-                click.echo(f"{command.name} {plan} FAILS: {wrong}")
-
-
-if __name__ == "__main__":
-    main()

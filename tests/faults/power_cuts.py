@@ -20,20 +20,13 @@ from __future__ import annotations
 import random
 import shutil
 import struct
-import tempfile
-import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import click
-
 from fminfer.machine.liveness import machine_name
-from tests.faults.commands import COMMANDS, Command
 from tests.faults.file_faults import Loop, Ready, WrongError
-from tests.faults.preload import become_preloaded
 
 MODES = ("lost", "names", "zeros", "data", "torn", "random", "all")
 ENTRY = struct.Struct("<BiqIII")
@@ -72,6 +65,7 @@ class Entry:
     path: str
     other: str
     data: bytes
+    end: int = 0  # of the recording
 
 
 @dataclass(slots=True)
@@ -193,7 +187,7 @@ def read_log(path: Path) -> Iterator[Entry]:
         place += num_path + num_other
         data = raw[place : place + num_bytes]
         place += num_bytes
-        yield Entry(chr(what), fd, where, name.decode(), other.decode(), data)
+        yield Entry(chr(what), fd, where, name.decode(), other.decode(), data, place)
 
 
 def write_at(data: bytearray, change: Change) -> None:
@@ -278,6 +272,21 @@ class Cut:
     def __str__(self) -> str:
         return f"{self.num_changes}:{self.mode}"
 
+    @classmethod
+    def read(cls, text: str) -> Cut:
+        """Read what str() gives."""
+        number, _, mode = text.partition(":")
+        return cls(int(number), mode)
+
+
+def cuts_of(entries: list[Entry]) -> Iterator[Cut]:
+    """Yield a cut before the first change, after each, and at the end, for each mode."""
+    # Opening to read, closing and copies of descriptors change nothing.
+    points = [place for place, entry in enumerate(entries, 1) if entry.what in "WTSRLUDM"]
+    for num_changes in sorted({0, *points, len(entries)}):
+        for mode in MODES:
+            yield Cut(num_changes, mode)
+
 
 def with_unseen_renames(entries: list[Entry], disk: Disk, loop: Loop) -> Iterator[Entry]:
     """Yield entries, and the renames of a library that asks the kernel by itself, as Rust's does.
@@ -326,16 +335,10 @@ class CutLoop:
         assert done.status in ready.command.statuses, done
         entries = [entry for entry in read_log(log) if entry.what != "m"]
         self.entries = list(with_unseen_renames(entries, Disk.of(ready.template, loop.folder), loop))
-        # Opening to read, closing and copies of descriptors change nothing.
-        self.points = [
-            place + 1 for place, entry in enumerate(self.entries) if entry.what in "WTSRLUDM"
-        ]
 
     def cuts(self) -> Iterator[Cut]:
         """Yield all cuts."""
-        for num_changes in [0, *self.points]:
-            for mode in MODES:
-                yield Cut(num_changes, mode)
+        return cuts_of(self.entries)
 
     def try_cut(self, cut: Cut) -> None:
         """Build the state after a cut, and repeat the command; raise a WrongError."""
@@ -345,113 +348,7 @@ class CutLoop:
             disk.take(entry)
         source = random.Random(f"{self.seed} {cut}")
         build(disk, loop.folder, cut.mode, source, is_new_boot=self.is_new_boot)
-        if cut.num_changes == self.points[-1] and ready.command.is_synced:
+        if cut.num_changes == len(self.entries) and ready.command.is_synced:
             nothing = "it had ended well, and after a power cut"
             loop.check_result(ready, nothing, None)
         loop.repeat(ready)
-
-
-def go_over(
-    commands: Sequence[Command],
-    num_cuts: int | None,
-    seed: int,
-    end_s: float,
-    *,
-    is_loud: bool,
-    is_new_boot: bool = True,
-) -> tuple[dict[str, Counter[str]], list[str]]:
-    """Try cuts of commands; return what was tried and what failed by mode, and the failures."""
-    counts: dict[str, Counter[str]] = {}
-    failures: list[str] = []
-    shared = Path("/dev/shm")
-    parent = shared if shared.is_dir() else None
-    with tempfile.TemporaryDirectory(dir=parent, prefix="cuts-") as name:
-        loop = Loop(Path(name))
-        for command in commands:
-            cut_loop = CutLoop(
-                loop, loop.make_ready(command), seed, is_new_boot=is_new_boot
-            )
-            cuts = list(cut_loop.cuts())
-            if num_cuts is not None:
-                random.Random(seed).shuffle(cuts)
-                del cuts[num_cuts:]
-            found = counts[command.name] = Counter()
-            started_s = time.monotonic()
-            for cut in cuts:
-                if time.monotonic() > end_s:
-                    break
-                found[cut.mode] += 1
-                try:
-                    cut_loop.try_cut(cut)
-                except WrongError as wrong:
-                    found[f"{cut.mode} failed"] += 1
-                    failures.append(f"{command.name} {cut}: {wrong}")
-                    if is_loud:
-                        click.echo(f"FAILS {failures[-1]}\n")
-            if is_loud:
-                failed = sum(found[f"{mode} failed"] for mode in MODES)
-                tried = sum(found[mode] for mode in MODES)
-                took_s = time.monotonic() - started_s
-                click.echo(f"{command.name}: {tried:,} cuts in {took_s:.0f} s, {failed:,} failed")
-    return counts, failures
-
-
-def table_of(counts: dict[str, Counter[str]]) -> Iterator[str]:
-    """Yield a table of modes by commands."""
-    yield "| after a cut | " + " | ".join(counts) + " | tried | held | failed |"
-    yield "|---" * (len(counts) + 4) + "|"
-    for mode in MODES:
-        tried = sum(found[mode] for found in counts.values())
-        failed = sum(found[f"{mode} failed"] for found in counts.values())
-        cells = " | ".join(f"{found[mode]:,}" for found in counts.values())
-        yield f"| {mode} | {cells} | {tried:,} | {tried - failed:,} | {failed:,} |"
-
-
-@click.command()
-@click.argument("names", nargs=-1, metavar="[COMMAND]...")
-@click.option("--seed", default=1, show_default=True)
-@click.option("--cases", default=40, show_default=True, help="Of each command.")
-@click.option("--all", "is_all", is_flag=True, help="All cuts.")
-@click.option("--case", "cut_text", help="This one, such as 12:zeros.")
-@click.option("--same-boot", is_flag=True, help="Claims are whole, and of this start.")
-@click.option("--minutes", default=1e6, help="End after so long.")
-def main(
-    names: tuple[str, ...],
-    seed: int,
-    cases: int,
-    is_all: bool,
-    cut_text: str | None,
-    same_boot: bool,
-    minutes: float,
-) -> None:
-    """Cut the power after each change to a folder; end with status 1 if something is wrong."""
-    become_preloaded()
-    known = {command.name: command for command in COMMANDS if command.writes}
-    if unknown := set(names) - known.keys():
-        raise click.UsageError(f"no such command: {min(unknown)}; there are {', '.join(known)}")
-    chosen = [known[name] for name in names or known]
-    is_new_boot = not same_boot
-    if cut_text is not None:
-        number, _, mode = cut_text.partition(":")
-        with tempfile.TemporaryDirectory(prefix="cuts-") as name:
-            loop = Loop(Path(name))
-            for command in chosen:
-                cut_loop = CutLoop(
-                loop, loop.make_ready(command), seed, is_new_boot=is_new_boot
-            )
-                for place, entry in enumerate(cut_loop.entries[: int(number)], 1):
-                    data = entry.data[:60]
-                    click.echo(f"{place} {entry.what} {entry.fd} {entry.path} {entry.other} {data!r}")
-                cut_loop.try_cut(Cut(int(number), mode))
-        return
-    end_s = time.monotonic() + minutes * 60
-    num_cuts = None if is_all else cases
-    counts, failures = go_over(
-        chosen, num_cuts, seed, end_s, is_loud=True, is_new_boot=is_new_boot
-    )
-    click.echo("\n" + "\n".join(table_of(counts)))
-    raise SystemExit(bool(failures))
-
-
-if __name__ == "__main__":
-    main()

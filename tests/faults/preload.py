@@ -138,21 +138,29 @@ class Warm:
     ) -> Outcome:
         """Run a command by a plan, and others beside it without one."""
         others = [
-            self.fork(self._runner(each), self.scratch / f"beside{place}")
+            self.fork(self.runner(each), self.scratch / f"beside{place}")
             for place, each in enumerate(beside)
         ]
         said = self.scratch / "said"
-        pid = self.fork(self._runner(words), said, plan or Plan("none", 0, "EIO"), log)
+        pid = self.fork(self.runner(words), said, plan or Plan("none", 0, "EIO"), log)
         status = self.wait(pid)
         for other in others:
             self.wait(other)
         text = said.read_text(errors="replace")
         for place in range(len(beside)):
             text += (self.scratch / f"beside{place}").read_text(errors="replace")
-        counts = {kind: self._library.fault_count(place) for place, kind in enumerate(KINDS)}
-        return Outcome(status, text, self._library.fault_count(len(KINDS)), counts)
+        return Outcome(status, text, self.num_faults(), self.counts())
 
-    def _runner(self, words: Sequence[str | Path]) -> Callable[[], NoReturn]:
+    def counts(self) -> dict[str, int]:
+        """Return how many calls of each kind the last fork with a plan has made."""
+        return {kind: self._library.fault_count(place) for place, kind in enumerate(KINDS)}
+
+    def num_faults(self) -> int:
+        """Return how many of them failed."""
+        return int(self._library.fault_count(len(KINDS)))
+
+    def runner(self, words: Sequence[str | Path]) -> Callable[[], NoReturn]:
+        """Return what a fork does to be a command."""
         command = [*self._command, *map(str, words)]
         return lambda: self._be_fminfer(command, self._environ)
 
