@@ -36,7 +36,7 @@ NAMING = ("EIO", "ENOSPC", "ESTALE", "EDQUOT")
 # What each kind of call can say; all can be the last call before a kill.
 ERRORS_OF: dict[str, tuple[str, ...]] = {
     "open": WRITING,
-    "read": ("EIO", "EINTR", "EAGAIN", "ESTALE", "short"),
+    "read": ("EIO", "EINTR", "ESTALE", "short"),  # EAGAIN is only said where O_NONBLOCK is set
     "pread": ("EIO", "EINTR", "EAGAIN", "ESTALE", "short"),
     "write": (*WRITING, "short"),
     "pwrite": (*WRITING, "short"),
