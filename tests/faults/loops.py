@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -43,8 +44,19 @@ class CommandTarget:
     def __init__(self, loop: Loop, command: Command, seed: int, *, is_new_boot: bool) -> None:
         self._loop = loop
         self._ready: Ready = loop.make_ready(command)
-        self._cuts = CutLoop(loop, self._ready, seed, is_new_boot=is_new_boot)
-        self.plans, self.cuts, self.try_cut = self._ready.plans, self._cuts.cuts, self._cuts.try_cut
+        self._open_cuts = partial(CutLoop, loop, self._ready, seed, is_new_boot=is_new_boot)
+        self._cuts: CutLoop | None = None
+        self.plans = self._ready.plans
+
+    def cuts(self) -> Iterator[Cut]:
+        """Record its changes, and yield all power cuts."""
+        self._cuts = self._open_cuts()
+        return self._cuts.cuts()
+
+    def try_cut(self, cut: Cut) -> None:
+        """Build the state after a power cut, and run it from there."""
+        self._cuts = self._cuts or self._open_cuts()
+        self._cuts.try_cut(cut)
 
     def try_case(self, plan: Plan) -> object:
         """Run it by a plan, and again without."""
@@ -79,7 +91,7 @@ class Table:
                 cells = [self._cell(key for key in keys if key[0] == name) for name in names]
                 tried, failed = self._sums(keys)
                 sums = f"{tried:,} | {tried - failed:,} | {failed:,}"
-                yield f"| {value or "sum"} | " + " | ".join(cells) + f" | {sums} |"
+                yield f"| {value or 'sum'} | " + " | ".join(cells) + f" | {sums} |"
             yield ""
 
     def _cell(self, keys: Iterable[tuple[str, ...]]) -> str:

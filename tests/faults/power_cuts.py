@@ -288,39 +288,28 @@ def cuts_of(entries: list[Entry]) -> Iterator[Cut]:
             yield Cut(num_changes, mode)
 
 
-def with_unseen_renames(entries: list[Entry], disk: Disk, loop: Loop) -> Iterator[Entry]:
+def with_unseen_renames(entries: list[Entry], disk: Disk, folder: Path) -> Iterator[Entry]:
     """Yield entries, and the renames of a library that asks the kernel by itself, as Rust's does.
 
-    The command has just ended, so that its folder tells the names.
+    The command has just ended: its folder tells the new names, which are known by their bytes.
     """
+    left = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    moved = {entry.path for entry in entries if entry.what in "RUL"}
     for entry in entries:
-        disk.take(entry)
-    there = {str(path) for path in loop.folder.rglob("*") if path.is_file()}
-    missing = sorted(there - disk.names.keys())
-    renamed = {}
-    for name, number in disk.names.items():
-        if number != FOLDER and name not in there:
-            data = bytes_after(disk, number, "all", random.Random())
-            same = [other for other in missing if Path(other).read_bytes() == data]
-            assert same, f"nobody saw what became of {name}"
-            missing.remove(same[0])
-            renamed[Path(name).name] = Path(same[0]).name
-    assert not missing, f"nobody saw where {missing} came from"
-    ends = {}  # of what is renamed: when it is closed
-    names: dict[int, str] = {}
-    for place, entry in enumerate(entries):
-        if entry.what == "O":
-            names[entry.fd] = entry.path
-        elif entry.what in "WC" and (owner := names.get(entry.fd, "")):
-            if Path(owner).name in renamed:
-                ends[owner] = place
-    at = {place: owner for owner, place in ends.items()}
-    assert len(ends) == len(renamed), renamed
-    for place, entry in enumerate(entries):
+        number = disk.numbers.get(entry.fd)
         yield entry
-        if (owner := at.get(place, "")) != "":
-            path = Path(owner)
-            yield Entry("R", -1, 0, owner, str(path.with_name(renamed[path.name])), b"")
+        disk.take(entry)
+        if entry.what != "C" or not isinstance(number, int):
+            continue
+        for name in [name for name, other in disk.names.items() if other == number]:
+            path = Path(name)
+            if path.name in left or name in moved:
+                continue
+            data = bytes_after(disk, number, "all", random.Random())
+            new = next(other for other, found in left.items() if found == data)
+            rename = Entry("R", -1, 0, name, str(path.with_name(new)), b"", entry.end)
+            disk.take(rename)
+            yield rename
 
 
 class CutLoop:
@@ -334,7 +323,8 @@ class CutLoop:
         done = loop.warm.run(ready.command.words(loop.folder), log=log)
         assert done.status in ready.command.statuses, done
         entries = [entry for entry in read_log(log) if entry.what != "m"]
-        self.entries = list(with_unseen_renames(entries, Disk.of(ready.template, loop.folder), loop))
+        disk = Disk.of(ready.template, loop.folder)
+        self.entries = list(with_unseen_renames(entries, disk, loop.folder))
 
     def cuts(self) -> Iterator[Cut]:
         """Yield all cuts."""

@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -193,7 +192,7 @@ class Warm:
             # A machine that has much else to do is slow, and does not hang.
             end_s = time.monotonic() + limit_s
             while not select.select([ended], [], [], 1.0)[0]:
-                if time.monotonic() > end_s and _cpu_is_idle(pid):
+                if time.monotonic() > end_s and _hangs(pid):
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
                     return None
@@ -202,16 +201,20 @@ class Warm:
             os.close(ended)
 
 
-def _cpu_is_idle(pid: int) -> bool:
-    """Tell whether a process that is late hangs: it computes nothing, or far too much."""
+def _hangs(pid: int) -> bool:
+    """Tell whether a process that is late waits for nothing, or computes far too long."""
+    num_ticks, before = 0, -1
+    for _ in range(10):
+        time.sleep(0.2)
+        stats = [path.read_text().rpartition(")")[2].split() for path in _threads_of(pid)]
+        before, num_ticks = num_ticks, sum(int(stat[11]) + int(stat[12]) for stat in stats)
+        is_running = num_ticks != before or any(stat[0] in "RD" for stat in stats)
+        if num_ticks > LIMIT_S * os.sysconf("SC_CLK_TCK") or not stats:
+            return bool(stats)
+        if is_running and before:
+            return False
+    return True
 
-    def ticks() -> int:
-        with suppress(OSError):
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            return int(fields[11]) + int(fields[12])
-        return 0
 
-    before = ticks()
-    time.sleep(1.0)
-    after = ticks()
-    return after - before < 2 or after > LIMIT_S * os.sysconf("SC_CLK_TCK")
+def _threads_of(pid: int) -> list[Path]:
+    return [path for path in Path(f"/proc/{pid}/task").glob("*/stat") if path.exists()]
