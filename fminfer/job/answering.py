@@ -132,8 +132,8 @@ def _answer(job: _Job) -> JobSummary:
     if asked.stats is not None:
         asked.stats.write_text(json.dumps(summary.to_dict(), indent=2) + "\n")
     if asked.is_quiet:  # then no summary names the files that were refused since the start
-        for path in sorted(summary.refused.keys() - set(map(str, job.plan.refused))):
-            click.echo(f"Left out: {summary.refused[path]}.", err=True)
+        for name in sorted(summary.refused.keys() - set(map(str, job.plan.refused))):
+            click.echo(f"Left out: {summary.refused[name]}.", err=True)
     else:
         click.echo(fit(summary.to_text(), find_columns(sys.stderr)), err=True)
     if summary.report_trouble:

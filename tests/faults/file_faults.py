@@ -1,16 +1,16 @@
 """Fails calls on files, one by one, and sees that nothing is lost: `scripts/torture --faults`.
 
 A command is run once to count its calls of each kind. Then each case is a kind of call, the number
-of the call, an error, and whether the error lasts. The command must end by a sentence. What it calls
-done must be right. The same command without a fault must then give what an undisturbed one gives.
+of the call, an error, and whether the error lasts. The command must end by a sentence. What it
+calls done must be right. The same command without a fault must then give what an undisturbed one
+gives.
 """
 
 from __future__ import annotations
 
-import random
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 

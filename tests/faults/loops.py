@@ -149,11 +149,12 @@ def go_over(wish: Wish) -> tuple[Table, list[str]]:
                 if time.monotonic() > wish.end_s:
                     break
                 num_tried += 1
-                table.tried[name, *key] += 1
+                place = (name, *key)
+                table.tried[place] += 1
                 try:
                     try_it()
                 except WrongError as wrong:
-                    table.failed[name, *key] += 1
+                    table.failed[place] += 1
                     failures.append(f"{name} {case}: {wrong}")
                     if wish.is_loud:
                         click.echo(f"FAILS {failures[-1]}\n")

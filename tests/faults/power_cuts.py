@@ -1,7 +1,7 @@
 """Builds what a disk may hold after a power cut, and sees what the next run makes of it.
 
-`scripts/torture --cuts` calls it. A command's changes to its folder are recorded. After each of them
-the power may fail. Then what was synced is there; of the rest, a disk may have anything:
+`scripts/torture --cuts` calls it. A command's changes to its folder are recorded. After each of
+them the power may fail. Then what was synced is there; of the rest, a disk may have anything:
 
 lost      none of the other bytes and names
 names     all names, and none of the other bytes
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Literal
 
 from fminfer.machine.liveness import machine_name
-from tests.faults.file_faults import Loop, Ready, WrongError
+from tests.faults.file_faults import Loop, Ready
 
 MODES = ("lost", "names", "zeros", "data", "torn", "random", "all")
 ENTRY = struct.Struct("<BiqIII")
@@ -237,9 +237,7 @@ def bytes_after(disk: Disk, number: int, mode: str, source: random.Random) -> by
     return bytes(data)
 
 
-def build(
-    disk: Disk, folder: Path, mode: str, source: random.Random, *, is_new_boot: bool
-) -> None:
+def build(disk: Disk, folder: Path, mode: str, source: random.Random, *, is_new_boot: bool) -> None:
     """Write a folder as it may be after a power cut."""
     names = dict(disk.begun)
     for naming in disk.namings:

@@ -267,9 +267,9 @@ class ServerLoop:
                 if use == "answered" and batch["status"] != "completed":
                     raise wrong(f"batch {use} is {batch['status']}")
                 found[use] = self._records(client, batch)
-                if answers is not None and batch["status"] == "completed":
-                    if found[use] != self._whole(use, answers):
-                        raise wrong(f"batch {use} has other records: {found[use]}")
+                is_whole = answers is not None and batch["status"] == "completed"
+                if is_whole and found[use] != self._whole(use, answers):
+                    raise wrong(f"batch {use} has other records: {found[use]}")
             os.kill(pid, signal.SIGTERM)
             if self.warm.wait(pid) is None:
                 raise wrong("the next server does not end")
@@ -277,8 +277,9 @@ class ServerLoop:
                 raise wrong("the next server has a traceback")
         return found
 
-    def _whole(self, use: str, answers: dict[str, list[Any]]) -> list[Any]:
-        """Return the records of a batch, but for its custom_ids and ids equal to the first's."""
+    def _whole(self, use: str, answers: dict[str, list[Any]] | None) -> list[Any]:
+        """Return the records of a batch, but for its custom_ids equal to the first's."""
+        assert answers is not None
         text = json.dumps(answers["answered"]).replace("answered", use)
         return list(json.loads(text))
 
@@ -318,4 +319,3 @@ def wait_until_ready(pid: int, client: Client) -> bool:
             return False
         time.sleep(0.01)
     return False
-
