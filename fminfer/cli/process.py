@@ -76,14 +76,14 @@ def tell(error: BaseException, *, is_verbose: bool = False) -> int:
 
 def explain_system(error: OSError) -> MachineError:
     """Say what the system's error means for a command where nothing nearer has said it."""
-    names = [repr(os.fsdecode(name)) for name in (error.filename, error.filename2) if name]
-    place = " and ".join(names) or "a file or connection"
-    told = MachineError(
-        f"the system failed at {place}: {error.strerror or error}. What is on the disk stays; see "
-        "that the disk is there and sound, and run the same command again"
+    names = [os.fsdecode(name) for name in (error.filename, error.filename2) if name]
+    place = " and ".join(map(repr, names)) or "a file or connection"
+    failure = MachineError(
+        f"the system failed at {place}: {error.strerror or error}. What is on the disk stays; "
+        "see that the disk is there and sound, and run the same command again"
     )
-    told.__cause__ = error
-    return told
+    failure.__cause__ = error
+    return failure
 
 
 class Ending:

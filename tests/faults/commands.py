@@ -145,7 +145,11 @@ def _split(folder: Path) -> Words:
 
 def _read_parts(folder: Path) -> Result:
     files = [path for path in sorted((folder / "parts").rglob("*")) if path.is_file()]
-    found = {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    found = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in files
+        if path.parent.suffix != ".claim" and path.suffix != ".new"  # the repeat removes them
+    }
     manifest = json.loads(found.pop("parts/manifest.json"))
     return found | {"manifest": {key: manifest[key] for key in manifest if "time" not in key}}
 
