@@ -66,24 +66,15 @@ def tell(error: BaseException, *, is_verbose: bool = False) -> int:
         return status_of(error)
     if isinstance(error, BrokenPipeError):
         error = FminferError("whoever read the answers stopped reading")
-    elif isinstance(error, OSError):
-        error = explain_system(error)
+    if isinstance(error, OSError) and error.errno and not is_verbose:
+        error = MachineError(
+            f"{error.filename or 'a file'}: {error.strerror}. Finished rows are kept; see that "
+            "the disk is there and sound, and run the same command again"
+        )
     if is_verbose or not isinstance(error, FminferError):
         click.echo(hide_secrets("".join(traceback.format_exception(error))), err=True, nl=False)
     click.echo(f"Error: {printable(hide_secrets(str(error)))}", err=True)
     return status_of(error)
-
-
-def explain_system(error: OSError) -> MachineError:
-    """Say what the system's error means for a command where nothing nearer has said it."""
-    names = [os.fsdecode(name) for name in (error.filename, error.filename2) if name]
-    place = " and ".join(map(repr, names)) or "a file or connection"
-    failure = MachineError(
-        f"the system failed at {place}: {error.strerror or error}. What is on the disk stays; "
-        "see that the disk is there and sound, and run the same command again"
-    )
-    failure.__cause__ = error
-    return failure
 
 
 class Ending:

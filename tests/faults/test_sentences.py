@@ -35,17 +35,15 @@ def test_an_error_of_the_system_ends_a_command_by_a_sentence(
     monkeypatch.setattr(status_command, "look_over", fail)
     done = CliRunner().invoke(main, ["status", str(tmp_path)])
     assert done.exit_code == 1
-    assert done.stderr.startswith("Error: the system failed at '/data/answers.jsonl': Stale file")
+    assert done.stderr.startswith("Error: ")
+    assert "/data/answers.jsonl: Stale file handle" in done.stderr
 
 
 def test_only_a_verbose_run_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert process.tell(STALE) == process.EXIT_FAILED
     assert "Traceback" not in capsys.readouterr().err
     process.tell(OSError(errno.EIO, "Input/output error"), is_verbose=True)
-    told = capsys.readouterr().err
-    assert "Traceback" not in told.splitlines()[-1]
-    assert "at a file or connection: Input/output error" in told
-    assert "OSError: [Errno 5]" in told
+    assert "OSError: [Errno 5] Input/output error" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_quiet", [True, False])
