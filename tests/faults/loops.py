@@ -141,7 +141,9 @@ def go_over(wish: Wish) -> tuple[Table, list[str]]:
     parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory(dir=parent, prefix="faults-") as folder:
         loop = Loop(Path(folder))
-        for name in wish.names:
+        for name in dict.fromkeys(wish.names):
+            if time.monotonic() > wish.end_s:
+                break
             target = open_target(loop, name, wish.seed, is_new_boot=wish.is_new_boot)
             started_s, before = time.monotonic(), len(failures)
             num_tried = 0
