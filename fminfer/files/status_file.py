@@ -149,8 +149,10 @@ class StatusFile:
     def _write(self) -> None:
         batch = self._to_batch()
         try:
-            # What follows an end relies on it, also after a power cut.
-            with replacing(status_path(self.output), is_durable=self._status in ENDS) as file:
+            # What follows an end relies on it, also after a power cut. Vectors get their name
+            # after this, and by it alone the next run knows that they are its own.
+            is_durable = self.has_vectors or self._status in ENDS
+            with replacing(status_path(self.output), is_durable=is_durable) as file:
                 file.write(json.dumps(batch, indent=2).encode() + b"\n")
         except OSError as error:
             batch["fminfer"].pop("runs")  # they grow, and there may be room only for what was there

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fminfer.core.errors import DamagedInputError, UsageError
 
@@ -91,6 +91,12 @@ class Digest:
         return f"{self._num_bytes:,} bytes ({self._hash.hexdigest()})"
 
 
+def _close_quietly(file: BinaryIO) -> None:
+    """Close a file that was only read: an error of that costs nothing."""
+    with suppress(OSError):
+        file.close()
+
+
 def read_chunks(path: Path, digest: Digest | None = None) -> Iterator[bytes]:
     """Yield a file's bytes, decompressed, in pieces of at most `CHUNK_BYTES`; stdin's as they come.
 
@@ -104,7 +110,8 @@ def read_chunks(path: Path, digest: Digest | None = None) -> Iterator[bytes]:
     with reading_file(path), ExitStack() as open_files:
         raw: Any = sys.stdin.buffer
         if path != STDIN:
-            raw = open_files.enter_context(path.open("rb"))
+            raw = path.open("rb")
+            open_files.callback(_close_quietly, raw)
             raw = raw if digest is None else io.BufferedReader(_Tap(raw, digest))
         stream, damages = _decompress(path, raw)
         damage = None

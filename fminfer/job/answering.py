@@ -130,7 +130,10 @@ def _answer(job: _Job) -> JobSummary:
             job.plan = job.run.job.plan()
             summary = _answer_files(job)
         summary.made_up = synthetic.describe(summary.wall_s)
-    if not asked.is_quiet:
+    if asked.is_quiet:  # then no summary names the files that were refused since the start
+        for name in sorted(summary.refused.keys() - set(map(str, job.plan.refused))):
+            click.echo(f"Left out: {summary.refused[name]}.", err=True)
+    else:
         click.echo(fit(summary.to_text(), find_columns(sys.stderr)), err=True)
     if asked.stats is not None:
         text = json.dumps(summary.to_dict(), indent=2)

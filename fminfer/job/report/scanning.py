@@ -228,9 +228,7 @@ class Scan:
                 try:
                     self._add_source(source)
                 except OSError as error:
-                    raise UsageError(
-                        f"{source.path} cannot be read: {error.strerror or error}"
-                    ) from error
+                    raise _unread(source.path, error) from error
 
     def _add_source(self, source: RowsFile) -> None:
         file = len(self.sources) - 1
@@ -255,13 +253,22 @@ class Scan:
                 self.tally.num_unread += 1
 
     def read(self, place: Place) -> AnswerFields | None:
-        """Read a row again; None: it has changed."""
+        """Read a row again; None: it has changed.
+
+        Raises:
+            UsageError: its file cannot be read any more.
+        """
+        path = self.sources[place.file].path
         try:
-            with self.sources[place.file].path.open("rb") as file:
+            with path.open("rb") as file:
                 file.seek(place.start)
                 return read_answer(file.read(place.size))
-        except OSError:
-            return None
+        except OSError as error:
+            raise _unread(path, error) from error
+
+
+def _unread(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"{path} cannot be read: {error.strerror or error}")
 
 
 def _rows_of_journal(path: Path) -> Iterator[FoundRow]:
