@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from fminfer.compute.layers.plain import ACTIVATIONS
 from fminfer.compute.spec import ACTIVATION_SHAPES, Moe, Pooling
 from fminfer.core.errors import CheckpointError
+from fminfer.core.impostors import naming_faults
 from fminfer.models.families import encoder_decoders, encoders, gpt_like, llama_like, mixtures
 from fminfer.models.families.config_parts import Row
 from fminfer.models.families.encoders import seen_both_ways, with_head
@@ -98,6 +99,15 @@ OWN_FOLDER = {"quant_method": "fminfer", "version": 1}
 TEXT_PART = "text_config"  # of a model that reads images, too
 # Fields that transformers' models read with getattr, though their configs may not declare them.
 UNDECLARED_BUT_READ = {"head_dim", "is_causal"}
+# Fields that count something → the least and the most that they may count, far beyond all models.
+COUNTED = {
+    "vocab_size": (1, 1 << 26),
+    "num_hidden_layers|n_layers?|num_layers": (1, 4096),
+    "(num_attention|n|num)_heads?|hidden_size|d_model|n_embd": (1, 1 << 20),
+    "(.*_)?(layers?|blocks)": (0, 4096),
+    "(.*_)?head_dim|d_kv": (0, 1 << 14),
+    "(.*_)?(heads?|experts|labels|size)": (0, 1 << 26),
+}
 _OF_ALL = frozenset(field.name for field in dataclasses.fields(transformers.PreTrainedConfig))
 
 
@@ -113,6 +123,24 @@ def is_own_folder(quantization: object) -> bool:
             "quantize the model again"
         )
     return True
+
+
+def check_counts(fields: Mapping[str, Any], file: object) -> None:
+    """Refuse a config.json that counts layers, heads or sizes as no model has them.
+
+    transformers would make lists of as many entries, or divide by them.
+    """
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            check_counts(value, file)
+        bounds = next((COUNTED[form] for form in COUNTED if re.fullmatch(form, name)), None)
+        if bounds is None or not isinstance(value, int | float):
+            continue
+        if not bounds[0] <= value <= bounds[1]:
+            raise CheckpointError(
+                f"{file} sets {name} to {value!r}; a whole number from {bounds[0]} to "
+                f"{bounds[1]:,} is allowed. Use the config.json that the model was published with"
+            )
 
 
 class ReadConfig:
@@ -170,6 +198,7 @@ class ReadConfig:
             yield from part._unread()
 
 
+@naming_faults("the model's config.json")
 def architecture_of(config: Any, pooling: Pooling | None = None) -> Architecture:
     """Turn a config of transformers into a spec and the sources of its tensors, or refuse it.
 

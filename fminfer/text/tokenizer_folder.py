@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import broken, refuse_impostor
+from fminfer.core.impostors import broken, refuse_impostor, refuse_special_files
 from fminfer.text.sentencepieces import follow_model_file
 from fminfer.text.tokenizer_file import follow_tokenizer_file
 
@@ -28,6 +28,7 @@ def read_tokenizer(folder: Path, config: Any | None) -> tuple[Any, str]:
     Raises:
         CheckpointError: the folder has no tokenizer that transformers can read.
     """
+    refuse_special_files(folder)
     has_file = any(is_vocabulary(file.name) for file in folder.iterdir())
     if not has_file and (name := _find_class(folder)) != BYT5:
         of_class = f" of its class {name}" if name else ""
@@ -53,7 +54,7 @@ def read_tokenizer(folder: Path, config: Any | None) -> tuple[Any, str]:
     if not hf.chat_template and (file := folder / LEGACY_TEMPLATE).exists():
         try:
             hf.chat_template = read_template(file)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise broken(file, str(error)) from error
     return hf, note
 
@@ -85,7 +86,7 @@ def _load_class(folder: Path, config: Any | None) -> tuple[Any, str]:
 def _find_class(folder: Path) -> str | None:
     """Return the class of a tokenizer that a folder's configs name."""
     for name in ("tokenizer_config.json", "config.json"):
-        with suppress(OSError, ValueError, KeyError, TypeError):
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             return str(json.loads((folder / name).read_bytes())["tokenizer_class"])
     return None
 
@@ -99,7 +100,7 @@ def _refuse_cut_files(folder: Path) -> None:
         if is_vocabulary(file.name) or file.name == "tokenizer_config.json":
             try:
                 json.loads(file.read_bytes())
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RecursionError) as error:
                 raise broken(file, f"no JSON: {error}") from error
 
 
