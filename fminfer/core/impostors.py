@@ -22,7 +22,6 @@ _SPECIAL = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-_OF_MODELS = re.compile(r".*\.(json|txt|model|tiktoken|jinja|safetensors|bin|pt|gguf)")
 # Errors that another copy of a file would not mend.
 _OF_MACHINE = {
     *(errno.EIO, errno.ESTALE, errno.ENOMEM),
@@ -40,7 +39,7 @@ def refuse_special(path: Path) -> None:
 def refuse_special_files(folder: Path) -> None:
     """Refuse a model's folder if what lies there, or one folder deeper, is no plain file."""
     for path in (*folder.glob("*"), *folder.glob("*/*")):
-        if _OF_MODELS.fullmatch(path.name):
+        if re.search(r"\.(json|txt|model|tiktoken|jinja|safetensors|bin|pt|gguf)$", path.name):
             refuse_special(path)
 
 

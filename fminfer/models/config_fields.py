@@ -7,6 +7,7 @@ be in `HARMLESS`, or have the default of the config's class.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Mapping
 from difflib import SequenceMatcher
@@ -99,14 +100,14 @@ OWN_FOLDER = {"quant_method": "fminfer", "version": 1}
 TEXT_PART = "text_config"  # of a model that reads images, too
 # Fields that transformers' models read with getattr, though their configs may not declare them.
 UNDECLARED_BUT_READ = {"head_dim", "is_causal"}
-# Fields that count something → the least and the most that they may count, far beyond all models.
+# Fields that count something → the least and the most, far beyond all models. -1 means none.
 COUNTED = {
     "vocab_size": (1, 1 << 26),
     "num_hidden_layers|n_layers?|num_layers": (1, 4096),
     "(num_attention|n|num)_heads?|hidden_size|d_model|n_embd": (1, 1 << 20),
-    "(.*_)?(layers?|blocks)": (0, 4096),
-    "(.*_)?head_dim|d_kv": (0, 1 << 14),
-    "(.*_)?(heads?|experts|labels|size)": (0, 1 << 26),
+    "(.*_)?(layers|blocks)": (-1, 4096),
+    "(.*_)?head_dim|d_kv": (-1, 1 << 14),
+    "(.*_)?(heads|experts|labels|size)": (-1, 1 << 26),
 }
 _OF_ALL = frozenset(field.name for field in dataclasses.fields(transformers.PreTrainedConfig))
 
@@ -134,12 +135,10 @@ def check_counts(fields: Mapping[str, Any], file: object) -> None:
         if isinstance(value, dict):
             check_counts(value, file)
         bounds = next((COUNTED[form] for form in COUNTED if re.fullmatch(form, name)), None)
-        if bounds is None or not isinstance(value, int | float):
-            continue
-        if not bounds[0] <= value <= bounds[1]:
+        if bounds and isinstance(value, int | float) and not bounds[0] <= value <= bounds[1]:
             raise CheckpointError(
                 f"{file} sets {name} to {value!r}; a whole number from {bounds[0]} to "
-                f"{bounds[1]:,} is allowed. Use the config.json that the model was published with"
+                f"{bounds[1]:,} is allowed. Use the config.json of the published model"
             )
 
 
@@ -210,7 +209,8 @@ def architecture_of(config: Any, pooling: Pooling | None = None) -> Architecture
     if architecture.model.is_pooled:
         architecture = seen_both_ways(architecture, read)
     read.refuse_unread()
-    for layer in architecture.model.layers:
+    for layer in dict.fromkeys(architecture.model.layers):
+        _check_numbers(layer, "layer")
         mlp = layer.mlp.expert if isinstance(layer.mlp, Moe) else layer.mlp  # shared ones alike
         if mlp.activation not in ACTIVATIONS.keys() | ACTIVATION_SHAPES.keys():
             raise CheckpointError(
@@ -220,6 +220,29 @@ def architecture_of(config: Any, pooling: Pooling | None = None) -> Architecture
     if is_own_folder(getattr(config, "quantization_config", None)):
         return by_our_names(architecture, model_specs(architecture.model))
     return architecture
+
+
+def _check_numbers(part: Any, name: str) -> None:
+    """Refuse a part of a spec with a number that nothing can be computed with."""
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        path = f"{name}.{field.name}"
+        if dataclasses.is_dataclass(value):
+            _check_numbers(value, path)
+        if (
+            (isinstance(value, int) and value < 0)
+            or isinstance(value, complex)
+            or (isinstance(value, float) and not math.isfinite(value))
+        ):
+            raise CheckpointError(
+                f"config.json makes {path} {value!r}, which is no number to compute with. Use the "
+                "config.json of the published model"
+            )
+    if isinstance(part, Moe) and not 1 <= part.top_k <= part.num_experts:
+        raise CheckpointError(
+            f"config.json has {part.num_experts} experts, and each token goes to {part.top_k} of "
+            "them; 1 to all of them are allowed. Use the config.json of the published model"
+        )
 
 
 def check_model_type(model_type: str, fields: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import broken, refuse_impostor, refuse_special_files
+from fminfer.core.impostors import broken, naming_faults, refuse_impostor, refuse_special_files
 from fminfer.text.sentencepieces import follow_model_file
 from fminfer.text.tokenizer_file import follow_tokenizer_file
 
@@ -76,10 +76,8 @@ def _load_class(folder: Path, config: Any | None) -> tuple[Any, str]:
     if not (folder / "tokenizer.json").exists():
         raise CheckpointError(f"{folder} has no usable tokenizer: {fault}") from fault
     why = " ".join(str(fault).split())[:MAX_FAULT]
-    try:
+    with naming_faults(folder / "tokenizer.json"):
         hf = PreTrainedTokenizerFast.from_pretrained(folder)
-    except Exception as error:
-        raise broken(folder / "tokenizer.json", error) from error
     return hf, f"{folder}: tokenizer.json is used without its class, which cannot be made ({why})"
 
 

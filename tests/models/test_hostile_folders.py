@@ -109,6 +109,13 @@ def test_an_end_beyond_the_vocabulary_is_told(demo: Path) -> None:
     assert not load_tokenizer(config, open_model(config)).note
 
 
+def test_a_tokenizer_that_panics_is_refused_as_it_loads(demo: Path) -> None:
+    """Each line's text ended the run: the probe ends in spaces, with which nothing panics."""
+    replaces = {"type": "Replace", "pattern": {"String": ""}, "content": "aaaa"}
+    put("tokenizer.json", ("normalizer",), replaces)(demo)
+    assert re.search(r"the tokenizer in .*m cannot be used \(PanicException", refusal(demo))
+
+
 ODD = ("config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors", "vocab.json")
 
 

@@ -144,8 +144,9 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _place(path: Path, entry: dict[str, Any], start: int) -> StoredTensor:
     dtype, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-    are_whole = all(type(number) is int and number >= 0 for number in (*shape, first, last))
-    if len(shape) > MOST_DIMENSIONS or not are_whole:
+    if len(shape) > MOST_DIMENSIONS or not all(
+        type(number) is int and number >= 0 for number in (*shape, first, last)
+    ):
         raise ValueError(
             f"sizes, at most {MOST_DIMENSIONS}, and offsets are whole numbers, not {entry}"
         )

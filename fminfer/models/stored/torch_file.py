@@ -250,9 +250,9 @@ class _Machine:
             raise ValueError("it refers to what is no storage of values")
         dtype, (part,) = STORAGES[what.rpartition(".")[2]], view or (None,)
         first, size = (part[1], part[2]) if part is not None else (0, num_values)
-        sizes = (num_values, first, size)
-        is_sized = all(type(number) is int and number >= 0 for number in sizes)
-        if not is_sized or not isinstance(key, str | int):
+        if not isinstance(key, str | int) or not all(
+            type(number) is int and number >= 0 for number in (num_values, first, size)
+        ):
             raise ValueError("a storage has no name, or its size is no whole number")
         storage = Storage(str(key), dtype, first + size, first)
         self.storages.setdefault(storage.key, storage)

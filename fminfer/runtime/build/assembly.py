@@ -107,11 +107,10 @@ def load_tokenizer(config: ModelOptions, checkpoint: Checkpoint) -> Tokenizer:
                 "folder of the model's own by --tokenizer"
             )
         if checkpoint.eos_ids and not find_ends(checkpoint, tokenizer):
-            endless = (
-                f"no eos_token_id of {checkpoint.name} is one of its {num_rows} tokens, so that "
-                "answers end by max_tokens or stop alone"
+            tokenizer.note += (
+                f"{'; ' if tokenizer.note else ''}no eos_token_id of {checkpoint.name} is one of "
+                f"its {num_rows} tokens, so that answers end by max_tokens or stop alone"
             )
-            tokenizer.note = "; ".join(filter(None, (tokenizer.note, endless)))
         return tokenizer
     if num_rows < 256:
         raise CheckpointError(
