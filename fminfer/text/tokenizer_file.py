@@ -19,7 +19,7 @@ from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import naming_faults
 
 _ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
-_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Text that published tokenizers cut in different ways.
 _PROBE = (
@@ -87,7 +87,7 @@ def _put_in(hf: Any, stored: BackendTokenizer, others: list[AddedToken], file: P
     its tokens: they are the languages.
     """
     language = getattr(hf, "src_lang", None)
-    beside = (file.with_name(name) for name in _BESIDE)
+    beside = (file.with_name(name) for name in BESIDE)
     texts = [each.read_text("utf-8") for each in beside if each.exists()]
 
     def is_named(name: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import broken, naming_faults, refuse_impostor, refuse_special_files
 from fminfer.text.sentencepieces import follow_model_file
-from fminfer.text.tokenizer_file import follow_tokenizer_file
+from fminfer.text.tokenizer_file import BESIDE, follow_tokenizer_file
 
 LEGACY_TEMPLATE = "chat_template.json"  # where models that read images, too, kept theirs
 MAX_FAULT = 200  # characters of what a library says
@@ -76,7 +76,7 @@ def _load_class(folder: Path, config: Any | None) -> tuple[Any, str]:
     if not (folder / "tokenizer.json").exists():
         raise CheckpointError(f"{folder} has no usable tokenizer: {fault}") from fault
     why = " ".join(str(fault).split())[:MAX_FAULT]
-    with naming_faults(folder / "tokenizer.json"):
+    with naming_faults(f"{folder / 'tokenizer.json'}, or a file of the tokenizer beside it,"):
         hf = PreTrainedTokenizerFast.from_pretrained(folder)
     return hf, f"{folder}: tokenizer.json is used without its class, which cannot be made ({why})"
 
@@ -95,11 +95,9 @@ def _refuse_cut_files(folder: Path) -> None:
     It is asked once loading has failed: to parse 30 MB twice would slow every start.
     """
     for file in sorted(folder.glob("*.json")):
-        if is_vocabulary(file.name) or file.name == "tokenizer_config.json":
-            try:
+        if is_vocabulary(file.name) or file.name in BESIDE:
+            with naming_faults(file):
                 json.loads(file.read_bytes())
-            except (OSError, ValueError, RecursionError) as error:
-                raise broken(file, f"no JSON: {error}") from error
 
 
 def is_vocabulary(file_name: str) -> bool:

@@ -29,6 +29,7 @@ from fminfer.models.stored.torch_file import read_torch_file
 from fminfer.runtime.build.assembly import load_tokenizer
 from tests.conftest import IS_ALL
 from tests.forked import fork_server
+from tests.gguf_building import copy
 from tests.models import hostile_folders
 from tests.models.hostile_folders import make_folder, pickles, put, update
 
@@ -116,6 +117,7 @@ def test_a_tokenizer_that_panics_is_refused_as_it_loads(demo: Path) -> None:
     assert re.search(r"the tokenizer in .*m cannot be used \(PanicException", refusal(demo))
 
 
+EOS = "tokenizer.ggml.eos_token_id"
 ODD = ("config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors", "vocab.json")
 
 
@@ -222,3 +224,26 @@ def test_headers_that_took_quadratic_time(
     with pytest.raises(CheckpointError, match=says):
         read_safetensors(file)
     assert time.process_time() - start_s < 3
+
+
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "added_tokens.json", "modules.json"])
+def test_a_file_that_is_cut_off_is_named(name: str, demo: Path) -> None:
+    """The error named tokenizer.json; a broken modules.json was passed over in silence."""
+    (demo / name).write_text('{"eos_token": ')
+    assert re.search(rf"m/{name} cannot be used \(JSONDecodeError", refusal(demo))
+
+
+@pytest.mark.parametrize("eos", [4_000_000_000, -1])
+def test_an_end_that_a_gguf_file_does_not_have(
+    eos: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answers went on until max_tokens, and nothing was told."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kind = 5 if eos < 0 else 4  # of numbers with a sign, and without
+    changed = copy("llama", tmp_path / "m.gguf", lambda keys, _: keys.update({EOS: (kind, eos)}))
+    config = EngineConfig(str(changed))
+    if eos < 0:
+        with pytest.raises(CheckpointError, match=r"m\.gguf has the eos_token_id \[-1\]"):
+            open_model(config)
+    else:
+        assert "no eos_token_id of" in load_tokenizer(config, open_model(config)).note
