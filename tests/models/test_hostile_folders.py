@@ -24,6 +24,7 @@ from fminfer.core.errors import CheckpointError, MachineError
 from fminfer.core.impostors import is_gguf, naming_faults, refuse_impostor
 from fminfer.models.checkpoint import open_model
 from fminfer.models.config_fields import check_counts
+from fminfer.models.model_folder import find_weight_files
 from fminfer.models.stored.stored_tensors import read_safetensors
 from fminfer.models.stored.torch_file import read_torch_file
 from fminfer.runtime.build.assembly import load_tokenizer
@@ -127,6 +128,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(name: str, demo: Path) 
     os.mkfifo(demo / name)
     assert f"{name} is a pipe, and no file" in refusal(demo)
     assert not is_gguf(demo / name)
+    assert demo / name not in find_weight_files(str(demo))  # a thread read it ahead
 
 
 def test_devices_in_the_place_of_files(demo: Path) -> None:
