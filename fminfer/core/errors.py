@@ -42,9 +42,6 @@ RETRYABLE: tuple[ErrorCode, ...] = ("out_of_memory", "nan_logits", "internal_err
 StopReason = Literal["interrupted", "terminated", "hung_up", "out_of_time"]
 
 
-MOST_QUOTED = 1800  # characters of an error that quotes files of strangers
-
-
 class FminferError(Exception):
     """Base of all errors of this package; its text is meant for the user."""
 
@@ -67,11 +64,12 @@ class InUseError(UsageError):
 class CheckpointError(FminferError):
     """A model folder, config, tokenizer or weight file that cannot be used.
 
-    The text quotes such files, which may hold anything. Its middle is left out where it is long.
+    The text quotes such files, which may hold anything. Beyond 1,800 characters, its middle is
+    left out.
     """
 
     def __init__(self, text: str) -> None:
-        if (num_more := len(text) - MOST_QUOTED) > 0:
+        if (num_more := len(text) - 1800) > 0:
             text = f"{text[:1000]} … {num_more:,} characters … {text[1000 + num_more :]}"
         super().__init__(text)
 

@@ -28,13 +28,13 @@ from fminfer.models.model_folder import find_weight_files
 from fminfer.models.stored.stored_tensors import read_safetensors
 from fminfer.models.stored.torch_file import read_torch_file
 from fminfer.runtime.build.assembly import load_tokenizer
-from tests.conftest import IS_ALL
-from tests.forked import fork_server
+from tests.conftest import IS_ALL, more
+from tests.forked import fork_server, run_forked
 from tests.gguf_building import copy
 from tests.models import hostile_folders
 from tests.models.hostile_folders import make_folder, pickles, put, update
 
-NUM_TRIED = 700 if IS_ALL else 16
+NUM_TRIED = 700 if IS_ALL else 10
 
 
 def _try_all(num: int, folder: str) -> None:
@@ -118,6 +118,15 @@ def test_a_tokenizer_that_panics_is_refused_as_it_loads(demo: Path) -> None:
     assert re.search(r"the tokenizer in .*m cannot be used \(PanicException", refusal(demo))
 
 
+def test_a_tokenizer_that_pads_is_tried_without(demo: Path) -> None:
+    """The probe of a file with this padding would have had a billion tokens."""
+    padding = {"strategy": {"Fixed": 10**9}, "direction": "Right", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
+    put("tokenizer.json", ("padding",), padding)(demo)
+    config = EngineConfig(str(demo))
+    assert len(load_tokenizer(config, open_model(config)).encode("a b").ids) < 9
+
+
 EOS = "tokenizer.ggml.eos_token_id"
 ODD = ("config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors", "vocab.json")
 
@@ -139,13 +148,29 @@ def test_devices_in_the_place_of_files(demo: Path) -> None:
 
 
 def test_a_chat_template_that_is_a_pipe(tmp_path: Path) -> None:
-    from fminfer.runtime.build.assembly import make_intake
-
     os.mkfifo(tmp_path / "t.jinja")
-    config = EngineConfig(None, chat_template=str(tmp_path / "t.jinja"))
-    checkpoint = open_model(config)
     with pytest.raises(CheckpointError, match=r"t\.jinja is a pipe"):
-        make_intake(config, checkpoint, load_tokenizer(config, checkpoint))
+        EngineConfig(None, chat_template=str(tmp_path / "t.jinja"))
+
+
+@more
+@pytest.mark.parametrize("command", ["check", "run", "serve", "quantize"])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_all_commands_refuse_alike(command: str, name: str, demo: Path, tmp_path: Path) -> None:
+    (demo / name).unlink()
+    os.mkfifo(demo / name)
+    (tmp_path / "r.jsonl").write_text('{"prompt": "a", "max_tokens": 1}\n')
+    words: dict[str, list[object]] = {
+        "check": [tmp_path / "r.jsonl", "--model-name", demo],
+        "run": ["--prompt", "a", "--model-name", demo],
+        "serve": ["--port", "0", demo],
+        "quantize": ["--model-name", demo, "--output", tmp_path / "q", "--to", "int8"],
+    }
+    done = run_forked([command, *words[command]], timeout=60)
+    assert done.returncode == 1
+    assert (
+        done.stderr == f"Error: {demo / name} is a pipe, and no file. Give a plain file instead\n"
+    )
 
 
 class PanicException(BaseException):

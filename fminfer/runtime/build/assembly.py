@@ -17,7 +17,7 @@ from fminfer.contract.fields import INT64, integer
 from fminfer.contract.request import DEFAULTS, SamplingParams, VectorFacts
 from fminfer.core.config import EngineConfig, MemoryOptions, ModelOptions, RequestOptions, StepSizes
 from fminfer.core.errors import CheckpointError, RequestError, UsageError
-from fminfer.core.impostors import naming_faults, refuse_special
+from fminfer.core.impostors import naming_faults
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.intake import Intake
@@ -270,7 +270,6 @@ def _read_template(config: RequestOptions) -> str | None:
     if config.chat_template is None:
         return None
     try:
-        refuse_special(Path(config.chat_template))
         return read_template(Path(config.chat_template))
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
