@@ -232,10 +232,11 @@ def _check_numbers(part: Any, name: str) -> None:
         if (
             (isinstance(value, int) and value < 0)
             or isinstance(value, complex)
+            or (field.type in ("int", "float") and not isinstance(value, int | float))
             or (isinstance(value, float) and not math.isfinite(value))
         ):
             raise CheckpointError(
-                f"config.json makes {path} {value!r}, which is no number to compute with. Use the "
+                f"config.json makes {path} {value!r}, with which nothing can be computed. Use the "
                 "config.json of the published model"
             )
     if isinstance(part, Moe) and not 1 <= part.top_k <= part.num_experts:

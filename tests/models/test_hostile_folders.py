@@ -28,7 +28,7 @@ from fminfer.models.model_folder import find_weight_files
 from fminfer.models.stored.stored_tensors import read_safetensors
 from fminfer.models.stored.torch_file import read_torch_file
 from fminfer.runtime.build.assembly import load_tokenizer
-from tests.conftest import IS_ALL, more
+from tests.conftest import IS_ALL, family_config, more
 from tests.forked import fork_server, run_forked
 from tests.gguf_building import copy
 from tests.models import hostile_folders
@@ -87,6 +87,25 @@ def refusal(folder: Path) -> str:
 def test_values_of_a_config(fields: dict[str, Any], says: str, demo: Path) -> None:
     update("config.json", fields)(demo)
     assert re.search(says, refusal(demo))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "says"),
+    [
+        ("deepseek_v3", {"n_group": None}, r"makes layer\.mlp\.groups None"),
+        ("gemma3_text", {"query_pre_attn_scalar": -1}, r"makes layer\.attention\.scaling .*j\)"),
+        ("mixtral", {"num_experts_per_tok": -1}, r"makes layer\.mlp\.top_k -1"),
+        ("mixtral", {"num_experts_per_tok": 9}, "each token goes to 9 of them; 1 to all"),
+    ],
+)
+def test_numbers_that_nothing_is_computed_with(
+    name: str, fields: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    """They ended the run at its first step, in torch's words."""
+    family_config(name, 3).save_pretrained(tmp_path)
+    update("config.json", fields)(tmp_path)
+    with pytest.raises(CheckpointError, match=says):
+        open_model(EngineConfig(random_init=str(tmp_path)))
 
 
 def test_published_counts_are_allowed() -> None:
