@@ -230,7 +230,7 @@ def _check_numbers(part: Any, name: str) -> None:
         if dataclasses.is_dataclass(value):
             _check_numbers(value, path)
         if (
-            (isinstance(value, int) and value < 0)
+            (isinstance(value, int) and not 0 <= value < 1 << 48)
             or isinstance(value, complex)
             or (field.type in ("int", "float") and not isinstance(value, int | float))
             or (isinstance(value, float) and not math.isfinite(value))

@@ -95,6 +95,7 @@ def test_values_of_a_config(fields: dict[str, Any], says: str, demo: Path) -> No
         ("deepseek_v3", {"n_group": None}, r"makes layer\.mlp\.groups None"),
         ("gemma3_text", {"query_pre_attn_scalar": -1}, r"makes layer\.attention\.scaling .*j\)"),
         ("mixtral", {"num_experts_per_tok": -1}, r"makes layer\.mlp\.top_k -1"),
+        ("mixtral", {"sliding_window": 10**30}, r"makes layer\.attention\.window 10000"),
         ("mixtral", {"num_experts_per_tok": 9}, "each token goes to 9 of them; 1 to all"),
     ],
 )
