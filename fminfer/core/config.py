@@ -6,11 +6,13 @@ import difflib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from typing_extensions import Self
 
 from fminfer.core.errors import UsageError
+from fminfer.core.impostors import refuse_special
 from fminfer.core.option import (
     OF_ENGINE,
     OF_WEIGHTS,
@@ -409,7 +411,8 @@ class RequestOptions(Options):
     )
 
     def check(self) -> None:
-        """Refuse a seed of more than 64 bits: no kernel can hold it."""
+        """Refuse a template in a pipe, and a seed of more than 64 bits: no kernel can hold it."""
+        refuse_special(Path(self.chat_template or "."))  # it is read more than once
         if not -(2**63) <= self.seed < 2**63:
             raise UsageError(f"seed is {self.seed}; it must fit into a signed number of 64 bits")
 

@@ -62,7 +62,16 @@ class InUseError(UsageError):
 
 
 class CheckpointError(FminferError):
-    """A model folder, config, tokenizer or weight file that cannot be used."""
+    """A model folder, config, tokenizer or weight file that cannot be used.
+
+    The text quotes such files, which may hold anything. Beyond 1,800 characters, its middle is
+    left out.
+    """
+
+    def __init__(self, text: str) -> None:
+        if (num_more := len(text) - 1800) > 0:
+            text = f"{text[:1000]} … {num_more:,} characters … {text[1000 + num_more :]}"
+        super().__init__(text)
 
 
 class PipelineError(FminferError):

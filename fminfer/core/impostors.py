@@ -2,22 +2,75 @@
 
 from __future__ import annotations
 
+import errno
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fminfer.core.errors import CheckpointError
+from fminfer.core.errors import CheckpointError, FminferError, MachineError
 
 _POINTER = b"version https://git-lfs"
 _NO_UTF_8 = re.compile(r"'utf-8' codec can't decode .*")  # Python's own words
 _GZIP = b"\x1f\x8b\x08"
 GGUF, MAGIC = ".gguf", b"GGUF"
 _PROJECTOR = "mmproj"  # of images, beside the model
+_SPECIAL = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+# Errors that another copy of a file would not mend.
+_OF_MACHINE = {
+    *(errno.EIO, errno.ESTALE, errno.ENOMEM),
+    *(errno.EMFILE, errno.ENFILE, errno.ETIMEDOUT),
+}
+
+
+def refuse_special(path: Path) -> None:
+    """Refuse a pipe, a socket or a device in the place of a file: reading it might never end."""
+    with suppress(OSError, ValueError):  # whoever reads on says what is wrong
+        if kind := _SPECIAL.get(stat.S_IFMT(path.stat().st_mode)):
+            raise CheckpointError(f"{path} is {kind}, and no file. Give a plain file instead")
+
+
+def refuse_special_files(folder: Path) -> None:
+    """Refuse a model's folder if what lies there, or one folder deeper, is no plain file."""
+    for path in (*folder.glob("*"), *folder.glob("*/*")):
+        if re.search(r"\.(json|txt|model|tiktoken|jinja|safetensors|bin|pt|gguf)$", path.name):
+            refuse_special(path)
+
+
+@contextmanager
+def naming_faults(place: object) -> Iterator[None]:
+    """Make whatever a library raises over a model's files an error that names them.
+
+    A failing machine, a lack of memory and an end that was asked for keep their own meaning.
+    """
+    try:
+        yield
+    except (FminferError, MemoryError):
+        raise
+    except BaseException as error:
+        # Rust's libraries raise what is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        if isinstance(error, OSError) and error.errno in _OF_MACHINE:
+            raise MachineError(
+                f"the machine failed while {place} was read: {error}. Mend that, and run the "
+                "same command again"
+            ) from error
+        raise CheckpointError(
+            f"{place} cannot be used ({type(error).__name__}: {' '.join(str(error).split())}). "
+            "Fetch it again, or use the files that the model was published with"
+        ) from error
 
 
 def refuse_impostor(path: Path) -> None:
     """Refuse a file that a download put in the place of a model's file; say what to fetch."""
+    refuse_special(path)
     start = _start_of(path).removeprefix(b"\xef\xbb\xbf").lstrip()
     # The size that a weight file begins with may be a "<", but has zeros.
     if start.startswith(b"<") and b"\0" not in start:
@@ -35,8 +88,10 @@ def refuse_impostor(path: Path) -> None:
 
 
 def _start_of(path: Path) -> bytes:
-    with suppress(OSError), path.open("rb") as file:  # whoever reads on says what is wrong
-        return file.read(64)
+    with suppress(OSError, ValueError):  # whoever reads on says what is wrong
+        if path.is_file():  # a pipe would be waited for
+            with path.open("rb") as file:
+                return file.read(64)
     return b""
 
 

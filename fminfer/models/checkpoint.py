@@ -10,14 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 
 from fminfer.compute.attention.scoring import MOST_RELATIVE, relative_reach
 from fminfer.compute.spec import Layer, Model
 from fminfer.core.config import ModelOptions
 from fminfer.core.errors import CheckpointError, UsageError
-from fminfer.core.impostors import GGUF, broken, gguf_error, is_gguf, refuse_impostor
-from fminfer.models.config_fields import TEXT_PART, architecture_of, check_model_type, is_own_folder
+from fminfer.core.impostors import (
+    GGUF,
+    broken,
+    gguf_error,
+    is_gguf,
+    naming_faults,
+    refuse_impostor,
+    refuse_special_files,
+)
+from fminfer.models.config_fields import (
+    TEXT_PART,
+    architecture_of,
+    check_counts,
+    check_model_type,
+    is_own_folder,
+)
 from fminfer.models.families.tensor_names import Architecture
 from fminfer.models.gguf.configs import config_of
 from fminfer.models.gguf.gguf_model import gguf_architecture, read_model, small_files
@@ -110,11 +123,29 @@ class Checkpoint:
         folder = self.generation_folder
         return {} if folder is None else read_object(folder / GENERATION)
 
+    def check(self) -> None:
+        """Refuse values of its files that no spec holds, before anything is loaded."""
+        if (length := min(self.context_length, self.source_length)) < 1:
+            raise CheckpointError(
+                f"{self.name} has a context of {length} tokens by its files; at least 1 is "
+                "needed. Use the config.json that the model was published with"
+            )
+        if not all(type(each) is int and each >= 0 for each in self._stated_ends):
+            raise CheckpointError(
+                f"{self.name} has the eos_token_id {self._stated_ends!r} in its {GENERATION} or "
+                "config.json; the id of a token, a list of ids or null is allowed. Write the "
+                "model's own there"
+            )
+
     @property
     def eos_ids(self) -> frozenset[int]:
         """The ids that end a sequence, by generation_config.json or else the config."""
+        return frozenset(self._stated_ends)
+
+    @property
+    def _stated_ends(self) -> list[Any]:
         eos = self.generation_fields.get("eos_token_id", self.config.eos_token_id)
-        return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        return eos if isinstance(eos, list) else [] if eos is None else [eos]
 
 
 def open_model(config: ModelOptions, *, has_weights: bool = True) -> Checkpoint:
@@ -123,10 +154,12 @@ def open_model(config: ModelOptions, *, has_weights: bool = True) -> Checkpoint:
     Raises:
         CheckpointError, UsageError: it does not run, or is not as flags say.
     """
-    if config.random_init is not None:
-        checkpoint = open_random(config.random_init, tokenizer=config.tokenizer)
-    else:
-        checkpoint = open_checkpoint(config.model, config, has_weights=has_weights)
+    with naming_faults(config.random_init or config.model or DEMO_NAMES[0]):
+        if config.random_init is not None:
+            checkpoint = open_random(config.random_init, tokenizer=config.tokenizer)
+        else:
+            checkpoint = open_checkpoint(config.model, config, has_weights=has_weights)
+        checkpoint.check()
     name, of_config = config.model_type, str(checkpoint.config.model_type)
     plain = (name or "").replace("_", "").replace("-", "").lower()  # as gptneox, gpt-j
     if name is not None and plain != of_config.replace("_", ""):
@@ -161,6 +194,7 @@ def open_checkpoint(
         )
     if is_gguf(folder):
         return _open_gguf(str(name), options)
+    refuse_special_files(folder)
     where = None
     if is_of_hub:
         # First: an architecture that does not run is refused before the download of its weights.
@@ -215,7 +249,7 @@ def open_random(name: str, *, tokenizer: str | None = None) -> Checkpoint:
 def text_part(config: Any) -> Any:
     """Return the config of the text model: a part of a composite config, or else all of it."""
     text = getattr(config, TEXT_PART, None)
-    if text is None:
+    if not isinstance(text, transformers.PreTrainedConfig):
         return config
     for name in ("dtype", "eos_token_id", "tie_word_embeddings"):  # the whole model's count
         value = getattr(config, name, None)
@@ -263,17 +297,16 @@ def _read_config(path: Path) -> Any:
     try:
         fields = json.loads(file.read_bytes())
         model_type = fields["model_type"]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise broken(file, f"no JSON: {error}") from error
     except (OSError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{file} is no JSON object with a model_type ({error!r}); take the model's own"
         ) from error
     check_model_type(str(model_type), fields)
-    try:
+    check_counts(fields, file)
+    with naming_faults(file):
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
-        raise CheckpointError(f"{path} has no usable config.json: {error}") from error
     for name in START_FIELDS if config.is_encoder_decoder else ():
         setattr(config, name, fields.get(name))  # transformers uses no default of the class here
     return config

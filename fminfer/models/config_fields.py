@@ -7,6 +7,7 @@ be in `HARMLESS`, or have the default of the config's class.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Mapping
 from difflib import SequenceMatcher
@@ -18,6 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from fminfer.compute.layers.plain import ACTIVATIONS
 from fminfer.compute.spec import ACTIVATION_SHAPES, Moe, Pooling
 from fminfer.core.errors import CheckpointError
+from fminfer.core.impostors import naming_faults
 from fminfer.models.families import encoder_decoders, encoders, gpt_like, llama_like, mixtures
 from fminfer.models.families.config_parts import Row
 from fminfer.models.families.encoders import seen_both_ways, with_head
@@ -98,6 +100,15 @@ OWN_FOLDER = {"quant_method": "fminfer", "version": 1}
 TEXT_PART = "text_config"  # of a model that reads images, too
 # Fields that transformers' models read with getattr, though their configs may not declare them.
 UNDECLARED_BUT_READ = {"head_dim", "is_causal"}
+# Fields that count something → the least and the most, far beyond all models. -1 means none.
+COUNTED = {
+    "vocab_size": (1, 1 << 26),
+    "num_hidden_layers|n_layers?|num_layers": (1, 4096),
+    "(num_attention|n|num)_heads?|hidden_size|d_model|n_embd": (1, 1 << 20),
+    "(.*_)?(layers|blocks)": (-1, 4096),
+    "(.*_)?head_dim|d_kv": (-1, 1 << 14),
+    "(.*_)?(heads|experts|labels|size)": (-1, 1 << 26),
+}
 _OF_ALL = frozenset(field.name for field in dataclasses.fields(transformers.PreTrainedConfig))
 
 
@@ -113,6 +124,22 @@ def is_own_folder(quantization: object) -> bool:
             "quantize the model again"
         )
     return True
+
+
+def check_counts(fields: Mapping[str, Any], file: object) -> None:
+    """Refuse a config.json that counts layers, heads or sizes as no model has them.
+
+    transformers would make lists of as many entries, or divide by them.
+    """
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            check_counts(value, file)
+        bounds = next((COUNTED[form] for form in COUNTED if re.fullmatch(form, name)), None)
+        if bounds and isinstance(value, int | float) and not bounds[0] <= value <= bounds[1]:
+            raise CheckpointError(
+                f"{file} sets {name} to {value!r}; a whole number from {bounds[0]} to "
+                f"{bounds[1]:,} is allowed. Use the config.json of the published model"
+            )
 
 
 class ReadConfig:
@@ -170,6 +197,7 @@ class ReadConfig:
             yield from part._unread()
 
 
+@naming_faults("the model's config.json")
 def architecture_of(config: Any, pooling: Pooling | None = None) -> Architecture:
     """Turn a config of transformers into a spec and the sources of its tensors, or refuse it.
 
@@ -181,7 +209,8 @@ def architecture_of(config: Any, pooling: Pooling | None = None) -> Architecture
     if architecture.model.is_pooled:
         architecture = seen_both_ways(architecture, read)
     read.refuse_unread()
-    for layer in architecture.model.layers:
+    for layer in dict.fromkeys(architecture.model.layers):
+        _check_numbers(layer, "layer")
         mlp = layer.mlp.expert if isinstance(layer.mlp, Moe) else layer.mlp  # shared ones alike
         if mlp.activation not in ACTIVATIONS.keys() | ACTIVATION_SHAPES.keys():
             raise CheckpointError(
@@ -191,6 +220,30 @@ def architecture_of(config: Any, pooling: Pooling | None = None) -> Architecture
     if is_own_folder(getattr(config, "quantization_config", None)):
         return by_our_names(architecture, model_specs(architecture.model))
     return architecture
+
+
+def _check_numbers(part: Any, name: str) -> None:
+    """Refuse a part of a spec with a number that nothing can be computed with."""
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        path = f"{name}.{field.name}"
+        if dataclasses.is_dataclass(value):
+            _check_numbers(value, path)
+        if (
+            (isinstance(value, int) and not 0 <= value < 1 << 48)
+            or isinstance(value, complex)
+            or (field.type in ("int", "float") and not isinstance(value, int | float))
+            or (isinstance(value, float) and not math.isfinite(value))
+        ):
+            raise CheckpointError(
+                f"config.json makes {path} {value!r}, with which nothing can be computed. Use the "
+                "config.json of the published model"
+            )
+    if isinstance(part, Moe) and not 1 <= part.top_k <= part.num_experts:
+        raise CheckpointError(
+            f"config.json has {part.num_experts} experts, and each token goes to {part.top_k} of "
+            "them; 1 to all of them are allowed. Use the config.json of the published model"
+        )
 
 
 def check_model_type(model_type: str, fields: dict[str, Any]) -> None:

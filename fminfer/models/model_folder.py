@@ -62,7 +62,10 @@ def fetch_weights(name: str, revision: str | None = None) -> Path:
 
 
 def find_weight_files(name: str) -> dict[Path, int]:
-    """Return the weight files here of a folder or hub id, and their sizes; broken ones are none."""
+    """Return the weight files here of a folder or hub id, and their sizes; broken ones are none.
+
+    Pipes and devices are none either: they are read ahead, which might never end.
+    """
     try:
         if (folder := folder_of(name)) is None:
             from huggingface_hub import try_to_load_from_cache  # only for models that are not local
@@ -70,7 +73,7 @@ def find_weight_files(name: str) -> dict[Path, int]:
             config = try_to_load_from_cache(name, "config.json")
             folder = Path(config).parent if isinstance(config, str) else None
         files = [] if folder is None else find_weights(folder).files
-        return {file: file.stat().st_size for file in files}
+        return {file: file.stat().st_size for file in files if file.is_file()}
     except (CheckpointError, OSError, ValueError):
         return {}
 

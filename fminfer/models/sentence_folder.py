@@ -12,6 +12,7 @@ from typing import Any
 from fminfer.compute.spec import Pooling, Reading
 from fminfer.contract.request import SIMILARITIES, Similarity
 from fminfer.core.errors import CheckpointError
+from fminfer.core.impostors import naming_faults
 
 MODULES = "modules.json"
 SETTINGS = "config_sentence_transformers.json"
@@ -44,6 +45,7 @@ class SentenceFolder:
     similarity: Similarity = "cosine"  # how two vectors are compared
 
 
+@naming_faults("modules.json, or a file that it names,")
 def read_sentence_folder(folder: Path) -> SentenceFolder | None:
     """Read such a folder, or refuse it; None: it is none."""
     modules = _modules(folder)
@@ -141,11 +143,11 @@ def dense_weights(folder: Path) -> list[str]:
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:
     """Return the kind and the folder of each module in MODULES; empty: there is no such file."""
-    try:
+    if not (folder / MODULES).exists():
+        return []
+    with naming_faults(folder / MODULES):
         fields = json.loads((folder / MODULES).read_bytes())
         pairs = [(str(each["type"]), str(each.get("path") or "")) for each in fields]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return []
     for _, path in pairs:
         if Path(path).is_absolute() or ".." in Path(path).parts:
             raise CheckpointError(

@@ -16,10 +16,10 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as BackendTokenizer
 
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import broken
+from fminfer.core.impostors import naming_faults
 
 _ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
-_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Text that published tokenizers cut in different ways.
 _PROBE = (
@@ -57,18 +57,17 @@ def follow_tokenizer_file(hf: Any, file: Path) -> str:
 
 def _try_out(backend: BackendTokenizer) -> tuple[list[str], str]:
     """Return the tokens of the probe and their text; or no tokens and the error."""
-    try:
-        encoding = backend.encode(_PROBE)
+    backend.no_padding()  # a file may ask for a billion tokens
+    try:  # the first text, without a space at its end, shows what makes Rust's code panic
+        encoding = [backend.encode(text) for text in ("a", _PROBE)][-1]
     except Exception as error:  # the file may lack what a class takes for its unknown token
         return [], str(error)
     return encoding.tokens, backend.decode(encoding.ids)
 
 
 def _load_file(file: Path) -> BackendTokenizer:
-    try:
+    with naming_faults(file):  # tokenizers raises no class of its own
         return BackendTokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises no class of its own
-        raise broken(file, error) from error
 
 
 def _read_added_tokens(file: Path) -> list[dict[str, Any]]:
@@ -89,7 +88,7 @@ def _put_in(hf: Any, stored: BackendTokenizer, others: list[AddedToken], file: P
     its tokens: they are the languages.
     """
     language = getattr(hf, "src_lang", None)
-    beside = (file.with_name(name) for name in _BESIDE)
+    beside = (file.with_name(name) for name in BESIDE)
     texts = [each.read_text("utf-8") for each in beside if each.exists()]
 
     def is_named(name: str) -> bool:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import broken, refuse_impostor
+from fminfer.core.impostors import broken, naming_faults, refuse_impostor, refuse_special_files
 from fminfer.text.sentencepieces import follow_model_file
-from fminfer.text.tokenizer_file import follow_tokenizer_file
+from fminfer.text.tokenizer_file import BESIDE, follow_tokenizer_file
 
 LEGACY_TEMPLATE = "chat_template.json"  # where models that read images, too, kept theirs
 MAX_FAULT = 200  # characters of what a library says
@@ -28,6 +28,7 @@ def read_tokenizer(folder: Path, config: Any | None) -> tuple[Any, str]:
     Raises:
         CheckpointError: the folder has no tokenizer that transformers can read.
     """
+    refuse_special_files(folder)
     has_file = any(is_vocabulary(file.name) for file in folder.iterdir())
     if not has_file and (name := _find_class(folder)) != BYT5:
         of_class = f" of its class {name}" if name else ""
@@ -53,7 +54,7 @@ def read_tokenizer(folder: Path, config: Any | None) -> tuple[Any, str]:
     if not hf.chat_template and (file := folder / LEGACY_TEMPLATE).exists():
         try:
             hf.chat_template = read_template(file)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise broken(file, str(error)) from error
     return hf, note
 
@@ -75,17 +76,15 @@ def _load_class(folder: Path, config: Any | None) -> tuple[Any, str]:
     if not (folder / "tokenizer.json").exists():
         raise CheckpointError(f"{folder} has no usable tokenizer: {fault}") from fault
     why = " ".join(str(fault).split())[:MAX_FAULT]
-    try:
+    with naming_faults(f"{folder / 'tokenizer.json'}, or a file of the tokenizer beside it,"):
         hf = PreTrainedTokenizerFast.from_pretrained(folder)
-    except Exception as error:
-        raise broken(folder / "tokenizer.json", error) from error
     return hf, f"{folder}: tokenizer.json is used without its class, which cannot be made ({why})"
 
 
 def _find_class(folder: Path) -> str | None:
     """Return the class of a tokenizer that a folder's configs name."""
     for name in ("tokenizer_config.json", "config.json"):
-        with suppress(OSError, ValueError, KeyError, TypeError):
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             return str(json.loads((folder / name).read_bytes())["tokenizer_class"])
     return None
 
@@ -96,11 +95,9 @@ def _refuse_cut_files(folder: Path) -> None:
     It is asked once loading has failed: to parse 30 MB twice would slow every start.
     """
     for file in sorted(folder.glob("*.json")):
-        if is_vocabulary(file.name) or file.name == "tokenizer_config.json":
-            try:
+        if is_vocabulary(file.name) or file.name in BESIDE:
+            with naming_faults(file):
                 json.loads(file.read_bytes())
-            except (OSError, ValueError) as error:
-                raise broken(file, f"no JSON: {error}") from error
 
 
 def is_vocabulary(file_name: str) -> bool:

@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fminfer.compute.spec import Attention, Layer, Mlp, Model, Moe, Norm, Rope
 from fminfer.core.errors import CheckpointError
+from fminfer.core.impostors import naming_faults
 from fminfer.models.families.tensor_names import Architecture, Sources
 
 Changes = dict[str, Any]  # fields of a spec's class that differ
@@ -113,7 +114,7 @@ def with_experts(c: Any, moe: Moe, numbers: Collection[int], plain: Mlp | None =
 def rope_of(c: Any, layer: int = 0, *, is_interleaved: bool = False) -> Rope:
     """Return the rotary positions of a layer."""
     how, kind = _rope_parameters(c, layer)
-    try:
+    with naming_faults(f"rope_parameters {how} in config.json"):
         if how["rope_type"] != "default":
             inv_freq, scale = ROPE_INIT_FUNCTIONS[how["rope_type"]](c, **kind)
             rope = Rope(tuple(inv_freq.tolist()), scale, is_interleaved)
@@ -124,11 +125,6 @@ def rope_of(c: Any, layer: int = 0, *, is_interleaved: bool = False) -> Rope:
         if not all(map(math.isfinite, (*rope.inv_freq, rope.scale))):
             raise ValueError("frequencies are not finite")
         return rope
-    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"rope_parameters in config.json are not valid: {how} ({error!r}). Use the config.json "
-            "that the model was published with"
-        ) from error
 
 
 def _rope_parameters(c: Any, layer: int) -> tuple[dict[str, Any], dict[str, str]]:

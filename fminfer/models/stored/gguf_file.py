@@ -28,7 +28,7 @@ FLOAT, STRING, ARRAY = 6, 8, 9  # kinds of values
 NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 TYPES = {number: name for number, (name, *_) in enumerate(GGUF_TYPES) if name != "-"}
 ALIGNMENT = "general.alignment"
-MOST_DIMENSIONS = 4
+GGML_DIMENSIONS = 4  # the most of a tensor
 # Tensors whose first dimension counts experts, or heads.
 STACKED = ("_exps.weight", "_exps.bias", ".attn_k_b.weight", ".attn_v_b.weight")
 MOST_STACKED = 4096
@@ -163,8 +163,8 @@ def _read_header(path: Path, cursor: _Cursor) -> tuple[StoredFile, Metadata]:
 def _read_entry(path: Path, cursor: _Cursor) -> tuple[str, StoredTensor]:
     """Return a tensor by its name; its start is an offset into the values of all."""
     (name,), num = cursor.texts(1), cursor.whole()
-    if num > MOST_DIMENSIONS:
-        raise ValueError(f"tensor {name!r} has {num} dimensions; {MOST_DIMENSIONS} are the most")
+    if num > GGML_DIMENSIONS:
+        raise ValueError(f"tensor {name!r} has {num} dimensions; {GGML_DIMENSIONS} are the most")
     shape = tuple(reversed(cursor.numbers("Q", num)))
     kind, start = cursor.whole(), cursor.whole("Q")
     if (dtype := TYPES.get(kind)) is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ BITS = {
 }
 FLOATS = ("F64", "F32", "BF16", "F16")  # the types in which weights run
 MOST_HEADER_BYTES = 100_000_000  # of what names the tensors of a file
+MOST_HEADER_VALUES = 2_000_000  # in a file of safetensors: 5 for each of its tensors
+MOST_DIMENSIONS = 16  # of a tensor; weights have up to four
 
 
 @dataclass(slots=True, frozen=True)
@@ -112,7 +115,10 @@ def read_safetensors(path: Path) -> StoredFile:
         if start > MOST_HEADER_BYTES:
             raise broken(path, f"a header of {start} bytes; the most are {MOST_HEADER_BYTES}")
         try:
-            header = json.loads(file.read(start - 8), object_pairs_hook=_without_doubles)
+            raw = file.read(start - 8)
+            if raw.count(b",") > MOST_HEADER_VALUES:  # each takes more memory than bytes
+                raise ValueError(f"it has more than {MOST_HEADER_VALUES} values")
+            header = json.loads(raw, object_pairs_hook=_without_doubles)
             header.pop("__metadata__", None)
             tensors = {name: _place(path, entry, start) for name, entry in header.items()}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -131,15 +137,19 @@ def read_safetensors(path: Path) -> StoredFile:
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{max(names, key=names.count)!r} is there twice")
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{name!r} is there twice")
     return found
 
 
 def _place(path: Path, entry: dict[str, Any], start: int) -> StoredTensor:
     dtype, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-    if not all(type(number) is int and number >= 0 for number in (*shape, first, last)):
-        raise ValueError(f"sizes and offsets are whole numbers, not {entry}")
+    if len(shape) > MOST_DIMENSIONS or not all(
+        type(number) is int and number >= 0 for number in (*shape, first, last)
+    ):
+        raise ValueError(
+            f"sizes, at most {MOST_DIMENSIONS}, and offsets are whole numbers, not {entry}"
+        )
     if dtype not in BITS:  # a type of tomorrow, refused by its name later
         shape = (last - first,)
     if math.prod(shape) * BITS.get(dtype, 8) != 8 * (last - first):

@@ -23,6 +23,7 @@ from fminfer.models.stored.stored_tensors import (
     BITS,
     BLOCKS,
     DTYPES,
+    MOST_DIMENSIONS,
     MOST_HEADER_BYTES,
     StoredFile,
     StoredTensor,
@@ -243,38 +244,43 @@ class _Machine:
         return [self._stack.pop() for _ in range(num)][::-1]
 
     def _storage(self, told: Any) -> Storage:
+        # Nothing of it is quoted: a tuple of tuples may be as long as a book.
         kind, what, key, _place, num_values, *view = told
         if kind not in ("storage", b"storage") or not isinstance(what, Name):
-            raise ValueError(f"it holds a {kind} of {what}, which is no storage of values")
+            raise ValueError("it refers to what is no storage of values")
         dtype, (part,) = STORAGES[what.rpartition(".")[2]], view or (None,)
         first, size = (part[1], part[2]) if part is not None else (0, num_values)
-        if not all(type(number) is int and number >= 0 for number in (num_values, first, size)):
-            raise ValueError(f"a storage of {num_values} values")
+        if not isinstance(key, str | int) or not all(
+            type(number) is int and number >= 0 for number in (num_values, first, size)
+        ):
+            raise ValueError("a storage has no name, or its size is no whole number")
         storage = Storage(str(key), dtype, first + size, first)
         self.storages.setdefault(storage.key, storage)
         return storage
 
 
 def _add_pairs(target: dict[Any, Any], items: list[Any]) -> None:
-    """Add keys and values in turns. Keys that are no strings or numbers are dropped.
+    """Add keys and values in turns. Keys that are no strings or small numbers are dropped.
 
-    To hash a tuple of tuples may take forever.
+    To hash a tuple of tuples may take forever, and large numbers may all have one hash.
     """
     for key, value in zip(items[::2], items[1::2], strict=True):
         if isinstance(key, str) and key in target:
             raise ValueError(f"{key!r} is there twice")
-        if isinstance(key, str | int | float):
+        if isinstance(key, str | float) or (isinstance(key, int) and key.bit_length() < 60):
             target[key] = value
 
 
 def _named(parts: list[str]) -> Name:
     """Return a name that a pickle may have, of module and member, which is not imported."""
-    path = ".".join(map(str, parts))
+    if not all(isinstance(part, str) for part in parts):
+        raise ValueError("it names something by what is no text")
+    path = ".".join(parts)
     of_torch = next((path.removeprefix(top) for top in IN_TORCH if path.startswith(top)), "")
     is_known = path in DICTS | TENSORS | PARAMETERS | PASSED_OVER
     is_known = is_known or of_torch in STORAGES or of_torch in OF_DTYPES
     if not is_known and not path.startswith(PASSED_OVER_FROM):
-        raise UnsafePickleError(path)
+        raise UnsafePickleError(f"{path:.100}")
     return Name(path)
 
 
@@ -284,9 +290,12 @@ def _called(call: list[Any]) -> object:
     if not isinstance(name, Name) or not isinstance(arguments, tuple):
         raise ValueError("it calls what is no name")
     if name in DICTS:
-        items = arguments[0] if arguments else []
+        pairs = arguments[0] if arguments else []
+        if not isinstance(pairs, list):
+            raise ValueError("it makes a dict of what is no list")
         found: dict[Any, Any] = {}
-        _add_pairs(found, [each for key, value in items for each in (key, value)])
+        _add_pairs(found, [each for key, value in pairs for each in (key, value)])
+        pairs.clear()  # a list that is read again and again would be endless work
         return found
     if name in PARAMETERS:
         return arguments[0]
@@ -337,7 +346,11 @@ def _tensors_of(value: object) -> dict[str, PickledTensor]:
 def _find_tensor(path: Path, pickled: PickledTensor, bounds: Bounds) -> StoredTensor:
     """Find a tensor in the bytes of its storage, which must hold all of its values."""
     shape, strides, offset = pickled.shape, pickled.strides, pickled.offset
-    is_told = isinstance(shape, tuple) and isinstance(strides, tuple) and len(shape) == len(strides)
+    is_told = (
+        isinstance(shape, tuple)
+        and isinstance(strides, tuple)
+        and len(shape) == len(strides) <= MOST_DIMENSIONS
+    )
     if not is_told or not all(type(n) is int and n >= 0 for n in (*shape, *strides, offset)):
         raise ValueError("it has no shape")
     storage, bits = pickled.storage, BITS[pickled.dtype]

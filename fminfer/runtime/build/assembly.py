@@ -17,6 +17,7 @@ from fminfer.contract.fields import INT64, integer
 from fminfer.contract.request import DEFAULTS, SamplingParams, VectorFacts
 from fminfer.core.config import EngineConfig, MemoryOptions, ModelOptions, RequestOptions, StepSizes
 from fminfer.core.errors import CheckpointError, RequestError, UsageError
+from fminfer.core.impostors import naming_faults
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.intake import Intake
@@ -39,6 +40,7 @@ NAN_REMEDIES = {
 }
 
 
+@naming_faults("the model's folder")
 def make_intake(
     config: EngineConfig,
     checkpoint: Checkpoint,
@@ -96,12 +98,18 @@ def load_tokenizer(config: ModelOptions, checkpoint: Checkpoint) -> Tokenizer:
         return NoTokenizer()
     num_rows = checkpoint.config.vocab_size
     if (folder := checkpoint.tokenizer_folder) is not None:
-        tokenizer = Tokenizer.load(folder, checkpoint.config)
+        with naming_faults(f"the tokenizer in {folder}"):
+            tokenizer = Tokenizer.load(folder, checkpoint.config)
         if tokenizer.num_trained > num_rows:
             raise CheckpointError(
                 f"the tokenizer in {folder} has {tokenizer.num_trained} tokens, not "
                 f"counting added ones, and the model {num_rows}: it is another model's. Name the "
                 "folder of the model's own by --tokenizer"
+            )
+        if checkpoint.eos_ids and not find_ends(checkpoint, tokenizer):
+            tokenizer.note += (
+                f"{'; ' if tokenizer.note else ''}no eos_token_id of {checkpoint.name} is one of "
+                f"its {num_rows} tokens, so that answers end by max_tokens or stop alone"
             )
         return tokenizer
     if num_rows < 256:
@@ -263,7 +271,7 @@ def _read_template(config: RequestOptions) -> str | None:
         return None
     try:
         return read_template(Path(config.chat_template))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
             f"--chat-template {config.chat_template} cannot be read: {error}. Give a file with a "
             "Jinja template"
