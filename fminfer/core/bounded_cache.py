@@ -29,9 +29,6 @@ class BoundedCache(Generic[Key, Value]):
     def __contains__(self, key: Key) -> bool:
         return key in self._entries
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def get(self, key: Key) -> Value | None:
         """Return the value of a key, which counts as used now; None: there is none."""
         with self._lock:

@@ -23,14 +23,14 @@ def test_bytes_are_bounded() -> None:
         assert cache.put(name, name, 25) == []
     assert cache.put("e", "e", 50) == ["a", "b"] and cache.num_bytes == 100
     assert cache.put("f", "f", 101) == ["c", "d", "e", "f"], "it alone is too large"
-    assert len(cache) == cache.num_bytes == 0
+    assert len(cache._entries) == cache.num_bytes == 0
 
 
 def test_an_equal_key_replaces_its_value() -> None:
     cache: BoundedCache[str, int] = BoundedCache(10, 100)
     assert cache.put("a", 1, 90) == []
     assert cache.put("a", 2, 80) == [1]
-    assert cache.get("a") == 2 and cache.num_bytes == 80 and len(cache) == 1
+    assert cache.get("a") == 2 and cache.num_bytes == 80 and len(cache._entries) == 1
 
 
 def test_threads_share_it() -> None:

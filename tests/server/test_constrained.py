@@ -17,7 +17,7 @@ import pytest
 from pydantic import Field
 
 import fminfer
-from fminfer.text.grammar_trial import GrammarTrial
+from fminfer.text.limited_process import LimitedPool
 from tests.server.batch_calls import CHAT, batch_line
 from tests.server.reciting import save_reciting
 from tests.server.running import Running, running, until
@@ -201,14 +201,14 @@ def test_others_do_not_wait_for_a_constraint_that_takes_long(
     """Two such took both threads that tokenize; requests behind 30 of them waited half a minute."""
     label = GO | {"guided_choice": ["north", "east"]}
     assert server.post("/v1/completions", label).status == 200
-    go_on, compile_now, begun = threading.Event(), GrammarTrial.compile, []
+    go_on, compile_now, begun = threading.Event(), LimitedPool.ask, []
 
     def compile_late(*args: Any, **options: Any) -> Any:
         begun.append(1)
         go_on.wait(20)
         return compile_now(*args, **options)
 
-    monkeypatch.setattr(GrammarTrial, "compile", compile_late)
+    monkeypatch.setattr(LimitedPool, "ask", compile_late)
     with ThreadPoolExecutor() as asking:
         late = [
             asking.submit(
