@@ -1,7 +1,7 @@
 """Reads constraints and tries their grammars, in a limited process: all of it may take long.
 
-A proof over a schema's unions is cubic, and llguidance does not limit its time. This file imports
-neither torch nor transformers, so that the process starts in a tenth of a second.
+A proof over a schema's unions is cubic, and llguidance does not limit its time. This file
+imports neither torch nor transformers, so that the process starts in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -58,21 +58,20 @@ def read_constraint(tokenizer: Any, fields: list[Any]) -> list[list[str]]:
         ValueError: what is wrong with it.
     """
     constraint = Constraint(*fields)
-    text = constraint.text
     unknown: list[str] = []
     shortest: list[str | None] = []
     if constraint.kind == "json":
-        unknown = sorted(find_unknown(json.loads(text)))
+        unknown = sorted(find_unknown(json.loads(constraint.text)))
     grammars = [write_grammar(constraint)]
     if constraint.kind == "json":
         grammars.append(write_number_bound(constraint))
-        shortest = [find_shortest(parse_schema(text))]
+        shortest = [find_shortest(parse_schema(constraint.text))]
     elif constraint.kind == "choice":
-        shortest = sorted(json.loads(text), key=len)[:MAX_TRIED]
+        shortest = sorted(json.loads(constraint.text), key=len)[:MAX_TRIED]
 
     fault = _try(tokenizer, grammars[0])
-    if constraint.kind == "grammar" and is_gbnf(text):
-        fault = blame_rule(text, fault)
+    if constraint.kind == "grammar" and is_gbnf(constraint.text):
+        fault = blame_rule(constraint.text, fault)
     if fault:
         raise ValueError(tidy(fault))
     return [grammars, unknown, [each for each in shortest if each and len(each) < MAX_SHORTEST]]

@@ -116,8 +116,9 @@ class Grammar:
         allowed_s = MASK_SECONDS + TOKEN_SECONDS * len(self.grammars.vocabulary.tokens)
         self.spare_s += min(allowed_s - spent_s, SPARE_SECONDS - self.spare_s)
         if self.spare_s < 0:
-            limit = f"{allowed_s * 1000:.0f} ms"
-            raise _refuse_here(f"a token takes more than {limit} of computing, in the mean")
+            raise _refuse_here(
+                f"a token takes more than {allowed_s * 1000:.0f} ms of computing, in the mean"
+            )
 
     def start(self) -> Matcher:
         """Return a matcher at the beginning."""
@@ -205,8 +206,9 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, eos_ids
         self._lock = threading.Lock()  # of counts of masks
-        self._found: BoundedCache[Constraint, Grammar | RequestError]
-        self._found = BoundedCache(MAX_KEPT, MAX_KEPT_BYTES)
+        self._found: BoundedCache[Constraint, Grammar | RequestError] = BoundedCache(
+            MAX_KEPT, MAX_KEPT_BYTES
+        )
         self._turns: dict[Constraint, threading.Lock] = {}  # of those that are compiled now
         self._num_nodes = 0
 
@@ -219,9 +221,8 @@ class Grammars:
         found = self._found.get(constraint)
         if found is None:
             with self._turns.setdefault(constraint, threading.Lock()):
-                found = self._found.get(constraint)  # another thread may have compiled it
-                if found is None:
-                    found = self._compile_and_keep(constraint)
+                # Another thread may have compiled it meanwhile.
+                found = self._found.get(constraint) or self._compile_and_keep(constraint)
             self._turns.pop(constraint, None)
         if isinstance(found, RequestError):
             raise RequestError(found.code, found.message, found.param)
@@ -258,9 +259,8 @@ class Grammars:
         return make_mask(allowed.to_bytes(num_bytes, "little"))
 
     def _compile_and_keep(self, constraint: Constraint) -> Grammar | RequestError:
-        found: Grammar | RequestError
         try:
-            found = self._compile(constraint)
+            found: Grammar | RequestError = self._compile(constraint)
         except RequestError as error:
             found = error.with_traceback(None)
         size = BYTES_A_CHARACTER * (len(constraint.text) + 1000)
@@ -275,17 +275,17 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits  # loaded where a request asks for it
 
         words = self.vocabulary
-        index = self._index
-        message = [constraint.kind, constraint.text, constraint.whitespace]
         try:
-            texts, unknown, shortest = TRIALS.ask(message)
+            texts, unknown, shortest = TRIALS.ask(
+                [constraint.kind, constraint.text, constraint.whitespace]
+            )
         except LimitError as error:
             raise refuse(constraint, f"{error} to compile. Make it simpler") from None
         except ValueError as error:
             raise refuse(constraint, str(error)) from None
 
         limits = LLParserLimits(**LIMITS)
-        roots = [LLMatcher(index, text, log_level=0, limits=limits) for text in texts]
+        roots = [LLMatcher(self._index, text, log_level=0, limits=limits) for text in texts]
         try:
             grammar = Grammar(roots, self, _count_shortest(shortest, words, roots[0]))
         except RequestError:  # its first mask

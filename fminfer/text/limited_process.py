@@ -33,8 +33,8 @@ class LimitError(ValueError):
 class LimitedPool:
     """A few processes, each of which answers one message after another.
 
-    A process starts when all others are busy, and is kept. Any thread may call a pool; calls wait
-    while all processes are busy.
+    A process starts when all others are busy, and is kept. Any thread may call a pool. Calls
+    wait while all processes are busy.
 
     Args:
         build: a function of a module. A process imports the module and calls this once, without
@@ -48,7 +48,8 @@ class LimitedPool:
     ) -> None:
         self._seconds = seconds
         self._num_processes = num_processes
-        settings = [build.__module__, build.__qualname__, seconds, sys.path]
+        self._build = build.__module__
+        settings = [self._build, build.__qualname__, seconds, sys.path]
         self._command = [sys.executable, __file__, json.dumps(settings)]
         self._open()
 
@@ -72,16 +73,16 @@ class LimitedPool:
             if not is_kept:
                 process.wait()
         finally:
-            if process is not None and not is_kept:  # on Ctrl-C, its answer is not the next one's
+            if process is not None and not is_kept:  # Ctrl-C: its answer is not the next one's
                 process.kill()
                 process.communicate()
             self._free.put(process if is_kept else None)
 
         if not is_kept and process.returncode >= 0:  # no signal ended it
-            raise OSError(f"{sys.executable} cannot run {self._command[1]} with these imports")
+            raise OSError(f"{self._command[0]} cannot import {self._build}. Install what it needs")
         if not is_kept:
-            limits = f"{self._seconds:g} s, or {MEMORY_BYTES >> 30} GB of memory"
-            raise LimitError(f"it takes more than {limits}")
+            memory = f"{MEMORY_BYTES >> 30} GB of memory"
+            raise LimitError(f"it takes more than {self._seconds:g} s, or {memory}")
         answer, fault = json.loads(line)
         if fault:
             raise ValueError(fault)
@@ -133,22 +134,20 @@ def _serve(work: Work, seconds: float) -> None:
         signal.setitimer(signal.ITIMER_PROF, seconds)
         signal.setitimer(signal.ITIMER_REAL, WAIT_SECONDS)
         replies.write(_answer_line(work, line))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)  # the other stands still while nothing is done
         replies.flush()
 
 
 def _answer_line(work: Work, line: bytes) -> bytes:
     try:
-        reply = json.dumps([work(json.loads(line)), ""]).encode()
+        reply = json.dumps([work(json.loads(line)), ""])
+        if len(reply) > ANSWER_BYTES:
+            raise ValueError(f"it becomes {len(reply):,} bytes; at most {ANSWER_BYTES:,} may be")
     except MemoryError:
         os.abort()
     except BaseException as error:  # such as a panic of Rust
-        reply = json.dumps([None, str(error) or type(error).__name__]).encode()
-    if len(reply) > ANSWER_BYTES:
-        fault = f"it becomes {len(reply):,} bytes; at most {ANSWER_BYTES:,} may be"
-        reply = json.dumps([None, fault]).encode()
-    return reply + b"\n"
+        reply = json.dumps([None, str(error) or type(error).__name__])
+    return reply.encode() + b"\n"
 
 
 if __name__ == "__main__":
