@@ -79,7 +79,7 @@ def test_other_constraints_do_not_wait() -> None:
     """A oneOf of 15 KB held up all new constraints for 14 s, one of 23 KB for 91 s."""
     one = places()
     one.find(Constraint("regex", "start the process"))
-    slow = read({"guided_json": one_of_products(100)})
+    slow = read({"guided_json": one_of_products(101)})
     with ThreadPoolExecutor() as threads:
         start_s = time.monotonic()
         waiting = threads.submit(one.find, slow)

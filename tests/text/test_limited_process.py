@@ -156,7 +156,7 @@ def test_what_cannot_be_imported_is_no_limit() -> None:
     """It said that each grammar takes more than 2 s, at once."""
     pool = LimitedPool(build_nothing)
     for _ in range(3):
-        with pytest.raises(OSError, match="cannot import .*test_limited_process. Install"):
+        with pytest.raises(OSError, match=r"cannot import .*test_limited_process\. Install"):
             pool.ask(1)
 
 
