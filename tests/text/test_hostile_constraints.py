@@ -25,13 +25,9 @@ EVERY = os.environ.get("FMINFER_TEST_ALL") == "1"
 SAMPLE = {
     "blank lines",
     "open braces",
-    "rules in rules, doubled",
     "parentheses",
     "a regex with windows",
-    "oneOf of larger products",
     "crossed unions",
-    "doubled properties",
-    "an enum of numbers",
     "equal choices",
     "white space of bounds",
     "white space, open",
@@ -130,7 +126,8 @@ def test_what_is_kept_of_constraints_is_bounded_in_bytes(monkeypatch: pytest.Mon
     assert contract._KEPT.num_bytes <= 8 << 20
 
 
-@pytest.mark.parametrize("text", ["bounds in bounds", "one long choice"][: 1 + EVERY])
+@pytest.mark.skipif(not EVERY, reason="takes 3 s; FMINFER_TEST_ALL=1 runs it")
+@pytest.mark.parametrize("text", ["bounds in bounds", "one long choice"])
 def test_masks_that_take_long_end_their_own_answers(text: str) -> None:
     """Each took 0.1 to 0.5 s in the step of all rows, and there may be many such rows."""
     try:
@@ -153,3 +150,5 @@ def test_the_mean_of_masks_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RequestError, match=r"a token takes more than 5 ms of computing"):
         for _ in range(20):
             grammar.check_time(0.1)
+    with pytest.raises(RequestError, match="Make it simpler"):
+        write(grammar, 3)
