@@ -41,7 +41,7 @@ class Dispatcher:
         # Requests without an answer that are with the engine; of the event loop's thread only.
         self.replies: dict[int, Reply] = {}
         self._tokenizers = _Threads(TOKENIZERS, "tokenizing")
-        self._compilers = _Threads(1, "compiling")
+        self._compilers = _Threads(3, "compiling")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_failure: Callable[[], None] = lambda: None
         self._is_over = threading.Event()

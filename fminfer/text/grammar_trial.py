@@ -1,73 +1,31 @@
-"""Compiles grammars in a process of its own, which the kernel ends if one takes too long.
+"""Reads constraints and tries their grammars, in a limited process: all of it may take long.
 
-llguidance does not limit the time: a number that must be a multiple of 123,456,789 keeps it busy
-for hours. This file imports llguidance alone, so that the process starts in a tenth of a second.
+A proof over a schema's unions is cubic, and llguidance does not limit its time. This file
+imports neither torch nor transformers, so that the process starts in a tenth of a second.
 """
 
 from __future__ import annotations
 
 import json
-import resource
-import signal
-import subprocess
-import sys
-import threading
+from functools import partial
 from typing import Any
 
-SECONDS = 2.0  # of computing; the largest of 1,000 schemas from practice takes 0.3
-BYTES = 2 << 30  # of memory
+from fminfer.core.config import Constraint
+from fminfer.text.gbnf import blame_rule, is_gbnf
+from fminfer.text.grammar_forms import tidy, write_grammar, write_number_bound
+from fminfer.text.json_schemas import MAX_SHORTEST, find_shortest, find_unknown
+from fminfer.text.limited_process import Work
+from fminfer.text.plain_schemas import parse_schema
+
 EOS = 256
-
-
-class GrammarTrial:
-    """The process that tries grammars. Any thread may call it; calls wait for each other."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def compile(self, text: str) -> str:
-        """Return what is wrong with a grammar in llguidance's own form; "": nothing.
-
-        Raises:
-            OSError: the process cannot run here.
-        """
-        with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._process = _start()
-            process = self._process
-            assert process.stdin is not None and process.stdout is not None, "both are pipes"
-            try:
-                process.stdin.write(json.dumps(text).encode() + b"\n")
-                process.stdin.flush()
-                told = process.stdout.readline()
-            except OSError:
-                told = b""
-            except BaseException:  # Ctrl-C: its answer would be taken for the next one's
-                self._process = None
-                process.kill()
-                raise
-            if not told:
-                self._process = None
-                process.communicate()
-                if process.returncode >= 0:  # no signal of the kernel ended it
-                    raise OSError(
-                        f"grammars cannot be tried: {sys.executable} does not import llguidance. "
-                        "Install it there"
-                    )
-                limits = f"{SECONDS:g} s, or {BYTES >> 30} GB of memory"
-                return f"it takes more than {limits} to compile"
-            return str(json.loads(told))
-
-
-def _start() -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, __file__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is for the run
-    )
+MAX_TRIED = 200  # choices, the shortest, that are looked at for the shortest in tokens
+# Of a mask. Of 1,000 schemas from practice, one needs more than 10,000.
+LIMITS: dict[str, Any] = {
+    "max_items_in_row": 10_000,  # places of a grammar where an answer may stand at once
+    "step_max_items": 25_000,
+    "max_lexer_states": 100_000,
+    "verbose_errors": False,
+}
 
 
 class _Bytes:
@@ -84,34 +42,46 @@ class _Bytes:
         return list(text if isinstance(text, bytes) else text.encode())
 
 
-def _serve() -> None:
-    from llguidance import LLMatcher, LLTokenizer
+def build_trial() -> Work:
+    """Return what `read_constraint` does with a message."""
+    from llguidance import LLTokenizer
     from llguidance._tokenizer import TokenizerWrapper
 
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    most = BYTES if hard == resource.RLIM_INFINITY else min(BYTES, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a process that ignores it hands that on
     tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()), n_vocab=EOS + 1)
-    for line in sys.stdin.buffer:
-        text = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends the process
-        try:
-            fault = _try(LLMatcher(tokenizer, text, log_level=0))
-        except Exception as error:
-            fault = str(error) or type(error).__name__
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(json.dumps(fault).encode() + b"\n")
-        sys.stdout.buffer.flush()
+    return partial(read_constraint, tokenizer)
 
 
-def _try(matcher: Any) -> str:
+def read_constraint(tokenizer: Any, fields: list[Any]) -> list[list[str]]:
+    """Return a constraint's grammars, unknown keywords, and texts of which one is the shortest.
+
+    Raises:
+        ValueError: what is wrong with it.
+    """
+    constraint = Constraint(*fields)
+    unknown: list[str] = []
+    shortest: list[str | None] = []
+    if constraint.kind == "json":
+        unknown = sorted(find_unknown(json.loads(constraint.text)))
+    grammars = [write_grammar(constraint)]
+    if constraint.kind == "json":
+        grammars.append(write_number_bound(constraint))
+        shortest = [find_shortest(parse_schema(constraint.text))]
+    elif constraint.kind == "choice":
+        shortest = sorted(json.loads(constraint.text), key=len)[:MAX_TRIED]
+
+    fault = _try(tokenizer, grammars[0])
+    if constraint.kind == "grammar" and is_gbnf(constraint.text):
+        fault = blame_rule(constraint.text, fault)
+    if fault:
+        raise ValueError(tidy(fault))
+    return [grammars, unknown, [each for each in shortest if each and len(each) < MAX_SHORTEST]]
+
+
+def _try(tokenizer: Any, text: str) -> str:
+    """Return what is wrong with a grammar in llguidance's own form; "": nothing."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))
     if not matcher.is_error() and not any(matcher.compute_bitmask()):
         return matcher.get_error() or "nothing matches it"
     return str(matcher.get_error())
-
-
-if __name__ == "__main__":
-    here = __file__.rpartition("/")[0]  # whose names are not for others to import
-    sys.path = [each for each in sys.path if each != here]
-    _serve()

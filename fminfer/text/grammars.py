@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import threading
-from collections import OrderedDict
+import time
 from functools import cached_property, lru_cache
 from typing import Any
 
+from fminfer.core.bounded_cache import BoundedCache
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
 from fminfer.core.messages import Mask, make_mask
-from fminfer.text.gbnf import blame_rule, is_gbnf
-from fminfer.text.grammar_forms import refuse, tidy, write_grammar, write_number_bound
-from fminfer.text.grammar_trial import GrammarTrial
-from fminfer.text.json_schemas import find_shortest, find_unknown
-from fminfer.text.plain_schemas import parse_schema
+from fminfer.text.grammar_forms import refuse, tidy
+from fminfer.text.grammar_trial import LIMITS, build_trial
+from fminfer.text.limited_process import LimitedPool, LimitError
 from fminfer.text.tokenizer import Tokenizer
 
 # Its tokens, those for what is unknown left out, must be the bytes of what they say.
@@ -70,20 +68,25 @@ class Vocabulary:
     def _cut(self, data: bytes) -> list[int]:
         """Take the longest token each time, as far as there are tokens."""
         ids: list[int] = []
-        while data:
-            sizes = range(min(len(data), self._longest), 0, -1)
-            size = next((size for size in sizes if data[:size] in self._ids), 0)
-            if not size:
+        start = 0
+        while start < len(data):
+            ends = range(min(len(data), start + self._longest), start, -1)
+            end = next((end for end in ends if data[start:end] in self._ids), start)
+            if end == start:
                 break
-            ids.append(self._ids[data[:size]])
-            data = data[size:]
+            ids.append(self._ids[data[start:end]])
+            start = end
         return ids
 
 
 NUMBER_BYTES = b"0123456789.+-eE"  # the bytes of numbers: one may go on after these
 MAX_KEPT = 256  # grammars
-MAX_OPEN = 10_000  # places of a grammar where an answer may stand at once
-MAX_TRIED = 200  # choices, the shortest, that are looked at for the shortest in tokens
+MAX_KEPT_BYTES = 512 << 20
+BYTES_A_CHARACTER = 100  # of a constraint, when it is compiled; the largest take 300
+SPARE_SECONDS = 1.0  # of computing, for the masks of a grammar that take longer than the mean
+MASK_SECONDS = 0.005  # of computing for a mask, in the mean; schemas from practice take 0.0005
+TOKEN_SECONDS = 1e-7  # the same for each token of the vocabulary
+TRIALS = LimitedPool(build_trial, num_processes=3)
 MAX_NODES = 2048  # masks that are kept, of all grammars: each has a bit for every token
 
 
@@ -105,7 +108,17 @@ class Grammar:
         self.shortest = shortest  # tokens of the shortest answer, without EOS; 0: not known
         self.unknown: tuple[str, ...] = ()  # keywords of a schema that mean nothing
         self.num_nodes, self.is_kept = 1, False
+        self.spare_s = SPARE_SECONDS
         self.first = _Node(grammars.mask_of(roots))
+
+    def check_time(self, spent_s: float) -> None:
+        """Raise a RequestError if masks take so long that other requests would wait for them."""
+        allowed_s = MASK_SECONDS + TOKEN_SECONDS * len(self.grammars.vocabulary.tokens)
+        self.spare_s += min(allowed_s - spent_s, SPARE_SECONDS - self.spare_s)
+        if self.spare_s < 0:
+            raise _refuse_here(
+                f"a token takes more than {allowed_s * 1000:.0f} ms of computing, in the mean"
+            )
 
     def start(self) -> Matcher:
         """Return a matcher at the beginning."""
@@ -134,11 +147,13 @@ class Matcher:
             RequestError: the grammar is too complex here.
         """
         if self._mask is None:
+            start_s = time.thread_time()
             matchers = self._follow()
             grammars = self._grammar.grammars
             if grammars.vocabulary.tokens[self._newest_id][-1:] not in NUMBER_BYTES:
                 matchers = matchers[:1]  # outside numbers, the second one allows all
             self._mask = grammars.mask_of(matchers)
+            self._grammar.check_time(time.thread_time() - start_s)
         return self._mask
 
     @property
@@ -190,10 +205,12 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, eos_ids
-        self._lock = threading.Lock()
-        self._found: OrderedDict[Constraint, Grammar | RequestError] = OrderedDict()
+        self._lock = threading.Lock()  # of counts of masks
+        self._found: BoundedCache[Constraint, Grammar | RequestError] = BoundedCache(
+            MAX_KEPT, MAX_KEPT_BYTES
+        )
+        self._turns: dict[Constraint, threading.Lock] = {}  # of those that are compiled now
         self._num_nodes = 0
-        self._trial = GrammarTrial()
 
     def find(self, constraint: Constraint) -> Grammar:
         """Return the grammar of a constraint, compiled now or before.
@@ -201,23 +218,19 @@ class Grammars:
         Raises:
             RequestError: there is none; it names what cannot be had.
         """
-        with self._lock:
-            if (found := self._found.get(constraint)) is not None:
-                self._found.move_to_end(constraint)
+        found = self._found.get(constraint)
         if found is None:
-            try:
-                found = self._compile(constraint)
-            except RequestError as error:
-                found = error
-            self._keep(constraint, found)
+            with self._turns.setdefault(constraint, threading.Lock()):
+                # Another thread may have compiled it meanwhile.
+                found = self._found.get(constraint) or self._compile_and_keep(constraint)
+            self._turns.pop(constraint, None)
         if isinstance(found, RequestError):
             raise RequestError(found.code, found.message, found.param)
         return found
 
     def has(self, constraint: Constraint) -> bool:
         """Tell whether `find` knows a constraint already."""
-        with self._lock:
-            return constraint in self._found
+        return constraint in self._found
 
     def has_room(self, grammar: Grammar) -> bool:
         """Tell whether one more mask can be kept, and count it."""
@@ -245,46 +258,42 @@ class Grammars:
             allowed &= int.from_bytes(bits.raw, "little")
         return make_mask(allowed.to_bytes(num_bytes, "little"))
 
-    def _keep(self, constraint: Constraint, found: Grammar | RequestError) -> None:
+    def _compile_and_keep(self, constraint: Constraint) -> Grammar | RequestError:
+        try:
+            found: Grammar | RequestError = self._compile(constraint)
+        except RequestError as error:
+            found = error.with_traceback(None)
+        size = BYTES_A_CHARACTER * (len(constraint.text) + 1000)
         with self._lock:
-            left = [self._found.pop(constraint, None)]  # another thread's
-            self._found[constraint] = found
-            if len(self._found) > MAX_KEPT:
-                left.append(self._found.popitem(last=False)[1])
-            for each in (found, *left):
+            for each in (found, *self._found.put(constraint, found, size)):
                 if isinstance(each, Grammar):
                     each.is_kept = each is found
                     self._num_nodes += each.num_nodes if each.is_kept else -each.num_nodes
+        return found
 
     def _compile(self, constraint: Constraint) -> Grammar:
         from llguidance import LLMatcher, LLParserLimits  # loaded where a request asks for it
 
-        words, index = self.vocabulary, self._index
-        unknown: set[str] = set()
-        texts: list[str] = []
+        words = self.vocabulary
         try:
-            if constraint.kind == "json":
-                unknown = find_unknown(json.loads(constraint.text))
-            texts.append(write_grammar(constraint))
-            if constraint.kind == "json":
-                texts.append(write_number_bound(constraint))
-            fault = self._trial.compile(texts[0])
-            if constraint.kind == "grammar" and is_gbnf(constraint.text):
-                fault = blame_rule(constraint.text, fault)
+            texts, unknown, shortest = TRIALS.ask(
+                [constraint.kind, constraint.text, constraint.whitespace]
+            )
+        except LimitError as error:
+            raise refuse(constraint, f"{error} to compile. Make it simpler") from None
         except ValueError as error:
-            fault = str(error)
-        if not fault:
-            limits = LLParserLimits(max_items_in_row=MAX_OPEN, verbose_errors=False)
-            roots = [LLMatcher(index, text, log_level=0, limits=limits) for text in texts]
-            try:
-                grammar = Grammar(roots, self, _count_shortest(constraint, words, roots[0]))
-                grammar.unknown = tuple(sorted(unknown))
-                if grammar.first.mask.few != ():
-                    return grammar
-                fault = "no token of this model can begin an answer"
-            except RequestError:  # its first mask
-                fault = roots[0].get_error()
-        raise refuse(constraint, fault)
+            raise refuse(constraint, str(error)) from None
+
+        limits = LLParserLimits(**LIMITS)
+        roots = [LLMatcher(self._index, text, log_level=0, limits=limits) for text in texts]
+        try:
+            grammar = Grammar(roots, self, _count_shortest(shortest, words, roots[0]))
+        except RequestError:  # its first mask
+            raise refuse(constraint, roots[0].get_error()) from None
+        grammar.unknown = tuple(unknown)
+        if grammar.first.mask.few == ():
+            raise refuse(constraint, "no token of this model can begin an answer")
+        return grammar
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -308,14 +317,8 @@ def find_grammars(tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]
     return Grammars(tokenizer, vocab_size, eos_ids)
 
 
-def _count_shortest(constraint: Constraint, words: Vocabulary, root: Any) -> int:
-    """Return how many tokens the shortest answer takes; 0: that is not known."""
-    texts: list[str] = []
-    if constraint.kind == "choice":
-        texts = sorted(json.loads(constraint.text), key=len)[:MAX_TRIED]
-    elif constraint.kind == "json":
-        shortest = find_shortest(parse_schema(constraint.text))
-        texts = [] if shortest is None else [shortest]
+def _count_shortest(texts: list[str], words: Vocabulary, root: Any) -> int:
+    """Return how many tokens the shortest of some answers takes; 0: that is not known."""
     for ids in sorted(map(words, texts), key=len):
         matcher = root.deep_copy()
         if matcher.consume_tokens(ids) and matcher.is_accepting():

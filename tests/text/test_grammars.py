@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
-import sys
 import time
 import tracemalloc
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 from jsonschema import Draft202012Validator
-from llguidance import LLMatcher
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
-from fminfer.text import grammar_trial, grammars
+from fminfer.text import grammars
 from fminfer.text.grammar_forms import write_grammar
-from fminfer.text.grammar_trial import GrammarTrial
 from fminfer.text.grammars import Grammar, Grammars, Vocabulary
 from fminfer.text.json_schemas import Branches, find_shortest
 from fminfer.text.tokenizer import NoTokenizer, Tokenizer
@@ -260,8 +255,10 @@ def test_grammars_that_are_not_used_any_more_leave(monkeypatch: pytest.MonkeyPat
         grammar.grammars.find(Constraint("regex", f"[ab]+{number}"))
         with pytest.raises(RequestError):
             grammar.grammars.find(Constraint("regex", f"({number}"))
-    assert len(grammar.grammars._found) == 3
-    kept = [each for each in grammar.grammars._found.values() if isinstance(each, Grammar)]
+    assert len(grammar.grammars._found._entries) == 3
+    kept = [
+        each for each, _ in grammar.grammars._found._entries.values() if isinstance(each, Grammar)
+    ]
     assert grammar.grammars._num_nodes == sum(each.num_nodes for each in kept)
 
 
@@ -291,71 +288,13 @@ def test_masks_of_grammars_that_left_are_not_counted(monkeypatch: pytest.MonkeyP
     grammar = compile_for(byte_level(), Constraint("regex", "[ab]+"))
     places, matcher = grammar.grammars, grammar.start()
     for number in range(3):
-        places._keep(Constraint("regex", "c"), places._compile(Constraint("regex", "c")))
+        places._compile_and_keep(Constraint("regex", "c"))
         places.find(Constraint("regex", f"[ab]+{number}"))
     for token_id in ids_of(grammar, "abab"):
         matcher.take(token_id)
         assert matcher.mask == grammar.first.mask or matcher.is_complete
-    kept = [each for each in places._found.values() if isinstance(each, Grammar)]
+    kept = [each for each, _ in places._found._entries.values() if isinstance(each, Grammar)]
     assert places._num_nodes == sum(each.num_nodes for each in kept)
-
-
-def test_a_grammar_that_takes_for_ever_ends_its_process_alone() -> None:
-    """llguidance has no limit of time: this one took hours. The next ones go on in a new one."""
-    trial = GrammarTrial()
-    find: Callable[[str], str] = lambda text: trial.compile(LLMatcher.grammar_from_lark(text))  # noqa: E731
-    assert find('start: "a"') == ""
-    start = time.monotonic()
-    slow = 'start: %json {"type": "integer", "multipleOf": 123456789}'
-    assert find(slow) == "it takes more than 2 s, or 2 GB of memory to compile"
-    assert time.monotonic() - start < 30
-    assert find('start: "a"') == ""
-    assert "unknown name" in find("start: b")
-
-
-def test_an_interrupted_trial_leaves_no_answer_for_the_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Ctrl-C in a notebook: the next constraint got the grammar of the one before."""
-    trial = GrammarTrial()
-    assert trial.compile(LLMatcher.grammar_from_lark('start: "a"')) == ""
-    process = trial._process
-    assert process is not None and process.stdout is not None
-
-    def interrupt() -> bytes:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(process, "stdout", types.SimpleNamespace(readline=interrupt))
-        trial.compile(LLMatcher.grammar_from_lark("start: b"))
-    assert trial.compile(LLMatcher.grammar_from_lark('start: "c"')) == ""
-    process.communicate()
-
-
-def test_a_trial_has_its_limits_whatever_it_is_started_from() -> None:
-    """Where SIGPROF was ignored nothing ended it; under `ulimit -v` it refused all grammars."""
-    code = """if True:
-        import resource, signal
-        from llguidance import LLMatcher
-        from fminfer.text.grammar_trial import GrammarTrial
-        signal.signal(signal.SIGPROF, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
-        trial = GrammarTrial()
-        for number in (7, 123456789):
-            schema = '{"type": "integer", "multipleOf": %d}' % number
-            print(trial.compile(LLMatcher.grammar_from_lark("start: %json " + schema)))
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
-    )
-    assert done.stdout.splitlines() == ["", "it takes more than 2 s, or 2 GB of memory to compile"]
-
-
-def test_a_trial_without_llguidance_blames_no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It said that each grammar takes more than 2 s, at once."""
-    monkeypatch.setattr(grammar_trial, "__file__", "/no/such/file.py")
-    with pytest.raises(OSError, match="does not import llguidance"):
-        GrammarTrial().compile(LLMatcher.grammar_from_lark('start: "a"'))
 
 
 def write_longest(schema: Any, first: str, most: int = 60, begun: str = "") -> str:
