@@ -1,0 +1,61 @@
+"""A cache with two bounds: how many entries it keeps, and how many bytes they have."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+class BoundedCache(Generic[Key, Value]):
+    """Keeps the entries that were used last. Any thread may call it.
+
+    Args:
+        max_entries: how many it keeps at most.
+        max_bytes: how large they are together at most, by what `put` is told.
+    """
+
+    def __init__(self, max_entries: int, max_bytes: int) -> None:
+        self.num_bytes = 0
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[Key, tuple[Value, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: Key) -> Value | None:
+        """Return the value of a key, which counts as used now; None: there is none."""
+        with self._lock:
+            if key not in self._entries:
+                return None
+            self._entries.move_to_end(key)
+            return self._entries[key][0]
+
+    def put(self, key: Key, value: Value, num_bytes: int) -> list[Value]:
+        """Keep a value; return those that had to go.
+
+        That may be the key's former value, or this one, if it alone is above the bound.
+        """
+        dropped: list[Value] = []
+        with self._lock:
+            if key in self._entries:
+                dropped.append(self._pop(key))
+            self._entries[key] = (value, num_bytes)
+            self.num_bytes += num_bytes
+            while len(self._entries) > self._max_entries or self.num_bytes > self._max_bytes:
+                dropped.append(self._pop(next(iter(self._entries))))
+        return dropped
+
+    def _pop(self, key: Key) -> Value:
+        value, num_bytes = self._entries.pop(key)
+        self.num_bytes -= num_bytes
+        return value

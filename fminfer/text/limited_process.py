@@ -1,0 +1,156 @@
+"""Work on a client's text, in processes of their own that the kernel ends at a limit.
+
+Compilers of grammars and renderers of templates have no limit of time: a number that must be a
+multiple of 123,456,789 keeps llguidance busy for hours. In a process, the kernel sets the limit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import queue
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+SECONDS = 2.0  # of computing for one message
+WAIT_SECONDS = 60  # in all, for work that waits and does not compute
+MEMORY_BYTES = 2 << 30
+STACK_BYTES = 4 << 20  # half of what our own threads have: what passes here passes there, too
+ANSWER_BYTES = 16 << 20  # of an answer in JSON
+
+Work = Callable[[Any], Any]
+
+
+class LimitError(ValueError):
+    """A message took more time or memory than a limited process has for it."""
+
+
+class LimitedPool:
+    """A few processes, each of which answers one message after another.
+
+    A process starts when all others are busy, and is kept. Any thread may call a pool; calls wait
+    while all processes are busy.
+
+    Args:
+        build: a function of a module. A process imports the module and calls this once, without
+            limits; what it returns answers messages. Both are values that JSON has.
+        num_processes: at most so many run at once.
+        seconds: of computing for one message.
+    """
+
+    def __init__(
+        self, build: Callable[[], Work], num_processes: int = 2, seconds: float = SECONDS
+    ) -> None:
+        self._seconds = seconds
+        self._num_processes = num_processes
+        settings = [build.__module__, build.__qualname__, seconds, sys.path]
+        self._command = [sys.executable, __file__, json.dumps(settings)]
+        self._open()
+
+    def ask(self, message: Any) -> Any:
+        """Return the answer to a message.
+
+        Raises:
+            LimitError: it takes too long, or too much memory.
+            ValueError: what the work itself raised, of any type; its text is the same.
+            OSError: the process cannot run here.
+        """
+        if self._owner != os.getpid():  # a fork, which has its parent's pipes
+            self._open()
+        process = self._free.get()
+        is_kept = False
+        try:
+            if process is None or process.poll() is not None:
+                process = self._start()
+            line = _exchange(process, json.dumps(message).encode() + b"\n")
+            is_kept = line != b""
+            if not is_kept:
+                process.wait()
+        finally:
+            if process is not None and not is_kept:  # on Ctrl-C, its answer is not the next one's
+                process.kill()
+                process.communicate()
+            self._free.put(process if is_kept else None)
+
+        if not is_kept and process.returncode >= 0:  # no signal ended it
+            raise OSError(f"{sys.executable} cannot run {self._command[1]} with these imports")
+        if not is_kept:
+            limits = f"{self._seconds:g} s, or {MEMORY_BYTES >> 30} GB of memory"
+            raise LimitError(f"it takes more than {limits}")
+        answer, fault = json.loads(line)
+        if fault:
+            raise ValueError(fault)
+        return answer
+
+    def _open(self) -> None:
+        self._owner = os.getpid()
+        # The last that was put is taken first; None stands for a process that is not started.
+        self._free: queue.LifoQueue[subprocess.Popen[bytes] | None] = queue.LifoQueue()
+        for _ in range(self._num_processes):
+            self._free.put(None)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the run
+        )
+
+
+def _exchange(process: subprocess.Popen[bytes], message: bytes) -> bytes:
+    """Return the line that answers a message; b"": the process has ended."""
+    assert process.stdin is not None and process.stdout is not None, "both are pipes"
+    try:
+        process.stdin.write(message)
+        process.stdin.flush()
+        return process.stdout.readline()
+    except OSError:
+        return b""
+
+
+def _serve(work: Work, seconds: float) -> None:
+    """Answer each line of stdin. Signals of the two timers end the process."""
+    for kind, most in (
+        (resource.RLIMIT_AS, MEMORY_BYTES),
+        (resource.RLIMIT_STACK, STACK_BYTES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        hard = resource.getrlimit(kind)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (most, most))
+    for number in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)  # a process that ignores it hands that on
+    replies = sys.stdout.buffer
+    sys.stdout = sys.stderr  # what the work prints is no answer
+    for line in sys.stdin.buffer:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        signal.setitimer(signal.ITIMER_REAL, WAIT_SECONDS)
+        replies.write(_answer_line(work, line))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        replies.flush()
+
+
+def _answer_line(work: Work, line: bytes) -> bytes:
+    try:
+        reply = json.dumps([work(json.loads(line)), ""]).encode()
+    except MemoryError:
+        os.abort()
+    except BaseException as error:  # such as a panic of Rust
+        reply = json.dumps([None, str(error) or type(error).__name__]).encode()
+    if len(reply) > ANSWER_BYTES:
+        fault = f"it becomes {len(reply):,} bytes; at most {ANSWER_BYTES:,} may be"
+        reply = json.dumps([None, fault]).encode()
+    return reply + b"\n"
+
+
+if __name__ == "__main__":
+    module, name, seconds, sys.path = json.loads(sys.argv[1])
+    _serve(getattr(importlib.import_module(module), name)(), seconds)
