@@ -51,20 +51,22 @@ class AnswerForm:
 
 def build_answer(state: RequestState, form: AnswerForm) -> Event:
     """Build the answer of a request whose prompts are all finished."""
+    prepared = state.prepared
+    choices: list[dict[str, Any]] = []
+    if prepared.vectors is None:
+        spelling = form.spelling(prepared.kind)
+        choices = [_choice(delta, state, spelling) for delta in Deltas(state, form).take()]
     if state.error is not None:
         error = state.error
         if error.code == "nan_logits":
             message = f"{error.message}. {form.explain_nan()}"
             error = RequestError(error.code, message, error.param)
         return Failed(state.id, error)
-    prepared = state.prepared
     num_prompt = sum(prompt.num_prompt_tokens for prompt in state.prompts)
     usage: dict[str, Any] = {"prompt_tokens": num_prompt}
     if prepared.vectors is not None:
         choices = make_of_vectors(state, prepared.vectors)
     else:
-        spelling = form.spelling(prepared.kind)
-        choices = [_choice(delta, state, spelling) for delta in Deltas(state, form).take()]
         usage["completion_tokens"] = sum(_num_drawn(prompt) for prompt in state.prompts)
     usage["total_tokens"] = sum(usage.values())
     details = {"cached_tokens": sum(prompt.num_cached for prompt in state.prompts)}
@@ -139,11 +141,14 @@ class Deltas:
         """Return what is new since the last call."""
         if self._state.error is not None:
             return
-        for prompt in self._state.prompts:
-            first = prompt.index * prompt.params.n
-            for place, sequence in enumerate(_tellable(prompt)):
-                copies = prompt.params.n if len(prompt.sequences) == 1 else 1
-                yield from self._news(sequence, range(first + place, first + place + copies))
+        try:
+            for prompt in self._state.prompts:
+                first = prompt.index * prompt.params.n
+                for place, sequence in enumerate(_tellable(prompt)):
+                    copies = prompt.params.n if len(prompt.sequences) == 1 else 1
+                    yield from self._news(sequence, range(first + place, first + place + copies))
+        except RequestError as error:  # of the tokenizer
+            self._state.error = error
 
     def _news(self, sequence: Sequence, indices: range) -> Iterator[Delta]:
         params, prepared = sequence.prompt.params, self._state.prepared

@@ -153,7 +153,8 @@ class Intake:
                 "so that some may be shorter"
             )
         if names := grammar.unknown[:MAX_NAMES]:
-            told = tuple(cut_name(name) + guess(name, KNOWN_KEYS) for name in names)
+            cut = map(cut_name, names)
+            told = tuple(name + guess(name, KNOWN_KEYS) for name in cut)
             yield RowWarning("unknown keywords of JSON schemas have no effect", told)
         if params.max_tokens < grammar.shortest:
             yield RowWarning(

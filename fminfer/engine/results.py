@@ -82,8 +82,8 @@ def _take_token(
     if prompt.nan_at:
         sequence.finish_reason = "stop"
     else:
-        advance(sequence, report)
         try:
+            advance(sequence, report)
             _go_on(sequence, scheduler)
         except RequestError as error:
             state.error, sequence.finish_reason = error, "stop"

@@ -7,6 +7,7 @@ import sys
 from datetime import datetime
 from functools import cached_property, partial
 from hashlib import blake2b
+from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -119,13 +120,14 @@ def _import_library() -> Any:
     spec = find_spec("transformers")
     assert spec is not None and spec.submodule_search_locations is not None, "it is required"
     folder = spec.submodule_search_locations[0]
-    for name, path in (("transformers", folder), ("transformers.utils", f"{folder}/utils")):
+    packages = {"transformers": folder, "transformers.utils": f"{folder}/utils"}
+    bare = packages.keys() - sys.modules.keys()
+    for name in bare:
         sys.modules[name] = ModuleType(name)
-        sys.modules[name].__path__ = [path]
+        sys.modules[name].__path__ = [packages[name]]
     try:
-        from transformers.utils import chat_template_utils
-    except ImportError:  # another version, which needs more of them
-        for name in [each for each in sys.modules if each.startswith("transformers")]:
+        return import_module("transformers.utils.chat_template_utils")
+    except ImportError:  # another version of it, which needs more of these packages
+        for name in bare:
             del sys.modules[name]
-        from transformers.utils import chat_template_utils
-    return chat_template_utils
+        return import_module("transformers.utils.chat_template_utils")

@@ -100,7 +100,7 @@ def render(tokenizer: Tokenizer, text: str | None, **fields: Any) -> str:
         adds_generation_prompt=chat.adds_generation_prompt,
         continues_final_message=chat.continues_final_message,
         args=chat.template_args,
-    )
+    ).text
 
 
 @pytest.mark.parametrize("style", STYLES)
