@@ -160,7 +160,7 @@ class Deltas:
         is_over = sequence.finish_reason is not None
         if told.is_over or not (sequence.tokens or is_over):
             return  # before the first token the echoed prompt's scores are not all there
-        num_chars, num_listed = _certain(sequence)
+        num_chars, num_listed = _certain(sequence, told.num_chars)
         new_text = sequence.text[told.num_chars : num_chars]
         text, calls = told.read(new_text, is_over=is_over)
         told.num_chars = num_chars
@@ -201,13 +201,18 @@ def _tellable(prompt: PromptState) -> list[Sequence]:
     return sorted(prompt.sequences, key=lambda s: s.mean_logprob, reverse=True)[:n]
 
 
-def _certain(sequence: Sequence) -> tuple[int, int]:
-    """Return how many characters and listed tokens no later token takes back."""
+def _certain(sequence: Sequence, num_told: int) -> tuple[int, int]:
+    """Return how many characters and listed tokens no later token takes back.
+
+    Args:
+        num_told: characters that were certain before.
+    """
     if sequence.finish_reason is not None:
         return len(sequence.text), len(sequence.listed_tokens)
     detokenizer, params = sequence.detokenizer, sequence.prompt.params
     assert detokenizer is not None, "it has drawn a token"
-    num_chars = len(sequence.text) - len_of_possible_stop(sequence.text, params.stop)
+    num_held = len_of_possible_stop(sequence.text, params.stop, num_told)
+    num_chars = len(sequence.text) - num_held
     num_listed = len(sequence.tokens) - detokenizer.num_open
     if params.stop:  # a stop's cut drops the tokens that start behind it
         while num_listed and sequence.tokens[num_listed - 1].offset >= num_chars:

@@ -38,6 +38,8 @@ from fminfer.text.json_schemas import KNOWN_KEYS
 from fminfer.text.tokenizer import Tokenizer
 
 MAX_BAD_WORDS = 16_384  # a second of tokenizing
+MAX_STOPS = 1024  # each token's text is searched for each of them
+MAX_CHARS = 1 << 18  # of stop strings, or of bad words
 
 
 @dataclass(slots=True, frozen=True)
@@ -271,12 +273,14 @@ class Intake:
         for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
             if texts and not self.tokenizer.has_words:
                 raise needs_words(f"{name} is text", name)
+            most = MAX_STOPS if name == "stop" else MAX_BAD_WORDS
+            if len(texts) > most or sum(map(len, texts)) > MAX_CHARS:
+                allowed = f"at most {most:,} texts of {MAX_CHARS:,} characters in all"
+                raise out_of_range(name, [*texts], allowed)
         size = self.limits.vocab_size
         check_ids(params.stop_token_ids, size, "stop_token_ids", hint)
         check_ids([token_id for token_id, _ in params.logit_bias], size, "logit_bias", hint)
         check_ids(params.allowed_token_ids, size, "allowed_token_ids", hint)
-        if len(params.bad_words) > MAX_BAD_WORDS:
-            raise out_of_range("bad_words", [*params.bad_words], f"at most {MAX_BAD_WORDS:,} words")
         for word in params.bad_words:
             check_text(word, "bad_words")
         words = self.tokenizer.spell_all(params.bad_words)
