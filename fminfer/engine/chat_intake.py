@@ -12,7 +12,7 @@ from fminfer.contract.request import Request
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, cut_name
 from fminfer.core.config import KnownParser, ToolCallParser
 from fminfer.core.errors import RequestError
-from fminfer.text.chat_template import ChatTemplate, RenderedChat
+from fminfer.text.chat_template import ChatTemplate, RenderCall, RenderedChat
 from fminfer.text.tool_calls import HERMES_OPENING, find_parser
 
 # Keys of messages and of their parts that many templates do without.
@@ -46,9 +46,9 @@ class ChatIntake:
     template: ChatTemplate
     tool_call_parser: ToolCallParser
 
-    def render(self, chat: ChatRequest, clock: str) -> Request:
-        """Return the request whose prompt is what the template writes, at the time of `clock`."""
-        rendered = self.template.render(
+    def begin(self, chat: ChatRequest, clock: str) -> RenderCall:
+        """Return what `render` needs, at the time of `clock`."""
+        return self.template.begin(
             chat.messages,
             chat.tools,
             adds_generation_prompt=chat.adds_generation_prompt,
@@ -56,6 +56,10 @@ class ChatIntake:
             args=chat.template_args,
             clock=clock,
         )
+
+    def render(self, chat: ChatRequest, call: RenderCall) -> Request:
+        """Return the request whose prompt is what the template writes."""
+        rendered = self.template.finish(call)
         if not rendered.text:
             raise RequestError(
                 "missing_prompt",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import chain
 from typing import Any
 
 from fminfer.core.errors import RequestError, UsageError
@@ -27,6 +29,15 @@ class RenderedChat:
     variables: frozenset[str]  # that the template reads; none: the request has none
 
 
+@dataclass(slots=True)
+class RenderCall:
+    """Messages for a template, and the limited process's reply, once that is known."""
+
+    template: list[Any]  # its text, and the tokenizer's special tokens
+    message: dict[str, Any]
+    reply: Any = None  # an error, or as `TemplateWorker` has it
+
+
 class ChatTemplate:
     """Renders the messages of chat requests. Any thread may call it.
 
@@ -43,10 +54,9 @@ class ChatTemplate:
 
     def check(self) -> None:
         """Raise a UsageError if the given template has an error of syntax, or takes too long."""
-        assert self._given is not None, "there is none"
         told = "Mend the file, or leave out the flag to take the model's own template"
         try:
-            reply = self._ask(self._given, [{"role": "user", "content": ""}], [], {})
+            reply = _ask(self.begin([{"role": "user", "content": ""}], []))
         except LimitError as error:
             raise UsageError(f"--chat-template: of one message, {error}. {told}") from None
         if reply.get("line"):  # other faults may come of the message, which is alone
@@ -66,7 +76,7 @@ class ChatTemplate:
             return None
         return text
 
-    def render(
+    def begin(
         self,
         messages: list[ChatMessage],
         tools: list[ChatMessage],
@@ -75,15 +85,15 @@ class ChatTemplate:
         continues_final_message: bool = False,
         args: dict[str, Any] | None = None,
         clock: str = "",
-    ) -> RenderedChat:
-        """Return the prompt of messages.
+    ) -> RenderCall:
+        """Return what `finish` makes a prompt of.
 
         Args:
             args: further variables of the template.
             clock: the time that `strftime_now` tells, in ISO format; "": now.
 
         Raises:
-            RequestError: there is no template, or it refuses these messages.
+            RequestError: there is no template.
         """
         text = self.find_text(has_tools=bool(tools))
         if text is None:
@@ -93,21 +103,54 @@ class ChatTemplate:
                 "(in Python: chat_template), or send a prompt",
                 "messages",
             )
-        messages = _with_known_roles(text, messages)
+        template = [text, self._special_tokens]
+        if text not in self._names:
+            self._names[text] = blake2b(json.dumps(template).encode()).hexdigest()
+        message = {
+            "name": self._names[text],
+            "messages": _with_known_roles(text, messages),
+            "tools": tools,
+            "args": args or {},
+            "begins": adds_generation_prompt,
+            "continues": continues_final_message,
+            "clock": clock,
+        }
+        return RenderCall(template, message)
+
+    def render(
+        self, messages: list[ChatMessage], tools: list[ChatMessage], **settings: Any
+    ) -> RenderedChat:
+        """Return the prompt of messages; `begin` and `finish` in one."""
+        return self.finish(self.begin(messages, tools, **settings))
+
+    def ask_ahead(self, calls: Iterator[RenderCall]) -> None:
+        """Let the first of some calls have their replies, while the next ones are made."""
+        first = next(calls, None)
+        if first is None:
+            return
+        asked = list[RenderCall]()
+
+        def write() -> Iterator[dict[str, Any]]:
+            for call in chain([first], calls):
+                asked.append(call)
+                yield call.message
+
+        for call, reply in zip(asked, _RENDERERS.ask_all(write()), strict=False):
+            call.reply = reply
+
+    def finish(self, call: RenderCall) -> RenderedChat:
+        """Return the prompt of a call.
+
+        Raises:
+            RequestError: the template refuses these messages, or takes too long.
+        """
         try:
-            reply = self._ask(
-                text,
-                messages,
-                tools,
-                args or {},
-                begins=adds_generation_prompt,
-                continues=continues_final_message,
-                clock=clock,
-            )
+            reply = _ask(call)
             fault = reply.get("fault")
         except (TypeError, ValueError, RecursionError) as error:  # also of JSON
             fault = str(error)
         if fault is not None:
+            messages = call.message["messages"]
             bare = [place for place, each in enumerate(messages) if not each.get("content")]
             hint = f"; messages[{bare[0]}] has no content" if bare else ""
             raise RequestError(
@@ -118,35 +161,16 @@ class ChatTemplate:
             )
         return RenderedChat(reply["text"], tuple(reply["losses"]), frozenset(reply["variables"]))
 
-    def _ask(
-        self,
-        text: str,
-        messages: list[ChatMessage],
-        tools: list[ChatMessage],
-        args: dict[str, Any],
-        *,
-        begins: bool = True,
-        continues: bool = False,
-        clock: str = "",
-    ) -> dict[str, Any]:
-        """Return what a limited process answers, which may be a fault of the template."""
-        template = [text, self._special_tokens]
-        if text not in self._names:
-            self._names[text] = blake2b(json.dumps(template).encode()).hexdigest()
-        message = {
-            "name": self._names[text],
-            "messages": messages,
-            "tools": tools,
-            "args": args,
-            "begins": begins,
-            "continues": continues,
-            "clock": clock,
-        }
-        reply = _RENDERERS.ask(message)
-        if reply is None:  # the process is new
-            reply = _RENDERERS.ask(message | {"template": template})
-        found: dict[str, Any] = reply
-        return found
+
+def _ask(call: RenderCall) -> dict[str, Any]:
+    """Return what a limited process answers, which may be a fault of the template."""
+    reply = _RENDERERS.ask(call.message) if call.reply is None else call.reply
+    if reply is None:  # the process does not know the template
+        reply = _RENDERERS.ask(call.message | {"template": call.template})
+    if isinstance(reply, Exception):
+        raise reply
+    found: dict[str, Any] = reply
+    return found
 
 
 def _with_known_roles(text: str, messages: list[ChatMessage]) -> list[ChatMessage]:
