@@ -71,8 +71,7 @@ _PARAMS = {
 
 def find_field(name: str, endpoint: Endpoint) -> Field | None:
     """Return the field of a name in any spelling; one that is acted on is refused in another."""
-    is_short = len(name) <= MAX_NAME_CHARS
-    return _find_short(name, endpoint) if is_short else _find_field(name, endpoint)
+    return (_find_short if len(name) <= MAX_NAME_CHARS else _find_field)(name, endpoint)
 
 
 @lru_cache(1024)  # for files with a key of their own on each line

@@ -195,18 +195,20 @@ class Intake:
             defaults=limits.defaults,
         )
 
-    def render_ahead(self, asked: Iterable[tuple[Mapping[str, Any], Endpoint | None, str]]) -> None:
+    def render_ahead(
+        self, requests: Iterable[tuple[Mapping[str, Any], Endpoint | None, str]]
+    ) -> None:
         """Let templates write the chats among some requests, which `parse` is given soon.
 
         That is faster than one by one. What is wrong with a request is left to `parse`.
 
         Args:
-            asked: of each request its fields, its endpoint and its clock, as `parse` has them.
+            requests: of each its fields, its endpoint and its clock, as `parse` has them.
         """
         begun = list[_BegunChat]()
 
         def begin() -> Iterator[RenderCall]:
-            for fields, endpoint, clock in asked:
+            for fields, endpoint, clock in requests:
                 with suppress(Exception):
                     if (endpoint or tell_endpoint(fields)) == "chat":
                         begun.append(self._begin_chat(fields, clock))

@@ -54,14 +54,14 @@ class ChatTemplate:
 
     def check(self) -> None:
         """Raise a UsageError if the given template has an error of syntax, or takes too long."""
-        told = "Mend the file, or leave out the flag to take the model's own template"
+        remedy = "Mend the file, or leave out the flag to take the model's own template"
         try:
             reply = _ask(self.begin([{"role": "user", "content": ""}], []))
         except LimitError as error:
-            raise UsageError(f"--chat-template: of one message, {error}. {told}") from None
+            raise UsageError(f"--chat-template: of one message, {error}. {remedy}") from None
         if reply.get("line"):  # other faults may come of the message, which is alone
             raise UsageError(
-                f"--chat-template has an error in line {reply['line']}: {reply['fault']}. {told}"
+                f"--chat-template has an error in line {reply['line']}: {reply['fault']}. {remedy}"
             )
 
     def find_text(self, *, has_tools: bool) -> str | None:
@@ -128,14 +128,14 @@ class ChatTemplate:
         first = next(calls, None)
         if first is None:
             return
-        asked = list[RenderCall]()
+        sent = list[RenderCall]()
 
         def write() -> Iterator[dict[str, Any]]:
             for call in chain([first], calls):
-                asked.append(call)
+                sent.append(call)
                 yield call.message
 
-        for call, reply in zip(asked, _RENDERERS.ask_all(write()), strict=False):
+        for call, reply in zip(sent, _RENDERERS.ask_all(write()), strict=False):
             call.reply = reply
 
     def finish(self, call: RenderCall) -> RenderedChat:
@@ -169,8 +169,7 @@ def _ask(call: RenderCall) -> dict[str, Any]:
         reply = _RENDERERS.ask(call.message | {"template": call.template})
     if isinstance(reply, Exception):
         raise reply
-    found: dict[str, Any] = reply
-    return found
+    return dict(reply)
 
 
 def _with_known_roles(text: str, messages: list[ChatMessage]) -> list[ChatMessage]:

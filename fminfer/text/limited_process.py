@@ -92,8 +92,8 @@ class LimitedPool:
 
         answers = [_read_answer(line) for line in lines]
         if not is_kept and process.returncode >= 0:  # no signal ended it
-            told = f"{sys.executable} cannot run {self._command[1]} with these imports"
-            answers.append(OSError(told))
+            fault = f"{sys.executable} cannot run {self._command[1]} with these imports"
+            answers.append(OSError(fault))
         elif not is_kept:
             limits = f"{self._seconds:g} s, or {MEMORY_BYTES >> 30} GB of memory"
             answers.append(LimitError(f"it takes more than {limits}"))
@@ -116,9 +116,7 @@ class LimitedPool:
         )
 
 
-def _exchange(
-    process: subprocess.Popen[bytes], messages: Iterable[Any]
-) -> tuple[list[bytes], int]:
+def _exchange(process: subprocess.Popen[bytes], messages: Iterable[Any]) -> tuple[list[bytes], int]:
     """Return the lines that answer messages, and how many were sent; fewer: the process ended.
 
     Those that are sent together fit the pipe. So sending never waits for a process that waits for

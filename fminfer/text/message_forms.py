@@ -219,12 +219,12 @@ class _Probe:
 
     def arriving(self, forms: Forms, role: str | None = None) -> set[int]:
         """Return the numbers of the turns, of one role if given, whose texts all arrive."""
-        found = set(_MARKS.findall(self.write(forms) or ""))
+        marks = set(_MARKS.findall(self.write(forms) or ""))
         return {
             number
             for number, turn in enumerate(self._turns)
             if turn.num_parts is not None and role in (None, turn.role)
-            if _key_of_list(number) not in found and found.issuperset(turn.texts(number))
+            if _key_of_list(number) not in marks and marks.issuperset(turn.texts(number))
         }
 
     def count_turns_with_calls(self, forms: Forms) -> int:
@@ -235,11 +235,11 @@ class _Probe:
         text = self.write(forms)
         if text is None or (forms.lacking == "null" and self._writes_null(forms, text)):
             return -1
-        found = {*_ARGUMENTS.findall(text), *_OBJECTS.findall(text)}
+        marks = {*_ARGUMENTS.findall(text), *_OBJECTS.findall(text)}
         count = 0
         for number, turn in enumerate(self._turns):
             count += bool(turn.calls) and all(
-                _is_written(found, sent, forms) for sent in turn.arguments(number)
+                _is_written(marks, sent, forms) for sent in turn.arguments(number)
             )
         return count
 
@@ -248,13 +248,13 @@ class _Probe:
         return empty is not None and any(text.count(w) > empty.count(w) for w in ("None", "null"))
 
 
-def _is_written(found: set[str], sent: ChatMessage | str, forms: Forms) -> bool:
-    """Tell whether a probe's arguments are found in a prompt, and not as Python writes objects."""
+def _is_written(marks: set[str], sent: ChatMessage | str, forms: Forms) -> bool:
+    """Tell whether arguments are among a prompt's marks, and not as Python writes objects."""
     given = forms.convert_arguments(sent)
     wanted = str(sent["value"] if isinstance(sent, dict) else sent)
     if isinstance(given, str):
-        return (given if forms.arguments == "JSON" else wanted) in found
-    return wanted in found and str(given) not in found
+        return (given if forms.arguments == "JSON" else wanted) in marks
+    return wanted in marks and str(given) not in marks
 
 
 def _key_of_list(number: int) -> str:

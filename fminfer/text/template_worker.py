@@ -63,7 +63,8 @@ class RenderedTemplate:
         if (known := self._forms.get(key)) is not None:
             return known
         begins = messages[-1]["role"] != "assistant"
-        forms = find_forms(turns, partial(self._apply, tools, add_generation_prompt=begins, **args))
+        render = partial(self._apply, tools, add_generation_prompt=begins, **args)
+        forms = find_forms(turns, render)
         if len(self._forms) >= MAX_FORMS:
             self._forms.clear()
         self._forms[key] = forms

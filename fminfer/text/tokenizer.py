@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.token_lengths import LongestToken, find_longest, least_tokens
 from fminfer.text.tokenizer_folder import BYT5, read_tokenizer
 
-MAX_WORD_CHARS = 64  # of a word whose ids are kept by itself
 MAX_KEPT_BYTES = 16 << 20  # of the words of whole requests
 NUM_BYTES = 128  # of a character of them, with its ids
 
@@ -157,14 +156,6 @@ class Tokenizer:
 
     def spell(self, word: str) -> frozenset[tuple[int, ...]]:
         """Return the ids of a word at the start of a text, and of one behind a space."""
-        is_short = len(word) <= MAX_WORD_CHARS
-        return self._spell_short(word) if is_short else self._spell(word)
-
-    @lru_cache(4096)  # noqa: B019 there is one tokenizer, which lives as long as the process
-    def _spell_short(self, word: str) -> frozenset[tuple[int, ...]]:
-        return self._spell(word)
-
-    def _spell(self, word: str) -> frozenset[tuple[int, ...]]:
         word = word.lstrip() or word  # white space has itself
         return frozenset(tuple(self._ids(form, False)) for form in (word, f" {word}")) - {()}
 

@@ -6,17 +6,19 @@ characters. Each is tried at a size and at four times that size.
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from itertools import count
 from typing import Any
 
 import pytest
 
 from fminfer.contract.envelope import Line, find_custom_id, open_envelope
-from fminfer.contract.request import SamplingParams, VectorFacts
+from fminfer.contract.request import VectorFacts
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError
 from fminfer.engine.intake import Intake
@@ -24,16 +26,17 @@ from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.engine.results import find_stop, len_of_possible_stop
 from fminfer.engine.start import Starter
 from fminfer.models.known_sizes import DEMO_MODEL
-from fminfer.text.chat_template import ChatTemplate
 from fminfer.text.tokenizer import Tokenizer
 from fminfer.text.tool_calls import ToolCallReader
-from tests.conftest import IS_ALL
+from tests.conftest import IS_ALL, more
 
+COUNTS = count(1)
 Fields = dict[str, Any]
 SIZE = 1 << 20 if IS_ALL else 1 << 18  # bytes of the larger of two texts
 MOST_RATIO = 9.0  # of the times of a text and of one four times as long; 16 is quadratic
 FLOOR_S = 0.05  # what takes less at the larger size is quick enough
 CONTEXT = 1 << 22
+BY_DEFAULT = ("line", "fields", "answer", "prompt: combining", "chat: words")
 
 
 @cache
@@ -66,7 +69,9 @@ def open_line(raw: bytes) -> None:
 
 
 def names(size: int, length: int = 10) -> list[str]:
-    return [f"{number:0{length}}" for number in range(size // (length + 4))]
+    """Return names that no earlier row had, so that nothing that is kept helps."""
+    first = next(COUNTS) * 1_000_000
+    return [f"{first + number:0{length}}" for number in range(size // (length + 4))]
 
 
 # Texts by what is bad in them.
@@ -105,20 +110,22 @@ LINES: dict[str, Callable[[int], bytes]] = {
     "white space": lambda size: b'{"prompt":' + b" " * size + b'"x"}',
     "white space in a Batch line": lambda size: b'{"custom_id":' + b" \t" * (size // 2) + b"}",
     "line breaks": lambda size: b'{"prompt":' + b"\r\n " * (size // 3) + b'"x"}',
-    "wrapped arrays": lambda size: b'{"request":{"prompt":"x"},"a":[' + b"[]," * (size // 3) + b"0]}",
+    "wrapped arrays": lambda size: (
+        b'{"request":{"prompt":"x"},"a":[' + b"[]," * (size // 3) + b"0]}"
+    ),
     "no JSON": lambda size: b"x" * size,
 }
 # Fields of requests.
 FIELDS: dict[str, Callable[[int], Fields]] = {
     "stop strings": lambda size: {"prompt": "x", "stop": names(size)},
     "prompts and stop strings": lambda size: {
-        "prompt": ["x"] * min(16_000, size // 24),
+        "prompt": ["x"] * min(4000, size // 24),
         "stop": names(size // 2),
     },
     "a long stop string": lambda size: {"prompt": "x", "stop": "a" * size},
     "signs as stop strings": lambda size: {"prompt": "x", "stop": ["<" * size, "<|" * size]},
     "stop token ids": lambda size: {"prompt": "x", "stop_token_ids": [5] * (size // 2)},
-    "bad words": lambda size: {"prompt": "x", "bad_words": names(size)[:16_000]},
+    "bad words": lambda size: {"prompt": "x", "bad_words": names(size)[:2000]},
     "a long bad word": lambda size: {"prompt": "x", "bad_words": ["ab " * (size // 3)]},
     "biases": lambda size: {"prompt": "x", "logit_bias": dict.fromkeys(names(size), 1)},
     "allowed ids": lambda size: {"prompt": "x", "allowed_token_ids": [*range(size // 8)]},
@@ -132,9 +139,9 @@ FIELDS: dict[str, Callable[[int], Fields]] = {
     "a long name without a prompt": lambda size: {"prompt" * (size // 6): 1},
     "a wrong value": lambda size: {"prompt": "x", "n": "1" * size},
     "a wrong list": lambda size: {"prompt": "x", "n": [[1]] * (size // 4)},
-    "prompts": lambda size: {"prompt": ["ab"] * min(16_000, size // 8), "max_tokens": 1},
+    "prompts": lambda size: {"prompt": ["ab"] * min(4000, size // 8), "max_tokens": 1},
     "too many prompts": lambda size: {"prompt": ["x"] * (size // 4)},
-    "lists of ids": lambda size: {"prompt": [[5]] * min(16_000, size // 4)},
+    "lists of ids": lambda size: {"prompt": [[5]] * min(4000, size // 4)},
     "ids": lambda size: {"prompt": [5] * (size // 2), "echo": True, "logprobs": 1},
     "ids of bytes": lambda size: {"prompt": [200] * (size // 8), "echo": True, "logprobs": 1},
     "special ids": lambda size: {"prompt": [0] * (size // 2), "logprobs": 1},
@@ -142,7 +149,9 @@ FIELDS: dict[str, Callable[[int], Fields]] = {
     "messages": lambda size: {"messages": [{"role": "user", "content": "x"}] * (size // 40)},
     "turns": lambda size: {
         "messages": [
-            {"role": role, "content": "x"} for _ in range(size // 80) for role in ("user", "assistant")
+            {"role": role, "content": "x"}
+            for _ in range(size // 80)
+            for role in ("user", "assistant")
         ]
     },
     "parts": lambda size: {
@@ -161,7 +170,10 @@ FIELDS: dict[str, Callable[[int], Fields]] = {
     "broken arguments": lambda size: {
         "messages": [
             {"role": "user", "content": "x"},
-            {"role": "assistant", "function_call": {"name": "f", "arguments": '{"a":' * (size // 5)}},
+            {
+                "role": "assistant",
+                "function_call": {"name": "f", "arguments": '{"a":' * (size // 5)},
+            },
         ],
     },
     "keys of messages": lambda size: {
@@ -188,9 +200,9 @@ FIELDS: dict[str, Callable[[int], Fields]] = {
     "a long role": lambda size: {"messages": [{"role": "user" * (size // 4), "content": "x"}]},
 }
 VECTORS: dict[str, Callable[[int], Fields]] = {
-    "inputs": lambda size: {"input": ["ab"] * min(16_000, size // 6)},
+    "inputs": lambda size: {"input": ["ab"] * min(4000, size // 6)},
     "equal inputs": lambda size: {"input": ["a" * 1000] * (size // 1000)},
-    "ids": lambda size: {"input": [[5]] * min(16_000, size // 4)},
+    "ids": lambda size: {"input": [[5]] * min(4000, size // 4)},
     "a prompt's name": lambda size: {"input": "x", "prompt_name": "p" * size},
     "pairs": lambda size: {"text_1": "a" * 500, "text_2": ["b" * 500] * (size // 500)},
     "a long query": lambda size: {"query": "a" * (size // 2), "documents": ["b"] * (size // 500)},
@@ -268,26 +280,28 @@ for name, answer in ANSWERS.items():
 
 
 def best_time(row: Callable[[int], Callable[[], object]], size: int, times: int) -> float:
-    found = []
+    seconds = []
     for _ in range(times):
         work = row(size)
+        gc.collect()
         began = time.thread_time()
         work()
-        found.append(time.thread_time() - began)
-    return min(found)
+        seconds.append(time.thread_time() - began)
+    return min(seconds)
 
 
-def test_work_is_linear() -> None:
-    slow = []
-    prepare({"prompt": "x"}), prepare({"input": "x"}, "vectors")
-    for name, row in ROWS.items():
-        print(name, flush=True)
-        long = best_time(row, SIZE, 1)
-        if long > FLOOR_S:
-            short = best_time(row, SIZE // 4, 2)
-            if long > MOST_RATIO * short:
-                long = best_time(row, SIZE, 2)
-            print(f"{name}: {short:.3f} {long:.3f} {long/short:.1f}")
-            if long > MOST_RATIO * short:
-                slow.append(f"{name}: {short:.3f} s, four times as long {long:.3f} s")
-    assert not slow, slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name.startswith(BY_DEFAULT) else more, id=name)
+        for name in ROWS
+    ],
+)
+def test_work_is_linear(name: str) -> None:
+    """A grammar of 24 KB held a server up for 12 s: its time grew with the square of its length."""
+    row = ROWS[name]
+    row(1000)()  # what is built once
+    if best_time(row, SIZE, 1) < FLOOR_S:
+        return
+    short, long = (best_time(row, size, 2) for size in (SIZE // 4, SIZE))
+    assert long < MOST_RATIO * short + FLOOR_S, f"{short:.3f} s, four times as long {long:.3f} s"

@@ -42,10 +42,7 @@ def tokenizer(monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in BY_DEFAULT else more)
-        for name in HOSTILE
-    ],
+    [pytest.param(name, marks=() if name in BY_DEFAULT else more) for name in HOSTILE],
 )
 def test_a_template_without_end_costs_its_request(tokenizer: Tokenizer, name: str) -> None:
     """A loop in a template held a run for ever, and a padded text took all memory."""
