@@ -20,7 +20,7 @@ from fminfer.text.token_lengths import LongestToken, find_longest, least_tokens
 from fminfer.text.tokenizer_folder import BYT5, read_tokenizer
 
 MAX_KEPT_BYTES = 16 << 20  # of the words of whole requests
-NUM_BYTES = 128  # of a character of them, with its ids
+NUM_BYTES = 64  # of a character of them, with its ids: the most that one request has fits
 
 
 class _Panics:
