@@ -87,7 +87,7 @@ class LineCounter:
         """
         self._see(line, envelope)
         request = self._intake.parse(
-            envelope.fields, endpoint=envelope.endpoint, clock=line.clock or self._clock
+            envelope.fields, endpoint=envelope.endpoint, clock=self.find_clock(line)
         )
         if not request.params.is_by_chance:
             return request, 0
@@ -96,9 +96,13 @@ class LineCounter:
     def count(self, line: Line, envelope: Envelope) -> int | None:
         """Count a line that is not answered now, as `parse` does; None: it is not by chance."""
         self._see(line, envelope)
-        clock = line.clock or self._clock
+        clock = self.find_clock(line)
         meaning = self._meanings.find(envelope.fields, envelope.endpoint, clock)
         return None if meaning is None else self._count(line, meaning)
+
+    def find_clock(self, line: Line) -> str:
+        """Return the time that a chat template reads for a line."""
+        return line.clock or self._clock
 
     def pass_over(self, line: Line) -> None:
         """Count a line that an earlier run has answered: those after it depend on it."""

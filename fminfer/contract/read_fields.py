@@ -13,7 +13,7 @@ from fminfer.contract.constraint import CONSTRAINTS
 from fminfer.contract.endpoints import Endpoint, tell_endpoint
 from fminfer.contract.field_table import FIELDS, FIELDS_OF_LINES
 from fminfer.contract.fields import INT64, Field, show
-from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, cut_name
+from fminfer.contract.row_warnings import MAX_NAME_CHARS, MAX_NAMES, RowWarning, cut_name
 from fminfer.core.errors import RequestError
 
 MAX_GUESSED = 5  # of a line's unknown names: each guess takes a millisecond
@@ -69,9 +69,17 @@ _PARAMS = {
 }
 
 
-@lru_cache(1024)  # for files with a key of their own on each line
 def find_field(name: str, endpoint: Endpoint) -> Field | None:
     """Return the field of a name in any spelling; one that is acted on is refused in another."""
+    return (_find_short if len(name) <= MAX_NAME_CHARS else _find_field)(name, endpoint)
+
+
+@lru_cache(1024)  # for files with a key of their own on each line
+def _find_short(name: str, endpoint: Endpoint) -> Field | None:
+    return _find_field(name, endpoint)
+
+
+def _find_field(name: str, endpoint: Endpoint) -> Field | None:
     other = _OTHER_SPELLINGS[endpoint].get(plain_name(name))
     return FIELDS[endpoint].get(name) or (other and replace(other, name=cut_name(name)))
 
@@ -103,6 +111,7 @@ def unknown_names(fields: Mapping[str, Any], known: Collection[str]) -> list[str
 
 @lru_cache(1024)  # for files with a key of their own on each line
 def guess(name: str, known: frozenset[str]) -> str:
+    """Return what a name, which `cut_name` has cut, may have been meant to be; "": nothing."""
     nearest = get_close_matches(name, known, 1, 0.8)
     return f" (did you mean {nearest[0]}?)" if nearest else ""
 

@@ -51,20 +51,22 @@ class AnswerForm:
 
 def build_answer(state: RequestState, form: AnswerForm) -> Event:
     """Build the answer of a request whose prompts are all finished."""
+    prepared = state.prepared
+    choices: list[dict[str, Any]] = []
+    if prepared.vectors is None:
+        spelling = form.spelling(prepared.kind)
+        choices = [_choice(delta, state, spelling) for delta in Deltas(state, form).take()]
     if state.error is not None:
         error = state.error
         if error.code == "nan_logits":
             message = f"{error.message}. {form.explain_nan()}"
             error = RequestError(error.code, message, error.param)
         return Failed(state.id, error)
-    prepared = state.prepared
     num_prompt = sum(prompt.num_prompt_tokens for prompt in state.prompts)
     usage: dict[str, Any] = {"prompt_tokens": num_prompt}
     if prepared.vectors is not None:
         choices = make_of_vectors(state, prepared.vectors)
     else:
-        spelling = form.spelling(prepared.kind)
-        choices = [_choice(delta, state, spelling) for delta in Deltas(state, form).take()]
         usage["completion_tokens"] = sum(_num_drawn(prompt) for prompt in state.prompts)
     usage["total_tokens"] = sum(usage.values())
     details = {"cached_tokens": sum(prompt.num_cached for prompt in state.prompts)}
@@ -139,11 +141,14 @@ class Deltas:
         """Return what is new since the last call."""
         if self._state.error is not None:
             return
-        for prompt in self._state.prompts:
-            first = prompt.index * prompt.params.n
-            for place, sequence in enumerate(_tellable(prompt)):
-                copies = prompt.params.n if len(prompt.sequences) == 1 else 1
-                yield from self._news(sequence, range(first + place, first + place + copies))
+        try:
+            for prompt in self._state.prompts:
+                first = prompt.index * prompt.params.n
+                for place, sequence in enumerate(_tellable(prompt)):
+                    copies = prompt.params.n if len(prompt.sequences) == 1 else 1
+                    yield from self._news(sequence, range(first + place, first + place + copies))
+        except RequestError as error:  # of the tokenizer
+            self._state.error = error
 
     def _news(self, sequence: Sequence, indices: range) -> Iterator[Delta]:
         params, prepared = sequence.prompt.params, self._state.prepared
@@ -155,7 +160,7 @@ class Deltas:
         is_over = sequence.finish_reason is not None
         if told.is_over or not (sequence.tokens or is_over):
             return  # before the first token the echoed prompt's scores are not all there
-        num_chars, num_listed = _certain(sequence)
+        num_chars, num_listed = _certain(sequence, told.num_chars)
         new_text = sequence.text[told.num_chars : num_chars]
         text, calls = told.read(new_text, is_over=is_over)
         told.num_chars = num_chars
@@ -196,13 +201,18 @@ def _tellable(prompt: PromptState) -> list[Sequence]:
     return sorted(prompt.sequences, key=lambda s: s.mean_logprob, reverse=True)[:n]
 
 
-def _certain(sequence: Sequence) -> tuple[int, int]:
-    """Return how many characters and listed tokens no later token takes back."""
+def _certain(sequence: Sequence, num_told: int) -> tuple[int, int]:
+    """Return how many characters and listed tokens no later token takes back.
+
+    Args:
+        num_told: characters that were certain before.
+    """
     if sequence.finish_reason is not None:
         return len(sequence.text), len(sequence.listed_tokens)
     detokenizer, params = sequence.detokenizer, sequence.prompt.params
     assert detokenizer is not None, "it has drawn a token"
-    num_chars = len(sequence.text) - len_of_possible_stop(sequence.text, params.stop)
+    num_held = len_of_possible_stop(sequence.text, params.stop, num_told)
+    num_chars = len(sequence.text) - num_held
     num_listed = len(sequence.tokens) - detokenizer.num_open
     if params.stop:  # a stop's cut drops the tokens that start behind it
         while num_listed and sequence.tokens[num_listed - 1].offset >= num_chars:

@@ -12,7 +12,7 @@ from fminfer.contract.request import Request
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, cut_name
 from fminfer.core.config import KnownParser, ToolCallParser
 from fminfer.core.errors import RequestError
-from fminfer.text.chat_template import ChatTemplate, read_variables
+from fminfer.text.chat_template import ChatTemplate, RenderCall, RenderedChat
 from fminfer.text.tool_calls import HERMES_OPENING, find_parser
 
 # Keys of messages and of their parts that many templates do without.
@@ -46,9 +46,9 @@ class ChatIntake:
     template: ChatTemplate
     tool_call_parser: ToolCallParser
 
-    def render(self, chat: ChatRequest, clock: str) -> Request:
-        """Return the request whose prompt is what the template writes, at the time of `clock`."""
-        text = self.template.render(
+    def begin(self, chat: ChatRequest, clock: str) -> RenderCall:
+        """Return what `render` needs, at the time of `clock`."""
+        return self.template.begin(
             chat.messages,
             chat.tools,
             adds_generation_prompt=chat.adds_generation_prompt,
@@ -56,7 +56,11 @@ class ChatIntake:
             args=chat.template_args,
             clock=clock,
         )
-        if not text:
+
+    def render(self, chat: ChatRequest, call: RenderCall) -> Request:
+        """Return the request whose prompt is what the template writes."""
+        rendered = self.template.finish(call)
+        if not rendered.text:
             raise RequestError(
                 "missing_prompt",
                 "the chat template writes nothing for these messages; give others",
@@ -71,14 +75,14 @@ class ChatIntake:
                 parser = self.tool_call_parser
         warnings = (
             *chat.warnings,
-            *self._warn(chat, parser, has_calls=has_calls),
-            *_warn_of_beginnings(chat, text),
+            *self._warn(chat, rendered, parser, has_calls=has_calls),
+            *_warn_of_beginnings(chat, rendered.text),
         )
         params = chat.params
         if parser == "hermes" and self.template.tokenizer.special_id(HERMES_OPENING) is not None:
             params = replace(params, skip_special_tokens=False)  # the text would lose its calls
         return Request(
-            [check_text(text, "messages")],
+            [check_text(rendered.text, "messages")],
             params,
             warnings,
             endpoint="chat",
@@ -88,7 +92,12 @@ class ChatIntake:
         )
 
     def _warn(
-        self, chat: ChatRequest, parser: KnownParser | None, *, has_calls: bool
+        self,
+        chat: ChatRequest,
+        rendered: RenderedChat,
+        parser: KnownParser | None,
+        *,
+        has_calls: bool,
     ) -> list[RowWarning]:
         """Return what the request asks for and the template, or the run, has no means for."""
         found = []
@@ -98,9 +107,8 @@ class ChatIntake:
             found.append(RowWarning(f"{kind}; --tool-call-parser names one"))
         if chat.tools and "tools" not in text:
             found.append(RowWarning("the chat template does not write tools"))
-        found += _warn_of_unread(chat, text)
-        losses = self.template.find_losses(chat.messages, chat.tools, chat.template_args)
-        return found + [RowWarning(loss) for loss in losses]
+        found += _warn_of_unread(chat, text, rendered.variables)
+        return found + [RowWarning(loss) for loss in rendered.losses]
 
 
 def ends_in_thought(prompt: str) -> bool:
@@ -126,12 +134,12 @@ def _warn_of_beginnings(chat: ChatRequest, text: str) -> Iterator[RowWarning]:
         )
 
 
-def _warn_of_unread(chat: ChatRequest, text: str) -> Iterator[RowWarning]:
+def _warn_of_unread(chat: ChatRequest, text: str, read: frozenset[str]) -> Iterator[RowWarning]:
     """Tell of variables and keys of messages that a template does not read."""
-    read = read_variables(text) if chat.template_args else frozenset()
     asked = {name for name, value in chat.template_args.items() if value is not None}
     if unread := sorted(asked - read):
-        names = tuple(cut_name(name) + guess(name, read) for name in unread[: MAX_NAMES + 1])
+        cut = map(cut_name, unread[: MAX_NAMES + 1])
+        names = tuple(name + guess(name, read) for name in cut)
         yield RowWarning(
             "the chat template does not read these variables, which have no effect", names
         )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from fminfer.contract.chat import overwrite, parse_chat
+from fminfer.contract.chat import ChatRequest, overwrite, parse_chat
 from fminfer.contract.constraint import CONSTRAINTS
 from fminfer.contract.endpoints import Endpoint, tell_endpoint
 from fminfer.contract.fields import INT64, out_of_range
@@ -31,13 +31,16 @@ from fminfer.engine.prompt_fit import (
 from fminfer.engine.sequence import Prepared, no_token_error
 from fminfer.engine.start import find_bans
 from fminfer.engine.vector_intake import Encodings, VectorIntake
-from fminfer.text.chat_template import ChatTemplate
+from fminfer.text.chat_template import ChatTemplate, RenderCall
 from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.grammars import find_grammars
 from fminfer.text.json_schemas import KNOWN_KEYS
 from fminfer.text.tokenizer import Tokenizer
 
+_BegunChat = tuple[Mapping[str, Any], ChatRequest, RenderCall]  # with its request's fields
 MAX_BAD_WORDS = 16_384  # a second of tokenizing
+MAX_STOPS = 1024  # each token's text is searched for each of them
+MAX_CHARS = 1 << 18  # of stop strings, or of bad words
 
 
 @dataclass(slots=True, frozen=True)
@@ -77,6 +80,7 @@ class Intake:
         if limits.chat_template is not None:
             self.chat_template.check()
         self._chat = ChatIntake(self.chat_template, limits.config.tool_call_parser)
+        self._begun: dict[int, _BegunChat] = {}  # by the identity of their fields
         self._vectors: VectorIntake | None = None  # of a model that gives them
         if limits.vectors is not None:
             self._vectors = VectorIntake(tokenizer, limits, limits.vectors, self.warnings.add)
@@ -153,7 +157,8 @@ class Intake:
                 "so that some may be shorter"
             )
         if names := grammar.unknown[:MAX_NAMES]:
-            told = tuple(cut_name(name) + guess(name, KNOWN_KEYS) for name in names)
+            cut = map(cut_name, names)
+            told = tuple(name + guess(name, KNOWN_KEYS) for name in cut)
             yield RowWarning("unknown keywords of JSON schemas have no effect", told)
         if params.max_tokens < grammar.shortest:
             yield RowWarning(
@@ -190,7 +195,36 @@ class Intake:
             defaults=limits.defaults,
         )
 
+    def render_ahead(
+        self, requests: Iterable[tuple[Mapping[str, Any], Endpoint | None, str]]
+    ) -> None:
+        """Let templates write the chats among some requests, which `parse` is given soon.
+
+        That is faster than one by one. What is wrong with a request is left to `parse`.
+
+        Args:
+            requests: of each its fields, its endpoint and its clock, as `parse` has them.
+        """
+        begun = list[_BegunChat]()
+
+        def begin() -> Iterator[RenderCall]:
+            for fields, endpoint, clock in requests:
+                with suppress(Exception):
+                    if (endpoint or tell_endpoint(fields)) == "chat":
+                        begun.append(self._begin_chat(fields, clock))
+                        yield begun[-1][2]
+
+        if self.tokenizer.has_words and self._vectors is None:
+            self.chat_template.ask_ahead(begin())
+        self._begun = {id(each[0]): each for each in begun}
+
     def _parse_chat(self, fields: Mapping[str, Any], clock: str) -> Request:
+        begun = self._begun.pop(id(fields), None)
+        if begun is None or begun[0] is not fields:
+            begun = self._begin_chat(fields, clock)
+        return self._chat.render(begun[1], begun[2])
+
+    def _begin_chat(self, fields: Mapping[str, Any], clock: str) -> _BegunChat:
         limits = self.limits
         if not self.tokenizer.has_words:
             raise needs_words("messages are text", "messages")
@@ -201,7 +235,7 @@ class Intake:
             defaults=limits.defaults,
             max_new_tokens=limits.max_new_tokens or INT64 - 1,
         )
-        return self._chat.render(chat, clock)
+        return fields, chat, self._chat.begin(chat, clock)
 
     def prepare(self, request: Request, *, repeat: int = 0, is_openai: bool = True) -> Prepared:
         """Tokenize a request's prompts, and check that they fit.
@@ -270,12 +304,14 @@ class Intake:
         for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
             if texts and not self.tokenizer.has_words:
                 raise needs_words(f"{name} is text", name)
+            most = MAX_STOPS if name == "stop" else MAX_BAD_WORDS
+            if len(texts) > most or sum(map(len, texts)) > MAX_CHARS:
+                allowed = f"at most {most:,} texts of {MAX_CHARS:,} characters in all"
+                raise out_of_range(name, [*texts], allowed)
         size = self.limits.vocab_size
         check_ids(params.stop_token_ids, size, "stop_token_ids", hint)
         check_ids([token_id for token_id, _ in params.logit_bias], size, "logit_bias", hint)
         check_ids(params.allowed_token_ids, size, "allowed_token_ids", hint)
-        if len(params.bad_words) > MAX_BAD_WORDS:
-            raise out_of_range("bad_words", [*params.bad_words], f"at most {MAX_BAD_WORDS:,} words")
         for word in params.bad_words:
             check_text(word, "bad_words")
         words = self.tokenizer.spell_all(params.bad_words)

@@ -32,10 +32,11 @@ class Bans:
         self._params, self._eos_ids = params, eos_ids
         self._held_ids = eos_ids | stop_ids
         self._never = {word[0] for word in words if len(word) == 1}
-        self._longer: dict[int, list[tuple[int, ...]]] = {}  # words by their last token but one
+        self._longer: dict[tuple[int, ...], set[int]] = {}  # last tokens by those before
         for word in words:
             if len(word) > 1:
-                self._longer.setdefault(word[-2], []).append(word)
+                self._longer.setdefault(word[:-1], set()).add(word[-1])
+        self._lengths = sorted({*map(len, self._longer)})
         self.reach = max(map(len, words), default=1)  # newest tokens that `find` looks at
 
     @cached_property
@@ -68,8 +69,9 @@ class Bans:
     def find(self, num_drawn: int, newest: list[int]) -> set[int]:
         """Return the tokens, beside those that are never drawn, that cannot be drawn next."""
         banned = set(self._held_ids) if num_drawn < self._params.min_tokens else set()
-        longer = self._longer.get(newest[-1], []) if newest else []
-        return banned | {w[-1] for w in longer if tuple(newest[1 - len(w) :]) == w[:-1]}
+        for length in self._lengths:
+            banned |= self._longer.get(tuple(newest[-length:]), set())
+        return banned
 
     def check(self, num_drawn: int, banned: set[int]) -> None:
         """See that something can be drawn next, or raise a RequestError."""

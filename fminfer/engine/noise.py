@@ -9,12 +9,14 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import fields
-from functools import lru_cache
 
 from fminfer.contract.field_table import DRAW_FIELDS
 from fminfer.contract.request import DEFAULTS, SamplingParams
 
 DEFAULT_VALUES = {each.name: getattr(DEFAULTS, each.name) for each in fields(DEFAULTS)}
+MAX_DESCRIBED = 256  # params whose descriptions are kept: lines of a file have mostly the same
+MAX_DESCRIBED_CHARS = 1 << 16  # of one that is kept
+_DESCRIBED: dict[SamplingParams, str] = {}
 
 
 def meaning_of(prompts: Sequence[str | list[int]], params: SamplingParams) -> bytes:
@@ -25,12 +27,18 @@ def meaning_of(prompts: Sequence[str | list[int]], params: SamplingParams) -> by
     return meaning_beside(prompts, describe_params(params))
 
 
-@lru_cache(256)  # lines of a file have mostly the same
 def describe_params(params: SamplingParams) -> str:
     """Return the part of requests' meaning that their params are, without a seed."""
+    if (known := _DESCRIBED.get(params)) is not None:
+        return known
     values = {each.name: getattr(params, each.name) for each in fields(params)}
     plain = {"seed": None, "logit_bias": tuple(sorted(params.logit_bias))}
-    return repr(_canonical(values | plain))
+    described = repr(_canonical(values | plain))
+    if len(described) <= MAX_DESCRIBED_CHARS:
+        if len(_DESCRIBED) >= MAX_DESCRIBED:
+            _DESCRIBED.clear()
+        _DESCRIBED[params] = described
+    return described
 
 
 def meaning_beside(prompts: Sequence[str | list[int]], described_params: str) -> bytes:

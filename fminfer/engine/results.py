@@ -82,8 +82,8 @@ def _take_token(
     if prompt.nan_at:
         sequence.finish_reason = "stop"
     else:
-        advance(sequence, report)
         try:
+            advance(sequence, report)
             _go_on(sequence, scheduler)
         except RequestError as error:
             state.error, sequence.finish_reason = error, "stop"
@@ -233,14 +233,17 @@ def find_stop(text: str, stops: tuple[str, ...], num_new: int) -> tuple[int, str
     return min(found, key=lambda place: place[0], default=None)
 
 
-def len_of_possible_stop(text: str, stops: tuple[str, ...]) -> int:
+def len_of_possible_stop(text: str, stops: tuple[str, ...], num_certain: int = 0) -> int:
     """Return how many characters at a text's end may be the beginning of a stop string.
 
     A complete stop string in the text was skipped under `min_tokens`, and stays so.
+
+    Args:
+        num_certain: characters of which it is known that they are in no such beginning.
     """
     longest = max(map(len, stops), default=1) - 1
-    for start in range(max(0, len(text) - longest), len(text)):
-        length = len(text) - start
-        if any(len(stop) > length and stop.startswith(text[start:]) for stop in stops):
-            return length
+    for start in range(max(num_certain, len(text) - longest), len(text)):
+        end = text[start:]
+        if any(len(stop) > len(end) and stop.startswith(end) for stop in stops):
+            return len(end)
     return 0

@@ -40,17 +40,20 @@ class Starter:
         if not params.is_greedy:
             key = draw_key(ids, params, seed, prepared.repeat, prepared.meaning)
         bans = find_bans(params, self.tokenizer, self.eos_ids)
-        state.prompts = [self._start(state, index, key, bans) for index in range(len(ids))]
+        stops = find_stops(params, self.tokenizer)
+        end_ids = frozenset(stops) if params.ignore_eos else self.eos_ids.union(stops)
+        for index in range(len(ids)):
+            prompt = self._start(state, index, key)
+            prompt.end_ids, prompt.stop_reasons, prompt.bans = end_ids, stops, bans
+            state.prompts.append(prompt)
         return state
 
-    def _start(self, state: RequestState, index: int, key: bytes, bans: Bans | None) -> PromptState:
+    def _start(self, state: RequestState, index: int, key: bytes) -> PromptState:
         prepared = state.prepared
         if prepared.is_pooled:
             return PromptState(state, index, prepared.prompts[index])
         params, encoded = prepared.params, prepared.prompts[index]
-        stops = find_stops(params, self.tokenizer)
-        end_ids = frozenset(stops) if params.ignore_eos else self.eos_ids.union(stops)
-        prompt = PromptState(state, index, encoded, end_ids=end_ids, stop_reasons=stops, bans=bans)
+        prompt = PromptState(state, index, encoded)
         if prepared.sources:
             prompt.source = prepared.sources[index]
         grammar = None

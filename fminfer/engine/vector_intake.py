@@ -24,7 +24,7 @@ from fminfer.engine.prompt_fit import (
 from fminfer.engine.sequence import AnswerKind, Prepared
 from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.pairs import as_prompt, cut_encoding, lower_texts
-from fminfer.text.tokenizer import Tokenizer
+from fminfer.text.tokenizer import PANICS, Tokenizer
 
 Text = str | tuple[str, str]  # or a pair of texts
 Encodings = dict[tuple[bool, Text], Any]  # with special tokens or not: a `tokenizers.Encoding`
@@ -114,7 +114,8 @@ class VectorIntake:
                 ]
         encodings: Encodings = {}
         for adds, own in texts.items():
-            found = self._backend.encode_batch(own, add_special_tokens=adds)
+            with PANICS:
+                found = self._backend.encode_batch(own, add_special_tokens=adds)
             encodings |= {(adds, text): each for text, each in zip(own, found, strict=True)}
         return encodings
 

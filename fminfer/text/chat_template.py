@@ -1,23 +1,41 @@
-"""Messages to a prompt's text, by a chat template that transformers renders in a sandbox."""
+"""Messages to a prompt's text, by a chat template that a limited process renders."""
 
 from __future__ import annotations
 
 import json
 import re
-from contextvars import ContextVar
-from datetime import datetime
-from functools import cached_property, partial
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import chain
 from typing import Any
 
-from jinja2 import TemplateSyntaxError
-
 from fminfer.core.errors import RequestError, UsageError
-from fminfer.text.message_forms import ChatMessage, Forms, Turn, find_forms
+from fminfer.text.limited_process import LimitedPool, LimitError
+from fminfer.text.message_forms import ChatMessage
+from fminfer.text.template_worker import TemplateWorker
 from fminfer.text.tokenizer import Tokenizer
 
 _DEVELOPER = re.compile("""['"]developer['"]""")  # the role, not a word of the template's text
-_CLOCK = ContextVar("clock", default="")  # of the request that this thread renders
-MAX_FORMS = 1000  # structures of conversations whose forms are kept
+_RENDERERS = LimitedPool(TemplateWorker)
+
+
+@dataclass(slots=True, frozen=True)
+class RenderedChat:
+    """What a template made of messages."""
+
+    text: str  # the prompt, with the special tokens that the template writes
+    losses: tuple[str, ...]  # what of the messages it lacks, each a sentence for people
+    variables: frozenset[str]  # that the template reads; none: the request has none
+
+
+@dataclass(slots=True)
+class RenderCall:
+    """Messages for a template, and the limited process's reply, once that is known."""
+
+    template: list[Any]  # its text, and the tokenizer's special tokens
+    message: dict[str, Any]
+    reply: Any = None  # an error, or as `TemplateWorker` has it
 
 
 class ChatTemplate:
@@ -30,21 +48,21 @@ class ChatTemplate:
     def __init__(self, tokenizer: Tokenizer, text: str | None = None) -> None:
         self.tokenizer = tokenizer
         self._given = text
-        self._forms: dict[tuple[object, ...], Forms] = {}  # by all that they depend on
+        hf = tokenizer.hf
+        self._special_tokens: dict[str, Any] = {} if hf is None else hf.special_tokens_map
+        self._names: dict[str, str] = {}  # of templates by their text
 
     def check(self) -> None:
-        """Raise a UsageError if the given template has an error of syntax."""
+        """Raise a UsageError if the given template has an error of syntax, or takes too long."""
+        remedy = "Mend the file, or leave out the flag to take the model's own template"
         try:
-            self._renderer.apply_chat_template(
-                [{"role": "user", "content": ""}], chat_template=self._given, tokenize=False
-            )
-        except TemplateSyntaxError as error:
+            reply = _ask(self.begin([{"role": "user", "content": ""}], []))
+        except LimitError as error:
+            raise UsageError(f"--chat-template: of one message, {error}. {remedy}") from None
+        if reply.get("line"):  # other faults may come of the message, which is alone
             raise UsageError(
-                f"--chat-template has an error in line {error.lineno}: {error.message}. Mend the "
-                "file, or leave out the flag to take the model's own template"
-            ) from error
-        except Exception:  # it may want more than one message
-            return
+                f"--chat-template has an error in line {reply['line']}: {reply['fault']}. {remedy}"
+            )
 
     def find_text(self, *, has_tools: bool) -> str | None:
         """Return the template, which may be another for requests with tools; None: none."""
@@ -58,24 +76,24 @@ class ChatTemplate:
             return None
         return text
 
-    def render(
+    def begin(
         self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]],
+        messages: list[ChatMessage],
+        tools: list[ChatMessage],
         *,
         adds_generation_prompt: bool = True,
         continues_final_message: bool = False,
         args: dict[str, Any] | None = None,
         clock: str = "",
-    ) -> str:
-        """Return the text of a prompt, with the special tokens that the template writes.
+    ) -> RenderCall:
+        """Return what `finish` makes a prompt of.
 
         Args:
             args: further variables of the template.
             clock: the time that `strftime_now` tells, in ISO format; "": now.
 
         Raises:
-            RequestError: there is no template, or it refuses these messages.
+            RequestError: there is no template.
         """
         text = self.find_text(has_tools=bool(tools))
         if text is None:
@@ -85,90 +103,73 @@ class ChatTemplate:
                 "(in Python: chat_template), or send a prompt",
                 "messages",
             )
-        messages, args = _with_known_roles(text, messages), args or {}
-        _CLOCK.set(clock)
+        template = [text, self._special_tokens]
+        if text not in self._names:
+            self._names[text] = blake2b(json.dumps(template).encode()).hexdigest()
+        message = {
+            "name": self._names[text],
+            "messages": _with_known_roles(text, messages),
+            "tools": tools,
+            "args": args or {},
+            "begins": adds_generation_prompt,
+            "continues": continues_final_message,
+            "clock": clock,
+        }
+        return RenderCall(template, message)
+
+    def render(
+        self, messages: list[ChatMessage], tools: list[ChatMessage], **settings: Any
+    ) -> RenderedChat:
+        """Return the prompt of messages; `begin` and `finish` in one."""
+        return self.finish(self.begin(messages, tools, **settings))
+
+    def ask_ahead(self, calls: Iterator[RenderCall]) -> None:
+        """Let the first of some calls have their replies, while the next ones are made."""
+        first = next(calls, None)
+        if first is None:
+            return
+        sent = list[RenderCall]()
+
+        def write() -> Iterator[dict[str, Any]]:
+            for call in chain([first], calls):
+                sent.append(call)
+                yield call.message
+
+        for call, reply in zip(sent, _RENDERERS.ask_all(write()), strict=False):
+            call.reply = reply
+
+    def finish(self, call: RenderCall) -> RenderedChat:
+        """Return the prompt of a call.
+
+        Raises:
+            RequestError: the template refuses these messages, or takes too long.
+        """
         try:
-            forms = self._find_forms(text, messages, tools, args)
-            rendered = self._apply(
-                text,
-                tools,
-                [forms.convert(message) for message in messages],
-                add_generation_prompt=adds_generation_prompt,
-                continue_final_message=continues_final_message,
-                **args,
-            )
-        except (MemoryError, OSError):
-            raise
-        except Exception as error:  # whatever a template does: it is a program
+            reply = _ask(call)
+            fault = reply.get("fault")
+        except (TypeError, ValueError, RecursionError) as error:  # also of JSON
+            fault = str(error)
+        if fault is not None:
+            messages = call.message["messages"]
             bare = [place for place, each in enumerate(messages) if not each.get("content")]
             hint = f"; messages[{bare[0]}] has no content" if bare else ""
             raise RequestError(
                 "unsupported_parameter",
-                f"the chat template cannot write these messages ({type(error).__name__}: "
-                f"{error}{hint}). Change them, or give another template by --chat-template FILE",
+                f"the chat template cannot write these messages ({fault}{hint}). Change them, or "
+                "give another template by --chat-template FILE",
                 "messages",
-            ) from error
-        return rendered
-
-    def find_losses(
-        self, messages: list[ChatMessage], tools: list[ChatMessage], args: dict[str, Any]
-    ) -> tuple[str, ...]:
-        """Return what of messages their prompt lacks, each a sentence for people."""
-        text = self.find_text(has_tools=bool(tools)) or ""
-        return self._find_forms(text, _with_known_roles(text, messages), tools, args).losses
-
-    def _find_forms(
-        self, text: str, messages: list[ChatMessage], tools: list[ChatMessage], args: dict[str, Any]
-    ) -> Forms:
-        """Return the forms in which the template reads messages of this structure."""
-        turns = tuple(map(Turn.of, messages))
-        key = (text, turns, json.dumps([tools, args]) if tools or args else "")
-        if (known := self._forms.get(key)) is not None:
-            return known
-        begins = messages[-1]["role"] != "assistant"
-        render = partial(self._apply, text, tools, add_generation_prompt=begins, **args)
-        found = find_forms(turns, render)
-        if len(self._forms) >= MAX_FORMS:
-            self._forms.clear()  # perhaps beside another thread, which has its own by now
-        self._forms[key] = found
-        return found
-
-    def _apply(
-        self, text: str, tools: list[ChatMessage], messages: list[ChatMessage], **args: Any
-    ) -> str:
-        from transformers.utils import chat_template_utils  # slow to import
-
-        # apply_chat_template would drop nulls, and some templates test for them.
-        args = {**self._renderer.special_tokens_map, **args}
-        if "strftime_now" in text:  # functions among the arguments would become strings
-            chat_template_utils._compile_jinja_template(text).globals["strftime_now"] = _tell_time
-        rendered, _ = chat_template_utils.render_jinja_template(
-            [messages], tools or None, chat_template=text, **args
-        )
-        only: str = rendered[0]
-        return only
-
-    @cached_property
-    def _renderer(self) -> Any:
-        if self.tokenizer.hf is not None:
-            return self.tokenizer.hf
-        from transformers import PreTrainedTokenizerFast  # slow to import
-
-        return PreTrainedTokenizerFast(tokenizer_object=self.tokenizer.backend)
+            )
+        return RenderedChat(reply["text"], tuple(reply["losses"]), frozenset(reply["variables"]))
 
 
-def read_variables(text: str) -> frozenset[str]:
-    """Return the variables that a template reads from outside."""
-    from transformers.utils.chat_template_utils import _get_template_variables  # slow to import
-
-    found: frozenset[str] = _get_template_variables(text)
-    return found
-
-
-def _tell_time(form: str) -> str:
-    """Return the time of the request that is being rendered, as `strftime_now` does."""
-    clock = _CLOCK.get()
-    return (datetime.fromisoformat(clock) if clock else datetime.now()).strftime(form)
+def _ask(call: RenderCall) -> dict[str, Any]:
+    """Return what a limited process answers, which may be a fault of the template."""
+    reply = _RENDERERS.ask(call.message) if call.reply is None else call.reply
+    if reply is None:  # the process does not know the template
+        reply = _RENDERERS.ask(call.message | {"template": call.template})
+    if isinstance(reply, Exception):
+        raise reply
+    return dict(reply)
 
 
 def _with_known_roles(text: str, messages: list[ChatMessage]) -> list[ChatMessage]:

@@ -14,7 +14,8 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 SECONDS = 2.0  # of computing for one message
@@ -22,6 +23,7 @@ WAIT_SECONDS = 60  # in all, for work that waits and does not compute
 MEMORY_BYTES = 2 << 30
 STACK_BYTES = 4 << 20  # half of what our own threads have: what passes here passes there, too
 ANSWER_BYTES = 16 << 20  # of an answer in JSON
+PIPE_BYTES = 32 << 10  # of messages that are sent together
 
 Work = Callable[[Any], Any]
 
@@ -61,6 +63,17 @@ class LimitedPool:
             ValueError: what the work itself raised, of any type; its text is the same.
             OSError: the process cannot run here.
         """
+        answer = self.ask_all([message])[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def ask_all(self, messages: Iterable[Any]) -> list[Any]:
+        """Return the answers to the first of some messages, at least to one.
+
+        It works on each while the next ones are made. An error, see `ask`, stands where its answer
+        would. One that ended the process is the last of the list.
+        """
         if self._owner != os.getpid():  # a fork, which has its parent's pipes
             self._open()
         process = self._free.get()
@@ -68,8 +81,8 @@ class LimitedPool:
         try:
             if process is None or process.poll() is not None:
                 process = self._start()
-            line = _exchange(process, json.dumps(message).encode() + b"\n")
-            is_kept = line != b""
+            lines, num_sent = _exchange(process, messages)
+            is_kept = len(lines) == num_sent
             if not is_kept:
                 process.wait()
         finally:
@@ -78,15 +91,14 @@ class LimitedPool:
                 process.communicate()
             self._free.put(process if is_kept else None)
 
+        answers = [_read_answer(line) for line in lines]
         if not is_kept and process.returncode >= 0:  # no signal ended it
-            raise OSError(f"{self._command[0]} cannot import {self._build}. Install what it needs")
-        if not is_kept:
+            fault = f"{self._command[0]} cannot import {self._build}. Install what it needs"
+            answers.append(OSError(fault))
+        elif not is_kept:
             memory = f"{MEMORY_BYTES >> 30} GB of memory"
-            raise LimitError(f"it takes more than {self._seconds:g} s, or {memory}")
-        answer, fault = json.loads(line)
-        if fault:
-            raise ValueError(fault)
-        return answer
+            answers.append(LimitError(f"it takes more than {self._seconds:g} s, or {memory}"))
+        return answers
 
     def _open(self) -> None:
         self._owner = os.getpid()
@@ -105,15 +117,31 @@ class LimitedPool:
         )
 
 
-def _exchange(process: subprocess.Popen[bytes], message: bytes) -> bytes:
-    """Return the line that answers a message; b"": the process has ended."""
+def _exchange(process: subprocess.Popen[bytes], messages: Iterable[Any]) -> tuple[list[bytes], int]:
+    """Return the lines that answer messages, and how many were sent; fewer: the process ended.
+
+    Those that are sent together fit the pipe. So sending never waits for a process that waits for
+    its answers to be read.
+    """
     assert process.stdin is not None and process.stdout is not None, "both are pipes"
-    try:
-        process.stdin.write(message)
-        process.stdin.flush()
-        return process.stdout.readline()
-    except OSError:
-        return b""
+    num_sent = 0
+    num_bytes = 0
+    with suppress(OSError):  # it has ended
+        for message in messages:
+            line = json.dumps(message).encode() + b"\n"
+            if num_sent and num_bytes + len(line) > PIPE_BYTES:
+                break
+            num_sent += 1
+            num_bytes += len(line)
+            process.stdin.write(line)
+            process.stdin.flush()
+    lines = [process.stdout.readline() for _ in range(num_sent)]
+    return [line for line in lines if line.endswith(b"\n")], num_sent
+
+
+def _read_answer(line: bytes) -> Any:
+    answer, fault = json.loads(line)
+    return ValueError(fault) if fault else answer
 
 
 def _serve(work: Work, seconds: float) -> None:

@@ -8,6 +8,7 @@ what arrives in the prompt.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -23,6 +24,11 @@ Lacking = Literal["absent", "null", "empty"]
 ArgumentForm = Literal["objects", "JSON", "only objects"]
 ARGUMENT_FORMS: tuple[ArgumentForm, ...] = ("objects", "JSON", "only objects")
 
+# What a probe writes, found in a prompt by one search: texts, keys of parts, arguments, and
+# arguments in their object as JSON or Python writes it.
+_MARKS = re.compile(r"73019\d{10,}?46285|46120\d{5,}?95837")
+_ARGUMENTS = re.compile(r"2864[12]\d{5,}?90753")
+_OBJECTS = re.compile(r"""\{["'](?:value|arguments)["']: ["']2864[12]\d{5,}?90753["']\}""")
 _ID = "a1b2c3d4e"  # Mistral's templates want nine letters or digits
 # What may stand for the content that a message with calls lacks.
 _LACKING: dict[Lacking, ChatMessage] = {
@@ -213,12 +219,12 @@ class _Probe:
 
     def arriving(self, forms: Forms, role: str | None = None) -> set[int]:
         """Return the numbers of the turns, of one role if given, whose texts all arrive."""
-        text = self.write(forms) or ""
+        marks = set(_MARKS.findall(self.write(forms) or ""))
         return {
             number
             for number, turn in enumerate(self._turns)
             if turn.num_parts is not None and role in (None, turn.role)
-            if _key_of_list(number) not in text and all(each in text for each in turn.texts(number))
+            if _key_of_list(number) not in marks and marks.issuperset(turn.texts(number))
         }
 
     def count_turns_with_calls(self, forms: Forms) -> int:
@@ -229,10 +235,11 @@ class _Probe:
         text = self.write(forms)
         if text is None or (forms.lacking == "null" and self._writes_null(forms, text)):
             return -1
+        marks = {*_ARGUMENTS.findall(text), *_OBJECTS.findall(text)}
         count = 0
         for number, turn in enumerate(self._turns):
             count += bool(turn.calls) and all(
-                _is_written(text, sent, forms) for sent in turn.arguments(number)
+                _is_written(marks, sent, forms) for sent in turn.arguments(number)
             )
         return count
 
@@ -241,13 +248,13 @@ class _Probe:
         return empty is not None and any(text.count(w) > empty.count(w) for w in ("None", "null"))
 
 
-def _is_written(text: str, sent: ChatMessage | str, forms: Forms) -> bool:
-    """Tell whether a probe's arguments stand in a prompt, and not as Python writes objects."""
+def _is_written(marks: set[str], sent: ChatMessage | str, forms: Forms) -> bool:
+    """Tell whether arguments are among a prompt's marks, and not as Python writes objects."""
     given = forms.convert_arguments(sent)
     wanted = str(sent["value"] if isinstance(sent, dict) else sent)
     if isinstance(given, str):
-        return (given if forms.arguments == "JSON" else wanted) in text
-    return wanted in text and str(given) not in text
+        return (given if forms.arguments == "JSON" else wanted) in marks
+    return wanted in marks and str(given) not in marks
 
 
 def _key_of_list(number: int) -> str:

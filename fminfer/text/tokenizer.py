@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,33 @@ from typing import Any
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
+from fminfer.core.bounded_cache import BoundedCache
+from fminfer.core.errors import RequestError
 from fminfer.text.detokenizer import BROKEN, Detokenizer
 from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.token_lengths import LongestToken, find_longest, least_tokens
 from fminfer.text.tokenizer_folder import BYT5, read_tokenizer
+
+MAX_KEPT_BYTES = 16 << 20  # of the words of whole requests
+NUM_BYTES = 64  # of a character of them, with its ids: the most that one request has fits
+
+
+class _Panics:
+    """Makes an error of its text of a panic of tokenizers' Rust, which is no `Exception`."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if kind is not None and kind.__name__ == "PanicException":
+            raise RequestError(
+                "unsupported_parameter",
+                f"the model's tokenizer fails at this text: {error}. Change the text, or give a "
+                "sound tokenizer by --tokenizer",
+            ) from None
+
+
+PANICS = _Panics()
 
 
 class Tokenizer:
@@ -30,6 +54,9 @@ class Tokenizer:
     def __init__(self, hf: Any | None) -> None:
         backend = _byte_tokenizer() if hf is None else getattr(hf, "backend_tokenizer", None)
         self.hf = hf
+        self._spelled: BoundedCache[tuple[str, ...], tuple[frozenset[tuple[int, ...]], ...]] = (
+            BoundedCache(16, MAX_KEPT_BYTES)
+        )
         self.backend: BackendTokenizer | None = backend  # None: it is sentencepiece's own
         self._bytes = _bytes_of_byt5(hf) if backend is None else _byte_fallback(backend)
         self.bos_id: int | None = None if hf is None else hf.bos_token_id
@@ -70,11 +97,13 @@ class Tokenizer:
         """Return the special token of this spelling; None: there is none."""
         return self._special_by_piece.get(text)
 
-    @lru_cache(4096)  # noqa: B019 there is one tokenizer, which lives as long as the process
     def cannot_appear(self, text: str) -> bool:
         """Tell whether no answer has a text: a special token is in it, with others beside."""
-        pieces = self._special_by_piece
-        return text not in pieces and any(piece in text for piece in pieces)
+        return text not in self._special_by_piece and self._any_special.search(text) is not None
+
+    @cached_property
+    def _any_special(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self._special_by_piece)) or "(?!)")
 
     @cached_property
     def _special_by_piece(self) -> dict[str, int]:
@@ -111,17 +140,20 @@ class Tokenizer:
         return EncodedPrompt(ids, text, offsets)
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        if self.hf is not None:
-            return list(self.hf(text, add_special_tokens=add_special_tokens)["input_ids"])
-        assert self.backend is not None
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        with PANICS:
+            if self.hf is not None:
+                return list(self.hf(text, add_special_tokens=add_special_tokens)["input_ids"])
+            assert self.backend is not None
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
-    @lru_cache(16)  # noqa: B019 as above; a request asks thrice, and for more than `spell` keeps
     def spell_all(self, words: tuple[str, ...]) -> tuple[frozenset[tuple[int, ...]], ...]:
-        """Return `spell` of each word."""
-        return tuple(map(self.spell, words))
+        """Return `spell` of each word; those of the last requests are kept, as each asks thrice."""
+        spelled = self._spelled.get(words) if words else ()
+        if spelled is None:
+            spelled = tuple(map(self.spell, words))
+            self._spelled.put(words, spelled, NUM_BYTES * sum(map(len, words)))
+        return spelled
 
-    @lru_cache(4096)  # noqa: B019 as above
     def spell(self, word: str) -> frozenset[tuple[int, ...]]:
         """Return the ids of a word at the start of a text, and of one behind a space."""
         word = word.lstrip() or word  # white space has itself
@@ -175,6 +207,10 @@ class Tokenizer:
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of a whole id sequence."""
+        with PANICS:
+            return self._decode(ids, skip_special_tokens)
+
+    def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         if self.backend is not None and self._bytes.keys().isdisjoint(ids):
             return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
         has_text = partial(self.has_text, skip_special_tokens=skip_special_tokens)
@@ -214,7 +250,8 @@ class Tokenizer:
         """Offsets of a string prompt's ids: from the tokenizer, gaps given to the next token."""
         if self.backend is None:
             return self._detokenized_offsets(ids)[0]
-        encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
+        with PANICS:
+            encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
         spans = list(zip(encoding.offsets, encoding.special_tokens_mask, strict=True))
         # Some tokenizers trim white space off their offsets, and tokens of nothing else vanish;
         # and transformers may add tokens that the backend does not know of.
@@ -250,7 +287,9 @@ def _bytes_of_byt5(hf: Any) -> dict[int, int]:
 
 def _byte_fallback(backend: BackendTokenizer) -> dict[int, int]:
     """Return id -> byte of a tokenizer whose decoder reads `<0x41>` as a byte; else nothing."""
-    if backend.decoder is None or backend.decoder.decode(["<0x41>"]) != "A":
+    with PANICS:
+        reads_bytes = backend.decoder is not None and backend.decoder.decode(["<0x41>"]) == "A"
+    if not reads_bytes:
         return {}
     ids = {backend.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
     return {token_id: byte for token_id, byte in ids.items() if token_id is not None}

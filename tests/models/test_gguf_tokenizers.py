@@ -368,9 +368,9 @@ def test_chat_templates_are_kept_with_their_names(tmp_path: Path) -> None:
     metadata["tokenizer.chat_templates"] = ["tool_use"]
     template = ChatTemplate(load(metadata, tmp_path))
     messages = [{"role": "user", "content": "hi"}]
-    assert template.render(messages, []) == "<bos>hi"
+    assert template.render(messages, []).text == "<bos>hi"
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    assert template.render(messages, [tool]) == "tools: hi"
+    assert template.render(messages, [tool]).text == "tools: hi"
 
 
 def generation(folder: Path, template: str, *specials: str, **more: Any) -> dict[str, Any]:

@@ -94,12 +94,16 @@ def tokenizer(
 
 def render(tokenizer: Tokenizer, text: str | None, **fields: Any) -> str:
     chat = parse_chat(fields, max_logprobs=5)
-    return ChatTemplate(tokenizer, text).render(
-        chat.messages,
-        chat.tools,
-        adds_generation_prompt=chat.adds_generation_prompt,
-        continues_final_message=chat.continues_final_message,
-        args=chat.template_args,
+    return (
+        ChatTemplate(tokenizer, text)
+        .render(
+            chat.messages,
+            chat.tools,
+            adds_generation_prompt=chat.adds_generation_prompt,
+            continues_final_message=chat.continues_final_message,
+            args=chat.template_args,
+        )
+        .text
     )
 
 

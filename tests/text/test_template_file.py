@@ -47,9 +47,9 @@ def test_a_template_beside_the_tokenizer_as_processors_have_it(tmp_path: Path) -
     folder = without_template(tmp_path / "model")
     assert ChatTemplate(Tokenizer.load(folder)).find_text(has_tools=False) is None
     (folder / LEGACY_TEMPLATE).write_text(json.dumps({"chat_template": TEMPLATE}))
-    assert ChatTemplate(Tokenizer.load(folder)).render(HELLO, []) == "<user>Hello"
+    assert ChatTemplate(Tokenizer.load(folder)).render(HELLO, []).text == "<user>Hello"
     (folder / "chat_template.jinja").write_text("own")
-    assert ChatTemplate(Tokenizer.load(folder)).render(HELLO, []) == "own"
+    assert ChatTemplate(Tokenizer.load(folder)).render(HELLO, []).text == "own"
     (folder / "chat_template.jinja").unlink()
     (folder / LEGACY_TEMPLATE).write_text('{"chat_')
     with pytest.raises(CheckpointError, match=r"chat_template\.json is broken"):
@@ -61,6 +61,6 @@ def test_a_word_is_not_a_role() -> None:
     messages = [{"role": "developer", "content": "Be brief."}]
     tokenizer = Tokenizer.load(DEMO_MODEL)
     speaks = TEMPLATE + "{# for developers #}{{ 'a developer wrote this' }}"
-    assert ChatTemplate(tokenizer, speaks).render(messages, []).startswith("<system>")
+    assert ChatTemplate(tokenizer, speaks).render(messages, []).text.startswith("<system>")
     knows = TEMPLATE + '{% if messages[0]["role"] == "developer" %}{% endif %}'
-    assert ChatTemplate(tokenizer, knows).render(messages, []).startswith("<developer>")
+    assert ChatTemplate(tokenizer, knows).render(messages, []).text.startswith("<developer>")

@@ -23,6 +23,7 @@ from fminfer.engine.vector_answer import head_of_answer
 
 FILLS = RowWarning("chats without max_tokens are answered until they end or the context is full")
 MAX_GROUP = 64  # lines whose texts are tokenized together
+MAX_CHATS = 16  # lines whose chats are rendered together
 NameLine = Callable[[Line], str]
 Answer = Finished | Failed
 _Opened = tuple[Line, Envelope, Asked]  # a line whose prompts are not tokenized yet
@@ -76,7 +77,11 @@ class LineIntake:
         self._counter = LineCounter(intake, check)
         self.pass_over = self._counter.pass_over  # lines that are not to be answered again
         # How many lines it opens at once: as many as are tokenized together.
-        self.group_size = MAX_GROUP if intake.limits.vectors is not None else 1
+        self.group_size = 1
+        if intake.limits.vectors is not None:
+            self.group_size = MAX_GROUP
+        elif intake.has_chat_template:
+            self.group_size = MAX_CHATS
 
     def open(self, line: Line) -> LineRequest | Record:
         """Return a line's request, or the record that says why it cannot be answered."""
@@ -84,7 +89,13 @@ class LineIntake:
 
     def open_all(self, lines: Iterable[Line]) -> list[LineRequest | Record]:
         """Do as `open` for each line; texts of all are tokenized together, where that is faster."""
-        opened = [self._open(line) for line in lines]
+        enclosed = [(line, _open_envelope(line)) for line in lines]
+        if len(enclosed) > 1:
+            self._intake.render_ahead(
+                (envelope.fields, envelope.endpoint, self._counter.find_clock(line))
+                for line, envelope in enclosed
+            )
+        opened = [self._open(line, envelope) for line, envelope in enclosed]
         asked = [each[2] for each in opened if not isinstance(each, Record)]
         prepared = iter(self._intake.prepare_all(asked))
         return [
@@ -92,11 +103,9 @@ class LineIntake:
             for each in opened
         ]
 
-    def _open(self, line: Line) -> _Opened | Record:
+    def _open(self, line: Line, envelope: Envelope) -> _Opened | Record:
         """Return a line's request as far as that goes without its tokens."""
-        envelope = Envelope("bare", as_text(line.raw))  # until it is opened
         try:
-            envelope = open_envelope(line)
             request, repeat = self._counter.parse(line, envelope)
             return line, envelope, Asked(request, repeat, is_openai=envelope.shape == "batch")
         except Exception as error:
@@ -113,6 +122,15 @@ class LineIntake:
         self._intake.note(*warnings, where=f"{self._name_line(line)}: ")
         key = None if prepared.params.is_by_chance else answer_key(prepared)
         return LineRequest(line, envelope, prepared, key)
+
+
+def _open_envelope(line: Line) -> Envelope:
+    """Return a line's envelope, also of one that cannot be opened."""
+    try:
+        return open_envelope(line)
+    except Exception as error:
+        error = row_error(error, f"line {line.number}")
+        return Envelope("bare", as_text(line.raw), error=error)
 
 
 def _take_vector(answer: Finished) -> tuple[Finished, bytes]:

@@ -1,0 +1,134 @@
+"""Renders chat templates in a limited process: a template is a stranger's program."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import datetime
+from functools import cached_property, partial
+from hashlib import blake2b
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+from fminfer.text.message_forms import ChatMessage, Forms, Turn, find_forms
+
+MAX_FORMS = 1000  # structures of conversations whose forms are kept
+MAX_FAULT_CHARS = 1000  # of what a template raises; transformers quotes whole prompts
+
+
+class RenderedTemplate:
+    """A template with the special tokens of its tokenizer, as transformers renders it.
+
+    Args:
+        library: transformers' module for chat templates.
+    """
+
+    def __init__(self, library: Any, text: str, special_tokens: dict[str, Any]) -> None:
+        self._library = library
+        self._text = text
+        self._special_tokens = special_tokens
+        self._forms: dict[bytes, Forms] = {}  # by a digest of all that they depend on
+        self._clock = ""
+
+    @cached_property
+    def variables(self) -> list[str]:
+        """The variables that it reads from outside."""
+        return sorted(self._library._get_template_variables(self._text))
+
+    def render(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Answer a message of `ChatTemplate.render`."""
+        self._clock = message["clock"]
+        messages: list[ChatMessage] = message["messages"]
+        args: dict[str, Any] = message["args"]
+        forms = self._find_forms(messages, message["tools"], args)
+        rendered = self._apply(
+            message["tools"],
+            [forms.convert(each) for each in messages],
+            add_generation_prompt=message["begins"],
+            continue_final_message=message["continues"],
+            **args,
+        )
+        variables = self.variables if args else []
+        return {"text": rendered, "losses": forms.losses, "variables": variables}
+
+    def _find_forms(
+        self, messages: list[ChatMessage], tools: list[ChatMessage], args: dict[str, Any]
+    ) -> Forms:
+        """Return the forms in which the template reads messages of this structure."""
+        turns = tuple(map(Turn.of, messages))
+        described = repr(turns) + (json.dumps([tools, args]) if tools or args else "")
+        key = blake2b(described.encode(errors="surrogatepass"), digest_size=16).digest()
+        if (known := self._forms.get(key)) is not None:
+            return known
+        begins = messages[-1]["role"] != "assistant"
+        render = partial(self._apply, tools, add_generation_prompt=begins, **args)
+        forms = find_forms(turns, render)
+        if len(self._forms) >= MAX_FORMS:
+            self._forms.clear()
+        self._forms[key] = forms
+        return forms
+
+    def _apply(self, tools: list[ChatMessage], messages: list[ChatMessage], **args: Any) -> str:
+        # apply_chat_template would drop nulls, and some templates test for them.
+        args = {**self._special_tokens, **args}
+        if "strftime_now" in self._text:  # functions among the arguments would become strings
+            template = self._library._compile_jinja_template(self._text)
+            template.globals["strftime_now"] = self._format_time
+        rendered, _ = self._library.render_jinja_template(
+            [messages], tools or None, chat_template=self._text, **args
+        )
+        only: str = rendered[0]
+        return only
+
+    def _format_time(self, form: str) -> str:
+        """Return the time of the request that is being rendered, as `strftime_now` does."""
+        time = datetime.fromisoformat(self._clock) if self._clock else datetime.now()
+        return time.strftime(form)
+
+
+class TemplateWorker:
+    """Answers messages about templates, each of which is sent once and then named."""
+
+    def __init__(self) -> None:
+        self._library = _import_library()
+        self._templates: dict[str, RenderedTemplate] = {}
+
+    def __call__(self, message: dict[str, Any]) -> dict[str, Any] | None:
+        """Return a prompt's text or a fault; None: the template must be sent along."""
+        name = message["name"]
+        if "template" in message:
+            self._templates[name] = RenderedTemplate(self._library, *message["template"])
+        elif name not in self._templates:
+            return None
+        try:
+            return self._templates[name].render(message)
+        except MemoryError:
+            raise
+        except Exception as error:  # whatever a template does
+            fault = f"{type(error).__name__}: {error}"
+            if len(fault) > MAX_FAULT_CHARS:
+                fault = fault[:MAX_FAULT_CHARS] + "…"
+            return {"fault": fault, "line": getattr(error, "lineno", None)}
+
+
+def _import_library() -> Any:
+    """Import transformers' module for chat templates, without what its packages import at first.
+
+    That takes a tenth of a second, and all of it half a second.
+    """
+    spec = find_spec("transformers")
+    assert spec is not None and spec.submodule_search_locations is not None, "it is required"
+    folder = spec.submodule_search_locations[0]
+    packages = {"transformers": folder, "transformers.utils": f"{folder}/utils"}
+    bare = packages.keys() - sys.modules.keys()
+    for name in bare:
+        sys.modules[name] = ModuleType(name)
+        sys.modules[name].__path__ = [packages[name]]
+    try:
+        return import_module("transformers.utils.chat_template_utils")
+    except ImportError:  # another version of it, which needs more of these packages
+        for name in bare:
+            del sys.modules[name]
+        return import_module("transformers.utils.chat_template_utils")
