@@ -29,6 +29,7 @@ from fminfer.text.spelling import Spelling
 from fminfer.text.tokenizer import Tokenizer
 from fminfer.text.tool_calls import ToolCall, ToolCallReader
 
+PIECE = 1024  # tokens of an answer that are built at once
 LOWEST_LOGPROB = -9999.0  # what -inf and everything below it becomes
 
 
@@ -49,29 +50,39 @@ class AnswerForm:
         return self._spellings[is_text]
 
 
-def build_answer(state: RequestState, form: AnswerForm) -> Event:
-    """Build the answer of a request whose prompts are all finished."""
+def build_answer(state: RequestState, form: AnswerForm) -> Iterator[Event | None]:
+    """Build the answer of a request whose prompts are all finished.
+
+    It comes last. Each None before it ends a piece, so that a long one need not hold up a step.
+    """
     if state.error is not None:
         error = state.error
         if error.code == "nan_logits":
             message = f"{error.message}. {form.explain_nan()}"
             error = RequestError(error.code, message, error.param)
-        return Failed(state.id, error)
-    prepared = state.prepared
+        yield Failed(state.id, error)
+        return
+    prepared, size = state.prepared, 0
     num_prompt = sum(prompt.num_prompt_tokens for prompt in state.prompts)
     usage: dict[str, Any] = {"prompt_tokens": num_prompt}
     if prepared.vectors is not None:
         choices = make_of_vectors(state, prepared.vectors)
     else:
         spelling = form.spelling(prepared.kind)
-        choices = [_choice(delta, state, spelling) for delta in Deltas(state, form).take()]
+        choices = []
+        for delta in Deltas(state, form).take():
+            choices.append(_choice(delta, state, spelling))
+            size += 1 + len(delta.token_ids) + len(delta.text) * prepared.params.echo
+            if size > PIECE:
+                size = 0
+                yield None
         usage["completion_tokens"] = sum(_num_drawn(prompt) for prompt in state.prompts)
     usage["total_tokens"] = sum(usage.values())
     details = {"cached_tokens": sum(prompt.num_cached for prompt in state.prompts)}
     if num_cut := sum((prompt.source or prompt.encoded).num_cut for prompt in state.prompts):
         details["truncated_tokens"] = num_cut
     usage["prompt_tokens_details"] = details
-    return Finished(state.id, choices, usage, _request_time(state), prepared.kind)
+    yield Finished(state.id, choices, usage, _request_time(state), prepared.kind)
 
 
 def _num_drawn(prompt: PromptState) -> int:
@@ -134,12 +145,14 @@ class Deltas:
         self._state = state
         self._spelling = form.spelling(state.prepared.kind)
         self._told: dict[Sequence, _Told] = {}
+        self.touched = dict.fromkeys(state.prompts)  # prompts of which something may be new
 
     def take(self) -> Iterator[Delta]:
         """Return what is new since the last call."""
         if self._state.error is not None:
             return
-        for prompt in self._state.prompts:
+        prompts, self.touched = self.touched, {}
+        for prompt in prompts:
             first = prompt.index * prompt.params.n
             for place, sequence in enumerate(_tellable(prompt)):
                 copies = prompt.params.n if len(prompt.sequences) == 1 else 1
