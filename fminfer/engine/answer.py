@@ -29,7 +29,7 @@ from fminfer.text.spelling import Spelling
 from fminfer.text.tokenizer import Tokenizer
 from fminfer.text.tool_calls import ToolCall, ToolCallReader
 
-PIECE = 1024  # tokens of an answer that are built at once
+PIECE = 256  # tokens of an answer that are built at once
 LOWEST_LOGPROB = -9999.0  # what -inf and everything below it becomes
 
 

@@ -35,6 +35,7 @@ class AccessCheck:
 
     def __init__(self, app: ASGIApp, *, settings: ServerSettings, service: Service) -> None:
         self._app, self._log, self._count = app, service.log, service.metrics.count_refused
+        self._bodies = service.bodies
         self._hosts = settings.hosts
         self._keep_alive = f"timeout={int(settings.keep_alive_s)}"
         self._keys = [key.encode() for key in settings.api_keys]
@@ -81,7 +82,10 @@ class AccessCheck:
             hosts.append(target[1].decode("latin-1"))  # HTTP takes this one, and proxies may differ
         foreign = [host for host in hosts if not self._is_known(host)]
         app = _foreign_host(foreign[0]) if foreign else self._inner
-        await app(_as_routed(scope), receive, send_named)
+        try:
+            await app(_as_routed(scope), receive, send_named)
+        finally:
+            self._bodies.let_go(state)
 
     def _is_known(self, host: str) -> bool:
         if self._hosts is None:

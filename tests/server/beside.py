@@ -66,8 +66,12 @@ def measure(name: str, port: int, pid: int) -> Beside:
     told, _ = client.communicate(b"")
     time.sleep(CALM_S)
     asked = loads(told)
-    calm = sorted(took_s for at_s, took_s, _ in asked if at_s < began_s)
-    meanwhile = [(took_s, status) for at_s, took_s, status in asked if began_s <= at_s < ended_s]
+    calm = sorted(took_s for at_s, took_s, _ in asked if at_s < began_s - 0.2)
+    meanwhile = [
+        (took_s, status)
+        for at_s, took_s, status in asked
+        if at_s + took_s > began_s and at_s < ended_s
+    ]
     times = sorted(took_s for took_s, _ in meanwhile)
     return Beside(
         name,

@@ -139,7 +139,7 @@ def test_bodies_that_never_end_do_not_fill_the_memory(
     engine: fminfer.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hundred clients that sent 15 MB each, and not the rest, held 1.5 GB for a minute."""
-    monkeypatch.setattr("fminfer.server.request_bodies.MOST_AT_ONCE", 2)
+    monkeypatch.setattr("fminfer.server.request_bodies.MOST_AT_ONCE", 3)
     large = 2**20
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
     head += b"Content-Length: %d\r\n\r\n" % large
