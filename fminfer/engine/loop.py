@@ -69,7 +69,6 @@ class EngineLoop:
         self._news = threading.Condition()
         self._is_woken = False
         self._num_steps_before = 0  # of earlier runs
-        self.num_begun_behind = 0  # of `stats.num_begun`, those whose priority is `BEHIND_ALL`
         self._shared_tokens = SharedTokens()
         self._begin()
 
@@ -186,7 +185,7 @@ class EngineLoop:
             has_begun=self.has_begun,
             longest_row=max(left, default=0),
             num_begun=self.stats.num_begun,
-            num_begun_behind=self.num_begun_behind,
+            num_begun_behind=self.stats.num_begun_behind,
         )
 
     @property
@@ -332,7 +331,7 @@ class EngineLoop:
 
     def _count_begun(self, state: RequestState) -> None:
         self.stats.num_begun += 1
-        self.num_begun_behind += state.priority == BEHIND_ALL
+        self.stats.num_begun_behind += state.priority == BEHIND_ALL
 
     def _tell(self) -> list[Event]:
         """Return the deltas of streamed requests, and the answers of finished ones."""

@@ -50,6 +50,7 @@ class Dispatcher:
         self.replies: dict[int, Reply] = {}
         self._held: dict[int, int] = {}  # bytes of those without an answer
         self._ids = count(FIRST_ID)
+        self._adding = threading.Lock()
         self._num_added = _count_begun(engine)  # to the engine, so far
         self._tokenizers = _Threads(TOKENIZERS, "tokenizing")
         self._compilers = _Threads(1, "compiling")
@@ -117,15 +118,12 @@ class Dispatcher:
         request_id = next(self._ids)
         reply = self.replies[request_id] = Reply(request_id, asked_s, prepared, self._forget)
         self._held[request_id] = size
-        self._num_added += 1
-        add = partial(
-            self._engine.add, prepared, is_streamed=is_streamed, request_id=request_id
-        )
+        add = partial(self._add, prepared, request_id, is_streamed=is_streamed)
         try:
             await self._tokenizers.do(add) if size > SMALL_BYTES else add()
         except BaseException:
             del self.replies[request_id], self._held[request_id]
-            self._num_added -= 1
+            self._engine.cancel(request_id)
             raise
         return reply
 
@@ -241,6 +239,14 @@ class Dispatcher:
             return prepared, None
         return prepared, self._cache.find(prepared, takes_chance=True)
 
+    def _add(self, prepared: Prepared, request_id: int, *, is_streamed: bool) -> None:
+        """Give the engine a request, unless its client leaves meanwhile."""
+        with self._adding:
+            self._engine.add(prepared, is_streamed=is_streamed, request_id=request_id)
+            self._num_added += 1
+        if request_id not in self.replies:
+            self._engine.cancel(request_id)
+
     def end(self) -> None:
         """Have `run` return."""
         self._is_over.set()
@@ -280,8 +286,7 @@ def _is_quick(fields: Mapping[str, Any]) -> bool:
 
 def _count_begun(engine: Engine) -> int:
     """Count the requests that no longer wait, without those of batches."""
-    state = engine.state
-    return state.num_begun - state.num_begun_behind
+    return engine.stats.num_begun - engine.stats.num_begun_behind
 
 
 def _deltas(answer: Finished) -> Iterator[Delta]:

@@ -37,7 +37,7 @@ from fminfer.server.settings import ServerSettings
 LEAVE_S = 2.0  # for the last bytes, once the grace is over
 REPORT_S = 10  # between lines that say what goes on
 FREED_BYTES = 8 << 20  # more memory than before, after which what is freed is given back
-SWITCH_S = 0.0001  # between threads of Python
+SWITCH_S = 0.0005  # between threads of Python
 
 
 def serve_process(run: ProcessContext, settings: ServerSettings) -> None:

@@ -90,18 +90,10 @@ class Reply:
 
     async def unless_left(self, work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
         """Do the client's work, but end it if the client leaves; then forget the request."""
-        leaving = asyncio.create_task(_until_left(receive))
-        working = asyncio.create_task(work)
         try:
-            await asyncio.wait({leaving, working}, return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                return working.result()
-            raise HttpError(499, "the client has left", code="cancelled")
+            return await unless_left(work, receive)
         finally:
             self._forget(self.id)
-            for task in (leaving, working):
-                task.cancel()
-            await asyncio.gather(leaving, working, return_exceptions=True)
 
     async def _find_finished(self) -> Finished:
         while True:
@@ -156,6 +148,21 @@ class EventStream(Response):
             if events and not isinstance(events[-1], Delta):
                 return
             events = await self._reply.take()
+
+
+async def unless_left(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
+    """Do a client's work, but end it if the client leaves, by an HttpError."""
+    leaving = asyncio.create_task(_until_left(receive))
+    working = asyncio.create_task(work)
+    try:
+        await asyncio.wait({leaving, working}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise HttpError(499, "the client has left", code="cancelled")
+    finally:
+        for task in (leaving, working):
+            task.cancel()
+        await asyncio.gather(leaving, working, return_exceptions=True)
 
 
 def as_event(value: object) -> bytes:
