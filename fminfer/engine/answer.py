@@ -62,13 +62,14 @@ def build_answer(state: RequestState, form: AnswerForm) -> Iterator[Event | None
             error = RequestError(error.code, message, error.param)
         yield Failed(state.id, error)
         return
-    prepared, size = state.prepared, 0
+    prepared = state.prepared
     num_prompt = sum(prompt.num_prompt_tokens for prompt in state.prompts)
     usage: dict[str, Any] = {"prompt_tokens": num_prompt}
     if prepared.vectors is not None:
         choices = make_of_vectors(state, prepared.vectors)
     else:
         spelling = form.spelling(prepared.kind)
+        size = 0
         choices = []
         for delta in Deltas(state, form).take():
             choices.append(_choice(delta, state, spelling))
@@ -151,7 +152,8 @@ class Deltas:
         """Return what is new since the last call."""
         if self._state.error is not None:
             return
-        prompts, self.touched = self.touched, {}
+        prompts = self.touched
+        self.touched = {}
         for prompt in prompts:
             first = prompt.index * prompt.params.n
             for place, sequence in enumerate(_tellable(prompt)):

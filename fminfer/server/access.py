@@ -27,6 +27,7 @@ HOST = re.compile(r"(?i)^[a-z][a-z0-9+.-]*://[^/]*")  # of such a target, as tex
 ELSEWHERE = ("cross-site", "same-site")
 WITH_SLASH = ("/run/", "/run_", "/docs/")  # where one at the end means something
 MODELS = "/v1/models/"  # names that may be paths stand behind it
+PROMPT_PATH = re.compile(".*/run(_[a-z_]*)?/")  # behind it stands a text to complete
 OPEN_FOLDERS = ("/page/", "/docs/")
 
 
@@ -197,7 +198,9 @@ def _closes(*headers: Headers) -> bool:
 
 
 def _show(scope: Scope) -> str:
-    """Return who asks, and for what as it was sent, which is plain ASCII."""
+    """Return who asks, and for which path as it was sent, without what may be a prompt."""
     client = scope["client"][0] if scope.get("client") else "-"
-    query = f"?{scope['query_string'].decode('ascii')}" if scope["query_string"] else ""
-    return f"{client} {scope['method']} {scope['raw_path'].decode('ascii')}{query}"
+    path = scope["raw_path"].decode("ascii")
+    if place := PROMPT_PATH.match(path):
+        path = f"{place[0]}…"
+    return f"{client} {scope['method']} {path}"

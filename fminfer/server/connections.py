@@ -38,10 +38,11 @@ class _Parser(h11.Connection):
 
     def next_event(self) -> Any:
         """Return what has come next."""
+        head = b""
         if self.their_state is h11.IDLE:
-            head, _, _ = self.trailing_data[0].partition(b"\r\n\r\n")
-            if _BARE_LINE_END.search(head):
-                raise h11.RemoteProtocolError("a line of its head ends in LF, and not in CR LF")
+            head = self.trailing_data[0].partition(b"\r\n\r\n")[0]
+        if _BARE_LINE_END.search(head):
+            raise h11.RemoteProtocolError("a line of its head ends in LF, and not in CR LF")
         event = super().next_event()
         if isinstance(event, h11.Request):
             self.num_chunks = self.num_bytes = 0
@@ -69,7 +70,8 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._wait_for_head()
         if len(self.connections) > max_connections():
-            min(self.connections, key=lambda each: each.patience).transport.abort()
+            own = [each for each in self.connections if isinstance(each, Connection)]
+            min(own, key=lambda each: each.patience).transport.abort()
 
     def on_response_complete(self) -> None:
         """Begin to wait for the next request."""
@@ -147,14 +149,14 @@ class Connection(H11Protocol):
 
 def raise_file_limit() -> None:
     """Let the process open as many files as the system allows."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(ValueError, OSError):  # a sandbox may refuse it
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def max_connections() -> int:
     """Return how many connections there may be, so that files are left for all else."""
-    num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if num_files == resource.RLIM_INFINITY:
         return MOST_CONNECTIONS
     return min(MOST_CONNECTIONS, max(num_files // 2, num_files - SPARE_FILES))

@@ -280,7 +280,9 @@ class _Threads:
 
 def _is_quick(fields: Mapping[str, Any]) -> bool:
     """Tell whether a request has little to prepare."""
-    sizes = ((value, len(value)) for value in fields.values() if isinstance(value, str | list | dict))
+    sizes = (
+        (value, len(value)) for value in fields.values() if isinstance(value, str | list | dict)
+    )
     return all(size <= (QUICK_CHARS if isinstance(v, str) else QUICK_ITEMS) for v, size in sizes)
 
 

@@ -291,7 +291,8 @@ def test_the_example_starts_a_server_whose_flags_are_known(tmp_path: Path) -> No
         ({"cache_list_size": 0}, "cache_list_size is 0; it must be at least 1"),
         ({"cache_list_size": 2}, "cache_size is 0: no answer is kept. Give --cache-size"),
         ({"result_cache_bytes": 2**30}, "has no effect without --result-cache"),
-        ({"max_upload_bytes": 2**20}, "--max-upload-size and --max-batch-lines have no effect without --state FOLDER"),
+        ({"max_upload_bytes": 2**20}, "--max-upload-size and --max-batch-lines have no effect"),
+        ({"max_batch_lines": 7}, "--max-upload-size and --max-batch-lines have no effect"),
         ({"result_cache": "s3://a/b"}, "is a URL"),
     ],
 )

@@ -85,7 +85,8 @@ def _progress_of(journal: Journal, total: int) -> Progress:
 
 def _add_expired(journal: Journal, source: Path) -> int:
     """Give every line without a record its error; return how many lines there are."""
-    num_lines = num_unnamed = 0
+    num_lines = 0
+    num_unnamed = 0
     for line in read_lines(source, 0):
         num_lines += 1
         if line.number not in journal:
