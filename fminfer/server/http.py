@@ -37,6 +37,7 @@ from fminfer.server.settings import ServerSettings
 LEAVE_S = 2.0  # for the last bytes, once the grace is over
 REPORT_S = 10  # between lines that say what goes on
 FREED_BYTES = 8 << 20  # more memory than before, after which what is freed is given back
+OLD_ROUNDS = 100  # collections between two that look at all of a request of 16,384 prompts
 SWITCH_S = 0.0005  # between threads of Python
 
 
@@ -68,6 +69,7 @@ def _serve(
         # Requests are prepared in threads. With Python's 5 ms, each step would wait so long.
         sys.setswitchinterval(SWITCH_S)
         gc.freeze()  # collections then look at requests, and not at all of torch
+        gc.set_threshold(*gc.get_threshold()[:2], OLD_ROUNDS)
         run_http(engine, settings, run.stopper, address, state)
     finally:
         if engine.runs.cache is not None:

@@ -74,8 +74,8 @@ def test_every_setting_has_a_flag_and_reaches_the_server(
         "--allow-host x.org --allowed-host y.org:8443 "
         f"--ssl-certfile {cert} --ssl-keyfile {key} --keep-alive 1m --log-level DEBUG -q -v "
         f"--grace 0:00:30 --result-cache {tmp_path} --result-cache-size 10G --cache-size 50 "
-        f"--cache-list-size 2 --state {tmp_path} --max-upload-size 3G --max-rows 3 --strict "
-        "--check-model --fp16"
+        f"--cache-list-size 2 --state {tmp_path} --max-upload-size 3G --max-rows 3 "
+        "--max-batch-lines 7 --strict --check-model --fp16"
     )
     assert (done.exit_code, done.output) == (0, "")
     settings, config, role, _ = started

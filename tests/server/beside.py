@@ -12,6 +12,7 @@ from json import loads
 from pathlib import Path
 
 from . import live_client
+from .demo_server import running
 from .hostile_loads import LOADS
 from .outside_view import look
 
@@ -103,11 +104,10 @@ def print_besides(names: Iterable[str], port: int, pid: int) -> list[str]:
     return problems
 
 
-def run_beside(names: Iterable[str], folder: Path) -> list[str]:
+def run_beside(names: Iterable[str], folder: Path, *, warms_up: bool = True) -> list[str]:
     """Start a server and measure loads beside a live client; return what was wrong."""
-    from .demo_server import running
-
     with contextlib.ExitStack() as stack:
         server, port = stack.enter_context(running(folder / "stderr", state=folder / "state"))
-        warm_up(port)
+        if warms_up:
+            warm_up(port)
         return print_besides(names, port, server.pid)
