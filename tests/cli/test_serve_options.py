@@ -88,6 +88,7 @@ def test_every_setting_has_a_flag_and_reaches_the_server(
         max_body_bytes=2 * 2**20,
         state=tmp_path,
         max_upload_bytes=3 * 2**30,
+        max_batch_lines=7,
         allowed_origins=("https://x.org",),
         allowed_hosts=("x.org", "y.org:8443"),
         ssl_certfile=cert,
