@@ -48,6 +48,7 @@ class Record:
     num_completion_tokens: int = 0
     repeat: int = 0  # equal requests before it, if chance has a part in it
     is_of_batch: bool = False  # of a server's batch, whose records all have OpenAI's form
+    is_untold: bool = False  # an error of which only the counts tell
     vector: bytes = b""  # float32 numbers that go to a file of their own
 
     @property
@@ -69,7 +70,9 @@ class Record:
         return make_key(self.envelope, self.repeat)
 
     def to_json(self) -> bytes:
-        """Return the output line in the shape of the input line, without a newline."""
+        """Return the output line in the shape of the input line, without a newline; or nothing."""
+        if self.is_untold:
+            return b""
         if self.envelope.shape == "batch" or self.is_of_batch:
             return self._to_batch_json()
         if self.error is not None:

@@ -29,6 +29,7 @@ from fminfer.text.spelling import Spelling
 from fminfer.text.tokenizer import Tokenizer
 from fminfer.text.tool_calls import ToolCall, ToolCallReader
 
+PIECE = 256  # tokens of an answer that are built at once
 LOWEST_LOGPROB = -9999.0  # what -inf and everything below it becomes
 
 
@@ -49,19 +50,27 @@ class AnswerForm:
         return self._spellings[is_text]
 
 
-def build_answer(state: RequestState, form: AnswerForm) -> Event:
-    """Build the answer of a request whose prompts are all finished."""
+def build_answer(state: RequestState, form: AnswerForm) -> Iterator[Event | None]:
+    """Build the answer of a request whose prompts are all finished.
+
+    It comes last. Each None before it ends a piece, so that a long one need not hold up a step.
+    """
     prepared = state.prepared
     choices: list[dict[str, Any]] = []
-    if prepared.vectors is None:
-        spelling = form.spelling(prepared.kind)
-        choices = [_choice(delta, state, spelling) for delta in Deltas(state, form).take()]
+    size = 0
+    for delta in Deltas(state, form).take() if prepared.vectors is None else ():
+        choices.append(_choice(delta, state, form.spelling(prepared.kind)))
+        size += 1 + len(delta.token_ids) + len(delta.text) * prepared.params.echo
+        if size > PIECE:
+            size = 0
+            yield None
     if state.error is not None:
         error = state.error
         if error.code == "nan_logits":
             message = f"{error.message}. {form.explain_nan()}"
             error = RequestError(error.code, message, error.param)
-        return Failed(state.id, error)
+        yield Failed(state.id, error)
+        return
     num_prompt = sum(prompt.num_prompt_tokens for prompt in state.prompts)
     usage: dict[str, Any] = {"prompt_tokens": num_prompt}
     if prepared.vectors is not None:
@@ -73,7 +82,7 @@ def build_answer(state: RequestState, form: AnswerForm) -> Event:
     if num_cut := sum((prompt.source or prompt.encoded).num_cut for prompt in state.prompts):
         details["truncated_tokens"] = num_cut
     usage["prompt_tokens_details"] = details
-    return Finished(state.id, choices, usage, _request_time(state), prepared.kind)
+    yield Finished(state.id, choices, usage, _request_time(state), prepared.kind)
 
 
 def _num_drawn(prompt: PromptState) -> int:
@@ -136,13 +145,16 @@ class Deltas:
         self._state = state
         self._spelling = form.spelling(state.prepared.kind)
         self._told: dict[Sequence, _Told] = {}
+        self.touched = dict.fromkeys(state.prompts)  # prompts of which something may be new
 
     def take(self) -> Iterator[Delta]:
         """Return what is new since the last call."""
         if self._state.error is not None:
             return
+        prompts = self.touched
+        self.touched = {}
         try:
-            for prompt in self._state.prompts:
+            for prompt in prompts:
                 first = prompt.index * prompt.params.n
                 for place, sequence in enumerate(_tellable(prompt)):
                     copies = prompt.params.n if len(prompt.sequences) == 1 else 1

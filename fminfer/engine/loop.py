@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from fminfer.compute.step import Step, StepResult, StepTrace
@@ -69,14 +69,14 @@ class EngineLoop:
         self._news = threading.Condition()
         self._is_woken = False
         self._num_steps_before = 0  # of earlier runs
-        self.num_begun_behind = 0  # of `stats.num_begun`, those whose priority is `BEHIND_ALL`
         self._shared_tokens = SharedTokens()
         self._begin()
 
     def _begin(self) -> None:
         self._clock = RowClock()
         self._open: dict[int, RequestState] = {}  # requests without an answer
-        self._finished: list[RequestState] = []  # since the last step returned
+        # Requests whose answers are being built, a piece in each step.
+        self._finished: deque[tuple[RequestState, Iterator[Event | None]]] = deque()
         self._streams: dict[int, Deltas] = {}
         self._is_draining = False
 
@@ -185,7 +185,7 @@ class EngineLoop:
             has_begun=self.has_begun,
             longest_row=max(left, default=0),
             num_begun=self.stats.num_begun,
-            num_begun_behind=self.num_begun_behind,
+            num_begun_behind=self.stats.num_begun_behind,
         )
 
     @property
@@ -229,14 +229,14 @@ class EngineLoop:
                 self._streams[state.id] = Deltas(state, self._form)
             if not state.is_counted:
                 self.stats.count_request(state.prepared)
-            for prompt in plan_order(state.prompts):
+            for place, prompt in enumerate(plan_order(state.prompts)):
                 if prompt.is_pooled:
-                    self._scheduler.add(prompt)
+                    self._scheduler.add(prompt, place)
                 elif prompt.num_to_feed > 0:
                     # Of a run over lines, whose summary tells it; memories are shared whole.
                     if state.is_counted and prompt.source is None:
                         self._count_shareable(prompt)
-                    self._scheduler.add(prompt)
+                    self._scheduler.add(prompt, 0 if state.is_counted else place)
                 else:  # nothing to compute: max_tokens 0 without scores, or one token to score
                     for sequence in prompt.sequences:
                         sequence.finish_reason = "length"
@@ -292,12 +292,21 @@ class EngineLoop:
             self.on_step(StepTrace(result.step_id, *counts, result.spans, planned.step))
         stats.num_prompt_tokens += planned.num_prompt_tokens
         for sequence in take_result(planned, result, self._scheduler):
+            self._touch(sequence)
             self._end(sequence)
+        for sequence in planned.sequences if self._streams else ():
+            self._touch(sequence)
         for prompt in planned.read_prompts:
             if prompt.is_pooled and prompt.owner.id in self._open and prompt.owner.is_finished:
                 self._finish(prompt.owner)
         num_forced = sum(max(0, sequence.num_unfed - 1) for sequence in planned.sequences)
         stats.num_generated_tokens += len(planned.sequences) + num_forced
+
+    def _touch(self, sequence: Sequence) -> None:
+        """Have a stream look for what is new of a sequence."""
+        stream = self._streams.get(sequence.prompt.owner.id)
+        if stream is not None:
+            stream.touched[sequence.prompt] = None
 
     def _end(self, sequence: Sequence) -> None:
         self._scheduler.release(sequence)
@@ -308,7 +317,7 @@ class EngineLoop:
             self._finish(state)
 
     def _finish(self, state: RequestState) -> None:
-        self._finished.append(state)
+        self._finished.append((state, build_answer(state, self._form)))
         self._leave(state)
 
     def _leave(self, state: RequestState) -> None:
@@ -322,16 +331,20 @@ class EngineLoop:
 
     def _count_begun(self, state: RequestState) -> None:
         self.stats.num_begun += 1
-        self.num_begun_behind += state.priority == BEHIND_ALL
+        self.stats.num_begun_behind += state.priority == BEHIND_ALL
 
     def _tell(self) -> list[Event]:
         """Return the deltas of streamed requests, and the answers of finished ones."""
         events: list[Event] = []
         for stream in self._streams.values():
             events += stream.take()
-        finished, self._finished = self._finished, []
-        for state in finished:
+        for _ in range(len(self._finished)):
+            state, pieces = self._finished.popleft()
+            answer = next(pieces)
+            if answer is None:
+                self._finished.append((state, pieces))
+                continue
             self._streams.pop(state.id, None)
-            events.append(build_answer(state, self._form))
+            events.append(answer)
             state.unlink()
         return events

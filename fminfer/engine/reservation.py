@@ -120,6 +120,11 @@ class KvReservation:
         self._pool.release(shared)
         return num_needed <= num_free + num_left
 
+    def find_share(self, prompt: PromptState) -> tuple[int, int]:
+        """Return the blocks that a prompt would get, and those that would then be free."""
+        num_blocks = self._num_blocks(prompt, self._num_expected(prompt))
+        return num_blocks, self._pool.num_free + self._pool.num_idle - num_blocks
+
     def grow(self, sequence: Sequence) -> bool:
         """Give a sequence a block for its newest token, if it needs one; False: none is left."""
         while sequence.position >= len(sequence.block_table) * self._pool.block_size:
@@ -135,6 +140,7 @@ class KvReservation:
             self._copies = [copy for copy in self._copies if copy[1] not in own]
         self._pool.release(sequence.block_table + sequence.cross_table)
         sequence.block_table, sequence.cross_table = [], []
+        sequence.prompt.owner.num_running -= 1
         self.slots.give_back(sequence)
 
     def take_copies(self, rows: list[PackedRow]) -> Copies:
@@ -221,6 +227,7 @@ class KvReservation:
             sequence.block_table = common + self._pool.allocate(each - len(common))
         for sequence in prompt.sequences:
             self.slots.take(sequence)
+        prompt.owner.num_running += len(prompt.sequences)
 
 
 def rows_below(priority: int, sequences: Iterable[Sequence]) -> list[Sequence]:

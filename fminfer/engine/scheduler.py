@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections import deque
 
 from fminfer.engine.blocks import BlockPool
@@ -22,6 +23,8 @@ from fminfer.engine.sequence import Array, PromptState, Sequence
 from fminfer.engine.waiting import PrefillLine, ReadLine, WaitingLine
 
 MAX_LOOKS = 64  # waiting prompts that are passed over before a step
+SHARE = 16  # times what it leaves free, which a request may hold
+PATIENCE_S = 10.0  # after which one that holds nothing may take all
 MAX_LEFT_OUT = 8  # steps in a row that leave out the rows behind all others
 
 
@@ -74,9 +77,9 @@ class Scheduler:
     def is_idle(self) -> bool:
         return not (self.waiting or self.reading or self.kv.num_sequences)
 
-    def add(self, prompt: PromptState) -> None:
-        """Queue a prompt that fits."""
-        self.waiting.add(prompt)
+    def add(self, prompt: PromptState, place: int = 0) -> None:
+        """Queue a prompt that fits; `place` is its own among those of its request."""
+        self.waiting.add(prompt, place)
         self._lowest_priority = min(self._lowest_priority, prompt.priority)
 
     def admit(self, *, is_stopping: bool = False) -> list[PromptState]:
@@ -92,6 +95,9 @@ class Scheduler:
             prompt = self.waiting[place]
             if is_stopping and not prompt.has_run:
                 place += 1
+                continue
+            if not self._leaves_room(prompt):
+                place, num_looks = place + 1, num_looks + 1
                 continue
             lines = (self._prefilling, self.reading)
             num_before = sum(line.num_unfed_before(prompt.priority) for line in lines)
@@ -194,10 +200,10 @@ class Scheduler:
 
         Of steps in flight take its scores as always, for prompts that share them, but no token.
         """
+        if self.waiting.discard(prompt):
+            return
         self._take_out(prompt)
         running = [sequence for sequence in prompt.sequences if sequence.block_table]
-        if not running:
-            self.waiting.discard(prompt)
         for sequence in running:
             self.release(sequence)
 
@@ -259,6 +265,24 @@ class Scheduler:
             reader = self._read_next.get(tuple(prompt.source.ids))
             return reader is not None and reader.priority >= prompt.priority
         return self._prefilling.will_share(prompt, match.length)
+
+    def _leaves_room(self, prompt: PromptState) -> bool:
+        """Return whether others still find rows and blocks once a prompt has entered.
+
+        What a request holds may be SHARE times what it leaves free. Rows behind all others count
+        as free, for they can be preempted. Lines of a run share no engine with other requests.
+        """
+        owner, num_rows = prompt.owner, len(prompt.sequences)
+        if owner.is_counted or not self.kv.num_sequences or prompt.has_run:
+            return True
+        num_others = owner.num_running + num_rows - 1
+        num_left = self.max_rows - self.kv.num_sequences - num_rows
+        num_blocks, num_blocks_left = self.kv.find_share(prompt)
+        has_rows = num_others <= SHARE * max(0, num_left)
+        has_blocks = num_others * num_blocks <= SHARE * max(0, num_blocks_left) * num_rows
+        if (has_rows and has_blocks) or (prompt.priority > BEHIND_ALL and self._has_rows_behind):
+            return True
+        return not owner.num_running and time.perf_counter() - owner.added_s > PATIENCE_S
 
     def _enter(self, prompt: PromptState, match: Match, *, at_all_costs: bool = False) -> bool:
         """Reserve a prompt's blocks and let it be fed; False if there is no room."""

@@ -15,6 +15,7 @@ from fminfer.engine.prefix import count_equal
 from fminfer.engine.sequence import PromptState
 
 MIN_SHARED = 32  # first tokens that must be equal for prompts to run together
+TURN = 4  # prompts of a request that are looked at before those of others
 
 
 class HasPrompt(Protocol):
@@ -58,10 +59,15 @@ def _steps(prompt: HasPrompt) -> int:
 
 
 class WaitingLine:
-    """Waiting prompts: higher priority first, then those that ran before, then by arrival."""
+    """Waiting prompts: higher priority first, then those that ran before, then by arrival.
+
+    Requests of many prompts take turns with others, TURN prompts each time.
+    """
 
     def __init__(self) -> None:
-        self._entries: list[tuple[int, int, PromptState]] = []  # (-priority, order, prompt)
+        # Sorted: (-priority, turn, order, prompt). Turns go on from the first that waits.
+        self._entries: list[tuple[int, int, int, PromptState]] = []
+        self._keys: dict[PromptState, tuple[int, int, int]] = {}  # where each stands in them
         self._orders = count(1)
         self._ids: list[list[int]] | None = None  # of all, sorted, once no more prompts come
 
@@ -69,11 +75,11 @@ class WaitingLine:
         return len(self._entries)
 
     def __getitem__(self, place: int) -> PromptState:
-        return self._entries[place][2]
+        return self._entries[place][3]
 
     @property
     def has_preempted(self) -> bool:
-        return any(prompt.has_run for _, _, prompt in self._entries)
+        return any(prompt.has_run for *_, prompt in self._entries)
 
     def num_from(self, priority: int) -> int:
         """Count the prompts of this priority and below. Any thread may ask."""
@@ -81,35 +87,48 @@ class WaitingLine:
         # A key would be Python's code, within which another thread could change the list.
         return len(entries) - bisect_left(entries, (-priority,))
 
-    def add(self, prompt: PromptState) -> None:
-        """Put a new prompt behind all of its priority."""
-        insort(self._entries, (-prompt.priority, next(self._orders), prompt))
+    def add(self, prompt: PromptState, place: int = 0) -> None:
+        """Put a new prompt behind all of its priority and turn.
+
+        Args:
+            place: its own among the prompts of its request.
+        """
+        self._insert(prompt, place // TURN, next(self._orders))
         self._ids = None
 
     def put_first(self, prompt: PromptState) -> None:
         """Put a prompt that ran before all of its priority."""
-        insort(self._entries, (-prompt.priority, -next(self._orders), prompt))
+        self._insert(prompt, 0, -next(self._orders))
         if self._ids is not None:
             insort(self._ids, prompt.ids_to_feed)
 
+    def _insert(self, prompt: PromptState, num_turns: int, order: int) -> None:
+        entries, lowest = self._entries, -prompt.priority
+        first = bisect_left(entries, (lowest,))
+        if first < len(entries) and entries[first][0] == lowest:
+            num_turns += entries[first][1]
+        self._keys[prompt] = key = (lowest, num_turns, order)
+        insort(entries, (*key, prompt))
+
     def remove_at(self, place: int) -> None:
-        prompt = self._entries.pop(place)[2]
+        prompt = self._entries.pop(place)[3]
+        del self._keys[prompt]
         if self._ids is not None:
             place = bisect_left(self._ids, prompt.ids_to_feed)
             assert self._ids[place] == prompt.ids_to_feed, "a prompt that did not wait"
             del self._ids[place]
 
-    def discard(self, prompt: PromptState) -> None:
-        """Take a prompt out if it waits."""
-        for place, (_, _, other) in enumerate(self._entries):
-            if other is prompt:
-                self.remove_at(place)
-                return
+    def discard(self, prompt: PromptState) -> bool:
+        """Take a prompt out if it waits; return whether it did."""
+        key = self._keys.get(prompt)
+        if key is not None:
+            self.remove_at(bisect_left(self._entries, key))
+        return key is not None
 
     def expect_no_more(self) -> None:
         """Note that no new prompts come: from now on `num_shared` has an answer."""
         if self._ids is None:
-            self._ids = sorted(prompt.ids_to_feed for _, _, prompt in self._entries)
+            self._ids = sorted(prompt.ids_to_feed for *_, prompt in self._entries)
 
     def num_shared(self, ids: list[int]) -> int | None:
         """Return how many first tokens of `ids` a waiting prompt shares; None: more may come."""

@@ -113,7 +113,8 @@ def _write_in_order(journal: Journal, files: Sequence[_Sealed]) -> Seals:
     if journal.vector_bytes:
         vectors = _VectorWriter(files[2], journal.last_number, journal.vector_bytes // 4)
     for row in journal.rows():
-        files[row.is_error].write(row.record + b"\n")
+        if row.record:  # else it is an error of which only the counts tell
+            files[row.is_error].write(row.record + b"\n")
         if vectors is not None and not row.is_error:
             vectors.add(row.number, row.vector)
     errors = files[1].seal()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fminfer.core.messages import MemoryPeak
-from fminfer.machine.host_memory import free_host_bytes, peak_host_bytes
+from fminfer.machine.host_memory import free_host_bytes, peak_host_bytes, trim_host
 from fminfer.machine.processor import VARIABLE, chosen_name, has_unit, hides_unit
 from fminfer.machine.threads import BINDS_THREADS
 
@@ -108,8 +108,7 @@ def give_back_freed(device: torch.device) -> None:
     """Return freed memory to the system, or to other programs on the GPU."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    with contextlib.suppress(AttributeError):  # only glibc has it
-        ctypes.CDLL(None).malloc_trim(0)
+    trim_host()
 
 
 def free_bytes(device: torch.device) -> int:

@@ -49,6 +49,12 @@ def own_bytes() -> int:
     return _read_bytes("proc/self/status", "VmRSS") or 0
 
 
+def trim_host() -> None:
+    """Return memory that was freed to the system."""
+    with suppress(AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def peak_host_bytes() -> int:
     """Return this process's peak memory, mapped files included.
 

@@ -128,6 +128,7 @@ class Engine:
         priority: int = 0,
         is_streamed: bool = False,
         endpoint: Endpoint | None = None,
+        request_id: int | None = None,
     ) -> int:
         """Queue a request; return the id by which events name it. Any thread may call it.
 
@@ -139,6 +140,7 @@ class Engine:
             priority: higher ones are admitted first, and may preempt rows of lower ones.
             is_streamed: return its tokens as they come.
             endpoint: such as "chat"; None: its fields tell.
+            request_id: its id, above all that were returned so far; None: the next one.
 
         Raises:
             RequestError: what is wrong with it.
@@ -148,7 +150,9 @@ class Engine:
             raise UsageError("the engine is closed; make a new one")
         if not isinstance(request, Prepared):
             request = self.prepare(request, endpoint=endpoint)
-        return self._core.add(request, priority=priority, is_streamed=is_streamed)
+        return self._core.add(
+            request, priority=priority, is_streamed=is_streamed, request_id=request_id
+        )
 
     def prepare(
         self, request: Mapping[str, Any], *, endpoint: Endpoint | None = None, compiles: bool = True

@@ -27,6 +27,7 @@ HOST = re.compile(r"(?i)^[a-z][a-z0-9+.-]*://[^/]*")  # of such a target, as tex
 ELSEWHERE = ("cross-site", "same-site")
 WITH_SLASH = ("/run/", "/run_", "/docs/")  # where one at the end means something
 MODELS = "/v1/models/"  # names that may be paths stand behind it
+PROMPT_PATH = re.compile(".*/run(_[a-z_]*)?/")  # behind it stands a text to complete
 OPEN_FOLDERS = ("/page/", "/docs/")
 
 
@@ -35,6 +36,7 @@ class AccessCheck:
 
     def __init__(self, app: ASGIApp, *, settings: ServerSettings, service: Service) -> None:
         self._app, self._log, self._count = app, service.log, service.metrics.count_refused
+        self._bodies = service.bodies
         self._hosts = settings.hosts
         self._keep_alive = f"timeout={int(settings.keep_alive_s)}"
         self._keys = [key.encode() for key in settings.api_keys]
@@ -81,7 +83,10 @@ class AccessCheck:
             hosts.append(target[1].decode("latin-1"))  # HTTP takes this one, and proxies may differ
         foreign = [host for host in hosts if not self._is_known(host)]
         app = _foreign_host(foreign[0]) if foreign else self._inner
-        await app(_as_routed(scope), receive, send_named)
+        try:
+            await app(_as_routed(scope), receive, send_named)
+        finally:
+            self._bodies.let_go(state)
 
     def _is_known(self, host: str) -> bool:
         if self._hosts is None:
@@ -193,7 +198,9 @@ def _closes(*headers: Headers) -> bool:
 
 
 def _show(scope: Scope) -> str:
-    """Return who asks, and for what as it was sent, which is plain ASCII."""
+    """Return who asks, and for which path as it was sent, without what may be a prompt."""
     client = scope["client"][0] if scope.get("client") else "-"
-    query = f"?{scope['query_string'].decode('ascii')}" if scope["query_string"] else ""
-    return f"{client} {scope['method']} {scope['raw_path'].decode('ascii')}{query}"
+    path = scope["raw_path"].decode("ascii")
+    if place := PROMPT_PATH.match(path):
+        path = f"{place[0]}…"
+    return f"{client} {scope['method']} {path}"

@@ -30,6 +30,7 @@ from fminfer.core.errors import RequestError
 from fminfer.core.quantities import counted
 from fminfer.engine.engine_core import Finished
 from fminfer.engine.prompt_fit import RequestLimits
+from fminfer.server.replies import unless_left
 from fminfer.server.schemas import describe_field, describe_fields, document
 from fminfer.server.service import Service, respond_json
 
@@ -114,7 +115,7 @@ def old_routes(service: Service) -> APIRouter:
 
 async def _complete(service: Service, request: Request, fields: dict[str, Any]) -> Finished:
     service.check_model(fields.get("model"))
-    reply = await service.dispatcher.ask(fields)
+    reply = await unless_left(service.dispatcher.ask(fields), request.receive)
     return await reply.finish(request.receive)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import resource
 import socket
 import ssl
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,35 @@ HEAD_S = 30.0  # for the head of a request, after the time that an idle connecti
 CLOSE = [(b"connection", b"close")]
 PROBE_S = 0.1, 10.0  # first and longest pause between looks for a client that may have left
 UNREAD_S = 60.0  # that a client may leave what it was sent unread
+MOST_CONNECTIONS = 4096
+SPARE_FILES = 256  # that the process may open beside its connections
+MOST_CHUNKS, LEAST_CHUNK = 4096, 16  # of one body: so many may be smaller, in bytes, on average
+_BARE_LINE_END = re.compile(rb"(?<!\r)\n")
+
+
+class _Parser(h11.Connection):
+    """Refuses what other parsers of HTTP, such as a proxy's, may read differently."""
+
+    num_chunks = num_bytes = 0  # of a chunked body; 0: it is none
+
+    def next_event(self) -> Any:
+        """Return what has come next."""
+        head = b""
+        if self.their_state is h11.IDLE:
+            head = self.trailing_data[0].partition(b"\r\n\r\n")[0]
+        if _BARE_LINE_END.search(head):
+            raise h11.RemoteProtocolError("a line of its head ends in LF, and not in CR LF")
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self.num_chunks = self.num_bytes = 0
+            if {b"transfer-encoding", b"content-length"} <= dict(event.headers).keys():
+                raise h11.RemoteProtocolError("it has Content-Length and Transfer-Encoding")
+        if isinstance(event, h11.Data) and (event.chunk_start or self.num_chunks):
+            self.num_chunks += event.chunk_start
+            self.num_bytes += len(event.data)
+            if self.num_chunks > max(MOST_CHUNKS, self.num_bytes / LEAST_CHUNK):
+                raise h11.RemoteProtocolError("its chunks have few bytes; send larger ones")
+        return event
 
 
 class Connection(H11Protocol):
@@ -30,15 +61,34 @@ class Connection(H11Protocol):
 
     _timer: asyncio.TimerHandle | None = None
 
+    def __init__(self, *args: Any, **others: Any) -> None:
+        super().__init__(*args, **others)
+        self.conn = _Parser(h11.SERVER)
+
     def connection_made(self, transport: Any) -> None:
-        """Begin to wait for a request."""
+        """Begin to wait for a request; of too many connections, close the oldest silent one."""
         super().connection_made(transport)
         self._wait_for_head()
+        if len(self.connections) > max_connections():
+            own = [each for each in self.connections if isinstance(each, Connection)]
+            min(own, key=lambda each: each.patience).transport.abort()
 
     def on_response_complete(self) -> None:
         """Begin to wait for the next request."""
         super().on_response_complete()
         self._wait_for_head(self.timeout_keep_alive)
+
+    @property
+    def patience(self) -> tuple[int, float]:
+        """By which the first to be closed is found: one that is silent, or sends a body slowly."""
+        if self.is_silent:
+            return 0, self._silent_s
+        return 1 + (not self.cycle.more_body), self._silent_s
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether no request is open."""
+        return self.cycle is None or self.cycle.response_complete
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait no longer."""
@@ -83,6 +133,7 @@ class Connection(H11Protocol):
         self._wait(wait_s, self._probe, min(2 * wait_s, PROBE_S[1]))
 
     def _wait_for_head(self, idle_s: float = 0.0) -> None:
+        self._silent_s = self.loop.time()
         self._wait(idle_s + HEAD_S, self._close_if_silent)
 
     def _wait(self, wait_s: float, act: Callable[..., None], *args: float) -> None:
@@ -92,8 +143,23 @@ class Connection(H11Protocol):
         self._timer = self.loop.call_later(wait_s, act, *args)
 
     def _close_if_silent(self) -> None:
-        if self.cycle is None or self.cycle.response_complete:
+        if self.is_silent:
             self.transport.abort()
+
+
+def raise_file_limit() -> None:
+    """Let the process open as many files as the system allows."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(ValueError, OSError):  # a sandbox may refuse it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def max_connections() -> int:
+    """Return how many connections there may be, so that files are left for all else."""
+    num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if num_files == resource.RLIM_INFINITY:
+        return MOST_CONNECTIONS
+    return min(MOST_CONNECTIONS, max(num_files // 2, num_files - SPARE_FILES))
 
 
 def open_socket(settings: ServerSettings) -> socket.socket:

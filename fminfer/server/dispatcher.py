@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
 from fminfer.contract.endpoints import Endpoint
 from fminfer.core.errors import FminferError, StoppedError, UncompiledError
+from fminfer.core.quantities import show_bytes
 from fminfer.engine.engine_core import Delta, Event, Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.runtime.engine_api import Engine
@@ -21,8 +23,14 @@ from fminfer.server.replies import Reply
 
 IDLE_S = 0.2  # between looks whether an idle team has lost a pipeline
 TOKENIZERS = 2  # requests that are tokenized at once
+QUICK_CHARS, QUICK_ITEMS = 1 << 14, 16  # of a field of requests that need not wait for others
 MOST_LOOKING = 16  # requests that a full queue tokenizes at once, to look for a kept answer
 MOST_RETRY_S = 60
+FIRST_ID = 2**39  # of requests that come here; the engine's own are below it, lanes' above
+MOST_BYTES = 1 << 28  # of prepared requests without an answer
+SMALL_BYTES = 1 << 16  # of each, for which there is always room
+CHOICE_BYTES = 3072  # of one that is to come, beside its prompt
+SHARE = 4  # of what is left, that one request may take
 Result = TypeVar("Result")
 
 
@@ -30,7 +38,7 @@ class Dispatcher:
     """Takes requests in an event loop, and answers them with an engine.
 
     Args:
-        queue_size: prompts that may wait; 0: any number.
+        queue_size: requests that may wait; 0: any number.
     """
 
     def __init__(self, engine: Engine, queue_size: int, metrics: Metrics) -> None:
@@ -40,6 +48,10 @@ class Dispatcher:
         self._queue_size = queue_size
         # Requests without an answer that are with the engine; of the event loop's thread only.
         self.replies: dict[int, Reply] = {}
+        self._held: dict[int, int] = {}  # bytes of those without an answer
+        self._ids = count(FIRST_ID)
+        self._adding = threading.Lock()
+        self._num_added = _count_begun(engine)  # to the engine, so far
         self._tokenizers = _Threads(TOKENIZERS, "tokenizing")
         self._compilers = _Threads(3, "compiling")
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -86,7 +98,9 @@ class Dispatcher:
             raise full
         prepare = partial(self._prepare_and_find, fields, endpoint=endpoint)
         try:
-            prepared, kept = await self._tokenizers.do(partial(prepare, compiles=False))
+            prepared, kept = await self._tokenizers.do(
+                partial(prepare, compiles=False), is_quick=_is_quick(fields)
+            )
         except UncompiledError:  # to compile may take seconds, in which others do not wait
             num_asked = self._compilers.num_asked
             if 0 < self._queue_size <= num_asked:
@@ -100,9 +114,17 @@ class Dispatcher:
             return reply
         if (refusal := self.refusal or full) is not None:
             raise refusal
-        request_id = self._engine.add(prepared, is_streamed=is_streamed)
-        # Events come by this thread, too, so none can have come yet.
+        size = self._check_size(prepared)
+        request_id = next(self._ids)
         reply = self.replies[request_id] = Reply(request_id, asked_s, prepared, self._forget)
+        self._held[request_id] = size
+        add = partial(self._add, prepared, request_id, is_streamed=is_streamed)
+        try:
+            await self._tokenizers.do(add) if size > SMALL_BYTES else add()
+        except BaseException:
+            del self.replies[request_id], self._held[request_id]
+            self._engine.cancel(request_id)
+            raise
         return reply
 
     async def beside(self, work: Callable[[], Result]) -> Result:
@@ -111,8 +133,26 @@ class Dispatcher:
             raise refusal
         return await self._tokenizers.do(work)
 
+    def _check_size(self, prepared: Prepared) -> int:
+        """Return the bytes that a request takes, or raise an HttpError."""
+        texts = (*prepared.prompts, *prepared.sources)
+        num_choices = len(prepared.prompts) * prepared.params.num_candidates
+        size = CHOICE_BYTES * num_choices + sum(8 * len(t.ids) + len(t.text) for t in texts)
+        held = sum(self._held.values())
+        if held and size > max(SMALL_BYTES, (MOST_BYTES - held) // SHARE):
+            raise HttpError(
+                429,
+                f"the request takes about {show_bytes(size)}, and those that are being answered "
+                f"take {show_bytes(held)} of {show_bytes(MOST_BYTES)}. Send fewer prompts in a "
+                "request, or try again in a second",
+                code="too_many_prompts",
+                headers={"Retry-After": "1"},
+            )
+        return size
+
     def _forget(self, request_id: int) -> None:
         """Forget a request; if it has no answer yet, the engine frees what it holds."""
+        self._held.pop(request_id, None)
         if self.replies.pop(request_id, None) is not None:
             self._engine.cancel(request_id)
             self._metrics.count_cancelled()
@@ -131,11 +171,14 @@ class Dispatcher:
         self.replies.clear()
 
     def _why_no_room(self) -> HttpError | None:
-        waiting = self.num_waiting
-        if self.refusal is not None or not self._queue_size or waiting < self._queue_size:
+        # Prompts are counted first, which is quick: there are as many as requests, or more.
+        if self.refusal is not None or not 0 < self._queue_size <= self.num_waiting:
             return self.refusal
+        waiting = self._tokenizers.num_asked + self._num_added - _count_begun(self._engine)
+        if waiting < self._queue_size:
+            return None
         retry_s = min(MOST_RETRY_S, max(1, round(self.queue_s)))
-        return self._full(f"{waiting} prompts wait", retry_s)
+        return self._full(f"{waiting} requests wait", retry_s)
 
     def _full(self, text: str, retry_s: int) -> HttpError:
         return HttpError(
@@ -196,6 +239,14 @@ class Dispatcher:
             return prepared, None
         return prepared, self._cache.find(prepared, takes_chance=True)
 
+    def _add(self, prepared: Prepared, request_id: int, *, is_streamed: bool) -> None:
+        """Give the engine a request, unless its client leaves meanwhile."""
+        with self._adding:
+            self._engine.add(prepared, is_streamed=is_streamed, request_id=request_id)
+            self._num_added += 1
+        if request_id not in self.replies:
+            self._engine.cancel(request_id)
+
     def end(self) -> None:
         """Have `run` return."""
         self._is_over.set()
@@ -210,18 +261,34 @@ class _Threads:
     def __init__(self, num_threads: int, name: str) -> None:
         self.num_asked = 0
         self._pool = ThreadPoolExecutor(num_threads, name)
+        self._quick_pool = ThreadPoolExecutor(1, name)  # waits for no long work
 
-    async def do(self, work: Callable[[], Result]) -> Result:
+    async def do(self, work: Callable[[], Result], *, is_quick: bool = False) -> Result:
         """Do some work beside the event loop, and raise what it raises."""
         self.num_asked += 1
+        pool = self._quick_pool if is_quick else self._pool
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+            return await asyncio.get_running_loop().run_in_executor(pool, work)
         finally:
             self.num_asked -= 1
 
     def end(self) -> None:
         """Begin nothing more."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._quick_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _is_quick(fields: Mapping[str, Any]) -> bool:
+    """Tell whether a request has little to prepare."""
+    sizes = (
+        (value, len(value)) for value in fields.values() if isinstance(value, str | list | dict)
+    )
+    return all(size <= (QUICK_CHARS if isinstance(v, str) else QUICK_ITEMS) for v, size in sizes)
+
+
+def _count_begun(engine: Engine) -> int:
+    """Count the requests that no longer wait, without those of batches."""
+    return engine.stats.num_begun - engine.stats.num_begun_behind
 
 
 def _deltas(answer: Finished) -> Iterator[Delta]:

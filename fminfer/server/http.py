@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import sys
@@ -16,6 +17,7 @@ import uvicorn
 from fminfer.answers.answer_index import AnswerIndex, open_answers
 from fminfer.core.errors import FminferError
 from fminfer.core.quantities import counted, show_dtypes
+from fminfer.machine.host_memory import own_bytes, trim_host
 from fminfer.machine.stopper import Stopper
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.plan.planning import plan_ahead
@@ -27,13 +29,15 @@ from fminfer.runtime.process_roles import Opening, lead_or_join, start_engine
 from fminfer.server.asgi_app import make_app
 from fminfer.server.batch_service import BatchService
 from fminfer.server.batches.stored_batches import ServerState
-from fminfer.server.connections import Connection, open_socket
+from fminfer.server.connections import Connection, open_socket, raise_file_limit
 from fminfer.server.http_errors import shutting_down
 from fminfer.server.service import Service
 from fminfer.server.settings import ServerSettings
 
 LEAVE_S = 2.0  # for the last bytes, once the grace is over
 REPORT_S = 10  # between lines that say what goes on
+FREED_BYTES = 8 << 20  # more memory than before, after which what is freed is given back
+OLD_ROUNDS = 100  # collections between two that look at all of a request of 16,384 prompts
 SWITCH_S = 0.0005  # between threads of Python
 
 
@@ -46,6 +50,7 @@ def _serve(
     run: ProcessContext, settings: ServerSettings, checkpoint: Checkpoint, compute: Compute
 ) -> None:
     """Make the engine, and let it answer over HTTP; only the first process does so."""
+    raise_file_limit()
     # Both before a model is loaded for nothing.
     address = open_socket(settings)
     state = _open_state(run, settings, checkpoint)
@@ -61,6 +66,10 @@ def _serve(
             kernels = "compiled kernels" if engine.facts.has_kernel else "plain torch"
             click.echo(f"Ready after {run.elapsed_s():.1f} s: {place}, {kernels}.", err=True)
         engine.runs.cache = _open_cache(run, settings, checkpoint)
+        # Requests are prepared in threads. With Python's 5 ms, each step would wait so long.
+        sys.setswitchinterval(SWITCH_S)
+        gc.freeze()  # collections then look at requests, and not at all of torch
+        gc.set_threshold(*gc.get_threshold()[:2], OLD_ROUNDS)
         run_http(engine, settings, run.stopper, address, state)
     finally:
         if engine.runs.cache is not None:
@@ -90,8 +99,6 @@ def _open_state(
     if path is None:
         return None
     os.umask(0o077)  # this process writes for nobody else
-    # Batches are prepared in threads. With Python's 5 ms, each step would wait for them so long.
-    sys.setswitchinterval(SWITCH_S)
     fingerprint = plan_ahead(run.config, checkpoint, run.role.spread.num_stages).fingerprint()
     state = ServerState(path, fingerprint)
     if state.folder.was_narrowed and not run.is_quiet:
@@ -240,10 +247,15 @@ class HttpThread(threading.Thread):
         """Count tokens each second; now and then say what goes on."""
         throughput, dispatcher = self.service.throughput, self.service.dispatcher
         num_told = 0
+        trimmed_bytes = own_bytes()
         while True:
-            for _ in range(REPORT_S):
+            for second in range(REPORT_S):
                 await asyncio.sleep(1)
                 throughput.look()
+                is_time = second == 0 or not dispatcher.num_open
+                if is_time and own_bytes() > trimmed_bytes + FREED_BYTES:
+                    await asyncio.to_thread(trim_host)
+                    trimmed_bytes = own_bytes()
             num_tokens = throughput.num_tokens
             if num_tokens != num_told:
                 state, rates = self.service.engine.state, throughput.rates

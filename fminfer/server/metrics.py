@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter as Tally
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, get_args
@@ -106,8 +107,9 @@ class Metrics:
         if num_drawn:
             self._first_token_s.observe(queue_s + times["prefill_time"])
         draws = finished.part == "choices"
-        for choice in finished.choices if draws else [{"finish_reason": "stop"}]:
-            self._finished.labels(self._model_name, choice["finish_reason"]).inc()
+        choices = finished.choices if draws else [{"finish_reason": "stop"}]
+        for reason, number in Tally(each["finish_reason"] for each in choices).items():
+            self._finished.labels(self._model_name, reason).inc(number)
 
     def observe_gap(self, seconds: float) -> None:
         """Note the time between two tokens of a streamed choice."""

@@ -20,7 +20,7 @@ from fminfer.engine.engine_core import Delta, Event, Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.vector_answer import head_of_answer
 from fminfer.server.http_errors import HttpError
-from fminfer.server.replies import EventStream
+from fminfer.server.replies import EventStream, unless_left
 from fminfer.server.schemas import COUNT, ENDPOINT_DOCS, document, extend, request_schema
 from fminfer.server.service import Service, respond_json
 
@@ -44,10 +44,17 @@ class AnswerShape:
     tells_ids: bool  # its chunks have token ids
     id: str = field(default_factory=lambda: secrets.token_hex(16))
     created: int = field(default_factory=lambda: int(time.time()))
+    _num_prompt: int = field(init=False)  # tokens
     _num_drawn: int = 0
     _begun: set[int] = field(default_factory=set)  # choices that have had a chunk
     _named: set[int] = field(default_factory=set)  # of a chat: those whose role was sent
     _ended: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        # Texts that an encoder reads are counted, too.
+        texts = (*self.prepared.prompts, *self.prepared.sources)
+        num_start = self.prepared.num_start * len(self.prepared.prompts)
+        self._num_prompt = sum(len(text.ids) for text in texts) - num_start
 
     def whole(self, finished: Finished) -> dict[str, Any]:
         """Return the object of a whole answer."""
@@ -95,14 +102,10 @@ class AnswerShape:
         return {"index": index, **said, "logprobs": None, "finish_reason": None}
 
     def _usage_so_far(self) -> dict[str, int]:
-        prepared = self.prepared
-        # Texts that an encoder reads are counted, too.
-        num_prompt = sum(len(text.ids) for text in (*prepared.prompts, *prepared.sources))
-        num_prompt -= prepared.num_start * len(prepared.prompts)
         return {
-            "prompt_tokens": num_prompt,
+            "prompt_tokens": self._num_prompt,
             "completion_tokens": self._num_drawn,
-            "total_tokens": num_prompt + self._num_drawn,
+            "total_tokens": self._num_prompt + self._num_drawn,
         }
 
     def _token_ids(self, delta: Delta, *, is_first: bool) -> dict[str, Any]:
@@ -187,7 +190,8 @@ async def _answer(service: Service, request: Request, endpoint: Endpoint) -> Res
     fields = await service.bodies.read(request)
     is_streamed, usage = _take_stream(fields) if endpoint in OF_DRAWS else (False, "")
     service.check_model(fields.get("model"))
-    reply = await service.dispatcher.ask(fields, endpoint=endpoint, is_streamed=is_streamed)
+    asking = service.dispatcher.ask(fields, endpoint=endpoint, is_streamed=is_streamed)
+    reply = await unless_left(asking, request.receive)
     prepared = reply.prepared
     shape = AnswerShape(
         prepared,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
+from itertools import islice
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -16,6 +17,7 @@ from fminfer.engine.sequence import Prepared
 from fminfer.server.http_errors import HttpError, as_http, describe, respond
 
 KEEP_ALIVE_S = 5.0  # between looks for silence, so that signs of life come within twice that
+MOST_AT_ONCE = 64  # chunks that are written before others have their turn
 DONE = b"data: [DONE]\n\n"
 HEADERS = {
     "Cache-Control": "no-cache",
@@ -88,18 +90,10 @@ class Reply:
 
     async def unless_left(self, work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
         """Do the client's work, but end it if the client leaves; then forget the request."""
-        leaving = asyncio.create_task(_until_left(receive))
-        working = asyncio.create_task(work)
         try:
-            await asyncio.wait({leaving, working}, return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                return working.result()
-            raise HttpError(499, "the client has left", code="cancelled")
+            return await unless_left(work, receive)
         finally:
             self._forget(self.id)
-            for task in (leaving, working):
-                task.cancel()
-            await asyncio.gather(leaving, working, return_exceptions=True)
 
     async def _find_finished(self) -> Finished:
         while True:
@@ -147,12 +141,28 @@ class EventStream(Response):
 
     async def _send_events(self, send: Send, events: list[Event]) -> None:
         while True:
-            body = b"".join(map(as_event, self._make_chunks(events)))
-            if body:
+            chunks = map(as_event, self._make_chunks(events))
+            while body := b"".join(islice(chunks, MOST_AT_ONCE)):
                 await _send_body(send, body)
+                await asyncio.sleep(0)
             if events and not isinstance(events[-1], Delta):
                 return
             events = await self._reply.take()
+
+
+async def unless_left(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
+    """Do a client's work, but end it if the client leaves, by an HttpError."""
+    leaving = asyncio.create_task(_until_left(receive))
+    working = asyncio.create_task(work)
+    try:
+        await asyncio.wait({leaving, working}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise HttpError(499, "the client has left", code="cancelled")
+    finally:
+        for task in (leaving, working):
+            task.cancel()
+        await asyncio.gather(leaving, working, return_exceptions=True)
 
 
 def as_event(value: object) -> bytes:

@@ -6,9 +6,11 @@ import asyncio
 import os
 import re
 import secrets
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +32,20 @@ MOST_DISCARDED = 64 * 2**20  # bytes of a body that is refused already, so that 
 SMALL_BYTES = 2**16  # of each body, for which there is always room
 MOST_AT_ONCE = 16  # bodies of the largest size that may be coming
 PAUSE_S = 60.0  # in which nothing comes
-MOST_VALUE_BYTES = 1024  # of a field that is no file
+LEAST_RATE = 8192  # bytes a second of an upload, beside such a pause
+MOST_VALUE_BYTES = 1024  # of a field that is no file, or of a header of a part
 MOST_NAME_CHARS = 255
 WRITE_BYTES = 2**20  # written at once
 CLOSE = {"Connection": "close"}
+HELD = "held_bytes"  # in the state of a request's scope
 LIFE = {f"expires_after[{name}]": name for name in ("anchor", "seconds")}  # as forms write it
 
 
 class BodyReader:
     """Reads bodies in an event loop.
 
-    All that are coming have `MOST_AT_ONCE` times the size of one, beside `SMALL_BYTES` of each.
+    All that are coming or being answered have `MOST_AT_ONCE` times the size of one, beside
+    `SMALL_BYTES` of each. One takes at most half of what others leave, so that there is some left.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -61,24 +66,19 @@ class BodyReader:
 
     async def _read(self, request: Request) -> bytes:
         pieces: list[bytes] = []
-        num_bytes = num_held = 0
+        num_bytes = 0
         announced = request.headers.get("content-length", "")
         is_large = announced.isdecimal() and int(announced) > self._max_bytes
-        try:
-            async for piece in request.stream():
-                num_bytes += len(piece)
-                is_large = is_large or num_bytes > self._max_bytes
-                if is_large:
-                    pieces.clear()
-                else:
-                    pieces.append(piece)
-                    num_more = max(0, num_bytes - SMALL_BYTES) - num_held
-                    self._hold(num_more)
-                    num_held += num_more
-                if num_bytes > self._max_bytes + MOST_DISCARDED:
-                    break
-        finally:
-            self._num_held -= num_held
+        async for piece in request.stream():
+            num_bytes += len(piece)
+            is_large = is_large or num_bytes > self._max_bytes
+            if is_large:
+                pieces.clear()
+            else:
+                pieces.append(piece)
+                self._hold(request.scope["state"], max(0, num_bytes - SMALL_BYTES))
+            if num_bytes > self._max_bytes + MOST_DISCARDED:
+                break
         if num_bytes > self._max_bytes:
             raise HttpError(
                 413,
@@ -89,17 +89,23 @@ class BodyReader:
             )
         return b"".join(pieces)
 
-    def _hold(self, num_bytes: int) -> None:
-        """Count bytes of a body that is coming."""
-        most = MOST_AT_ONCE * self._max_bytes
-        if self._num_held + num_bytes > most:
+    def let_go(self, state: MutableMapping[str, Any]) -> None:
+        """Count a request's body no longer; `state` is that of its scope."""
+        self._num_held -= state.pop(HELD, 0)
+
+    def _hold(self, state: MutableMapping[str, Any], num_bytes: int) -> None:
+        """Count the bytes of a body that have come."""
+        self.let_go(state)
+        num_left = MOST_AT_ONCE * self._max_bytes - self._num_held
+        if num_bytes > num_left / 2:
             raise HttpError(
                 429,
-                f"the bodies that are coming have more than {show_bytes(most)} together; try again "
+                f"other bodies leave {show_bytes(num_left)}, of which one may have half; try again "
                 f"in a second, or send a body of at most {show_bytes(SMALL_BYTES)}",
                 code="too_many_bodies",
                 headers=CLOSE | {"Retry-After": "1"},
             )
+        state[HELD] = num_bytes
         self._num_held += num_bytes
 
 
@@ -125,11 +131,13 @@ class UploadForm:
         self._head: dict[bytes, bytes] = {}  # of the part that is coming
         self._name = ""
         self._header, self._value = bytearray(), bytearray()
+        self.num_lines = 0  # of the file: those that have come
+        self.is_in_line = False  # one has come in part
         self._parser = MultipartParser(
             boundary,
             {
-                "on_header_field": lambda data, start, end: self._header.extend(data[start:end]),
-                "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
+                "on_header_field": partial(self._extend, self._header),
+                "on_header_value": partial(self._extend, self._value),
                 "on_header_end": self._end_header,
                 "on_headers_finished": self._read_head,
                 "on_part_data": self._take,
@@ -166,6 +174,12 @@ class UploadForm:
             found["seconds"] = int(str(found["seconds"]))
         return read_life("expires_after", found) if found else None
 
+    def _extend(self, known: bytearray, data: bytes, start: int, end: int) -> None:
+        known += data[start:end]
+        if len(known) > MOST_VALUE_BYTES:
+            name = self._name or "the form's head"
+            raise _wrong(f"{name} has more than {MOST_VALUE_BYTES} bytes", self._name or None)
+
     def _end_header(self) -> None:
         self._head[bytes(self._header).lower()] = bytes(self._value)
         self._header.clear()
@@ -194,10 +208,10 @@ class UploadForm:
     def _take(self, data: bytes, start: int, end: int) -> None:
         if self._name == "file":
             self.pending += data[start:end]
+            self.num_lines += data.count(b"\n", start, end)
+            self.is_in_line = data[start:end][-1:] != b"\n"
             return
-        self._value += data[start:end]
-        if len(self._value) > MOST_VALUE_BYTES:
-            raise _wrong(f"{self._name} has more than {MOST_VALUE_BYTES} bytes", self._name)
+        self._extend(self._value, data, start, end)
 
     def _end(self) -> None:
         if self._name == "file":
@@ -213,7 +227,7 @@ class UploadForm:
         self.is_complete = True
 
 
-async def take_upload(request: Request, folder: Path, max_bytes: int) -> Upload:
+async def take_upload(request: Request, folder: Path, limits: UploadLimits) -> Upload:
     """Write the file of a request's body into a folder.
 
     The caller moves or removes it. If this fails, nothing is left.
@@ -238,7 +252,7 @@ async def take_upload(request: Request, folder: Path, max_bytes: int) -> Upload:
             os.open, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE
         )
         try:
-            num_bytes = await _write_all(request, form, fd, max_bytes)
+            num_bytes = await _write_all(request, form, fd, limits)
             await asyncio.to_thread(os.fsync, fd)
         finally:
             os.close(fd)
@@ -250,7 +264,7 @@ async def take_upload(request: Request, folder: Path, max_bytes: int) -> Upload:
         raise
 
 
-async def _write_all(request: Request, form: UploadForm, fd: int, max_bytes: int) -> int:
+async def _write_all(request: Request, form: UploadForm, fd: int, limits: UploadLimits) -> int:
     """Write what comes of the file; return how much that was.
 
     What comes after a mistake is passed over for a while, so that the client hears of it.
@@ -265,8 +279,7 @@ async def _write_all(request: Request, form: UploadForm, fd: int, max_bytes: int
             continue
         try:
             form.write(piece)
-            if num_bytes + len(form.pending) > max_bytes:
-                raise _too_large(max_bytes)
+            limits.check(num_bytes + len(form.pending), form.num_lines)
         except HttpError as error:
             refusal = error
             continue
@@ -275,6 +288,7 @@ async def _write_all(request: Request, form: UploadForm, fd: int, max_bytes: int
     if refusal is not None:
         raise refusal
     form.check_whole()
+    limits.check(num_bytes, form.num_lines + form.is_in_line)
     return await _write_pending(form, fd, num_bytes)
 
 
@@ -288,10 +302,15 @@ async def _write_pending(form: UploadForm, fd: int, place: int) -> int:
 async def _pieces(request: Request) -> AsyncIterator[bytes]:
     """Yield a body as it comes."""
     pieces = aiter(request.stream())
-    late = f"nothing came for {PAUSE_S:g} s; send the file without pauses"
+    late = f"the file comes too slowly; send it without pauses of {PAUSE_S:g} s, and at least "
+    late += f"{show_bytes(LEAST_RATE)} a second"
+    end_s = time.monotonic() + PAUSE_S
     with suppress(StopAsyncIteration), _waiting_for("file", late):
         while True:
-            yield await asyncio.wait_for(anext(pieces), PAUSE_S)
+            wait_s = min(PAUSE_S, end_s - time.monotonic())
+            piece = await asyncio.wait_for(anext(pieces), wait_s)
+            end_s += len(piece) / LEAST_RATE
+            yield piece
 
 
 @contextmanager
@@ -305,15 +324,30 @@ def _waiting_for(what: str, late: str) -> Iterator[None]:
         raise HttpError(400, f"the client left before its {what} was there") from None
 
 
-def _too_large(max_bytes: int) -> HttpError:
-    return HttpError(
-        413,
-        f"the file has more than {show_bytes(max_bytes)} ({max_bytes:,} bytes), the most that is "
-        "allowed (--max-upload-size); cut it into several",
-        code="file_too_large",
-        param="file",
-        headers=CLOSE,
-    )
+@dataclass(slots=True, frozen=True)
+class UploadLimits:
+    """What a file of `/v1/files` may have."""
+
+    max_bytes: int
+    max_lines: int
+
+    def check(self, num_bytes: int, num_lines: int) -> None:
+        """Refuse a file that has more, by an HttpError."""
+        most = f"{self.max_lines:,} lines, blank ones among them"
+        option = "--max-batch-lines"
+        if num_bytes > self.max_bytes:
+            most = f"{show_bytes(self.max_bytes)} ({self.max_bytes:,} bytes)"
+            option = "--max-upload-size"
+        elif num_lines <= self.max_lines:
+            return
+        raise HttpError(
+            413,
+            f"the file has more than {most}, the most that is allowed ({option}); cut it into "
+            "several",
+            code="file_too_large",
+            param="file",
+            headers=CLOSE,
+        )
 
 
 def _decode(raw: bytes | bytearray) -> str:

@@ -18,7 +18,7 @@ from fminfer.core.option import Amount, Bytes, Count, Folder, Seconds, option
 from fminfer.machine.stopper import ProcessOptions
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
-DEFAULT_UPLOAD_BYTES = 2**30
+DEFAULT_LIMITS = (200 * 2**20, 50_000)  # bytes and lines of a file, as OpenAI has them
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([0-9a-z._-]+))(?::([0-9]{0,5}))?")
 
 
@@ -62,7 +62,12 @@ class ServerSettings(KeptAnswers, ProcessOptions):
         "/v1/batches.  [default: none]"
     )
     max_upload_bytes: Bytes = _option(
-        "Largest file of /v1/files: 500M, 10G. Needs --state.", default=DEFAULT_UPLOAD_BYTES
+        "Largest file of /v1/files: 500M, 10G. Needs --state.", default=DEFAULT_LIMITS[0]
+    )
+    max_batch_lines: Count = _option(
+        "Most lines of a file of /v1/files, blank ones among them. Needs --state.",
+        default=DEFAULT_LIMITS[1],
+        metavar="N",
     )
     allowed_origins: tuple[str, ...] = _option(
         "Origin whose pages may call the server from a browser (CORS), such as "
@@ -115,8 +120,10 @@ class ServerSettings(KeptAnswers, ProcessOptions):
                 f"cache_list_size is {self.cache_list_size}, and cache_size is 0: no answer is "
                 "kept. Give --cache-size the number of requests whose answers to keep"
             )
-        if self.state is None and self.max_upload_bytes != DEFAULT_UPLOAD_BYTES:
-            raise UsageError("--max-upload-size has no effect without --state FOLDER")
+        if self.state is None and (self.max_upload_bytes, self.max_batch_lines) != DEFAULT_LIMITS:
+            raise UsageError(
+                "--max-upload-size and --max-batch-lines have no effect without --state FOLDER"
+            )
         self._check_keys()
         for origin in self.allowed_origins:
             _check_origin(origin)

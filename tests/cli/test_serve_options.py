@@ -74,8 +74,8 @@ def test_every_setting_has_a_flag_and_reaches_the_server(
         "--allow-host x.org --allowed-host y.org:8443 "
         f"--ssl-certfile {cert} --ssl-keyfile {key} --keep-alive 1m --log-level DEBUG -q -v "
         f"--grace 0:00:30 --result-cache {tmp_path} --result-cache-size 10G --cache-size 50 "
-        f"--cache-list-size 2 --state {tmp_path} --max-upload-size 3G --max-rows 3 --strict "
-        "--check-model --fp16"
+        f"--cache-list-size 2 --state {tmp_path} --max-upload-size 3G --max-rows 3 "
+        "--max-batch-lines 7 --strict --check-model --fp16"
     )
     assert (done.exit_code, done.output) == (0, "")
     settings, config, role, _ = started
@@ -88,6 +88,7 @@ def test_every_setting_has_a_flag_and_reaches_the_server(
         max_body_bytes=2 * 2**20,
         state=tmp_path,
         max_upload_bytes=3 * 2**30,
+        max_batch_lines=7,
         allowed_origins=("https://x.org",),
         allowed_hosts=("x.org", "y.org:8443"),
         ssl_certfile=cert,
@@ -291,7 +292,8 @@ def test_the_example_starts_a_server_whose_flags_are_known(tmp_path: Path) -> No
         ({"cache_list_size": 0}, "cache_list_size is 0; it must be at least 1"),
         ({"cache_list_size": 2}, "cache_size is 0: no answer is kept. Give --cache-size"),
         ({"result_cache_bytes": 2**30}, "has no effect without --result-cache"),
-        ({"max_upload_bytes": 2**20}, "--max-upload-size has no effect without --state FOLDER"),
+        ({"max_upload_bytes": 2**20}, "--max-upload-size and --max-batch-lines have no effect"),
+        ({"max_batch_lines": 7}, "--max-upload-size and --max-batch-lines have no effect"),
         ({"result_cache": "s3://a/b"}, "is a URL"),
     ],
 )

@@ -339,3 +339,21 @@ def test_a_loop_goes_on_after_a_failure() -> None:
     assert {event.request_id for event in events} == {request_id}
     assert check_stream(events, request_id)[0]["text"] == "abc"
     bench.scheduler.check_idle()
+
+
+def test_a_long_answer_is_built_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of thousands of choices held up a step for seconds; a stream looked at all of them."""
+    request = {"prompt": [[3, 4]] * 20, "max_tokens": 3, "temperature": 0}
+    whole = alone(request)
+    monkeypatch.setattr("fminfer.engine.answer.PIECE", 7)
+    bench = Bench(**SIZES)
+    long_id = bench.add(**request)
+    events: list[Event] = []
+    while bench.loop._open:
+        events += bench.loop.step()
+    short_id = bench.add(prompt=[5], max_tokens=1)
+    while bench.loop.has_work:
+        events += bench.loop.step()
+    assert [event.request_id for event in events] == [short_id, long_id]
+    assert answer_in(events, long_id) == whole
+    check_idle(bench)

@@ -7,6 +7,7 @@ stale or given away too early shows in what a prompt draws.
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter, deque
 from typing import Any
 
@@ -22,6 +23,7 @@ from fminfer.engine.packing import PlannedStep
 from fminfer.engine.reservation import first_to_go
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import Prepared, PromptState, RequestState, Sequence, TokenReport
+from fminfer.engine.waiting import TURN
 from fminfer.text.encoded_prompt import EncodedPrompt
 from tests.conftest import IS_ALL
 from tests.engine.test_prefix import VOCAB, RememberingPipeline, logprob_of
@@ -633,3 +635,59 @@ def test_the_verdict_on_a_cancelled_prompt_feeds_and_keeps_nothing() -> None:
         driver.scheduler.check_idle()
     driver.add(make_prompt([*stem, 1]), make_prompt([*stem, 2]))
     driver.run()
+
+
+def make_request(num_prompts: int, **fields: Any) -> list[PromptState]:
+    """Return the prompts of one request."""
+    prompts = [make_prompt([7, place % 5], **fields) for place in range(num_prompts)]
+    for place, prompt in enumerate(prompts):
+        prompt.owner = prompts[0].owner
+        prompt.index = place
+    return prompts
+
+
+def test_requests_take_turns() -> None:
+    """Those behind one of 16,384 prompts waited until all of these had begun."""
+    driver = Driver(max_rows=4, num_blocks=400)
+    many = make_request(100, max_tokens=2)
+    for place, prompt in enumerate(many):
+        driver.scheduler.add(prompt, place)
+    late = make_prompt([9], max_tokens=2)
+    driver.scheduler.add(late)
+    assert driver.waiting().index(late) == TURN
+    latest = make_prompt([8], max_tokens=2)
+    driver.scheduler.add(latest)
+    assert driver.waiting()[: TURN + 3] == [*many[:TURN], late, latest, many[TURN]]
+    driver.cancel(late)
+    driver.cancel(many[50])
+    assert driver.waiting() == [*many[:TURN], latest, *many[TURN:50], *many[51:]]
+
+
+@pytest.mark.parametrize(("max_rows", "num_blocks"), [(40, 4000), (400, 80)])
+def test_a_request_leaves_rows_and_blocks_to_others(max_rows: int, num_blocks: int) -> None:
+    """Others waited for one of its rows to end."""
+    driver = Driver(max_rows=max_rows, num_blocks=num_blocks, chunk=1000)
+    for place, prompt in enumerate(many := make_request(300, max_tokens=8)):
+        driver.scheduler.add(prompt, place)
+    driver.scheduler.admit()
+    driver.scheduler.schedule()
+    driver.scheduler.admit()
+    num_running = many[0].owner.num_running
+    assert num_running == driver.scheduler.kv.num_sequences >= 0.85 * min(max_rows, num_blocks / 3)
+    late = make_prompt([9], max_tokens=2)
+    driver.scheduler.add(late)
+    assert driver.scheduler.admit() == [late]
+
+
+def test_a_request_that_holds_nothing_has_its_turn_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver(max_rows=8, num_blocks=400)
+    driver.scheduler.add(make_prompt([9], max_tokens=2))
+    driver.scheduler.admit()
+    wide = make_prompt([5], n=7, max_tokens=2)
+    wide.owner.added_s = time.perf_counter()
+    driver.scheduler.add(wide)
+    assert driver.scheduler.admit() == []
+    monkeypatch.setattr("fminfer.engine.scheduler.PATIENCE_S", 0.0)
+    assert driver.scheduler.admit() == [wide]

@@ -27,8 +27,10 @@ from typing import Any
 import click
 
 from . import good_requests, leaving_clients, wrong_requests
+from .beside import run_beside
 from .demo_server import DTYPE, GRACE_S, running
 from .good_requests import Good, ask_good, make_good
+from .hostile_loads import LOADS
 from .outside_view import View, count_connections, look
 from .raw_http import connect, get, write_post
 
@@ -211,9 +213,16 @@ def run_abuse(num_requests: int, seed: int, report: Report) -> dict[str, Any]:
 
 @click.command()
 @click.option("--requests", "num_requests", default=300, show_default=True)
+@click.option("--beside", is_flag=True, help="Measure a live client beside hostile loads instead.")
+@click.option("--load", "loads", multiple=True, help="Of these, only such a load.")
 @click.option("--seed", default=0, help="Of which requests come when.", show_default=True)
-def main(num_requests: int, seed: int) -> None:
+def main(num_requests: int, seed: int, *, beside: bool, loads: tuple[str, ...]) -> None:
     """Abuse a server; end with status 1 if anything is off."""
+    if beside:
+        with tempfile.TemporaryDirectory() as folder:
+            problems = run_beside(loads or LOADS, Path(folder))
+        print(json.dumps({"problems": problems}))
+        sys.exit(1 if problems else 0)
     report = Report()
     figures = run_abuse(num_requests, seed, report)
     print(f"{'':14}{'after warm-up':>14}{'in the end':>14}")

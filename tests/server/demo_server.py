@@ -21,13 +21,16 @@ DTYPE = "float32"  # in which answers do not depend on what is computed beside t
 
 
 @contextlib.contextmanager
-def running(errors: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+def running(
+    errors: Path, state: Path | None = None
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """Start a server with the demo model; give it with its port when it is ready."""
     with socket.socket() as free:
         free.bind((HOST, 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "fminfer", "serve", "--port", str(port), "--dtype", DTYPE]
     command += ["--budget", str(BUDGET), "--grace", str(GRACE_S)]
+    command += [] if state is None else ["--state", str(state)]
     with errors.open("wb") as file:
         server = subprocess.Popen(command, stderr=file)
     try:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import fminfer
+from fminfer.server.batches.batch_ends import MOST_UNNAMED
 from tests.server.batch_calls import (
     CHAT,
     COMPLETIONS,
@@ -321,3 +323,29 @@ def test_without_a_state_folder(engine: fminfer.Engine) -> None:
         ):
             answer = server.call(method, path, {})
             assert answer.status == 404 and "--state FOLDER" in answer.error["message"]
+
+
+@pytest.mark.parametrize("lines", [[b""] * 10, [b"1"] * 9, [b"1"] * 8 + [b"1\n1"]])
+def test_a_file_has_so_many_lines(
+    engine: fminfer.Engine, tmp_path: Path, lines: list[bytes]
+) -> None:
+    """60,000 lines of two bytes became 25 MB on the disk."""
+    with running(engine, state=tmp_path / "state", max_batch_lines=8) as server:
+        assert try_upload(server, b"\n".join(lines[:8])).status == 200
+        answer = try_upload(server, b"\n".join(lines))
+        assert answer.status == 413 and answer.error["code"] == "file_too_large"
+        assert "8 lines" in answer.error["message"]
+        assert "--max-batch-lines" in answer.error["message"]
+
+
+@pytest.mark.parametrize("line", [b"1", b"{}", b"[]"])
+def test_short_wrong_lines_make_few_records(server: Running, line: bytes) -> None:
+    """Each had a record of hundreds of bytes, in the journal and in the error file."""
+    num_lines = 3000
+    batch = wait_for_end(server, create(server, [line] * num_lines))
+    assert batch["status"] == "completed"
+    assert batch["request_counts"] == {"total": num_lines, "completed": 0, "failed": num_lines}
+    records = content(server, batch["error_file_id"])
+    assert len(records) == MOST_UNNAMED
+    assert "only counted" in error_of(records[-1])["message"]
+    assert "only counted" not in error_of(records[-2])["message"]

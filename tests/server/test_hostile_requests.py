@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 
 import fminfer
 from fminfer.runtime.bars import say
+from fminfer.server.connections import max_connections, raise_file_limit
 from tests.server.running import Running, running, until
 
 SHORT = {"prompt": [5] * 20, "max_tokens": 2, "ignore_eos": True}
@@ -139,7 +141,7 @@ def test_bodies_that_never_end_do_not_fill_the_memory(
     engine: fminfer.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hundred clients that sent 15 MB each, and not the rest, held 1.5 GB for a minute."""
-    monkeypatch.setattr("fminfer.server.request_bodies.MOST_AT_ONCE", 2)
+    monkeypatch.setattr("fminfer.server.request_bodies.MOST_AT_ONCE", 3)
     large = 2**20
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
     head += b"Content-Length: %d\r\n\r\n" % large
@@ -180,7 +182,114 @@ def test_debug_tells_each_request(
 ) -> None:
     with running(engine, log_level="debug", is_quiet=False) as server:
         server.get("/nope%0a?a=%1b", {"x-request-id": "r8"})
-    assert "127.0.0.1 GET /nope%0a?a=%1b 404 r8\n" in capfd.readouterr().err
+    assert "127.0.0.1 GET /nope%0a 404 r8\n" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_no_prompt_stands_in_the_log(
+    engine: fminfer.Engine, capfd: pytest.CaptureFixture[str], path: str
+) -> None:
+    marks = [
+        {"prompt": "MARK", "max_tokens": 1},
+        {"prompt": ["MARK", "MARK"], "max_tokens": "MARK", "temperature": "MARK"},
+        {"messages": [{"role": "MARK", "content": "MARK"}], "seed": "MARK"},
+        {"prompt": "MARK", "user": "MARK", "metadata": {"a": "MARK"}, "strange": "MARK"},
+        {"prompt": "MARK " * 9000},
+        b'{"prompt": "MARK',
+    ]
+    with running(engine, log_level="debug", is_quiet=False) as server:
+        for body in marks:
+            server.post(path, body)
+        server.get("/run/MARK")
+        server.get("/run_x/MARK?seed=MARK")
+        server.get("/health?text=MARK")
+    told = capfd.readouterr().err
+    assert "/health 200" in told and "MARK" not in told
+
+
+def test_the_oldest_silent_connection_makes_room(
+    engine: fminfer.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1,024 connections that said nothing kept all others out."""
+    monkeypatch.setattr("fminfer.server.connections.MOST_CONNECTIONS", 3)
+    slow = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
+    with running(engine) as server:
+        first = server.send_raw(slow)  # it has begun: silent ones go before it
+        until(lambda: len(server.thread._server.server_state.connections) == 1, "it is open")
+        silent = [server.send_raw(b"") for _ in range(2)]
+        assert server.get("/health").status == 200
+        assert silent[0].recv(1) == b"", "the oldest"
+        silent[1].settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            silent[1].recv(1)
+        first.sendall(b"}       ")
+        assert first.recv(15).startswith(b"HTTP/1.1 400")
+
+
+def test_as_many_files_as_the_system_allows() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 300), hard))
+        assert max_connections() == 150
+        raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("head", "why"),
+    [
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\nTransfer-Encoding: chunked", "and T"),
+        (b"GET /health HTTP/1.1\nHost: localhost\n", "LF"),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\nX: y\r\n", "LF"),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\n\r\nGET /v1/models HTTP/1.1\r\n", "LF"),
+    ],
+)
+def test_what_parsers_read_differently_is_refused(server: Running, head: bytes, why: str) -> None:
+    """The connection went on, and what stood behind could be another request to a proxy."""
+    received = _read_all(server.send_raw(head + b"\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\n\r\n"))
+    assert received.startswith(b"HTTP/1.1 400") and received.count(b"HTTP/1.1 ") == 1
+    assert why.encode() in received
+
+
+def test_chunks_of_single_bytes_end(server: Running) -> None:
+    """A megabyte of them took the event loop 13 s."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    received = _read_all(server.send_raw(head + b"1\r\n \r\n" * 4200))
+    assert received.startswith(b"HTTP/1.1 400") and b"few bytes" in received
+    body = json.dumps(SHORT).encode()
+    small = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+    connection = server.send_raw(head + small + b"0\r\n\r\n")
+    assert connection.recv(15).startswith(b"HTTP/1.1 200")
+
+
+def test_a_request_of_many_prompts_does_not_fill_the_queue(engine: fminfer.Engine) -> None:
+    """Others got status 429 as long as its prompts waited."""
+    with running(engine, queue_size=3) as server:
+        many = server.start_post("/v1/completions", SHORT | {"prompt": ["a"] * 400})
+        until(lambda: engine.num_waiting > 100, "its prompts wait")
+        assert server.post("/v1/completions", SHORT).status == 200
+        assert engine.num_waiting > 100, "its prompts still wait"
+        many.close()
+        until(server.is_idle, "it is forgotten")
+
+
+def test_prepared_requests_have_a_bound_in_bytes(
+    engine: fminfer.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fminfer.server.dispatcher.MOST_BYTES", 1 << 20)
+    long = SHORT | {"prompt": ["a"] * 200}
+    with running(engine) as server:
+        first = server.start_post("/v1/completions", long | {"max_tokens": 100})
+        until(lambda: engine.num_waiting > 0, "its prompts wait")
+        answer = server.post("/v1/completions", long)
+        assert answer.status == 429 and answer.error["code"] == "too_many_prompts"
+        assert server.post("/v1/completions", SHORT).status == 200, "small ones always pass"
+        first.close()
+        until(server.is_idle, "it is forgotten")
+        assert server.post("/v1/completions", long).status == 200
+        assert not server.thread.service.dispatcher._held
 
 
 def _read_all(connection: socket.socket) -> bytes:

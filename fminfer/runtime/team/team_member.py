@@ -94,7 +94,7 @@ class TeamMember:
             failed, is_behind = self._refused.popleft()
             events.append(failed)
             core.stats.num_begun += 1  # it waits no longer
-            core.num_begun_behind += is_behind
+            core.stats.num_begun_behind += is_behind
         stands = core.stats.num_begun, core.has_begun
         is_due = now_s - self._told_s > STATS_EVERY_S or not core.has_work
         if events or is_due or stands != self._told:

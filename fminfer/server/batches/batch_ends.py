@@ -25,6 +25,8 @@ EXPIRED = {
     "again, with a longer completion_window",
 }
 NOBODY: Fingerprint = {"the run": "ended before its first row"}
+UNNAMED = b'","custom_id":null,"'
+MOST_UNNAMED = 256  # errors without a custom_id that have a record: others tell no more
 LATER = "Finished lines are kept, and the server tries again by itself"
 MODEL_CHANGED = "model_changed"
 OF_DISK: dict[DiskFault, str] = {
@@ -84,10 +86,15 @@ def _progress_of(journal: Journal, total: int) -> Progress:
 def _add_expired(journal: Journal, source: Path) -> int:
     """Give every line without a record its error; return how many lines there are."""
     num_lines = 0
+    num_unnamed = 0
     for line in read_lines(source, 0):
         num_lines += 1
         if line.number not in journal:
-            row = Row(line.number, True, (0, 0, 0), zlib.crc32(line.raw), _expired_record(line))
+            record = _expired_record(line)
+            num_unnamed += UNNAMED in record
+            if num_unnamed > MOST_UNNAMED and UNNAMED in record:
+                record = b""
+            row = Row(line.number, True, (0, 0, 0), zlib.crc32(line.raw), record)
             journal.append(row)
             journal.kept.add(is_error=True, tokens=row.tokens)
     return num_lines

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Literal
 
 from fminfer.answers.carrying_over import RunTerms
-from fminfer.core.errors import FminferError, StoppedError, UsageError, printable
+from fminfer.contract.envelope import find_custom_id
+from fminfer.contract.record import Record
+from fminfer.core.errors import FminferError, RequestError, StoppedError, UsageError, printable
 from fminfer.core.quantities import counted
 from fminfer.files.claims import drop_claims
 from fminfer.files.completed import CompletedOutput, find_completed
@@ -25,6 +27,7 @@ from fminfer.runtime.lines.lanes import Lane
 from fminfer.runtime.lines.line_intake import RecordForm
 from fminfer.runtime.lines.runner import WINDOW
 from fminfer.server.batches.batch_ends import (
+    MOST_UNNAMED,
     check_unchanged,
     count_kept,
     drop_journal,
@@ -72,6 +75,7 @@ class BatchRun:
         self._counts: Counts | None = None
         self._lane: Lane | None = None
         self._is_stopped = False
+        self._num_unnamed = 0  # errors of lines without a custom_id
 
     @property
     def progress(self) -> Progress | None:
@@ -152,7 +156,7 @@ class BatchRun:
                 records = runner.step()
                 for record in records:
                     self._note_last(file)
-                    if not file.add(replace(record, is_of_batch=True)):
+                    if not file.add(self._limit(replace(record, is_of_batch=True))):
                         raise FminferError("another process has taken the batch's output over")
                     context.done["answer" if record.error is None else "error"] += 1
                 if not records and not runner.wants_more:
@@ -162,6 +166,20 @@ class BatchRun:
             lane.close()
             self._lane = None
         return None
+
+    def _limit(self, record: Record) -> Record:
+        """Let a record be empty, if many wrong lines without a custom_id have one.
+
+        A record has hundreds of bytes, and such a line perhaps two.
+        """
+        error = record.error
+        if error is None or find_custom_id(record.line, record.envelope) != b"null":
+            return record
+        self._num_unnamed += 1
+        if self._num_unnamed != MOST_UNNAMED:
+            return replace(record, is_untold=self._num_unnamed > MOST_UNNAMED)
+        text = f"{error.message}. Later lines without a custom_id are only counted"
+        return replace(record, error=RequestError(error.code, text, error.param))
 
     def _find_input(self) -> Path:
         """Return where its input is."""

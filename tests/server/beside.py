@@ -1,0 +1,113 @@
+"""A client that behaves well beside hostile loads: `scripts/abuse --beside`."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from json import loads
+from pathlib import Path
+
+from . import live_client
+from .demo_server import running
+from .hostile_loads import LOADS
+from .outside_view import look
+
+LEAST_S = 2.0  # a load that ends sooner is repeated
+CALM_S = 1.5  # before a load, and after it for its memory
+P95_S, LONGEST_S, MEMORY_MB = 0.3, 1.0, 50.0
+
+
+@dataclass(slots=True, frozen=True)
+class Beside:
+    """What a live client met beside a load."""
+
+    name: str
+    num_asked: int
+    num_refused: int
+    p95_s: float
+    longest_s: float
+    calm_s: float  # median before the load
+    grown_mb: float
+
+    @property
+    def problems(self) -> list[str]:
+        """What is not as it should be."""
+        slower = max(1.0, self.calm_s / 0.03)  # a machine that does other things, too
+        found = []
+        if self.num_refused:
+            found.append(f"{self.num_refused} of {self.num_asked} were refused")
+        if self.p95_s > P95_S * slower:
+            found.append(f"p95 is {self.p95_s:.2f} s")
+        if self.longest_s > LONGEST_S * slower:
+            found.append(f"the longest is {self.longest_s:.2f} s")
+        if self.grown_mb > MEMORY_MB:
+            found.append(f"memory has grown by {self.grown_mb:.0f} MB")
+        return [f"{self.name}: {problem}" for problem in found]
+
+
+def measure(name: str, port: int, pid: int) -> Beside:
+    """Put a load on a server beside a live client."""
+    client = subprocess.Popen(
+        [sys.executable, live_client.__file__, str(port)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    time.sleep(CALM_S)
+    before_mb = look(pid).rss_mb
+    began_s = time.time()
+    while True:
+        LOADS[name](port)
+        if time.time() - began_s > LEAST_S:
+            break
+    ended_s = time.time()
+    told, _ = client.communicate(b"")
+    time.sleep(CALM_S)
+    asked = loads(told)
+    calm = sorted(took_s for at_s, took_s, _ in asked if at_s < began_s - 0.2)
+    meanwhile = [
+        (took_s, status)
+        for at_s, took_s, status in asked
+        if at_s + took_s > began_s and at_s < ended_s
+    ]
+    times = sorted(took_s for took_s, _ in meanwhile)
+    return Beside(
+        name,
+        num_asked=len(times),
+        num_refused=sum(status != 200 for _, status in meanwhile),
+        p95_s=times[int(0.95 * (len(times) - 1))],
+        longest_s=times[-1],
+        calm_s=calm[len(calm) // 2],
+        grown_mb=look(pid).rss_mb - before_mb,
+    )
+
+
+def warm_up(port: int) -> None:
+    """Have the server touch the memory that it may have."""
+    for name in ("many_choices", "long_prompts", "large_bodies"):
+        LOADS[name](port)
+
+
+def print_besides(names: Iterable[str], port: int, pid: int) -> list[str]:
+    """Measure and print loads; return what was wrong."""
+    problems: list[str] = []
+    print(f"{'load':34}{'asked':>6}{'calm':>7}{'p95':>7}{'longest':>9}{'MB':>6}")
+    for name in names:
+        found = measure(name, port, pid)
+        problems += found.problems
+        figures = f"{found.calm_s:7.3f}{found.p95_s:7.3f}{found.longest_s:9.3f}"
+        mark = " !" if found.problems else ""
+        print(f"{name:34}{found.num_asked:6}{figures}{found.grown_mb:6.0f}{mark}", flush=True)
+    return problems
+
+
+def run_beside(names: Iterable[str], folder: Path, *, warms_up: bool = True) -> list[str]:
+    """Start a server and measure loads beside a live client; return what was wrong."""
+    with contextlib.ExitStack() as stack:
+        server, port = stack.enter_context(running(folder / "stderr", state=folder / "state"))
+        if warms_up:
+            warm_up(port)
+        return print_besides(names, port, server.pid)

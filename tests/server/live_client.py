@@ -1,0 +1,53 @@
+"""A client that behaves well: a completion every 50 ms, timed until its standard input ends.
+
+It is a process of its own, so that what others send does not slow it. It needs no other module.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import sys
+import threading
+import time
+
+FIELDS = {"prompt": "Question: How do you go there?\nAnswer:", "max_tokens": 4, "temperature": 0}
+PAUSE_S, TIMEOUT_S = 0.05, 60.0
+
+
+def ask(port: int) -> int:
+    """Ask over a new connection; return the status, 0 without one."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(FIELDS))
+        response = connection.getresponse()
+        response.read()
+        return response.status
+    except OSError:
+        return 0
+    finally:
+        connection.close()
+
+
+def main() -> None:
+    """Ask until told to end; print when each request began, what it took, and its status."""
+    over = threading.Event()
+
+    def listen() -> None:
+        while os.read(0, 1):
+            pass
+        over.set()
+
+    threading.Thread(target=listen, daemon=True).start()
+    found = []
+    while not over.is_set():
+        began_s = time.time()
+        status = ask(int(sys.argv[1]))
+        found.append((began_s, time.time() - began_s, status))
+        time.sleep(PAUSE_S)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
