@@ -76,7 +76,7 @@ class EngineLoop:
     def _begin(self) -> None:
         self._clock = RowClock()
         self._open: dict[int, RequestState] = {}  # requests without an answer
-        self._finished: list[RequestState] = []  # since the last step returned
+        self._finished: dict[int, RequestState] = {}  # since the last step returned
         self._streams: dict[int, Deltas] = {}
         self._is_draining = False
 
@@ -243,9 +243,11 @@ class EngineLoop:
             if state.is_finished:
                 self._finish(state)
         for _ in range(num_cancelled):
-            cancelled = self._open.get(self._cancelled.popleft())
-            if cancelled is not None:
-                self._forget(cancelled)
+            request_id = self._cancelled.popleft()
+            self._finished.pop(request_id, None)
+            self._streams.pop(request_id, None)
+            if request_id in self._open:
+                self._forget(self._open[request_id])
 
     def _count_shareable(self, prompt: PromptState) -> None:
         """Count what the best possible prefix cache would save of a prompt."""
@@ -308,7 +310,7 @@ class EngineLoop:
             self._finish(state)
 
     def _finish(self, state: RequestState) -> None:
-        self._finished.append(state)
+        self._finished[state.id] = state
         self._leave(state)
 
     def _leave(self, state: RequestState) -> None:
@@ -317,8 +319,6 @@ class EngineLoop:
             self._count_begun(state)
         else:
             self._clock.stop(state.times, time.perf_counter())
-        if state.is_cancelled:
-            self._streams.pop(state.id, None)
 
     def _count_begun(self, state: RequestState) -> None:
         self.stats.num_begun += 1
@@ -329,8 +329,8 @@ class EngineLoop:
         events: list[Event] = []
         for stream in self._streams.values():
             events += stream.take()
-        finished, self._finished = self._finished, []
-        for state in finished:
+        finished, self._finished = self._finished, {}
+        for state in finished.values():
             self._streams.pop(state.id, None)
             events.append(build_answer(state, self._form))
             state.unlink()
