@@ -15,6 +15,7 @@ import math
 import random
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -422,7 +423,7 @@ class Simulation:
         self._by_id: dict[int, Request] = {}
         self._gone: set[int] = set()  # ids of which nothing may be told any more
         self.counts = Counter[str]()  # of what happened
-        self.num_steps = self._num_before = 0
+        self.num_steps = 0
         self.engine = self._open()
 
     def run(self) -> None:
@@ -558,7 +559,7 @@ class Simulation:
 
     def _draw_params(self) -> SamplingParams:
         rng = self._rng
-        n = 1 if self.is_crowd else rng.choice([1, 1, 1, 2, 3])
+        n = rng.choice([1] * 9 + [2] if self.is_crowd else [1, 1, 1, 2, 3])
         is_scored = rng.random() < 0.25
         max_tokens = 30 if self.is_crowd else rng.choice([1, 2, 5, 12, 30])
         if rng.random() < 0.15:
@@ -662,7 +663,6 @@ class Simulation:
             loop.start_run()  # perhaps it drains
             if not loop.has_work:
                 return
-        self._num_before = loop.stats.num_steps
         try:
             events = loop.step()
         except (FminferError, RuntimeError, Interrupt, Death) as error:
@@ -711,6 +711,7 @@ class Simulation:
         probe = Request(self.requests[0].prepared, self.requests[0].expected, 0, False)
         if not self._fits(probe):
             return
+        num_before = loop.stats.num_steps
         loop.add(probe.prepared)
         self.share_of_interrupts = 0.0
         try:
@@ -718,7 +719,7 @@ class Simulation:
         except type(error):
             return
         assert all(isinstance(event, Finished) for event in events), "nothing was computed"
-        assert loop.stats.num_steps == self._num_before or not events
+        assert loop.stats.num_steps == num_before or not events
 
     # What must be so
 
@@ -775,7 +776,8 @@ class Simulation:
         assert pool.num_idle == sum(not held[block] for block in kept)
         slots = [each.slot for each in running]
         slots += [each.cross_slot for each in running if each.cross_table]
-        assert len(set(slots)) == len(slots) and not set(slots) & set(scheduler.kv.slots._free)
+        all_slots = [*range(len(scheduler.kv.slots._draws))]
+        assert sorted(slots + scheduler.kv.slots._free) == all_slots, "slots"
 
     def _check_end(self) -> None:
         loop, scheduler = self.engine.loop, self.engine.scheduler
@@ -851,7 +853,9 @@ def main(runs: int, seed: int) -> None:
             if isinstance(error, KeyboardInterrupt):
                 raise
             num_failed += 1
-            print(f"seed {number}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            reason = f"{type(error).__name__}: {str(error)[:200]} ({place.name}: {place.line})"
+            print(f"seed {number}: {reason}", flush=True)
     print("; ".join(f"{name}: {count:,}" for name, count in counts.items()))
     print(f"{runs} simulations in {time.perf_counter() - began_s:.0f} s; {num_failed} failed")
     sys.exit(num_failed > 0)
