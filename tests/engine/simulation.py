@@ -536,7 +536,10 @@ class Simulation:
         if not hasattr(self, "_stems"):
             self._stems = [[rng.randrange(1, 126) for _ in range(rng.randint(1, 50))] for _ in "ab"]
         params = self._draw_params()
-        prompts = [self._draw_prompt(params) for _ in range(1 if self.is_crowd else rng.choice([1, 1, 1, 2, 3]))]
+        prompts = [
+            self._draw_prompt(params)
+            for _ in range(1 if self.is_crowd else rng.choice([1, 1, 1, 2, 3]))
+        ]
         meaning = b""
         is_plain = not (params.min_tokens or params.logit_bias or params.has_penalties)
         if self.kind == "pooled":
@@ -750,7 +753,9 @@ class Simulation:
         usage = {name: event.usage[name] for name in expected.usage}
         assert usage == expected.usage
         num_cached = event.usage["prompt_tokens_details"]["cached_tokens"]
-        num_most = sum(len(each.ids) for each in (*request.prepared.prompts, *request.prepared.sources))
+        num_most = sum(
+            len(each.ids) for each in (*request.prepared.prompts, *request.prepared.sources)
+        )
         assert 0 <= num_cached <= num_most
 
     def _check_books(self) -> None:

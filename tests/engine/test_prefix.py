@@ -25,6 +25,7 @@ from tests.conftest import IS_ALL
 from tests.engine.remembering import VOCAB, RememberingPipeline
 from tests.line_bench import LineBench
 
+
 class Bench(LineBench):
     """An engine loop over the remembering pipeline."""
 

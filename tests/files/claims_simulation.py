@@ -88,6 +88,7 @@ class Host:
             self.start()
         before, self.world.host, self.is_running = self.world.host, self, True
         try:
+            assert self.work is not None
             next(self.work)
         except StopIteration:
             self.work = None
@@ -207,9 +208,7 @@ class World:
             assert said == [*range(1, self.num_rows + 1)], f"{output.name}: {said}"
             request = orjson.loads(output.open("rb").readline())["request"]["prompt"]
             assert request == [int(output.name[7]), 0], "another file's rows"
-        left = [
-            name for name in real_listdir(self.folder) if JOURNAL in name or ".ordered" in name
-        ]
+        left = [name for name in real_listdir(self.folder) if JOURNAL in name or ".ordered" in name]
         assert not left, left
 
     def check_claim(self, claim: Claim) -> None:
@@ -229,7 +228,7 @@ class World:
         def is_late(path: Path) -> bool:
             return path.is_relative_to(self.folder) and self.lag_s > 0
 
-        def stat(path: Path, **options: Any) -> os.stat_result:
+        def stat(path: Path, **options: Any) -> Any:
             if path.parent.name.endswith(CLAIM) and is_late(path):
                 return self.host.look("stat", path, lambda: real_stat(path))
             return real_stat(path, **options)
@@ -240,12 +239,12 @@ class World:
                 self.host.look("stat", path, lambda: real_stat(path), is_fresh=True)
             return data
 
-        def exists(path: Path) -> bool:
+        def exists(path: Path) -> Any:
             if is_late(path) and path.suffix in (".jsonl", JOURNAL):
                 return self.host.look("exists", path, lambda: real_exists(path))
             return real_exists(path)
 
-        def listdir(folder: Path) -> list[str]:
+        def listdir(folder: Path) -> Any:
             self.pause()
             return self.host.look("names", Path(folder), lambda: real_listdir(folder))
 
