@@ -50,6 +50,10 @@ class StepReader:
     def __init__(self) -> None:
         self._tables: dict[int, list[int]] = {}  # by slot
 
+    def table(self, slot: int) -> list[int]:
+        """Return the block table of a slot, as it was told."""
+        return self._tables[slot]
+
     def rows(self, step: Step) -> list[Row]:
         """Return the rows of the next step, with their whole block tables."""
         for slot, place, block in step.new_blocks.tolist():

@@ -75,8 +75,8 @@ class EngineLoop:
     def _begin(self) -> None:
         self._clock = RowClock()
         self._open: dict[int, RequestState] = {}  # requests without an answer
-        # Requests whose answers are being built, a piece in each step.
-        self._finished: deque[tuple[RequestState, Iterator[Event | None]]] = deque()
+        # Answers that are being built, a piece in each step, by their request's id.
+        self._finished: dict[int, tuple[RequestState, Iterator[Event | None]]] = {}
         self._streams: dict[int, Deltas] = {}
         self._is_draining = False
 
@@ -243,9 +243,11 @@ class EngineLoop:
             if state.is_finished:
                 self._finish(state)
         for _ in range(num_cancelled):
-            cancelled = self._open.get(self._cancelled.popleft())
-            if cancelled is not None:
-                self._forget(cancelled)
+            request_id = self._cancelled.popleft()
+            self._finished.pop(request_id, None)
+            self._streams.pop(request_id, None)
+            if request_id in self._open:
+                self._forget(self._open[request_id])
 
     def _count_shareable(self, prompt: PromptState) -> None:
         """Count what the best possible prefix cache would save of a prompt."""
@@ -317,7 +319,7 @@ class EngineLoop:
             self._finish(state)
 
     def _finish(self, state: RequestState) -> None:
-        self._finished.append((state, build_answer(state, self._form)))
+        self._finished[state.id] = state, build_answer(state, self._form)
         self._leave(state)
 
     def _leave(self, state: RequestState) -> None:
@@ -326,8 +328,6 @@ class EngineLoop:
             self._count_begun(state)
         else:
             self._clock.stop(state.times, time.perf_counter())
-        if state.is_cancelled:
-            self._streams.pop(state.id, None)
 
     def _count_begun(self, state: RequestState) -> None:
         self.stats.num_begun += 1
@@ -338,12 +338,11 @@ class EngineLoop:
         events: list[Event] = []
         for stream in self._streams.values():
             events += stream.take()
-        for _ in range(len(self._finished)):
-            state, pieces = self._finished.popleft()
+        for state, pieces in [*self._finished.values()]:
             answer = next(pieces)
             if answer is None:
-                self._finished.append((state, pieces))
                 continue
+            del self._finished[state.id]
             self._streams.pop(state.id, None)
             events.append(answer)
             state.unlink()

@@ -281,12 +281,12 @@ def check_rows(output: Path, fingerprint: Fingerprint) -> None:
 def fingerprint_of(output: Path, *, needs_row: bool = False) -> Fingerprint | None:
     """Read what the rows of an output's journal depend on; None: the journal does not say."""
     path = journal_path(output)
-    if not path.exists():
-        return None
-    with path.open("rb") as file:
+    # It may be given up at any moment, and other machines see that late.
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         head, first = file.readline(), file.readline()
-    is_said = head.endswith(b"\n") and (first.endswith(b"\n") or not needs_row)
-    return read_fingerprint(path, head) if is_said else None
+        is_said = head.endswith(b"\n") and (first.endswith(b"\n") or not needs_row)
+        return read_fingerprint(path, head) if is_said else None
+    return None
 
 
 def peek(
@@ -299,10 +299,8 @@ def peek(
             another input; nothing is written.
     """
     path = journal_path(output)
-    if not path.exists():
-        return None
-    with told(path), path.open("rb+") as file:  # NFS locks only what may be written
-        lock(file.fileno(), path, output)
+    with told(path), contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
+        lock(file.fileno(), path, output)  # NFS locks only what may be written
         head = file.readline()
         if head.endswith(b"\n") and not restart:
             old = read_fingerprint(path, head)
@@ -310,4 +308,5 @@ def peek(
                 if takes_over and is_of_other_input(old, fingerprint):
                     return "other input"
                 check_fingerprint(path, old, fingerprint)
-    return "mine"
+        return "mine"
+    return None

@@ -7,12 +7,10 @@ import random
 import statistics
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from fminfer.compute.step import BlockTables, Results, Step, StepResult, TokenLogprobs
 from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.contract.request import SamplingParams
@@ -24,87 +22,8 @@ from fminfer.engine.sequence import Prepared, PromptState, RequestState
 from fminfer.engine.waiting import WaitingLine
 from fminfer.text.encoded_prompt import EncodedPrompt
 from tests.conftest import IS_ALL
+from tests.engine.remembering import VOCAB, RememberingPipeline
 from tests.line_bench import LineBench
-from tests.steps import StepReader, make_logprobs
-
-VOCAB = 256
-
-
-def logprob_of(view: tuple[int, ...], token_id: int) -> float:
-    """Return that of a token behind what it sees; float32 has it exactly."""
-    return -1 - hash((view, token_id)) % 1000 / 128
-
-
-class RememberingPipeline:
-    """A model whose KV cache holds token ids, and whose every logprob is a hash of all it sees.
-
-    So a block that is wrong, stale or not yet written shows in the answer.
-    """
-
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-        self.num_in_flight = 0
-        self._cache: dict[tuple[int, int], int] = {}  # (block, place) -> token
-        self._reader, self._tables = StepReader(), BlockTables()
-        self._results: list[StepResult] = []
-
-    def submit(self, step: Step) -> None:
-        self.num_in_flight += 1
-        copies = step.block_copies.tolist()
-        targets = [target for _, target in copies]
-        assert len(set(targets)) == len(targets), "two copies into one block: which one wins?"
-        copied = {
-            (target, i): self._cache[source, i]
-            for source, target in copies
-            for i in range(self.block_size)
-            if (source, i) in self._cache
-        }
-        self._cache |= copied
-        rows, places = self._reader.rows(step), []
-        for row in rows:
-            for i, token_id in enumerate(row.token_ids, start=row.position):
-                places.append((row.block_table[i // self.block_size], i % self.block_size))
-                self._cache[places[-1]] = token_id
-        slots = self._tables.take(step).slots(self.block_size)
-        assert slots.tolist() == [block * self.block_size + place for block, place in places]
-        seen = [
-            self._view(row.block_table, row.position + i + 1)
-            for row in rows
-            for i in range(len(row.token_ids))
-        ]
-        results: Results = {}
-        if len(step.draws):
-            views = [seen[index] for index in step.draws["token_index"]]
-            ids = [hash(view) % VOCAB for view in views]
-            results["tokens"] = self._report(views, ids, step.draws["num_top"])
-        if len(step.scores):
-            views = [seen[index] for index in step.scores["token_index"]]
-            ids = step.scores["target_id"].tolist()
-            results["prompt scores"] = self._report(views, ids, step.scores["num_top"])
-        self._results.append(StepResult(step.step_id, results, []))
-
-    def collect(self) -> StepResult:
-        self.num_in_flight -= 1
-        return self._results.pop(0)
-
-    def drop(self) -> None:
-        self._results.clear()
-        self.num_in_flight = 0
-
-    def _view(self, block_table: list[int], length: int) -> tuple[int, ...]:
-        size = self.block_size
-        return tuple(self._cache[block_table[i // size], i % size] for i in range(length))
-
-    def _report(
-        self, views: list[tuple[int, ...]], ids: list[int], num_top: np.ndarray
-    ) -> TokenLogprobs:
-        most = int(num_top.max())
-        return make_logprobs(
-            ids,
-            [*map(logprob_of, views, ids)],
-            [[(hash(view) + j) % VOCAB for j in range(most)] for view in views],
-            [[-j / 1000 - hash(view) % 7 for j in range(most)] for view in views],
-        )
 
 
 class Bench(LineBench):

@@ -18,7 +18,8 @@ from fminfer.engine import reservation
 from fminfer.engine.reservation import MIN_SEEN, ExpectedLengths
 from fminfer.engine.sequence import Sequence
 from tests.conftest import IS_ALL
-from tests.engine.test_prefix import VOCAB, Bench
+from tests.engine.remembering import VOCAB
+from tests.engine.test_prefix import Bench
 
 
 def rows(seed: int, count: int, max_tokens: int, share_of_ends: float) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from fminfer.engine.sequence import Prepared, PromptState, RequestState, Sequenc
 from fminfer.engine.waiting import TURN
 from fminfer.text.encoded_prompt import EncodedPrompt
 from tests.conftest import IS_ALL
-from tests.engine.test_prefix import VOCAB, RememberingPipeline, logprob_of
+from tests.engine.remembering import VOCAB, RememberingPipeline, logprob_of
 
 
 def make_prompt(ids: list[int], priority: int = 0, n: int = 1, **fields: Any) -> PromptState:
@@ -52,7 +52,7 @@ def scored_alone(prompt: PromptState) -> list[float]:
     if not (prompt.params.echo and prompt.params.logprobs is not None):
         return []
     ids = prompt.ids
-    return [logprob_of(tuple(ids[:end]), ids[end]) for end in range(1, len(ids))]
+    return [logprob_of(hash(tuple(ids[:end])), ids[end]) for end in range(1, len(ids))]
 
 
 def ids_of(sequence: Sequence) -> list[int]:

@@ -1,0 +1,76 @@
+"""Claims of machines whose clocks differ, which are stopped, or see the disk late."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fminfer.core.errors import OutputError
+from fminfer.files import claims
+from fminfer.files.claims import STALE_S, Claims
+from fminfer.files.journal import fingerprint_of, peek
+from fminfer.machine import liveness
+from tests.conftest import IS_ALL
+from tests.files.claims_simulation import simulate
+
+NUM_SEEDS = 1000 if IS_ALL else 20
+PART = 20
+Patch = pytest.MonkeyPatch
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, PART))
+def test_machines_that_share_a_folder_answer_each_row_once(first: int) -> None:
+    for seed in range(first, first + PART):
+        simulate(seed)
+
+
+def judge_ages_by_the_own_clock(patch: Patch) -> None:
+    patch.setattr(claims, "_disk_time", lambda folder: sys.modules[claims.__name__].time.time())
+
+
+def claim_what_is_claimed(patch: Patch) -> None:
+    patch.setattr(claims, "look_at", lambda output, now_s=None: [])
+    patch.setattr(claims, "create_once", lambda path, data, mode: path.write_bytes(data) > 0)
+
+
+FAULTS = [judge_ages_by_the_own_clock, claim_what_is_claimed]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    fault(monkeypatch)
+    with pytest.raises((AssertionError, OutputError)):
+        for seed in range(100):
+            assert "OutputError" not in "".join(simulate(seed))
+
+
+@pytest.mark.parametrize("skew_s", [-400 * 86400.0, -3600.0, 3600.0, 400 * 86400.0])
+def test_a_claim_is_as_old_as_the_disks_clock_says(
+    tmp_path: Path, monkeypatch: Patch, skew_s: float
+) -> None:
+    """A machine whose clock is off neither takes a young claim over nor waits for an old one."""
+    output = tmp_path / "out.jsonl"
+    first = Claims().take(output)
+    assert first is not None
+    now_s = time.time()
+    monkeypatch.setattr(liveness, "machine_name", lambda namespace: "another")
+    monkeypatch.setattr(claims, "time", SimpleNamespace(time=lambda: time.time() + skew_s))
+    assert Claims().take(output) is None
+    os.utime(first.path, (now_s - STALE_S - 5,) * 2)
+    assert Claims().take(output) is not None
+
+
+def test_a_journal_that_is_given_up_as_it_is_opened_is_none(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """Names are seen late: a run ended, and told its user to put the folder back."""
+    output = tmp_path / "out.jsonl"
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    assert fingerprint_of(output) is None
+    assert peek(output, {}, restart=False) is None
