@@ -68,7 +68,9 @@ def test_without_a_machine_id_no_boot_is_known_as_the_last(
     assert Claims().take(tmp_path / "a.jsonl") is None
 
 
-@pytest.mark.parametrize("data", [b"", b"\0" * 300, claim_of()[:100]], ids=["empty", "zeros", "cut"])
+@pytest.mark.parametrize(
+    "data", [b"", b"\0" * 300, claim_of()[:100]], ids=["empty", "zeros", "cut"]
+)
 def test_a_torn_claim_is_dead(tmp_path: Path, data: bytes) -> None:
     put_claim(tmp_path / "a.jsonl", data)
     assert Claims().take(tmp_path / "a.jsonl") is None, "it may be being written"
