@@ -125,9 +125,12 @@ class Option:
         if get_origin(kind) is Literal and value not in (allowed := get_args(kind)):
             raise UsageError(f"{called} is {value!r}; it must be one of {', '.join(allowed)}")
         if not _is_of(kind, value):
-            told = next((mark.told for mark in marks if isinstance(mark, PlaceHint)), self.type_name)
-            found = type(value).__name__
-            raise UsageError(f"{called} is of type {found}; give {told}, not {value!r:.100}")
+            told = next(
+                (mark.told for mark in marks if isinstance(mark, PlaceHint)), self.type_name
+            )
+            raise UsageError(
+                f"{called} is of type {type(value).__name__}; give {told}, not {value!r:.100}"
+            )
         for mark in marks:
             if isinstance(mark, Least) and not value >= mark.number:  # or nan
                 raise UsageError(f"{called} is {value}; it must be at least {mark.number}")

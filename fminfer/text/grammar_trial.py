@@ -76,16 +76,17 @@ def read_constraint(tokenizer: Any, fields: list[Any]) -> list[Any]:
         shortest = sorted(json.loads(constraint.text), key=len)[:MAX_TRIED]
 
     before = _own_bytes()
-    fault, matcher = _try(tokenizer, grammars[0])
+    fault, _matcher = _try(tokenizer, grammars[0])  # alive while its memory is counted
     num_bytes = _own_bytes() - before
-    del matcher  # it was alive while its memory was counted
     if constraint.kind == "grammar" and is_gbnf(constraint.text):
         fault = blame_rule(constraint.text, fault)
     if fault:
         raise ValueError(tidy(fault))
     if num_bytes > MOST_BYTES:
-        took = f"it takes {num_bytes >> 20} MB of memory"
-        raise ValueError(f"{took}; at most {MOST_BYTES >> 20} MB may be. Make it simpler")
+        raise ValueError(
+            f"it takes {num_bytes >> 20} MB of memory; at most {MOST_BYTES >> 20} MB may be. Make "
+            "it simpler"
+        )
     shortest = [each for each in shortest if each and len(each) < MAX_SHORTEST]
     return [grammars, unknown, shortest, num_bytes]
 

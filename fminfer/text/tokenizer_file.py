@@ -20,10 +20,8 @@ from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import naming_faults
 
 _ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
-# Its parts that may change a text, and how many characters or tokens one may make of a character;
-# published ones make three or four.
-CHANGING = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
-MOST_GROWTH = 64
+_CHANGING = re.compile(r'"(normalizer|pre_tokenizer|post_processor|decoder)"\s*:\s*(?=\{)')
+MOST_GROWTH = 64  # characters or tokens of one character; published files make three or four
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Text that published tokenizers cut in different ways.
@@ -69,14 +67,13 @@ def refuse_growth(file: Path) -> None:
         CheckpointError: the file is such a one.
     """
     text = file.read_text("utf-8")
-    for name in CHANGING:
-        for key in re.finditer(rf'"{name}"\s*:\s*(?=\{{)', text):
-            growth = _find_growth(json.JSONDecoder().raw_decode(text, key.end())[0])
-            if growth > MOST_GROWTH:
-                raise CheckpointError(
-                    f"{file}: its {name} may make a text {growth:.3g} times as long; at most "
-                    f"{MOST_GROWTH} times is allowed. Put the model's own file there"
-                )
+    for key in _CHANGING.finditer(text):
+        growth = _find_growth(json.JSONDecoder().raw_decode(text, key.end())[0])
+        if growth > MOST_GROWTH:
+            raise CheckpointError(
+                f"{file}: its {key[1]} may make a text {growth:.3g} times as long; at most "
+                f"{MOST_GROWTH} times is allowed. Put the model's own file there"
+            )
 
 
 def _find_growth(part: Any) -> float:
@@ -84,17 +81,16 @@ def _find_growth(part: Any) -> float:
     match part:
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
             return max(1.0, len(new) / max(1, len(old)))
-        case {"type": "Replace", "content": str(new)}:
+        case {"type": "Replace", "content": str(new)} | {"type": "Prepend", "prepend": str(new)}:
             return 1.0 + len(new)
-        case {"type": "Prepend", "prepend": str(front)}:
-            return 1.0 + len(front)
         case {"type": "TemplateProcessing", "single": list(single)}:
             return max(1.0, len(single))
         case {"type": "ByteLevel"}:
             return 2.0
-        case list() | dict():
-            parts = part if isinstance(part, list) else part.values()
-            return math.prod(map(_find_growth, parts))
+        case dict():
+            return _find_growth(list(part.values()))
+        case list():
+            return math.prod(map(_find_growth, part))
     return 1.0
 
 
