@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cache, reduce
+from numbers import Integral, Real
 from operator import or_
 from os import PathLike
 from pathlib import Path
@@ -43,6 +44,10 @@ class PlaceHint:
     told: str  # as an error calls it
 
 
+KINDS: dict[Any, Any] = {  # what is taken for each type
+    **{bool: Integral, int: Integral, float: Real, tuple: tuple, dict: Mapping},
+    str: (str, PathLike),
+}
 # Types that say more than Python's: limits, and how a value is written on the command line.
 Count = Annotated[int, Least(1)]
 Amount = Annotated[int, Least(0)]
@@ -110,7 +115,7 @@ class Option:
 
     def refuse(self, value: Any, called: str) -> None:
         """Raise UsageError for a value, named as `called`, outside the option's type or limits."""
-        if value is None:
+        if value is None and is_optional(self.hint):
             return
         marks = marks_of(self.hint)
         texts = value if isinstance(value, tuple) else (value,)
@@ -119,11 +124,16 @@ class Option:
         kind = plain_hint(self.hint)
         if get_origin(kind) is Literal and value not in (allowed := get_args(kind)):
             raise UsageError(f"{called} is {value!r}; it must be one of {', '.join(allowed)}")
+        if not _is_of(kind, value):
+            told = next(
+                (mark.told for mark in marks if isinstance(mark, PlaceHint)), self.type_name
+            )
+            raise UsageError(
+                f"{called} is of type {type(value).__name__}; give {told}, not {value!r:.100}"
+            )
         for mark in marks:
             if isinstance(mark, Least) and not value >= mark.number:  # or nan
                 raise UsageError(f"{called} is {value}; it must be at least {mark.number}")
-            if isinstance(mark, PlaceHint) and not isinstance(value, str | PathLike):
-                raise UsageError(f"{called} is of type {type(value).__name__}; give {mark.told}")
 
 
 def option(help: str, *, default: Any = None, is_positional: bool = False, **facts: Any) -> Any:
@@ -133,6 +143,13 @@ def option(help: str, *, default: Any = None, is_positional: bool = False, **fac
     """
     its = Option(help, **facts)
     return field(default=default, kw_only=not is_positional, metadata={"option": its})
+
+
+def _is_of(kind: Any, value: Any) -> bool:
+    """Tell whether a value, and each one in it, is of a type that can be asked."""
+    if get_origin(kind) is tuple and isinstance(value, tuple | list):
+        return all(_is_of(get_args(kind)[0], each) for each in value)
+    return isinstance(value, KINDS.get(get_origin(kind) or kind, object))
 
 
 def is_optional(hint: Any) -> bool:

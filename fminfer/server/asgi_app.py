@@ -210,10 +210,10 @@ def _as_http_error(request: Request, error: Exception) -> HttpError:
 def _explain(request: Request, error: HTTPException) -> str:
     path = request.url.path
     if error.status_code == 404:
-        return f"there is no {path}; {_find_remedy(request, path)}/docs lists what there is"
+        return f"there is no {path:.200}; {_find_remedy(request, path)}/docs lists what there is"
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
-        return f"{path} is not there for {request.method}; use {allowed}"
+        return f"{path:.200} is not there for {request.method}; use {allowed}"
     return str(error.detail)
 
 

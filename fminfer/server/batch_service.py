@@ -48,6 +48,7 @@ class BatchService:
             model_name=self._model_name,
             check_model=service.check_model,
             tell=self._tell,
+            max_lines=settings.max_batch_lines,
         )
         self.work = BatchWork(context)
         self._terms = context.terms

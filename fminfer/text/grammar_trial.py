@@ -6,8 +6,11 @@ imports neither torch nor transformers, so that the process starts in a tenth of
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fminfer.core.config import Constraint
@@ -18,6 +21,7 @@ from fminfer.text.limited_process import Work
 from fminfer.text.plain_schemas import parse_schema
 
 EOS = 256
+MOST_BYTES = 64 << 20  # of memory for a grammar; schemas from practice take up to 15 MB
 MAX_TRIED = 200  # choices, the shortest, that are looked at for the shortest in tokens
 # Of a mask. Of 1,000 schemas from practice, one needs more than 10,000.
 LIMITS: dict[str, Any] = {
@@ -51,8 +55,10 @@ def build_trial() -> Work:
     return partial(read_constraint, tokenizer)
 
 
-def read_constraint(tokenizer: Any, fields: list[Any]) -> list[list[str]]:
-    """Return a constraint's grammars, unknown keywords, and texts of which one is the shortest.
+def read_constraint(tokenizer: Any, fields: list[Any]) -> list[Any]:
+    """Return a constraint's grammars, unknown keywords, texts of which one is the shortest, bytes.
+
+    The bytes are the memory that its first grammar takes.
 
     Raises:
         ValueError: what is wrong with it.
@@ -69,19 +75,33 @@ def read_constraint(tokenizer: Any, fields: list[Any]) -> list[list[str]]:
     elif constraint.kind == "choice":
         shortest = sorted(json.loads(constraint.text), key=len)[:MAX_TRIED]
 
-    fault = _try(tokenizer, grammars[0])
+    before = _own_bytes()
+    fault, _matcher = _try(tokenizer, grammars[0])  # alive while its memory is counted
+    num_bytes = _own_bytes() - before
     if constraint.kind == "grammar" and is_gbnf(constraint.text):
         fault = blame_rule(constraint.text, fault)
     if fault:
         raise ValueError(tidy(fault))
-    return [grammars, unknown, [each for each in shortest if each and len(each) < MAX_SHORTEST]]
+    if num_bytes > MOST_BYTES:
+        raise ValueError(
+            f"it takes {num_bytes >> 20} MB of memory; at most {MOST_BYTES >> 20} MB may be. Make "
+            "it simpler"
+        )
+    shortest = [each for each in shortest if each and len(each) < MAX_SHORTEST]
+    return [grammars, unknown, shortest, num_bytes]
 
 
-def _try(tokenizer: Any, text: str) -> str:
-    """Return what is wrong with a grammar in llguidance's own form; "": nothing."""
+def _own_bytes() -> int:
+    """Return the memory that this process has, without what it freed."""
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _try(tokenizer: Any, text: str) -> tuple[str, Any]:
+    """Return what is wrong with a grammar in llguidance's form ("": nothing), and its matcher."""
     from llguidance import LLMatcher, LLParserLimits
 
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))
     if not matcher.is_error() and not any(matcher.compute_bitmask()):
-        return matcher.get_error() or "nothing matches it"
-    return str(matcher.get_error())
+        return matcher.get_error() or "nothing matches it", matcher
+    return str(matcher.get_error()), matcher

@@ -81,8 +81,8 @@ class Vocabulary:
 
 NUMBER_BYTES = b"0123456789.+-eE"  # the bytes of numbers: one may go on after these
 MAX_KEPT = 256  # grammars
-MAX_KEPT_BYTES = 512 << 20
-BYTES_A_CHARACTER = 100  # of a constraint, when it is compiled; the largest take 300
+MAX_KEPT_BYTES = 64 << 20  # by what they take in their trial: at least one is kept
+BYTES_A_CHARACTER = 8  # of a constraint's text, and of its converted form
 SPARE_SECONDS = 1.0  # of computing, for the masks of a grammar that take longer than the mean
 MASK_SECONDS = 0.005  # of computing for a mask, in the mean; schemas from practice take 0.0005
 TOKEN_SECONDS = 1e-7  # the same for each token of the vocabulary
@@ -107,6 +107,7 @@ class Grammar:
         self.grammars = grammars  # which count the masks that are kept
         self.shortest = shortest  # tokens of the shortest answer, without EOS; 0: not known
         self.unknown: tuple[str, ...] = ()  # keywords of a schema that mean nothing
+        self.num_bytes = 0  # of its memory
         self.num_nodes, self.is_kept = 1, False
         self.spare_s = SPARE_SECONDS
         self.first = _Node(grammars.mask_of(roots))
@@ -263,7 +264,7 @@ class Grammars:
             found: Grammar | RequestError = self._compile(constraint)
         except RequestError as error:
             found = error.with_traceback(None)
-        size = BYTES_A_CHARACTER * (len(constraint.text) + 1000)
+        size = BYTES_A_CHARACTER * (len(constraint.text) + 1000) + getattr(found, "num_bytes", 0)
         with self._lock:
             for each in (found, *self._found.put(constraint, found, size)):
                 if isinstance(each, Grammar):
@@ -276,7 +277,7 @@ class Grammars:
 
         words = self.vocabulary
         try:
-            texts, unknown, shortest = TRIALS.ask(
+            texts, unknown, shortest, num_bytes = TRIALS.ask(
                 [constraint.kind, constraint.text, constraint.whitespace]
             )
         except LimitError as error:
@@ -291,6 +292,7 @@ class Grammars:
         except RequestError:  # its first mask
             raise refuse(constraint, roots[0].get_error()) from None
         grammar.unknown = tuple(unknown)
+        grammar.num_bytes = num_bytes
         if grammar.first.mask.few == ():
             raise refuse(constraint, "no token of this model can begin an answer")
         return grammar

@@ -8,6 +8,7 @@ added tokens. A model was trained on the tokens of its tokenizer.json, so that f
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import naming_faults
 
 _ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
+_CHANGING = re.compile(r'"(normalizer|pre_tokenizer|post_processor|decoder)"\s*:\s*(?=\{)')
+MOST_GROWTH = 64  # characters or tokens of one character; published files make three or four
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Text that published tokenizers cut in different ways.
@@ -53,6 +56,42 @@ def follow_tokenizer_file(hf: Any, file: Path) -> str:
         f"{file} makes other tokens than the class {type(hf).__name__} that the files beside it "
         "name; the file is followed"
     )
+
+
+def refuse_growth(file: Path) -> None:
+    """Refuse a tokenizer.json with a part that makes a text many times as long.
+
+    Thirty times `a` -> `aa` make gigabytes of any request.
+
+    Raises:
+        CheckpointError: the file is such a one.
+    """
+    text = file.read_text("utf-8")
+    for key in _CHANGING.finditer(text):
+        growth = _find_growth(json.JSONDecoder().raw_decode(text, key.end())[0])
+        if growth > MOST_GROWTH:
+            raise CheckpointError(
+                f"{file}: its {key[1]} may make a text {growth:.3g} times as long; at most "
+                f"{MOST_GROWTH} times is allowed. Put the model's own file there"
+            )
+
+
+def _find_growth(part: Any) -> float:
+    """Return how many times as long a part of a tokenizer.json, with those in it, makes a text."""
+    match part:
+        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+            return max(1.0, len(new) / max(1, len(old)))
+        case {"type": "Replace", "content": str(new)} | {"type": "Prepend", "prepend": str(new)}:
+            return 1.0 + len(new)
+        case {"type": "TemplateProcessing", "single": list(single)}:
+            return max(1.0, len(single))
+        case {"type": "ByteLevel"}:
+            return 2.0
+        case dict():
+            return _find_growth(list(part.values()))
+        case list():
+            return math.prod(map(_find_growth, part))
+    return 1.0
 
 
 def _try_out(backend: BackendTokenizer) -> tuple[list[str], str]:

@@ -10,7 +10,7 @@ from typing import Any
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import broken, naming_faults, refuse_impostor, refuse_special_files
 from fminfer.text.sentencepieces import follow_model_file
-from fminfer.text.tokenizer_file import BESIDE, follow_tokenizer_file
+from fminfer.text.tokenizer_file import BESIDE, follow_tokenizer_file, refuse_growth
 
 LEGACY_TEMPLATE = "chat_template.json"  # where models that read images, too, kept theirs
 MAX_FAULT = 200  # characters of what a library says
@@ -41,6 +41,9 @@ def read_tokenizer(folder: Path, config: Any | None) -> tuple[Any, str]:
     for file in folder.iterdir():
         if is_vocabulary(file.name) or file.name == "tokenizer_config.json":
             refuse_impostor(file)
+        if file.name == "tokenizer.json":
+            with naming_faults(file):
+                refuse_growth(file)
     if (folder / "config.json").exists() or (folder / "tokenizer_config.json").exists():
         config = None
 

@@ -186,6 +186,25 @@ def test_a_name_that_is_no_text_is_refused(name: str, remedy: str) -> None:
         fminfer.Engine(**options)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("budget", "64MiB", "budget is of type str; give int | None, not '64MiB'"),
+        ("seed", None, "seed is of type NoneType; give int"),
+        ("prefix_cache", "off", "prefix_cache is of type str; give bool"),
+        ("stage_layers", ("a", "b"), "stage_layers is of type tuple; give tuple"),
+        ("request_args", "{}", "request_args is of type str; give dict"),
+        ("max_rows", 2.5, "max_rows is of type float; give int"),
+        ("dtype", ["float32"], "dtype is .'float32'.; it must be one of"),
+        ("chat_template", b"x", "chat_template is of type bytes; give the path of a file"),
+    ],
+)
+def test_an_option_of_the_wrong_type_is_refused_by_name(name: str, value: Any, told: str) -> None:
+    """A text where a number belongs ended with a bare TypeError; "off" was true."""
+    with pytest.raises(UsageError, match=told):
+        EngineConfig(**{name: value})
+
+
 def test_a_budget_without_memory_is_refused_before_weights_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

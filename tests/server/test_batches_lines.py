@@ -338,6 +338,26 @@ def test_a_file_has_so_many_lines(
         assert "--max-batch-lines" in answer.error["message"]
 
 
+@pytest.mark.parametrize(
+    "pack",
+    [lambda num: gzip.compress(b"1\n" * num), lambda num: b"[" + b"1," * (num - 1) + b"1]"],
+    ids=["gzip", "array"],
+)
+def test_a_packed_file_has_so_many_lines(
+    engine: fminfer.Engine, tmp_path: Path, pack: Callable[[int], bytes]
+) -> None:
+    """132 bytes of gzip became 49,000 lines, and 7 MB on the disk; a megabyte, any number."""
+    with running(engine, state=tmp_path / "state", max_batch_lines=8) as server:
+        for num_lines, status in ((8, "completed"), (3000, "failed")):
+            wish = {"endpoint": COMPLETIONS, "completion_window": "24h"}
+            wish["input_file_id"] = try_upload(server, pack(num_lines)).json["id"]
+            batch = wait_for_end(server, server.post("/v1/batches", wish).json)
+            assert batch["status"] == status
+        [error] = batch["errors"]["data"]
+        assert error["code"] == "file_too_large" and "--max-batch-lines" in error["message"]
+        assert not [*(tmp_path / "state").rglob("*.journal*")]
+
+
 @pytest.mark.parametrize("line", [b"1", b"{}", b"[]"])
 def test_short_wrong_lines_make_few_records(server: Running, line: bytes) -> None:
     """Each had a record of hundreds of bytes, in the journal and in the error file."""

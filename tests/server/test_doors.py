@@ -437,6 +437,7 @@ def test_a_byte_order_mark_before_a_body_is_passed_over(keeper: Running) -> None
         ("/models", "it is at /v1/models; set the base_url"),
         ("/v1/tokenize", "it is at /tokenize. "),
         ("/v1/nothing", "there is no /v1/nothing; /docs lists what there is"),
+        ("/v1/" + "n" * 3000, f"there is no /v1/{'n' * 196}; /docs lists what there is"),
         ("/v1/nothing//", "there is no /v1/nothing; /docs lists what there is"),
         ("/docs/nothing/", "there is no /docs/nothing/; /docs lists what there is"),
     ],

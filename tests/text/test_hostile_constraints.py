@@ -120,10 +120,20 @@ def test_what_is_kept_of_constraints_is_bounded_in_bytes(monkeypatch: pytest.Mon
     for number in range(12):
         one.find(Constraint("choice", f'["{number}{"a" * 20_000}"]'))
         assert one._found.num_bytes <= 10 << 20
-    assert len(one._found._entries) == 4 and one._num_nodes == 4
+    assert 1 <= len(one._found._entries) == one._num_nodes < 12
     for number in range(100):
         read({"guided_grammar": f"{number}" + "a" * 200_000})
     assert contract._KEPT.num_bytes <= 8 << 20
+
+
+def test_the_memory_of_a_grammar_is_bounded() -> None:
+    """25,000 texts in a row, 210 KB, took 500 MB here each time, and 25 such grammars were kept."""
+    row = " ".join(f'"a{number}"' for number in range(12_000))
+    told = r"it takes \d+ MB of memory; at most 64 MB may be. Make it simpler"
+    with pytest.raises(RequestError, match=told):
+        places().find(read({"guided_grammar": f"start: {row}"}))
+    choice = places().find(Constraint("choice", f'["{"x" * 20_000}"]'))
+    assert 1 << 20 < choice.num_bytes < 64 << 20, "the trial tells it"
 
 
 @pytest.mark.skipif(not EVERY, reason="takes 3 s; FMINFER_TEST_ALL=1 runs it")
@@ -133,7 +143,7 @@ def test_masks_that_take_long_end_their_own_answers(text: str) -> None:
     try:
         grammar = places().find(read(HOSTILE[text]()))
     except RequestError as error:
-        assert "too" in error.message
+        assert "Make it simpler" in error.message
         return
     with pytest.raises(RequestError, match="too complex for the answer that was begun"):
         for _ in range(100):

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 import fminfer
-from fminfer.core.errors import RequestError
+from fminfer.core.errors import CheckpointError, RequestError
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.text.tokenizer import Tokenizer
 
-REPLACES_NOTHING = {"type": "Replace", "pattern": {"String": ""}, "content": "aaaa"}
 REPLACES_WORDS = {"type": "Replace", "pattern": {"Regex": "(?=panic)"}, "content": "aaaa"}
 
 
@@ -28,11 +27,11 @@ def make_folder(folder: Path, **parts: Any) -> Path:
 
 def test_a_text_that_panics_the_tokenizer_is_an_error(tmp_path: Path) -> None:
     """`tokenizers` panics at a normalizer that replaces nothing by something, and a run ended."""
-    tokenizer = Tokenizer.load(make_folder(tmp_path / "model", normalizer=REPLACES_NOTHING))
+    tokenizer = Tokenizer.load(make_folder(tmp_path / "model", normalizer=REPLACES_WORDS))
     with pytest.raises(RequestError, match="tokenizer fails at this text: index out of bounds"):
-        tokenizer.encode("hi")
+        tokenizer.encode("panic")
     with pytest.raises(RequestError, match="tokenizer fails at this text"):
-        tokenizer.spell_all(("hi",))
+        tokenizer.spell_all(("panic",))
 
 
 def test_lines_before_and_after_are_answered(tmp_path: Path) -> None:
@@ -52,3 +51,38 @@ def test_lines_before_and_after_are_answered(tmp_path: Path) -> None:
     errors = [record.error for record in records]
     assert [error is not None for error in errors] == [False, True, True, False]
     assert all("tokenizer fails" in str(error) for error in errors[1:3])
+
+
+def replaces(old: str, new: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": old}, "content": new}
+
+
+SEQUENCES = {
+    "normalizer": {"type": "Sequence", "normalizers": [replaces("q", "qq")] * 30},
+    "pre_tokenizer": {
+        "type": "Sequence",
+        "pretokenizers": [{"type": "ByteLevel", "add_prefix_space": False}] * 20,
+    },
+    "decoder": {"type": "Sequence", "decoders": [replaces("n", "nn")] * 30},
+    "post_processor": {
+        "type": "TemplateProcessing",
+        "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 1000,
+        "pair": [{"Sequence": {"id": each, "type_id": 0}} for each in "AB"],
+        "special_tokens": {},
+    },
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_a_tokenizer_that_multiplies_texts_is_refused(tmp_path: Path, name: str) -> None:
+    """A request of one letter took gigabytes, and the run with it."""
+    folder = make_folder(tmp_path / "model", **{name: SEQUENCES[name]})
+    with pytest.raises(CheckpointError, match=rf"its {name} may make a text .* times as long"):
+        Tokenizer.load(folder)
+
+
+def test_a_tokenizer_that_writes_three_for_one_is_read(tmp_path: Path) -> None:
+    steps = [{"type": "Prepend", "prepend": "\u2581"}, replaces(" ", "\u2581"), replaces("``", '"')]
+    steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+    normalizer = {"type": "Sequence", "normalizers": [*steps, {"type": "NFKC"}]}
+    assert Tokenizer.load(make_folder(tmp_path / "model", normalizer=normalizer)).encode("a").ids

@@ -46,6 +46,12 @@ from fminfer.server.batches.stored_batches import (
 from fminfer.server.batches.stored_files import ServerFile
 
 EMPTY = Trouble("empty_file", "the input file has no lines; upload one that has")
+# A packed file of a megabyte may hold a hundred million lines, which show as it is read.
+TOO_LONG = Trouble(
+    "file_too_large",
+    "the file has more lines, unpacked, than the server allows (--max-batch-lines); cut it into "
+    "several",
+)
 WAIT_S = 0.2  # between looks whether the batch is to end
 RowKind = Literal["answer", "error"]
 
@@ -60,6 +66,7 @@ class BatchContext:
     model_name: str
     check_model: Callable[[object], None]  # raises a FminferError for a name that is not served
     tell: Callable[[Literal["info", "error"], str], None]  # the server's log
+    max_lines: int  # of a file
     done: Counter[RowKind] = field(default_factory=Counter)  # lines, since the server began
 
 
@@ -131,13 +138,16 @@ class BatchRun:
             raise
         if ending is not None:
             file.abandon(StoppedError(f"the batch is {ending}"))
-            self._end(ending)
+            if ending == "failed":
+                self._fail(TOO_LONG)
+            else:
+                self._end(ending)
             return
         completed = find_completed(self._output)
         assert completed is not None, "every line has its record"
         self._complete(completed)
 
-    def _answer(self, file: JournaledInput) -> Ending | None:
+    def _answer(self, file: JournaledInput) -> Ending | Literal["failed"] | None:
         """Answer the lines that are left; return why it stopped before all were."""
         batch, context = self.batch, self._context
         runner, lane = context.engine.runs.start_behind(
@@ -155,6 +165,8 @@ class BatchRun:
                 runner.read_from(lines)
                 records = runner.step()
                 for record in records:
+                    if record.line.number > context.max_lines:
+                        return "failed"
                     self._note_last(file)
                     if not file.add(self._limit(replace(record, is_of_batch=True))):
                         raise FminferError("another process has taken the batch's output over")
