@@ -95,8 +95,9 @@ class WaitingLine:
         Args:
             place: its own among the prompts of its request.
         """
-        num_turns = place // TURN or self._is_turn_over(-prompt.priority)
-        self._insert(prompt, num_turns, next(self._orders))
+        self._insert(
+            prompt, place // TURN or self._is_turn_over(-prompt.priority), next(self._orders)
+        )
         self._ids = None
 
     def put_first(self, prompt: PromptState) -> None:
@@ -108,18 +109,20 @@ class WaitingLine:
     def _first_turn(self, lowest: int) -> int:
         """Return the turn of the first that waits, of this priority."""
         first = bisect_left(self._entries, (lowest,))
-        is_there = first < len(self._entries) and self._entries[first][0] == lowest
-        return self._entries[first][1] if is_there else 0
+        entries = self._entries[first : first + 1]
+        return next((turn for priority, turn, *_ in entries if priority == lowest), 0)
 
     def _is_turn_over(self, lowest: int) -> bool:
         """Tell whether a request waits for the next turn that would else wait for all that come."""
         later = bisect_left(self._entries, (lowest, self._first_turn(lowest) + 1))
-        prompts = [prompt for *_, prompt in self._entries[later : later + MAX_LATER]]
-        return any(each.owner.times and not each.owner.num_running for each in prompts)
+        return any(
+            prompt.owner.times and not prompt.owner.num_running
+            for *_, prompt in self._entries[later : later + MAX_LATER]
+        )
 
     def _insert(self, prompt: PromptState, num_turns: int, order: int) -> None:
-        lowest = -prompt.priority
-        self._keys[prompt] = key = (lowest, self._first_turn(lowest) + num_turns, order)
+        num_turns += self._first_turn(-prompt.priority)
+        self._keys[prompt] = key = (-prompt.priority, num_turns, order)
         insort(self._entries, (*key, prompt))
 
     def remove_at(self, place: int) -> None:

@@ -128,12 +128,11 @@ def _exchange(process: subprocess.Popen[bytes], messages: Iterable[str]) -> tupl
     num_bytes = 0
     with suppress(OSError):  # it has ended
         for message in messages:
-            line = message.encode() + b"\n"
-            if num_sent and num_bytes + len(line) > PIPE_BYTES:
+            if num_sent and num_bytes + len(message) >= PIPE_BYTES:  # with the end of its line
                 break
             num_sent += 1
-            num_bytes += len(line)
-            process.stdin.write(line)
+            num_bytes += len(message) + 1
+            process.stdin.write(message.encode() + b"\n")
             process.stdin.flush()
     lines = [process.stdout.readline() for _ in range(num_sent)]
     return [line for line in lines if line.endswith(b"\n")], num_sent
