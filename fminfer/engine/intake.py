@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -207,12 +208,12 @@ class Intake:
         """
         begun = list[_BegunChat]()
 
-        def begin() -> Iterator[RenderCall]:
+        def begin() -> Iterator[tuple[RenderCall, str]]:
             for fields, endpoint, clock in requests:
-                with suppress(Exception):
+                with suppress(Exception):  # such as a RecursionError of JSON
                     if (endpoint or tell_endpoint(fields)) == "chat":
                         begun.append(self._begin_chat(fields, clock))
-                        yield begun[-1][2]
+                        yield begun[-1][2], json.dumps(begun[-1][2].message)
 
         if self.tokenizer.has_words and self._vectors is None:
             self.chat_template.ask_ahead(begin())

@@ -136,7 +136,7 @@ class EngineLoop:
                 self._postprocess(self._pipeline.collect())
                 self._take_in()  # what came meanwhile need not wait for a step more
                 self._schedule()  # stages work while answers are built
-            elif self._is_at_limit and self._open:
+            elif self._is_at_limit and self._open and not self._finished:
                 done = counted(self._max_steps or 0, "micro-batch", "micro-batches")
                 raise StepLimitError(
                     f"stopped after {done}, as --num-iters says; rows are left. Leave the flag out "

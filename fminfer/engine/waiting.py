@@ -16,6 +16,7 @@ from fminfer.engine.sequence import PromptState
 
 MIN_SHARED = 32  # first tokens that must be equal for prompts to run together
 TURN = 4  # prompts of a request that are looked at before those of others
+MAX_LATER = 64  # prompts of later turns that are looked at, when one comes
 
 
 class HasPrompt(Protocol):
@@ -61,7 +62,8 @@ def _steps(prompt: HasPrompt) -> int:
 class WaitingLine:
     """Waiting prompts: higher priority first, then those that ran before, then by arrival.
 
-    Requests of many prompts take turns with others, TURN prompts each time.
+    Requests of many prompts take turns with others, TURN prompts each time. One that has run, and
+    runs nothing now, has its next turn before requests that come from now on.
     """
 
     def __init__(self) -> None:
@@ -93,7 +95,9 @@ class WaitingLine:
         Args:
             place: its own among the prompts of its request.
         """
-        self._insert(prompt, place // TURN, next(self._orders))
+        self._insert(
+            prompt, place // TURN or self._is_turn_over(-prompt.priority), next(self._orders)
+        )
         self._ids = None
 
     def put_first(self, prompt: PromptState) -> None:
@@ -102,13 +106,24 @@ class WaitingLine:
         if self._ids is not None:
             insort(self._ids, prompt.ids_to_feed)
 
+    def _first_turn(self, lowest: int) -> int:
+        """Return the turn of the first that waits, of this priority."""
+        first = bisect_left(self._entries, (lowest,))
+        entries = self._entries[first : first + 1]
+        return next((turn for priority, turn, *_ in entries if priority == lowest), 0)
+
+    def _is_turn_over(self, lowest: int) -> bool:
+        """Tell whether a request waits for the next turn that would else wait for all that come."""
+        later = bisect_left(self._entries, (lowest, self._first_turn(lowest) + 1))
+        return any(
+            prompt.owner.times and not prompt.owner.num_running
+            for *_, prompt in self._entries[later : later + MAX_LATER]
+        )
+
     def _insert(self, prompt: PromptState, num_turns: int, order: int) -> None:
-        entries, lowest = self._entries, -prompt.priority
-        first = bisect_left(entries, (lowest,))
-        if first < len(entries) and entries[first][0] == lowest:
-            num_turns += entries[first][1]
-        self._keys[prompt] = key = (lowest, num_turns, order)
-        insort(entries, (*key, prompt))
+        num_turns += self._first_turn(-prompt.priority)
+        self._keys[prompt] = key = (-prompt.priority, num_turns, order)
+        insort(self._entries, (*key, prompt))
 
     def remove_at(self, place: int) -> None:
         prompt = self._entries.pop(place)[3]

@@ -83,7 +83,7 @@ def written_together(
             finish(file)
         places = [(path, name) for path, (name, _) in zip(paths, opened, strict=True)]
         for path, name in places if is_new else ():
-            if os.path.lexists(path) and not filecmp.cmp(path, name, shallow=False):
+            if path.exists() and not filecmp.cmp(path, name, shallow=False):
                 raise UsageError(f"{path} exists; move it away, or give another --output")
         for path, name in reversed(places):
             if path == output or name.stat().st_size:

@@ -25,7 +25,7 @@ from fminfer.models.layer_source import LayerSource, OnProgress, open_weights
 from fminfer.models.model_folder import SMALL_FILES, TELLING_FILES
 from fminfer.models.origins import stored_formats
 from fminfer.models.sentence_folder import CONFIG, MODULES, sentence_files
-from fminfer.models.stored.weight_folder import find_weights
+from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.tensor_specs import Weights, whole_model
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def is_quantized_of(folder: Path, checkpoint: Checkpoint, quantized: str, *, see
     """Tell whether a folder has a note that it is this model, quantized so, and its weights."""
     try:
         fields = json.loads((folder / CONFIG).read_bytes())
-        find_weights(folder)  # it raises where one is missing
+        TensorFiles(folder)  # it raises where one is missing or cut off
         return bool(fields["quantization_config"] == _note_of(checkpoint, quantized, seed))
     except (OSError, ValueError, TypeError, KeyError, RecursionError, CheckpointError):
         return False

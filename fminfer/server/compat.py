@@ -115,7 +115,9 @@ def old_routes(service: Service) -> APIRouter:
 
 async def _complete(service: Service, request: Request, fields: dict[str, Any]) -> Finished:
     service.check_model(fields.get("model"))
-    reply = await unless_left(service.dispatcher.ask(fields), request.receive)
+    reply = await unless_left(
+        service.dispatcher.ask(fields, is_large=service.bodies.is_large(request)), request.receive
+    )
     return await reply.finish(request.receive)
 
 

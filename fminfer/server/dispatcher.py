@@ -23,7 +23,7 @@ from fminfer.server.replies import Reply
 
 IDLE_S = 0.2  # between looks whether an idle team has lost a pipeline
 TOKENIZERS = 2  # requests that are tokenized at once
-QUICK_CHARS, QUICK_ITEMS = 1 << 14, 16  # of a field of requests that need not wait for others
+QUICK_ITEMS = 16  # of a field of requests that need not wait for others
 MOST_LOOKING = 16  # requests that a full queue tokenizes at once, to look for a kept answer
 MOST_RETRY_S = 60
 FIRST_ID = 2**39  # of requests that come here; the engine's own are below it, lanes' above
@@ -83,8 +83,12 @@ class Dispatcher:
         *,
         endpoint: Endpoint = "completions",
         is_streamed: bool = False,
+        is_large: bool = False,
     ) -> Reply:
         """Queue a request.
+
+        Args:
+            is_large: to prepare it may take long.
 
         Raises:
             RequestError: what is wrong with it.
@@ -99,7 +103,7 @@ class Dispatcher:
         prepare = partial(self._prepare_and_find, fields, endpoint=endpoint)
         try:
             prepared, kept = await self._tokenizers.do(
-                partial(prepare, compiles=False), is_quick=_is_quick(fields)
+                partial(prepare, compiles=False), is_quick=not is_large and _is_quick(fields)
             )
         except UncompiledError:  # to compile may take seconds, in which others do not wait
             num_asked = self._compilers.num_asked
@@ -279,11 +283,8 @@ class _Threads:
 
 
 def _is_quick(fields: Mapping[str, Any]) -> bool:
-    """Tell whether a request has little to prepare."""
-    sizes = (
-        (value, len(value)) for value in fields.values() if isinstance(value, str | list | dict)
-    )
-    return all(size <= (QUICK_CHARS if isinstance(v, str) else QUICK_ITEMS) for v, size in sizes)
+    """Tell whether a request that is not large has little to prepare."""
+    return all(len(v) <= QUICK_ITEMS for v in fields.values() if isinstance(v, list | dict))
 
 
 def _count_begun(engine: Engine) -> int:

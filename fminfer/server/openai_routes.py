@@ -190,7 +190,12 @@ async def _answer(service: Service, request: Request, endpoint: Endpoint) -> Res
     fields = await service.bodies.read(request)
     is_streamed, usage = _take_stream(fields) if endpoint in OF_DRAWS else (False, "")
     service.check_model(fields.get("model"))
-    asking = service.dispatcher.ask(fields, endpoint=endpoint, is_streamed=is_streamed)
+    asking = service.dispatcher.ask(
+        fields,
+        endpoint=endpoint,
+        is_streamed=is_streamed,
+        is_large=service.bodies.is_large(request),
+    )
     reply = await unless_left(asking, request.receive)
     prepared = reply.prepared
     shape = AnswerShape(

@@ -123,17 +123,21 @@ class ChatTemplate:
         """Return the prompt of messages; `begin` and `finish` in one."""
         return self.finish(self.begin(messages, tools, **settings))
 
-    def ask_ahead(self, calls: Iterator[RenderCall]) -> None:
-        """Let the first of some calls have their replies, while the next ones are made."""
+    def ask_ahead(self, calls: Iterator[tuple[RenderCall, str]]) -> None:
+        """Let the first of some calls have their replies, while the next ones are made.
+
+        Args:
+            calls: each with its message in JSON.
+        """
         first = next(calls, None)
         if first is None:
             return
         sent = list[RenderCall]()
 
-        def write() -> Iterator[dict[str, Any]]:
-            for call in chain([first], calls):
+        def write() -> Iterator[str]:
+            for call, message in chain([first], calls):
                 sent.append(call)
-                yield call.message
+                yield message
 
         for call, reply in zip(sent, _RENDERERS.ask_all(write()), strict=False):
             call.reply = reply

@@ -63,13 +63,13 @@ class LimitedPool:
             ValueError: what the work itself raised, of any type; its text is the same.
             OSError: the process cannot run here.
         """
-        answer = self.ask_all([message])[0]
+        answer = self.ask_all([json.dumps(message)])[0]  # what JSON lacks takes no process
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    def ask_all(self, messages: Iterable[Any]) -> list[Any]:
-        """Return the answers to the first of some messages, at least to one.
+    def ask_all(self, messages: Iterable[str]) -> list[Any]:
+        """Return the answers to the first of some messages in JSON, at least to one.
 
         It works on each while the next ones are made. An error, see `ask`, stands where its answer
         would. One that ended the process is the last of the list.
@@ -117,7 +117,7 @@ class LimitedPool:
         )
 
 
-def _exchange(process: subprocess.Popen[bytes], messages: Iterable[Any]) -> tuple[list[bytes], int]:
+def _exchange(process: subprocess.Popen[bytes], messages: Iterable[str]) -> tuple[list[bytes], int]:
     """Return the lines that answer messages, and how many were sent; fewer: the process ended.
 
     Those that are sent together fit the pipe. So sending never waits for a process that waits for
@@ -128,12 +128,11 @@ def _exchange(process: subprocess.Popen[bytes], messages: Iterable[Any]) -> tupl
     num_bytes = 0
     with suppress(OSError):  # it has ended
         for message in messages:
-            line = json.dumps(message).encode() + b"\n"
-            if num_sent and num_bytes + len(line) > PIPE_BYTES:
+            if num_sent and num_bytes + len(message) >= PIPE_BYTES:  # with the end of its line
                 break
             num_sent += 1
-            num_bytes += len(line)
-            process.stdin.write(line)
+            num_bytes += len(message) + 1
+            process.stdin.write(message.encode() + b"\n")
             process.stdin.flush()
     lines = [process.stdout.readline() for _ in range(num_sent)]
     return [line for line in lines if line.endswith(b"\n")], num_sent

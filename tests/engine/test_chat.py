@@ -13,6 +13,7 @@ import transformers
 from fminfer.answers import line_counter
 from fminfer.contract.envelope import Line
 from fminfer.contract.prompts import MAX_ENTRIES
+from fminfer.contract.record import Record
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError
 from fminfer.engine.engine_core import Delta, Event, Finished
@@ -399,6 +400,19 @@ def test_half_a_surrogate_pair_and_an_empty_prompt_cost_their_line_only() -> Non
     assert wrong.error is not None and wrong.error.code == "invalid_utf8"
     assert wrong.error.param == "messages" and right.error is None
     assert ChatBench(b"a", chat_template="{{ '' }}").error().code == "missing_prompt"
+
+
+def test_a_deep_value_costs_its_line_only() -> None:
+    """Chats of several lines are rendered together: one that JSON cannot nest ended the run."""
+    deep = b"[" * 1000 + b"]" * 1000
+    chat = json.dumps({"messages": HELLO}).encode()
+    wrong = chat[:-1] + b', "chat_template_kwargs": {"x": ' + deep + b"}}"
+    intake = LineIntake(ChatBench(b"a\0").intake)
+    lines = [Line(0, number, raw) for number, raw in enumerate((chat, wrong, chat), 1)]
+    first, second, third = intake.open_all(lines)
+    assert isinstance(first, LineRequest) and isinstance(third, LineRequest)
+    assert isinstance(second, Record) and second.error is not None
+    assert second.error.code == "unsupported_parameter"
 
 
 def test_unseeded_chats_are_counted() -> None:

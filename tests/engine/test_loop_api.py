@@ -13,7 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from fminfer.contract.envelope import Line
-from fminfer.core.errors import RequestError
+from fminfer.core.errors import RequestError, StepLimitError
 from fminfer.engine.engine_core import Delta, Event, Finished
 from tests.conftest import IS_ALL
 from tests.engine import test_contract
@@ -357,3 +357,31 @@ def test_a_long_answer_is_built_in_pieces(monkeypatch: pytest.MonkeyPatch) -> No
     assert [event.request_id for event in events] == [short_id, long_id]
     assert answer_in(events, long_id) == whole
     check_idle(bench)
+
+
+def test_an_answer_in_pieces_is_told_before_the_limit_of_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another row was left then, and the finished one was lost with it."""
+    monkeypatch.setattr("fminfer.engine.answer.PIECE", 7)
+    bench = Bench(**SIZES)
+    short_id = bench.add(prompt=[[3, 4]] * 4, max_tokens=3, temperature=0)
+    bench.add(**LONG)
+    bench.loop._max_steps = 5
+    events: list[Event] = []
+    with pytest.raises(StepLimitError):
+        while bench.loop.has_work:
+            events += bench.loop.step()
+    assert [event.request_id for event in events] == [short_id]
+
+
+def test_many_prompts_are_not_passed_by_all_that_come() -> None:
+    """With more requests than rows, prompts behind the first four waited for ever."""
+    bench = Bench(**SIZES, max_rows=2)
+    many = bench.add(prompt=[[3, 4]] * 12, max_tokens=3, temperature=0)
+    events: list[Event] = []
+    for _ in range(200):
+        while bench.loop.num_waiting < 12:  # others of one prompt always wait
+            bench.add(prompt=[5, 6], max_tokens=3)
+        events += bench.loop.step()
+    assert many in [event.request_id for event in events]

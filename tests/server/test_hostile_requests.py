@@ -7,6 +7,7 @@ import json
 import logging
 import resource
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -290,6 +291,24 @@ def test_prepared_requests_have_a_bound_in_bytes(
         until(server.is_idle, "it is forgotten")
         assert server.post("/v1/completions", long).status == 200
         assert not server.thread.service.dispatcher._held
+
+
+def test_a_long_value_in_a_short_list_holds_up_no_short_request(
+    engine: fminfer.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    prepare = engine.prepare
+
+    def prepare_and_note(*args: Any, **others: Any) -> Any:
+        threads.append(threading.current_thread())
+        return prepare(*args, **others)
+
+    monkeypatch.setattr(engine, "prepare", prepare_and_note)
+    with running(engine) as server:
+        for prompt in ([5], ["a " * 40_000]):
+            server.post("/v1/completions", SHORT | {"prompt": prompt})
+        quick = server.thread.service.dispatcher._tokenizers._quick_pool._threads
+        assert [each in quick for each in threads] == [True, False]
 
 
 def _read_all(connection: socket.socket) -> bytes:

@@ -169,6 +169,7 @@ def test_no_errors_no_file(tmp_path: Path) -> None:
         answer_part(part)
     output = tmp_path / "new" / "m.jsonl"
     output.parent.mkdir()
+    output.symlink_to("nothing")  # it is no file, and is replaced
     flags = ["merge", "--input-dir", str(tmp_path / "parts"), "--output", str(output)]
     assert CliRunner().invoke(main, flags).exit_code == 0
     assert [path.name for path in output.parent.iterdir()] == ["m.jsonl"]
