@@ -96,15 +96,12 @@ class Scheduler:
             if is_stopping and not prompt.has_run:
                 place += 1
                 continue
-            if not self._leaves_room(prompt):
-                place, num_looks = place + 1, num_looks + 1
-                continue
             lines = (self._prefilling, self.reading)
             num_before = sum(line.num_unfed_before(prompt.priority) for line in lines)
             if num_before >= self.shape.chunk_size:
                 break
             match = self.kv.find_prefix(prompt)
-            if self._stands_back(prompt, match):
+            if self._stands_back(prompt, match) or not self._leaves_room(prompt):
                 place, num_looks = place + 1, num_looks + 1
                 continue
             # Rows that this preempts are of lower priority: they join the line behind `place`.
@@ -272,15 +269,14 @@ class Scheduler:
         What a request holds may be SHARE times what it leaves free. Rows behind all others count
         as free, for they can be preempted. Lines of a run share no engine with other requests.
         """
-        owner, num_rows = prompt.owner, len(prompt.sequences)
-        if owner.is_counted or not self.kv.num_sequences or prompt.has_run:
+        owner = prompt.owner
+        num_running = owner.num_running + len(prompt.sequences)
+        if owner.is_counted or prompt.has_run or num_running <= 1 or not self.kv.num_sequences:
             return True
-        num_others = owner.num_running + num_rows - 1
-        num_left = self.max_rows - self.kv.num_sequences - num_rows
-        num_blocks, num_blocks_left = self.kv.find_share(prompt)
-        has_rows = num_others <= SHARE * max(0, num_left)
-        has_blocks = num_others * num_blocks <= SHARE * max(0, num_blocks_left) * num_rows
-        if (has_rows and has_blocks) or (prompt.priority > BEHIND_ALL and self._has_rows_behind):
+        if prompt.priority > BEHIND_ALL and self._has_rows_behind:
+            return True
+        num_rows_left = self.max_rows - self.kv.num_sequences - len(prompt.sequences)
+        if num_running <= SHARE * min(num_rows_left, self.kv.num_left_beside(prompt)):
             return True
         return not owner.num_running and time.perf_counter() - owner.added_s > PATIENCE_S
 
