@@ -138,8 +138,7 @@ def _warn_of_unread(chat: ChatRequest, text: str, read: frozenset[str]) -> Itera
     """Tell of variables and keys of messages that a template does not read."""
     asked = {name for name, value in chat.template_args.items() if value is not None}
     if unread := sorted(asked - read):
-        cut = map(cut_name, unread[: MAX_NAMES + 1])
-        names = tuple(name + guess(name, read) for name in cut)
+        names = tuple(name + guess(name, read) for name in map(cut_name, unread[: MAX_NAMES + 1]))
         yield RowWarning(
             "the chat template does not read these variables, which have no effect", names
         )

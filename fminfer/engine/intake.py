@@ -80,7 +80,7 @@ class Intake:
         if limits.chat_template is not None:
             self.chat_template.check()
         self._chat = ChatIntake(self.chat_template, limits.config.tool_call_parser)
-        self._begun: dict[int, _BegunChat] = {}  # by the identity of their fields
+        self._begun: dict[int, _BegunChat] = {}  # by the identity of their fields, which they keep
         self._vectors: VectorIntake | None = None  # of a model that gives them
         if limits.vectors is not None:
             self._vectors = VectorIntake(tokenizer, limits, limits.vectors, self.warnings.add)
@@ -157,8 +157,7 @@ class Intake:
                 "so that some may be shorter"
             )
         if names := grammar.unknown[:MAX_NAMES]:
-            cut = map(cut_name, names)
-            told = tuple(name + guess(name, KNOWN_KEYS) for name in cut)
+            told = tuple(name + guess(name, KNOWN_KEYS) for name in map(cut_name, names))
             yield RowWarning("unknown keywords of JSON schemas have no effect", told)
         if params.max_tokens < grammar.shortest:
             yield RowWarning(
@@ -205,24 +204,22 @@ class Intake:
         Args:
             requests: of each its fields, its endpoint and its clock, as `parse` has them.
         """
-        begun = list[_BegunChat]()
+        self._begun = {}
 
         def begin() -> Iterator[RenderCall]:
             for fields, endpoint, clock in requests:
                 with suppress(Exception):
                     if (endpoint or tell_endpoint(fields)) == "chat":
-                        begun.append(self._begin_chat(fields, clock))
-                        yield begun[-1][2]
+                        self._begun[id(fields)] = begun = self._begin_chat(fields, clock)
+                        yield begun[2]
 
         if self.tokenizer.has_words and self._vectors is None:
             self.chat_template.ask_ahead(begin())
-        self._begun = {id(each[0]): each for each in begun}
 
     def _parse_chat(self, fields: Mapping[str, Any], clock: str) -> Request:
         begun = self._begun.pop(id(fields), None)
-        if begun is None or begun[0] is not fields:
-            begun = self._begin_chat(fields, clock)
-        return self._chat.render(begun[1], begun[2])
+        _, chat, call = begun or self._begin_chat(fields, clock)
+        return self._chat.render(chat, call)
 
     def _begin_chat(self, fields: Mapping[str, Any], clock: str) -> _BegunChat:
         limits = self.limits
@@ -301,10 +298,10 @@ class Intake:
 
     def _check_params(self, params: SamplingParams) -> None:
         hint = "Was it written for another model?"
-        for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
+        bounded = (("stop", params.stop, MAX_STOPS), ("bad_words", params.bad_words, MAX_BAD_WORDS))
+        for name, texts, most in bounded:
             if texts and not self.tokenizer.has_words:
                 raise needs_words(f"{name} is text", name)
-            most = MAX_STOPS if name == "stop" else MAX_BAD_WORDS
             if len(texts) > most or sum(map(len, texts)) > MAX_CHARS:
                 allowed = f"at most {most:,} texts of {MAX_CHARS:,} characters in all"
                 raise out_of_range(name, [*texts], allowed)

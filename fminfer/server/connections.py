@@ -26,32 +26,29 @@ CLOSE = [(b"connection", b"close")]
 PROBE_S = 0.1, 10.0  # first and longest pause between looks for a client that may have left
 UNREAD_S = 60.0  # that a client may leave what it was sent unread
 MOST_CONNECTIONS = 4096
-SPARE_FILES = 256  # that the process may open beside its connections
-MOST_CHUNKS, LEAST_CHUNK = 4096, 16  # of one body: so many may be smaller, in bytes, on average
+LEAST_CHUNK = 16  # bytes that chunks of a body have on average
+LENT_BYTES = 60_000  # that they may lack of it
 _BARE_LINE_END = re.compile(rb"(?<!\r)\n")
 
 
 class _Parser(h11.Connection):
     """Refuses what other parsers of HTTP, such as a proxy's, may read differently."""
 
-    num_chunks = num_bytes = 0  # of a chunked body; 0: it is none
+    _num_spare = LENT_BYTES  # of a body: its bytes beyond those that its chunks need
 
     def next_event(self) -> Any:
         """Return what has come next."""
-        head = b""
-        if self.their_state is h11.IDLE:
-            head = self.trailing_data[0].partition(b"\r\n\r\n")[0]
-        if _BARE_LINE_END.search(head):
+        is_idle = self.their_state is h11.IDLE
+        if is_idle and _BARE_LINE_END.search(self.trailing_data[0].partition(b"\r\n\r\n")[0]):
             raise h11.RemoteProtocolError("a line of its head ends in LF, and not in CR LF")
         event = super().next_event()
         if isinstance(event, h11.Request):
-            self.num_chunks = self.num_bytes = 0
+            self._num_spare = LENT_BYTES
             if {b"transfer-encoding", b"content-length"} <= dict(event.headers).keys():
                 raise h11.RemoteProtocolError("it has Content-Length and Transfer-Encoding")
-        if isinstance(event, h11.Data) and (event.chunk_start or self.num_chunks):
-            self.num_chunks += event.chunk_start
-            self.num_bytes += len(event.data)
-            if self.num_chunks > max(MOST_CHUNKS, self.num_bytes / LEAST_CHUNK):
+        if isinstance(event, h11.Data):
+            self._num_spare += len(event.data) - LEAST_CHUNK * event.chunk_start
+            if self._num_spare < 0:
                 raise h11.RemoteProtocolError("its chunks have few bytes; send larger ones")
         return event
 
@@ -70,20 +67,12 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._wait_for_head()
         if len(self.connections) > max_connections():
-            own = [each for each in self.connections if isinstance(each, Connection)]
-            min(own, key=lambda each: each.patience).transport.abort()
+            min(self.connections, key=_find_patience).transport.abort()
 
     def on_response_complete(self) -> None:
         """Begin to wait for the next request."""
         super().on_response_complete()
         self._wait_for_head(self.timeout_keep_alive)
-
-    @property
-    def patience(self) -> tuple[int, float]:
-        """By which the first to be closed is found: one that is silent, or sends a body slowly."""
-        if self.is_silent:
-            return 0, self._silent_s
-        return 1 + (not self.cycle.more_body), self._silent_s
 
     @property
     def is_silent(self) -> bool:
@@ -133,7 +122,7 @@ class Connection(H11Protocol):
         self._wait(wait_s, self._probe, min(2 * wait_s, PROBE_S[1]))
 
     def _wait_for_head(self, idle_s: float = 0.0) -> None:
-        self._silent_s = self.loop.time()
+        self.silent_s = self.loop.time()
         self._wait(idle_s + HEAD_S, self._close_if_silent)
 
     def _wait(self, wait_s: float, act: Callable[..., None], *args: float) -> None:
@@ -147,6 +136,12 @@ class Connection(H11Protocol):
             self.transport.abort()
 
 
+def _find_patience(connection: Any) -> tuple[bool, bool, float]:
+    """Return by what the first to be closed is found: silent ones, then those that send slowly."""
+    is_whole = not (connection.is_silent or connection.cycle.more_body)
+    return not connection.is_silent, is_whole, connection.silent_s
+
+
 def raise_file_limit() -> None:
     """Let the process open as many files as the system allows."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -156,10 +151,7 @@ def raise_file_limit() -> None:
 
 def max_connections() -> int:
     """Return how many connections there may be, so that files are left for all else."""
-    num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if num_files == resource.RLIM_INFINITY:
-        return MOST_CONNECTIONS
-    return min(MOST_CONNECTIONS, max(num_files // 2, num_files - SPARE_FILES))
+    return min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
 def open_socket(settings: ServerSettings) -> socket.socket:
