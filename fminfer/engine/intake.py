@@ -80,7 +80,7 @@ class Intake:
         if limits.chat_template is not None:
             self.chat_template.check()
         self._chat = ChatIntake(self.chat_template, limits.config.tool_call_parser)
-        self._begun: dict[int, _BegunChat] = {}  # by the identity of their fields, which they keep
+        self._begun: dict[int, _BegunChat] = {}  # by the id of their fields, which they keep
         self._vectors: VectorIntake | None = None  # of a model that gives them
         if limits.vectors is not None:
             self._vectors = VectorIntake(tokenizer, limits, limits.vectors, self.warnings.add)
@@ -88,8 +88,8 @@ class Intake:
     @property
     def has_chat_template(self) -> bool:
         """Whether messages can become a prompt."""
-        template = self._chat.template
-        return self.tokenizer.has_words and template.find_text(has_tools=False) is not None
+        text = self.chat_template.find_text(has_tools=False)
+        return self.tokenizer.has_words and text is not None
 
     def parse(
         self,
@@ -298,13 +298,18 @@ class Intake:
 
     def _check_params(self, params: SamplingParams) -> None:
         hint = "Was it written for another model?"
-        bounded = (("stop", params.stop, MAX_STOPS), ("bad_words", params.bad_words, MAX_BAD_WORDS))
-        for name, texts, most in bounded:
+        for name, texts, most in (
+            ("stop", params.stop, MAX_STOPS),
+            ("bad_words", params.bad_words, MAX_BAD_WORDS),
+        ):
             if texts and not self.tokenizer.has_words:
                 raise needs_words(f"{name} is text", name)
             if len(texts) > most or sum(map(len, texts)) > MAX_CHARS:
-                allowed = f"at most {most:,} texts of {MAX_CHARS:,} characters in all"
-                raise out_of_range(name, [*texts], allowed)
+                raise out_of_range(
+                    name,
+                    [*texts],
+                    f"at most {most:,} texts of {MAX_CHARS:,} characters in all",
+                )
         size = self.limits.vocab_size
         check_ids(params.stop_token_ids, size, "stop_token_ids", hint)
         check_ids([token_id for token_id, _ in params.logit_bias], size, "logit_bias", hint)

@@ -335,10 +335,9 @@ class EngineLoop:
             events += stream.take()
         for state, pieces in [*self._finished.values()]:
             answer = next(pieces)
-            if answer is None:
-                continue
-            del self._finished[state.id]
-            self._streams.pop(state.id, None)
-            events.append(answer)
-            state.unlink()
+            if answer is not None:
+                del self._finished[state.id]
+                self._streams.pop(state.id, None)
+                events.append(answer)
+                state.unlink()
         return events

@@ -273,12 +273,13 @@ class Scheduler:
         num_running = owner.num_running + len(prompt.sequences)
         if owner.is_counted or prompt.has_run or num_running <= 1 or not self.kv.num_sequences:
             return True
-        if prompt.priority > BEHIND_ALL and self._has_rows_behind:
-            return True
-        num_rows_left = self.max_rows - self.kv.num_sequences - len(prompt.sequences)
-        if num_running <= SHARE * min(num_rows_left, self.kv.num_left_beside(prompt)):
-            return True
-        return not owner.num_running and time.perf_counter() - owner.added_s > PATIENCE_S
+        num_left = min(
+            self.max_rows - self.kv.num_sequences - len(prompt.sequences),
+            self.kv.num_left_beside(prompt),
+        )
+        may_preempt = prompt.priority > BEHIND_ALL and self._has_rows_behind
+        has_waited = not owner.num_running and time.perf_counter() - owner.added_s > PATIENCE_S
+        return num_running <= SHARE * num_left or may_preempt or has_waited
 
     def _enter(self, prompt: PromptState, match: Match, *, at_all_costs: bool = False) -> bool:
         """Reserve a prompt's blocks and let it be fed; False if there is no room."""

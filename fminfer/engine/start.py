@@ -52,9 +52,10 @@ class Starter:
         self, state: RequestState, index: int, key: bytes, ends: Mapping[str, Any]
     ) -> PromptState:
         prepared = state.prepared
+        params = prepared.params
+        encoded = prepared.prompts[index]
         if prepared.is_pooled:
-            return PromptState(state, index, prepared.prompts[index])
-        params, encoded = prepared.params, prepared.prompts[index]
+            return PromptState(state, index, encoded)
         prompt = PromptState(state, index, encoded, **ends)
         if prepared.sources:
             prompt.source = prepared.sources[index]

@@ -79,6 +79,11 @@ class Connection(H11Protocol):
         """Whether no request is open."""
         return self.cycle is None or self.cycle.response_complete
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether a request that is open has come whole."""
+        return not (self.is_silent or self.cycle.more_body)
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait no longer."""
         super().connection_lost(exc)
@@ -91,13 +96,10 @@ class Connection(H11Protocol):
         TLS cannot be closed by half. A client of HTTP/1.0 cannot be told from one that has left,
         and proxies that speak it do not close by half.
         """
-        cycle = self.cycle
-        if cycle is None or cycle.response_complete or cycle.more_body:
-            return False
-        if self.scheme == "https" or self.scope["http_version"] != "1.1":
+        if not self.is_whole or self.scheme == "https" or self.scope["http_version"] != "1.1":
             return False
         self.scope["headers"] = [*self.scope["headers"], *CLOSE]  # and so in the response
-        cycle.keep_alive = False
+        self.cycle.keep_alive = False
         self._wait(PROBE_S[0], self._probe, PROBE_S[0])
         return True
 
@@ -137,9 +139,8 @@ class Connection(H11Protocol):
 
 
 def _find_patience(connection: Any) -> tuple[bool, bool, float]:
-    """Return by what the first to be closed is found: silent ones, then those that send slowly."""
-    is_whole = not (connection.is_silent or connection.cycle.more_body)
-    return not connection.is_silent, is_whole, connection.silent_s
+    """Return by what the first to be closed is found: one that is silent, or sends slowly."""
+    return not connection.is_silent, connection.is_whole, connection.silent_s
 
 
 def raise_file_limit() -> None:

@@ -242,8 +242,7 @@ class BatchRun:
         if ending == "expired":
             source = self._find_input()
             self._batches.change(batch, _finalizing)
-        progress = end_early(self._output, source, total)
-        self._publish(ending, progress)
+        self._publish(ending, end_early(self._output, source, total))
         drop_journal(self._output)
 
     def _fail(self, trouble: Trouble) -> None:
