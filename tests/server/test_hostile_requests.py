@@ -268,12 +268,7 @@ def test_chunks_of_single_bytes_end(server: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"prompt": ["a b " * 6000]},
-        {"prompt": "a", "stop": ["x" * 24_000]},
-        {"prompt": [[5]] * 8000},
-    ],
+    "fields", [{"prompt": ["a b " * 6000]}, {"prompt": "a", "stop": ["x" * 24_000]}]
 )
 def test_long_bodies_do_not_hold_up_short_ones(
     engine: fminfer.Engine, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
