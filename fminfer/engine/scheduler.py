@@ -140,7 +140,7 @@ class Scheduler:
         many short requests would keep them from ever running. Nor has the step that is ready before
         a stage needs it.
         """
-        has_behind = self._has_rows_behind
+        has_behind = self._has_rows_below(BEHIND_ALL + 1)
         is_ahead = len(self.in_flight) >= self.shape.num_stages
         is_their_turn = self._num_left_out >= MAX_LEFT_OUT
         if is_ahead and is_their_turn:
@@ -246,13 +246,12 @@ class Scheduler:
         assert self._prefilling.num_unfed == 0, "a prompt was fed in part"
         self.kv.check_idle()
 
-    @property
-    def _has_rows_behind(self) -> bool:
-        """Whether rows that wait behind all others could be in the next step."""
-        if self._lowest_priority > BEHIND_ALL:
+    def _has_rows_below(self, priority: float) -> bool:
+        """Return whether rows of lower priority could be in the next step."""
+        if self._lowest_priority >= priority:
             return False
-        is_feeding = BEHIND_ALL in (self._prefilling.last_priority, self.reading.last_priority)
-        return is_feeding or any(row.prompt.priority == BEHIND_ALL for row in self._ready)
+        is_feeding = min(self._prefilling.last_priority, self.reading.last_priority) < priority
+        return is_feeding or any(row.prompt.priority < priority for row in self._ready)
 
     def _stands_back(self, prompt: PromptState, match: Match) -> bool:
         """Return whether the prompt should wait because its prefix will soon be in the cache."""
@@ -266,7 +265,7 @@ class Scheduler:
     def _leaves_room(self, prompt: PromptState) -> bool:
         """Return whether others still find rows and blocks once a prompt has entered.
 
-        What a request holds may be SHARE times what it leaves free. Rows behind all others count
+        What a request holds may be SHARE times what it leaves free. Rows of lower priority count
         as free, for they can be preempted. Lines of a run share no engine with other requests.
         """
         owner = prompt.owner
@@ -277,7 +276,7 @@ class Scheduler:
             self.max_rows - self.kv.num_sequences - len(prompt.sequences),
             self.kv.num_left_beside(prompt),
         )
-        may_preempt = prompt.priority > BEHIND_ALL and self._has_rows_behind
+        may_preempt = self._has_rows_below(prompt.priority)
         has_waited = not owner.num_running and time.perf_counter() - owner.added_s > PATIENCE_S
         return num_running <= SHARE * num_left or may_preempt or has_waited
 
