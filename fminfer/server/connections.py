@@ -67,12 +67,18 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._wait_for_head()
         if len(self.connections) > max_connections():
-            min(self.connections, key=_find_patience).transport.abort()
+            own = [each for each in self.connections if isinstance(each, Connection)]
+            min(own, key=lambda each: each.patience).transport.abort()
 
     def on_response_complete(self) -> None:
         """Begin to wait for the next request."""
         super().on_response_complete()
         self._wait_for_head(self.timeout_keep_alive)
+
+    @property
+    def patience(self) -> tuple[bool, bool, float]:
+        """By which the first to be closed is found: one that is silent, or sends a body slowly."""
+        return not self.is_silent, self.is_whole, self._silent_s
 
     @property
     def is_silent(self) -> bool:
@@ -124,7 +130,7 @@ class Connection(H11Protocol):
         self._wait(wait_s, self._probe, min(2 * wait_s, PROBE_S[1]))
 
     def _wait_for_head(self, idle_s: float = 0.0) -> None:
-        self.silent_s = self.loop.time()
+        self._silent_s = self.loop.time()
         self._wait(idle_s + HEAD_S, self._close_if_silent)
 
     def _wait(self, wait_s: float, act: Callable[..., None], *args: float) -> None:
@@ -136,11 +142,6 @@ class Connection(H11Protocol):
     def _close_if_silent(self) -> None:
         if self.is_silent:
             self.transport.abort()
-
-
-def _find_patience(connection: Any) -> tuple[bool, bool, float]:
-    """Return by what the first to be closed is found: one that is silent, or sends slowly."""
-    return not connection.is_silent, connection.is_whole, connection.silent_s
 
 
 def raise_file_limit() -> None:

@@ -23,6 +23,7 @@ from fminfer.server.replies import Reply
 
 IDLE_S = 0.2  # between looks whether an idle team has lost a pipeline
 TOKENIZERS = 2  # requests that are tokenized at once
+QUICK_CHARS, QUICK_ITEMS = 1 << 14, 16  # of a field of requests that need not wait for others
 MOST_LOOKING = 16  # requests that a full queue tokenizes at once, to look for a kept answer
 MOST_RETRY_S = 60
 FIRST_ID = 2**39  # of requests that come here; the engine's own are below it, lanes' above
@@ -82,9 +83,8 @@ class Dispatcher:
         *,
         endpoint: Endpoint = "completions",
         is_streamed: bool = False,
-        is_quick: bool = False,
     ) -> Reply:
-        """Queue a request; one that is quick to prepare need not wait for others.
+        """Queue a request.
 
         Raises:
             RequestError: what is wrong with it.
@@ -99,7 +99,7 @@ class Dispatcher:
         prepare = partial(self._prepare_and_find, fields, endpoint=endpoint)
         try:
             prepared, kept = await self._tokenizers.do(
-                partial(prepare, compiles=False), is_quick=is_quick
+                partial(prepare, compiles=False), is_quick=_is_quick(fields)
             )
         except UncompiledError:  # to compile may take seconds, in which others do not wait
             num_asked = self._compilers.num_asked
@@ -276,6 +276,14 @@ class _Threads:
         """Begin nothing more."""
         for pool in (self._pool, self._quick_pool):
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _is_quick(fields: Mapping[str, Any]) -> bool:
+    """Tell whether a request has little to prepare."""
+    sizes = (
+        (value, len(value)) for value in fields.values() if isinstance(value, str | list | dict)
+    )
+    return all(size <= (QUICK_CHARS if isinstance(v, str) else QUICK_ITEMS) for v, size in sizes)
 
 
 def _count_begun(engine: Engine) -> int:

@@ -21,7 +21,6 @@ from fminfer.engine.sequence import Prepared
 from fminfer.engine.vector_answer import head_of_answer
 from fminfer.server.http_errors import HttpError
 from fminfer.server.replies import EventStream, unless_left
-from fminfer.server.request_bodies import is_quick
 from fminfer.server.schemas import COUNT, ENDPOINT_DOCS, document, extend, request_schema
 from fminfer.server.service import Service, respond_json
 
@@ -191,9 +190,7 @@ async def _answer(service: Service, request: Request, endpoint: Endpoint) -> Res
     fields = await service.bodies.read(request)
     is_streamed, usage = _take_stream(fields) if endpoint in OF_DRAWS else (False, "")
     service.check_model(fields.get("model"))
-    asking = service.dispatcher.ask(
-        fields, endpoint=endpoint, is_streamed=is_streamed, is_quick=is_quick(request)
-    )
+    asking = service.dispatcher.ask(fields, endpoint=endpoint, is_streamed=is_streamed)
     reply = await unless_left(asking, request.receive)
     prepared = reply.prepared
     shape = AnswerShape(

@@ -31,7 +31,6 @@ from fminfer.server.settings import ServerSettings
 READ_S = 60.0  # for a whole body
 MOST_DISCARDED = 64 * 2**20  # bytes of a body that is refused already, so that its client hears
 SMALL_BYTES = 2**16  # of each body, for which there is always room
-QUICK_BYTES = 2**14  # of a body that takes milliseconds to prepare
 MOST_AT_ONCE = 16  # bodies of the largest size that may be coming
 PAUSE_S = 60.0  # in which nothing comes
 LEAST_RATE = 8192  # bytes a second of an upload, beside such a pause
@@ -39,7 +38,7 @@ MOST_VALUE_BYTES = 1024  # of a field that is no file, or of a header of a part
 MOST_NAME_CHARS = 255
 WRITE_BYTES = 2**20  # written at once
 CLOSE = {"Connection": "close"}
-HELD = "held_bytes"  # in the state of a request's scope: those of its body that have come
+HELD = "held_bytes"  # in the state of a request's scope
 LIFE = {f"expires_after[{name}]": name for name in ("anchor", "seconds")}  # as forms write it
 
 
@@ -73,7 +72,7 @@ class BodyReader:
             num_bytes += len(piece)
             if num_bytes <= self._max_bytes:
                 pieces.append(piece)
-                self._hold(request.scope["state"], num_bytes)
+                self._hold(request.scope["state"], max(0, num_bytes - SMALL_BYTES))
             elif num_bytes > self._max_bytes + MOST_DISCARDED:
                 break
         if num_bytes > self._max_bytes:
@@ -88,13 +87,13 @@ class BodyReader:
 
     def let_go(self, state: MutableMapping[str, Any]) -> None:
         """Count a request's body no longer; `state` is that of its scope."""
-        self._num_held -= max(0, state.pop(HELD, 0) - SMALL_BYTES)
+        self._num_held -= state.pop(HELD, 0)
 
     def _hold(self, state: MutableMapping[str, Any], num_bytes: int) -> None:
         """Count the bytes of a body that have come."""
         self.let_go(state)
         num_left = MOST_AT_ONCE * self._max_bytes - self._num_held
-        if num_bytes - SMALL_BYTES > num_left / 2:
+        if num_bytes > num_left / 2:
             raise HttpError(
                 429,
                 f"other bodies leave {show_bytes(num_left)}, of which one may have half; try again "
@@ -103,12 +102,7 @@ class BodyReader:
                 headers=CLOSE | {"Retry-After": "1"},
             )
         state[HELD] = num_bytes
-        self._num_held += max(0, num_bytes - SMALL_BYTES)
-
-
-def is_quick(request: Request) -> bool:
-    """Tell whether a request whose body was read has little to prepare."""
-    return bool(request.scope["state"].get(HELD, 0) <= QUICK_BYTES)
+        self._num_held += num_bytes
 
 
 @dataclass(slots=True)

@@ -16,7 +16,6 @@ import pytest
 import fminfer
 from fminfer.runtime.bars import say
 from fminfer.server.connections import max_connections, raise_file_limit
-from fminfer.server.dispatcher import _Threads
 from tests.server.running import Running, running, until
 
 SHORT = {"prompt": [5] * 20, "max_tokens": 2, "ignore_eos": True}
@@ -265,28 +264,6 @@ def test_chunks_of_single_bytes_end(server: Running) -> None:
     small = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
     connection = server.send_raw(head + small + b"0\r\n\r\n")
     assert connection.recv(15).startswith(b"HTTP/1.1 200")
-
-
-@pytest.mark.parametrize(
-    "fields", [{"prompt": ["a b " * 6000]}, {"prompt": "a", "stop": ["x" * 24_000]}]
-)
-def test_long_bodies_do_not_hold_up_short_ones(
-    engine: fminfer.Engine, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
-) -> None:
-    """A long text in a short list was prepared by the thread that is for short requests."""
-    found: list[bool] = []
-    do = _Threads.do
-
-    async def note(threads: _Threads, work: Any, *, is_quick: bool = False) -> Any:
-        found.append(is_quick)
-        return await do(threads, work, is_quick=is_quick)
-
-    monkeypatch.setattr(_Threads, "do", note)
-    with running(engine) as server:
-        server.post("/v1/completions", SHORT | fields)
-        assert not any(found)
-        assert server.post("/v1/completions", SHORT).status == 200
-    assert found[-1]
 
 
 def test_a_request_of_many_prompts_does_not_fill_the_queue(engine: fminfer.Engine) -> None:
