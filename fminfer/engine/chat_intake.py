@@ -142,10 +142,9 @@ def _warn_of_unread(chat: ChatRequest, text: str, read: frozenset[str]) -> Itera
     """Tell of variables and keys of messages that a template does not read."""
     asked = {name for name, value in chat.template_args.items() if value is not None}
     if unread := sorted(asked - read):
-        cut = map(cut_name, unread[: MAX_NAMES + 1])
         yield RowWarning(
             "the chat template does not read these variables, which have no effect",
-            tuple(name + guess(name, read) for name in cut),
+            tuple(name + guess(name, read) for name in map(cut_name, unread[: MAX_NAMES + 1])),
         )
     contents = [each.get("content") for each in chat.messages]
     parts = [part for each in contents if isinstance(each, list) for part in each]

@@ -173,8 +173,10 @@ class UploadForm:
     def _extend(self, known: bytearray, data: bytes, start: int, end: int) -> None:
         known += data[start:end]
         if len(known) > MOST_VALUE_BYTES:
-            what = self._name or "the form's head"
-            raise _wrong(f"{what} has more than {MOST_VALUE_BYTES} bytes", self._name or None)
+            raise _wrong(
+                f"{self._name or 'the head of a part'} has more than {MOST_VALUE_BYTES} bytes",
+                self._name or None,
+            )
 
     def _end_header(self) -> None:
         self._head[bytes(self._header).lower()] = bytes(self._value)
