@@ -48,7 +48,6 @@ class Record:
     num_completion_tokens: int = 0
     repeat: int = 0  # equal requests before it, if chance has a part in it
     is_of_batch: bool = False  # of a server's batch, whose records all have OpenAI's form
-    is_untold: bool = False  # an error of which only the counts tell
     vector: bytes = b""  # float32 numbers that go to a file of their own
 
     @property
@@ -70,9 +69,7 @@ class Record:
         return make_key(self.envelope, self.repeat)
 
     def to_json(self) -> bytes:
-        """Return the output line in the shape of the input line, without a newline; or nothing."""
-        if self.is_untold:
-            return b""
+        """Return the output line in the shape of the input line, without a newline."""
         if self.envelope.shape == "batch" or self.is_of_batch:
             return self._to_batch_json()
         if self.error is not None:
@@ -104,13 +101,13 @@ class Record:
         """Write the line of an OpenAI Batch output file, or of its error file."""
         line_id = make_id(self.line, self.envelope)
         request_id = make_request_id(self.key, line_id)
-        status, body, number = 200, self.result, self.line.number
+        status, body = 200, self.result
         custom_id = find_custom_id(self.line, self.envelope)
         if self.error is not None:
             status = 500 if self.error.is_ours else 400
             told = _describe(self.error)
             if self.is_of_batch and custom_id == b"null":  # nothing else names the line
-                told["message"] = f"line {number}: {self.error.message}"
+                told["message"] = f"line {self.line.number}: {self.error.message}"
             body = {"error": told}
         response = {"status_code": status, "request_id": request_id, "body": body}
         members = [
@@ -118,7 +115,7 @@ class Record:
             b'"custom_id":' + custom_id,
             b'"response":' + dump(response),
             b'"error":null',
-            *([b'"line":%d' % number] if self.error and not self.is_of_batch else []),
+            *([b'"line":%d' % self.line.number] if self.error and not self.is_of_batch else []),
         ]
         return b"{" + b",".join(members) + b"}"
 

@@ -32,10 +32,10 @@ class BoundedCache(Generic[Key, Value]):
     def get(self, key: Key) -> Value | None:
         """Return the value of a key, which counts as used now; None: there is none."""
         with self._lock:
-            if key not in self._entries:
-                return None
-            self._entries.move_to_end(key)
-            return self._entries[key][0]
+            entry = self._entries.get(key)
+            if entry is not None:
+                self._entries.move_to_end(key)
+        return None if entry is None else entry[0]
 
     def put(self, key: Key, value: Value, num_bytes: int) -> list[Value]:
         """Keep a value; return those that had to go.

@@ -58,7 +58,7 @@ def build_answer(state: RequestState, form: AnswerForm) -> Iterator[Event | None
     prepared = state.prepared
     choices: list[dict[str, Any]] = []
     size = 0
-    for delta in Deltas(state, form).take() if prepared.vectors is None else ():
+    for delta in Deltas(state, form).take():
         choices.append(_choice(delta, state, form.spelling(prepared.kind)))
         size += 1 + len(delta.token_ids) + len(delta.text) * prepared.params.echo
         if size > PIECE:
@@ -165,16 +165,14 @@ class Deltas:
     def _news(self, sequence: Sequence, indices: range) -> Iterator[Delta]:
         params, prepared = sequence.prompt.params, self._state.prepared
         if (told := self._told.get(sequence)) is None:
-            parser, reader = prepared.tool_parser, None
-            if parser is not None:
-                reader = ToolCallReader(parser, keeps_one=prepared.keeps_one_call)
+            parser = prepared.tool_parser
+            reader = parser and ToolCallReader(parser, keeps_one=prepared.keeps_one_call)
             told = self._told[sequence] = _Told(reader)
         is_over = sequence.finish_reason is not None
         if told.is_over or not (sequence.tokens or is_over):
             return  # before the first token the echoed prompt's scores are not all there
         num_chars, num_listed = _certain(sequence, told.num_chars)
-        new_text = sequence.text[told.num_chars : num_chars]
-        text, calls = told.read(new_text, is_over=is_over)
+        text, calls = told.read(sequence.text[told.num_chars : num_chars], is_over=is_over)
         told.num_chars = num_chars
         tells_prompt = params.echo and not told.has_prompt
         if tells_prompt:
@@ -188,17 +186,24 @@ class Deltas:
         logprobs = _list_logprobs(
             sequence, self._spelling, told.num_listed, num_listed, with_prompt=tells_prompt
         )
-        first_call = told.num_calls - len(calls)
         reason = sequence.finish_reason
         if reason == "stop" and told.num_calls:
             reason = "tool_calls"
         for index in indices:
             named = [
                 {"index": place} | _name_call(call, sequence, index, place)
-                for place, call in enumerate(calls, first_call)
+                for place, call in enumerate(calls, told.num_calls - len(calls))
             ]
-            stop_reason = sequence.stop_reason
-            yield Delta(self._state.id, index, text, new_ids, logprobs, reason, stop_reason, named)
+            yield Delta(
+                self._state.id,
+                index,
+                text,
+                new_ids,
+                logprobs,
+                reason,
+                sequence.stop_reason,
+                named,
+            )
         told.num_listed, told.num_drawn = num_listed, len(sequence.tokens)
         told.has_prompt, told.is_over = told.has_prompt or tells_prompt, is_over
 
@@ -223,8 +228,7 @@ def _certain(sequence: Sequence, num_told: int) -> tuple[int, int]:
         return len(sequence.text), len(sequence.listed_tokens)
     detokenizer, params = sequence.detokenizer, sequence.prompt.params
     assert detokenizer is not None, "it has drawn a token"
-    num_held = len_of_possible_stop(sequence.text, params.stop, num_told)
-    num_chars = len(sequence.text) - num_held
+    num_chars = len(sequence.text) - len_of_possible_stop(sequence.text, params.stop, num_told)
     num_listed = len(sequence.tokens) - detokenizer.num_open
     if params.stop:  # a stop's cut drops the tokens that start behind it
         while num_listed and sequence.tokens[num_listed - 1].offset >= num_chars:

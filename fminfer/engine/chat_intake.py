@@ -103,8 +103,12 @@ class ChatIntake:
         found = []
         text = self.template.find_text(has_tools=bool(chat.tools)) or ""
         if has_calls and parser is None and self.tool_call_parser == "auto":
-            kind = "the form of this model's tool calls is not known, so that they stay text"
-            found.append(RowWarning(f"{kind}; --tool-call-parser names one"))
+            found.append(
+                RowWarning(
+                    "the form of this model's tool calls is not known, so that they stay text; "
+                    "--tool-call-parser names one"
+                )
+            )
         if chat.tools and "tools" not in text:
             found.append(RowWarning("the chat template does not write tools"))
         found += _warn_of_unread(chat, text, rendered.variables)
@@ -138,10 +142,9 @@ def _warn_of_unread(chat: ChatRequest, text: str, read: frozenset[str]) -> Itera
     """Tell of variables and keys of messages that a template does not read."""
     asked = {name for name, value in chat.template_args.items() if value is not None}
     if unread := sorted(asked - read):
-        cut = map(cut_name, unread[: MAX_NAMES + 1])
-        names = tuple(name + guess(name, read) for name in cut)
         yield RowWarning(
-            "the chat template does not read these variables, which have no effect", names
+            "the chat template does not read these variables, which have no effect",
+            tuple(name + guess(name, read) for name in map(cut_name, unread[: MAX_NAMES + 1])),
         )
     contents = [each.get("content") for each in chat.messages]
     parts = [part for each in contents if isinstance(each, list) for part in each]
@@ -149,6 +152,7 @@ def _warn_of_unread(chat: ChatRequest, text: str, read: frozenset[str]) -> Itera
     if _REASONING & keys and any(key in text for key in _REASONING):
         keys -= _REASONING
     if unread := sorted(key for key in keys if key not in text):
-        names = tuple(map(cut_name, unread[: MAX_NAMES + 1]))
-        kind = "the chat template does not read these keys of messages, which have no effect"
-        yield RowWarning(kind, names)
+        yield RowWarning(
+            "the chat template does not read these keys of messages, which have no effect",
+            tuple(map(cut_name, unread[: MAX_NAMES + 1])),
+        )

@@ -81,7 +81,7 @@ class Intake:
         if limits.chat_template is not None:
             self.chat_template.check()
         self._chat = ChatIntake(self.chat_template, limits.config.tool_call_parser)
-        self._begun: dict[int, _BegunChat] = {}  # by the identity of their fields
+        self._begun: dict[int, _BegunChat] = {}  # by the id of their fields, which they keep
         self._vectors: VectorIntake | None = None  # of a model that gives them
         if limits.vectors is not None:
             self._vectors = VectorIntake(tokenizer, limits, limits.vectors, self.warnings.add)
@@ -89,8 +89,8 @@ class Intake:
     @property
     def has_chat_template(self) -> bool:
         """Whether messages can become a prompt."""
-        template = self._chat.template
-        return self.tokenizer.has_words and template.find_text(has_tools=False) is not None
+        text = self.chat_template.find_text(has_tools=False)
+        return self.tokenizer.has_words and text is not None
 
     def parse(
         self,
@@ -158,8 +158,7 @@ class Intake:
                 "so that some may be shorter"
             )
         if names := grammar.unknown[:MAX_NAMES]:
-            cut = map(cut_name, names)
-            told = tuple(name + guess(name, KNOWN_KEYS) for name in cut)
+            told = tuple(name + guess(name, KNOWN_KEYS) for name in map(cut_name, names))
             yield RowWarning("unknown keywords of JSON schemas have no effect", told)
         if params.max_tokens < grammar.shortest:
             yield RowWarning(
@@ -206,24 +205,24 @@ class Intake:
         Args:
             requests: of each its fields, its endpoint and its clock, as `parse` has them.
         """
-        begun = list[_BegunChat]()
+        self._begun = {}
 
         def begin() -> Iterator[tuple[RenderCall, str]]:
             for fields, endpoint, clock in requests:
                 with suppress(Exception):  # such as a RecursionError of JSON
                     if (endpoint or tell_endpoint(fields)) == "chat":
-                        begun.append(self._begin_chat(fields, clock))
-                        yield begun[-1][2], json.dumps(begun[-1][2].message)
+                        begun = self._begin_chat(fields, clock)
+                        message = json.dumps(begun[2].message)
+                        self._begun[id(fields)] = begun
+                        yield begun[2], message
 
         if self.tokenizer.has_words and self._vectors is None:
             self.chat_template.ask_ahead(begin())
-        self._begun = {id(each[0]): each for each in begun}
 
     def _parse_chat(self, fields: Mapping[str, Any], clock: str) -> Request:
         begun = self._begun.pop(id(fields), None)
-        if begun is None or begun[0] is not fields:
-            begun = self._begin_chat(fields, clock)
-        return self._chat.render(begun[1], begun[2])
+        _, chat, call = begun or self._begin_chat(fields, clock)
+        return self._chat.render(chat, call)
 
     def _begin_chat(self, fields: Mapping[str, Any], clock: str) -> _BegunChat:
         limits = self.limits
@@ -302,13 +301,18 @@ class Intake:
 
     def _check_params(self, params: SamplingParams) -> None:
         hint = "Was it written for another model?"
-        for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
+        for name, texts, most in (
+            ("stop", params.stop, MAX_STOPS),
+            ("bad_words", params.bad_words, MAX_BAD_WORDS),
+        ):
             if texts and not self.tokenizer.has_words:
                 raise needs_words(f"{name} is text", name)
-            most = MAX_STOPS if name == "stop" else MAX_BAD_WORDS
             if len(texts) > most or sum(map(len, texts)) > MAX_CHARS:
-                allowed = f"at most {most:,} texts of {MAX_CHARS:,} characters in all"
-                raise out_of_range(name, [*texts], allowed)
+                raise out_of_range(
+                    name,
+                    [*texts],
+                    f"at most {most:,} texts of {MAX_CHARS:,} characters in all",
+                )
         size = self.limits.vocab_size
         check_ids(params.stop_token_ids, size, "stop_token_ids", hint)
         check_ids([token_id for token_id, _ in params.logit_bias], size, "logit_bias", hint)

@@ -294,21 +294,16 @@ class EngineLoop:
             self.on_step(StepTrace(result.step_id, *counts, result.spans, planned.step))
         stats.num_prompt_tokens += planned.num_prompt_tokens
         for sequence in take_result(planned, result, self._scheduler):
-            self._touch(sequence)
             self._end(sequence)
-        for sequence in planned.sequences if self._streams else ():
-            self._touch(sequence)
+        drawn = (sequence.prompt for sequence in planned.sequences)
+        for prompt in itertools.chain(planned.scored_prompts, drawn) if self._streams else ():
+            if (stream := self._streams.get(prompt.owner.id)) is not None:
+                stream.touched[prompt] = None
         for prompt in planned.read_prompts:
             if prompt.is_pooled and prompt.owner.id in self._open and prompt.owner.is_finished:
                 self._finish(prompt.owner)
         num_forced = sum(max(0, sequence.num_unfed - 1) for sequence in planned.sequences)
         stats.num_generated_tokens += len(planned.sequences) + num_forced
-
-    def _touch(self, sequence: Sequence) -> None:
-        """Have a stream look for what is new of a sequence."""
-        stream = self._streams.get(sequence.prompt.owner.id)
-        if stream is not None:
-            stream.touched[sequence.prompt] = None
 
     def _end(self, sequence: Sequence) -> None:
         self._scheduler.release(sequence)
@@ -340,10 +335,9 @@ class EngineLoop:
             events += stream.take()
         for state, pieces in [*self._finished.values()]:
             answer = next(pieces)
-            if answer is None:
-                continue
-            del self._finished[state.id]
-            self._streams.pop(state.id, None)
-            events.append(answer)
-            state.unlink()
+            if answer is not None:
+                del self._finished[state.id]
+                self._streams.pop(state.id, None)
+                events.append(answer)
+                state.unlink()
         return events

@@ -6,17 +6,18 @@ Neighbours, order, batch and resumed runs change nothing (contract, section 7).
 from __future__ import annotations
 
 import hashlib
+import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import fields
 
 from fminfer.contract.field_table import DRAW_FIELDS
 from fminfer.contract.request import DEFAULTS, SamplingParams
+from fminfer.core.bounded_cache import BoundedCache
 
 DEFAULT_VALUES = {each.name: getattr(DEFAULTS, each.name) for each in fields(DEFAULTS)}
-MAX_DESCRIBED = 256  # params whose descriptions are kept: lines of a file have mostly the same
-MAX_DESCRIBED_CHARS = 1 << 16  # of one that is kept
-_DESCRIBED: dict[SamplingParams, str] = {}
+# Of params: lines of a file have mostly the same.
+_DESCRIBED: BoundedCache[SamplingParams, str] = BoundedCache(256, 8 << 20)
 
 
 def meaning_of(prompts: Sequence[str | list[int]], params: SamplingParams) -> bytes:
@@ -29,15 +30,12 @@ def meaning_of(prompts: Sequence[str | list[int]], params: SamplingParams) -> by
 
 def describe_params(params: SamplingParams) -> str:
     """Return the part of requests' meaning that their params are, without a seed."""
-    if (known := _DESCRIBED.get(params)) is not None:
-        return known
+    if (kept := _DESCRIBED.get(params)) is not None:
+        return kept
     values = {each.name: getattr(params, each.name) for each in fields(params)}
     plain = {"seed": None, "logit_bias": tuple(sorted(params.logit_bias))}
     described = repr(_canonical(values | plain))
-    if len(described) <= MAX_DESCRIBED_CHARS:
-        if len(_DESCRIBED) >= MAX_DESCRIBED:
-            _DESCRIBED.clear()
-        _DESCRIBED[params] = described
+    _DESCRIBED.put(params, described, sys.getsizeof(described))
     return described
 
 

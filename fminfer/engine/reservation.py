@@ -120,10 +120,11 @@ class KvReservation:
         self._pool.release(shared)
         return num_needed <= num_free + num_left
 
-    def find_share(self, prompt: PromptState) -> tuple[int, int]:
-        """Return the blocks that a prompt would get, and those that would then be free."""
+    def num_left_beside(self, prompt: PromptState) -> int:
+        """Count the rows like a prompt's for which there would be blocks once it has its own."""
         num_blocks = self._num_blocks(prompt, self._num_expected(prompt))
-        return num_blocks, self._pool.num_free + self._pool.num_idle - num_blocks
+        num_left = self._pool.num_free + self._pool.num_idle - num_blocks
+        return num_left * len(prompt.sequences) // num_blocks
 
     def grow(self, sequence: Sequence) -> bool:
         """Give a sequence a block for its newest token, if it needs one; False: none is left."""

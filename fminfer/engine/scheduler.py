@@ -96,15 +96,12 @@ class Scheduler:
             if is_stopping and not prompt.has_run:
                 place += 1
                 continue
-            if not self._leaves_room(prompt):
-                place, num_looks = place + 1, num_looks + 1
-                continue
             lines = (self._prefilling, self.reading)
             num_before = sum(line.num_unfed_before(prompt.priority) for line in lines)
             if num_before >= self.shape.chunk_size:
                 break
             match = self.kv.find_prefix(prompt)
-            if self._stands_back(prompt, match):
+            if self._stands_back(prompt, match) or not self._leaves_room(prompt):
                 place, num_looks = place + 1, num_looks + 1
                 continue
             # Rows that this preempts are of lower priority: they join the line behind `place`.
@@ -143,7 +140,7 @@ class Scheduler:
         many short requests would keep them from ever running. Nor has the step that is ready before
         a stage needs it.
         """
-        has_behind = self._has_rows_behind
+        has_behind = self._has_rows_below(BEHIND_ALL + 1)
         is_ahead = len(self.in_flight) >= self.shape.num_stages
         is_their_turn = self._num_left_out >= MAX_LEFT_OUT
         if is_ahead and is_their_turn:
@@ -249,13 +246,12 @@ class Scheduler:
         assert self._prefilling.num_unfed == 0, "a prompt was fed in part"
         self.kv.check_idle()
 
-    @property
-    def _has_rows_behind(self) -> bool:
-        """Whether rows that wait behind all others could be in the next step."""
-        if self._lowest_priority > BEHIND_ALL:
+    def _has_rows_below(self, priority: float) -> bool:
+        """Return whether rows of lower priority could be in the next step."""
+        if self._lowest_priority >= priority:
             return False
-        is_feeding = BEHIND_ALL in (self._prefilling.last_priority, self.reading.last_priority)
-        return is_feeding or any(row.prompt.priority == BEHIND_ALL for row in self._ready)
+        is_feeding = min(self._prefilling.last_priority, self.reading.last_priority) < priority
+        return is_feeding or any(row.prompt.priority < priority for row in self._ready)
 
     def _stands_back(self, prompt: PromptState, match: Match) -> bool:
         """Return whether the prompt should wait because its prefix will soon be in the cache."""
@@ -269,20 +265,20 @@ class Scheduler:
     def _leaves_room(self, prompt: PromptState) -> bool:
         """Return whether others still find rows and blocks once a prompt has entered.
 
-        What a request holds may be SHARE times what it leaves free. Rows behind all others count
+        What a request holds may be SHARE times what it leaves free. Rows of lower priority count
         as free, for they can be preempted. Lines of a run share no engine with other requests.
         """
-        owner, num_rows = prompt.owner, len(prompt.sequences)
-        if owner.is_counted or not self.kv.num_sequences or prompt.has_run:
+        owner = prompt.owner
+        num_running = owner.num_running + len(prompt.sequences)
+        if owner.is_counted or prompt.has_run or num_running <= 1 or not self.kv.num_sequences:
             return True
-        num_others = owner.num_running + num_rows - 1
-        num_left = self.max_rows - self.kv.num_sequences - num_rows
-        num_blocks, num_blocks_left = self.kv.find_share(prompt)
-        has_rows = num_others <= SHARE * max(0, num_left)
-        has_blocks = num_others * num_blocks <= SHARE * max(0, num_blocks_left) * num_rows
-        if (has_rows and has_blocks) or (prompt.priority > BEHIND_ALL and self._has_rows_behind):
-            return True
-        return not owner.num_running and time.perf_counter() - owner.added_s > PATIENCE_S
+        num_left = min(
+            self.max_rows - self.kv.num_sequences - len(prompt.sequences),
+            self.kv.num_left_beside(prompt),
+        )
+        may_preempt = self._has_rows_below(prompt.priority)
+        has_waited = not owner.num_running and time.perf_counter() - owner.added_s > PATIENCE_S
+        return num_running <= SHARE * num_left or may_preempt or has_waited
 
     def _enter(self, prompt: PromptState, match: Match, *, at_all_costs: bool = False) -> bool:
         """Reserve a prompt's blocks and let it be fed; False if there is no room."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 from fminfer.contract.request import SamplingParams
 from fminfer.engine.logit_edits import Bans, LogitEdits
@@ -42,18 +44,19 @@ class Starter:
         bans = find_bans(params, self.tokenizer, self.eos_ids)
         stops = find_stops(params, self.tokenizer)
         end_ids = frozenset(stops) if params.ignore_eos else self.eos_ids.union(stops)
-        for index in range(len(ids)):
-            prompt = self._start(state, index, key)
-            prompt.end_ids, prompt.stop_reasons, prompt.bans = end_ids, stops, bans
-            state.prompts.append(prompt)
+        ends = {"end_ids": end_ids, "stop_reasons": stops, "bans": bans}
+        state.prompts = [self._start(state, index, key, ends) for index in range(len(ids))]
         return state
 
-    def _start(self, state: RequestState, index: int, key: bytes) -> PromptState:
+    def _start(
+        self, state: RequestState, index: int, key: bytes, ends: Mapping[str, Any]
+    ) -> PromptState:
         prepared = state.prepared
+        params = prepared.params
+        encoded = prepared.prompts[index]
         if prepared.is_pooled:
-            return PromptState(state, index, prepared.prompts[index])
-        params, encoded = prepared.params, prepared.prompts[index]
-        prompt = PromptState(state, index, encoded)
+            return PromptState(state, index, encoded)
+        prompt = PromptState(state, index, encoded, **ends)
         if prepared.sources:
             prompt.source = prepared.sources[index]
         grammar = None

@@ -75,17 +75,17 @@ def written_together(
     Args:
         is_new: refuse to replace what is there and is not equal, by a UsageError.
     """
-    paths = [output, *others]
-    with contextlib.ExitStack() as drafts:
-        opened = [drafts.enter_context(drafting(draft_path(path))) for path in paths]
-        yield [file for _, file in opened]
-        for _, file in opened:
+    with contextlib.ExitStack() as stack:
+        drafts = [
+            (path, *stack.enter_context(drafting(draft_path(path)))) for path in (output, *others)
+        ]
+        yield [file for *_, file in drafts]
+        for *_, file in drafts:
             finish(file)
-        places = [(path, name) for path, (name, _) in zip(paths, opened, strict=True)]
-        for path, name in places if is_new else ():
+        for path, name, _ in drafts if is_new else ():
             if path.exists() and not filecmp.cmp(path, name, shallow=False):
                 raise UsageError(f"{path} exists; move it away, or give another --output")
-        for path, name in reversed(places):
+        for path, name, _ in reversed(drafts):
             if path == output or name.stat().st_size:
                 os.replace(name, path)
             else:
@@ -120,7 +120,7 @@ def _write_in_order(journal: Journal, files: Sequence[_Sealed]) -> Seals:
     errors = files[1].seal()
     found: Seals = {"output": files[0].seal(), "errors": errors if errors["bytes"] else None}
     if vectors is not None:
-        vectors.finish()
+        vectors.fill(journal.last_number)
         found["vectors"] = files[2].seal()
     return found
 
@@ -147,7 +147,7 @@ class _VectorWriter:
     def __init__(self, file: _Sealed, num_rows: int, size: int) -> None:
         import numpy as np  # only here: `fminfer --help` needs none
 
-        self._file, self._num_rows, self._num_written = file, num_rows, 0
+        self._file, self._num_written = file, 0
         self._absent = np.full(size, np.nan, "<f4").tobytes()
         header = {"descr": "<f4", "fortran_order": False, "shape": (num_rows, size)}
         start = BytesIO()
@@ -157,15 +157,12 @@ class _VectorWriter:
     def add(self, number: int, vector: bytes) -> None:
         """Write the vector of a line, whose number is larger than those before."""
         assert len(vector) == len(self._absent), "a run's vectors have one size"
-        self._fill(number - 1)
+        self.fill(number - 1)
         self._file.write(vector)
         self._num_written += 1
 
-    def finish(self) -> None:
-        """Write the rows of the last lines if they have no vectors."""
-        self._fill(self._num_rows)
-
-    def _fill(self, until: int) -> None:
+    def fill(self, until: int) -> None:
+        """Write the rows of the next lines, which have no vectors, until that number."""
         most = max(1, MOST_GAP // len(self._absent))
         while (left := until - self._num_written) > 0:
             self._file.write(self._absent * min(left, most))

@@ -27,7 +27,7 @@ HOST = re.compile(r"(?i)^[a-z][a-z0-9+.-]*://[^/]*")  # of such a target, as tex
 ELSEWHERE = ("cross-site", "same-site")
 WITH_SLASH = ("/run/", "/run_", "/docs/")  # where one at the end means something
 MODELS = "/v1/models/"  # names that may be paths stand behind it
-PROMPT_PATH = re.compile(".*/run(_[a-z_]*)?/")  # behind it stands a text to complete
+PROMPT_PATH = re.compile("/run(_[a-z_]*)?/")  # behind it stands a text to complete
 OPEN_FOLDERS = ("/page/", "/docs/")
 
 
@@ -200,7 +200,6 @@ def _closes(*headers: Headers) -> bool:
 def _show(scope: Scope) -> str:
     """Return who asks, and for which path as it was sent, without what may be a prompt."""
     client = scope["client"][0] if scope.get("client") else "-"
-    path = scope["raw_path"].decode("ascii")
-    if place := PROMPT_PATH.match(path):
-        path = f"{place[0]}…"
+    place = PROMPT_PATH.search(scope["path"])
+    path = f"{place[0]}…" if place else scope["raw_path"].decode("ascii")
     return f"{client} {scope['method']} {path}"

@@ -123,7 +123,7 @@ def file_routes(given: BatchService | None) -> APIRouter:
     async def upload(request: Request) -> Response:
         """Upload a file of requests."""
         batches, owner = _require(given, request)
-        found = await take_upload(request, batches.uploads, batches.limits)
+        found = await take_upload(request, batches.uploads, batches.settings)
         stored = await asyncio.to_thread(batches.keep_upload, found, owner)
         return respond_json(stored.to_object())
 

@@ -16,7 +16,7 @@ from fminfer.server.batches.state_folder import new_id
 from fminfer.server.batches.stored_batches import ServerState, StoredBatch
 from fminfer.server.batches.stored_files import ServerFile
 from fminfer.server.http_errors import HttpError
-from fminfer.server.request_bodies import Upload, UploadLimits
+from fminfer.server.request_bodies import Upload
 from fminfer.server.service import Service
 from fminfer.server.settings import ServerSettings
 
@@ -32,7 +32,7 @@ class BatchService:
     """
 
     def __init__(self, state: ServerState, service: Service, settings: ServerSettings) -> None:
-        self.limits = UploadLimits(settings.max_upload_bytes, settings.max_batch_lines)
+        self.settings = settings
         self.uploads = state.folder.uploads
         self.files, self.batches = state.files, state.batches
         self._folder = state.folder

@@ -26,32 +26,29 @@ CLOSE = [(b"connection", b"close")]
 PROBE_S = 0.1, 10.0  # first and longest pause between looks for a client that may have left
 UNREAD_S = 60.0  # that a client may leave what it was sent unread
 MOST_CONNECTIONS = 4096
-SPARE_FILES = 256  # that the process may open beside its connections
-MOST_CHUNKS, LEAST_CHUNK = 4096, 16  # of one body: so many may be smaller, in bytes, on average
+LEAST_CHUNK = 16  # bytes that chunks of a body have on average
+LENT_BYTES = 60_000  # that they may lack of it
 _BARE_LINE_END = re.compile(rb"(?<!\r)\n")
 
 
 class _Parser(h11.Connection):
     """Refuses what other parsers of HTTP, such as a proxy's, may read differently."""
 
-    num_chunks = num_bytes = 0  # of a chunked body; 0: it is none
+    _num_spare = LENT_BYTES  # of a body: its bytes beyond those that its chunks need
 
     def next_event(self) -> Any:
         """Return what has come next."""
-        head = b""
-        if self.their_state is h11.IDLE:
-            head = self.trailing_data[0].partition(b"\r\n\r\n")[0]
-        if _BARE_LINE_END.search(head):
+        is_idle = self.their_state is h11.IDLE
+        if is_idle and _BARE_LINE_END.search(self.trailing_data[0].partition(b"\r\n\r\n")[0]):
             raise h11.RemoteProtocolError("a line of its head ends in LF, and not in CR LF")
         event = super().next_event()
         if isinstance(event, h11.Request):
-            self.num_chunks = self.num_bytes = 0
+            self._num_spare = LENT_BYTES
             if {b"transfer-encoding", b"content-length"} <= dict(event.headers).keys():
                 raise h11.RemoteProtocolError("it has Content-Length and Transfer-Encoding")
-        if isinstance(event, h11.Data) and (event.chunk_start or self.num_chunks):
-            self.num_chunks += event.chunk_start
-            self.num_bytes += len(event.data)
-            if self.num_chunks > max(MOST_CHUNKS, self.num_bytes / LEAST_CHUNK):
+        if isinstance(event, h11.Data):
+            self._num_spare += len(event.data) - LEAST_CHUNK * event.chunk_start
+            if self._num_spare < 0:
                 raise h11.RemoteProtocolError("its chunks have few bytes; send larger ones")
         return event
 
@@ -79,16 +76,19 @@ class Connection(H11Protocol):
         self._wait_for_head(self.timeout_keep_alive)
 
     @property
-    def patience(self) -> tuple[int, float]:
+    def patience(self) -> tuple[bool, bool, float]:
         """By which the first to be closed is found: one that is silent, or sends a body slowly."""
-        if self.is_silent:
-            return 0, self._silent_s
-        return 1 + (not self.cycle.more_body), self._silent_s
+        return not self.is_silent, self.is_whole, self._silent_s
 
     @property
     def is_silent(self) -> bool:
         """Whether no request is open."""
         return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a request that is open has come whole."""
+        return not (self.is_silent or self.cycle.more_body)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait no longer."""
@@ -102,13 +102,10 @@ class Connection(H11Protocol):
         TLS cannot be closed by half. A client of HTTP/1.0 cannot be told from one that has left,
         and proxies that speak it do not close by half.
         """
-        cycle = self.cycle
-        if cycle is None or cycle.response_complete or cycle.more_body:
-            return False
-        if self.scheme == "https" or self.scope["http_version"] != "1.1":
+        if not self.is_whole or self.scheme == "https" or self.scope["http_version"] != "1.1":
             return False
         self.scope["headers"] = [*self.scope["headers"], *CLOSE]  # and so in the response
-        cycle.keep_alive = False
+        self.cycle.keep_alive = False
         self._wait(PROBE_S[0], self._probe, PROBE_S[0])
         return True
 
@@ -156,10 +153,7 @@ def raise_file_limit() -> None:
 
 def max_connections() -> int:
     """Return how many connections there may be, so that files are left for all else."""
-    num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if num_files == resource.RLIM_INFINITY:
-        return MOST_CONNECTIONS
-    return min(MOST_CONNECTIONS, max(num_files // 2, num_files - SPARE_FILES))
+    return min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
 def open_socket(settings: ServerSettings) -> socket.socket:

@@ -106,8 +106,7 @@ class Metrics:
         self._total_s.observe(total_s)
         if num_drawn:
             self._first_token_s.observe(queue_s + times["prefill_time"])
-        draws = finished.part == "choices"
-        choices = finished.choices if draws else [{"finish_reason": "stop"}]
+        choices = finished.choices if finished.part == "choices" else [{"finish_reason": "stop"}]
         for reason, number in Tally(each["finish_reason"] for each in choices).items():
             self._finished.labels(self._model_name, reason).inc(number)
 

@@ -26,6 +26,7 @@ from fminfer.files.line_reader import UTF8_BOM
 from fminfer.server.batches.batch_request import PURPOSE, read_life
 from fminfer.server.batches.state_folder import PRIVATE_FILE, explain_state
 from fminfer.server.http_errors import HttpError
+from fminfer.server.settings import ServerSettings
 
 READ_S = 60.0  # for a whole body
 MOST_DISCARDED = 64 * 2**20  # bytes of a body that is refused already, so that its client hears
@@ -67,17 +68,12 @@ class BodyReader:
     async def _read(self, request: Request) -> bytes:
         pieces: list[bytes] = []
         num_bytes = 0
-        announced = request.headers.get("content-length", "")
-        is_large = announced.isdecimal() and int(announced) > self._max_bytes
         async for piece in request.stream():
             num_bytes += len(piece)
-            is_large = is_large or num_bytes > self._max_bytes
-            if is_large:
-                pieces.clear()
-            else:
+            if num_bytes <= self._max_bytes:
                 pieces.append(piece)
                 self._hold(request.scope["state"], max(0, num_bytes - SMALL_BYTES))
-            if num_bytes > self._max_bytes + MOST_DISCARDED:
+            elif num_bytes > self._max_bytes + MOST_DISCARDED:
                 break
         if num_bytes > self._max_bytes:
             raise HttpError(
@@ -181,8 +177,10 @@ class UploadForm:
     def _extend(self, known: bytearray, data: bytes, start: int, end: int) -> None:
         known += data[start:end]
         if len(known) > MOST_VALUE_BYTES:
-            name = self._name or "the form's head"
-            raise _wrong(f"{name} has more than {MOST_VALUE_BYTES} bytes", self._name or None)
+            raise _wrong(
+                f"{self._name or 'the head of a part'} has more than {MOST_VALUE_BYTES} bytes",
+                self._name or None,
+            )
 
     def _end_header(self) -> None:
         self._head[bytes(self._header).lower()] = bytes(self._value)
@@ -231,7 +229,7 @@ class UploadForm:
         self.is_complete = True
 
 
-async def take_upload(request: Request, folder: Path, limits: UploadLimits) -> Upload:
+async def take_upload(request: Request, folder: Path, settings: ServerSettings) -> Upload:
     """Write the file of a request's body into a folder.
 
     The caller moves or removes it. If this fails, nothing is left.
@@ -256,7 +254,7 @@ async def take_upload(request: Request, folder: Path, limits: UploadLimits) -> U
             os.open, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE
         )
         try:
-            num_bytes = await _write_all(request, form, fd, limits)
+            num_bytes = await _write_all(request, form, fd, settings)
             await asyncio.to_thread(os.fsync, fd)
         finally:
             os.close(fd)
@@ -268,7 +266,7 @@ async def take_upload(request: Request, folder: Path, limits: UploadLimits) -> U
         raise
 
 
-async def _write_all(request: Request, form: UploadForm, fd: int, limits: UploadLimits) -> int:
+async def _write_all(request: Request, form: UploadForm, fd: int, settings: ServerSettings) -> int:
     """Write what comes of the file; return how much that was.
 
     What comes after a mistake is passed over for a while, so that the client hears of it.
@@ -283,7 +281,7 @@ async def _write_all(request: Request, form: UploadForm, fd: int, limits: Upload
             continue
         try:
             form.write(piece)
-            limits.check(num_bytes + len(form.pending), form.num_lines)
+            _check_size(settings, num_bytes + len(form.pending), form.num_lines)
         except HttpError as error:
             refusal = error
             continue
@@ -292,7 +290,7 @@ async def _write_all(request: Request, form: UploadForm, fd: int, limits: Upload
     if refusal is not None:
         raise refusal
     form.check_whole()
-    limits.check(num_bytes, form.num_lines + form.is_in_line)
+    _check_size(settings, num_bytes, form.num_lines + form.is_in_line)
     return await _write_pending(form, fd, num_bytes)
 
 
@@ -306,13 +304,14 @@ async def _write_pending(form: UploadForm, fd: int, place: int) -> int:
 async def _pieces(request: Request) -> AsyncIterator[bytes]:
     """Yield a body as it comes."""
     pieces = aiter(request.stream())
-    late = f"the file comes too slowly; send it without pauses of {PAUSE_S:g} s, and at least "
-    late += f"{show_bytes(LEAST_RATE)} a second"
+    late = (
+        f"the file comes too slowly; send it without pauses of {PAUSE_S:g} s, and at least "
+        f"{show_bytes(LEAST_RATE)} a second"
+    )
     end_s = time.monotonic() + PAUSE_S
     with suppress(StopAsyncIteration), _waiting_for("file", late):
         while True:
-            wait_s = min(PAUSE_S, end_s - time.monotonic())
-            piece = await asyncio.wait_for(anext(pieces), wait_s)
+            piece = await asyncio.wait_for(anext(pieces), min(PAUSE_S, end_s - time.monotonic()))
             end_s += len(piece) / LEAST_RATE
             yield piece
 
@@ -328,30 +327,22 @@ def _waiting_for(what: str, late: str) -> Iterator[None]:
         raise HttpError(400, f"the client left before its {what} was there") from None
 
 
-@dataclass(slots=True, frozen=True)
-class UploadLimits:
-    """What a file of `/v1/files` may have."""
+def _check_size(settings: ServerSettings, num_bytes: int, num_lines: int) -> None:
+    """Refuse a file that has more than is allowed, by an HttpError."""
+    if num_bytes > (most := settings.max_upload_bytes):
+        raise _too_large(f"{show_bytes(most)} ({most:,} bytes)", "--max-upload-size")
+    if num_lines > (most := settings.max_batch_lines):
+        raise _too_large(f"{most:,} lines, blank ones among them", "--max-batch-lines")
 
-    max_bytes: int
-    max_lines: int
 
-    def check(self, num_bytes: int, num_lines: int) -> None:
-        """Refuse a file that has more, by an HttpError."""
-        most = f"{self.max_lines:,} lines, blank ones among them"
-        option = "--max-batch-lines"
-        if num_bytes > self.max_bytes:
-            most = f"{show_bytes(self.max_bytes)} ({self.max_bytes:,} bytes)"
-            option = "--max-upload-size"
-        elif num_lines <= self.max_lines:
-            return
-        raise HttpError(
-            413,
-            f"the file has more than {most}, the most that is allowed ({option}); cut it into "
-            "several",
-            code="file_too_large",
-            param="file",
-            headers=CLOSE,
-        )
+def _too_large(most: str, option: str) -> HttpError:
+    return HttpError(
+        413,
+        f"the file has more than {most}, the most that is allowed ({option}); cut it into several",
+        code="file_too_large",
+        param="file",
+        headers=CLOSE,
+    )
 
 
 def _decode(raw: bytes | bytearray) -> str:

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 import fminfer
+from fminfer.files.ordered_output import errors_path
 from fminfer.server.batches import batch_work
+from fminfer.server.batches.batch_ends import end_early
 from tests.server.batch_calls import (
     Clock,
     batch_line,
@@ -147,3 +149,13 @@ def test_what_is_finished_when_the_window_ends_is_completed(
         assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
         assert batch["usage"]["output_tokens"] > 0
         assert [*texts_of(server, batch)] == ["a"]
+
+
+def test_lines_without_an_id_are_only_counted_when_they_expire(tmp_path: Path) -> None:
+    """Each made a record of hundreds of bytes that named nothing, of two bytes that were sent."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"\n".join([b"1", batch_line("a"), b"{}", b"[]"]))
+    progress = end_early(output, source, 0)
+    assert (progress.total, progress.completed, progress.failed) == (4, 0, 4)
+    (record,) = errors_path(output).read_bytes().splitlines()
+    assert json.loads(record)["custom_id"] == json.loads(batch_line("a"))["custom_id"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import fminfer
-from fminfer.server.batches.batch_ends import MOST_UNNAMED
+from fminfer.server.batches.batch_run import MOST_UNNAMED
 from tests.server.batch_calls import (
     CHAT,
     COMPLETIONS,

@@ -203,6 +203,8 @@ def test_no_prompt_stands_in_the_log(
             server.post(path, body)
         server.get("/run/MARK")
         server.get("/run_x/MARK?seed=MARK")
+        server.get("/run/MARK/run/x")
+        server.get("/%72un/MARK")
         server.get("/health?text=MARK")
     told = capfd.readouterr().err
     assert "/health 200" in told and "MARK" not in told

@@ -76,12 +76,8 @@ class LineIntake:
         self._name_line = name_line or (lambda line: f"line {line.number}")
         self._counter = LineCounter(intake, check)
         self.pass_over = self._counter.pass_over  # lines that are not to be answered again
-        # How many lines it opens at once: as many as are tokenized together.
-        self.group_size = 1
-        if intake.limits.vectors is not None:
-            self.group_size = MAX_GROUP
-        elif intake.has_chat_template:
-            self.group_size = MAX_CHATS
+        # How many lines it opens at once: as many as are tokenized or rendered together.
+        self.group_size = MAX_CHATS if intake.limits.vectors is None else MAX_GROUP
 
     def open(self, line: Line) -> LineRequest | Record:
         """Return a line's request, or the record that says why it cannot be answered."""
@@ -90,11 +86,10 @@ class LineIntake:
     def open_all(self, lines: Iterable[Line]) -> list[LineRequest | Record]:
         """Do as `open` for each line; texts of all are tokenized together, where that is faster."""
         enclosed = [(line, _open_envelope(line)) for line in lines]
-        if len(enclosed) > 1:
-            self._intake.render_ahead(
-                (envelope.fields, envelope.endpoint, self._counter.find_clock(line))
-                for line, envelope in enclosed
-            )
+        self._intake.render_ahead(
+            (envelope.fields, envelope.endpoint, self._counter.find_clock(line))
+            for line, envelope in enclosed
+        )
         opened = [self._open(line, envelope) for line, envelope in enclosed]
         asked = [each[2] for each in opened if not isinstance(each, Record)]
         prepared = iter(self._intake.prepare_all(asked))
@@ -129,8 +124,7 @@ def _open_envelope(line: Line) -> Envelope:
     try:
         return open_envelope(line)
     except Exception as error:
-        error = row_error(error, f"line {line.number}")
-        return Envelope("bare", as_text(line.raw), error=error)
+        return Envelope("bare", as_text(line.raw), error=row_error(error, f"line {line.number}"))
 
 
 def _take_vector(answer: Finished) -> tuple[Finished, bytes]:

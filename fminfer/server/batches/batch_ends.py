@@ -25,8 +25,6 @@ EXPIRED = {
     "again, with a longer completion_window",
 }
 NOBODY: Fingerprint = {"the run": "ended before its first row"}
-UNNAMED = b'","custom_id":null,"'
-MOST_UNNAMED = 256  # errors without a custom_id that have a record: others tell no more
 LATER = "Finished lines are kept, and the server tries again by itself"
 MODEL_CHANGED = "model_changed"
 OF_DISK: dict[DiskFault, str] = {
@@ -86,27 +84,27 @@ def _progress_of(journal: Journal, total: int) -> Progress:
 def _add_expired(journal: Journal, source: Path) -> int:
     """Give every line without a record its error; return how many lines there are."""
     num_lines = 0
-    num_unnamed = 0
     for line in read_lines(source, 0):
         num_lines += 1
         if line.number not in journal:
-            record = _expired_record(line)
-            num_unnamed += UNNAMED in record
-            if num_unnamed > MOST_UNNAMED and UNNAMED in record:
-                record = b""
-            row = Row(line.number, True, (0, 0, 0), zlib.crc32(line.raw), record)
+            row = Row(line.number, True, (0, 0, 0), zlib.crc32(line.raw), _expired_record(line))
             journal.append(row)
             journal.kept.add(is_error=True, tokens=row.tokens)
     return num_lines
 
 
 def _expired_record(line: Line) -> bytes:
-    """Return the error of a line that was not executed, as OpenAI's error files have it."""
+    """Return the error of a line that was not executed, as OpenAI's error files have it.
+
+    A line without a custom_id has none: it would name nothing, and be far longer than the line.
+    """
     envelope = open_envelope(line)
-    request_id = make_id(line, envelope)
+    custom_id = find_custom_id(line, envelope)
+    if custom_id == b"null":
+        return b""
     return b'{"id":"batch_req_%s","custom_id":%s,"response":null,"error":%s}' % (
-        request_id.encode(),
-        find_custom_id(line, envelope),
+        make_id(line, envelope).encode(),
+        custom_id,
         dump(EXPIRED),
     )
 

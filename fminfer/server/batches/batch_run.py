@@ -27,7 +27,6 @@ from fminfer.runtime.lines.lanes import Lane
 from fminfer.runtime.lines.line_intake import RecordForm
 from fminfer.runtime.lines.runner import WINDOW
 from fminfer.server.batches.batch_ends import (
-    MOST_UNNAMED,
     check_unchanged,
     count_kept,
     drop_journal,
@@ -52,6 +51,7 @@ TOO_LONG = Trouble(
     "the file has more lines, unpacked, than the server allows (--max-batch-lines); cut it into "
     "several",
 )
+MOST_UNNAMED = 256  # errors without a custom_id that have a record: others tell no more
 WAIT_S = 0.2  # between looks whether the batch is to end
 RowKind = Literal["answer", "error"]
 
@@ -68,6 +68,14 @@ class BatchContext:
     tell: Callable[[Literal["info", "error"], str], None]  # the server's log
     max_lines: int  # of a file
     done: Counter[RowKind] = field(default_factory=Counter)  # lines, since the server began
+
+
+class _UntoldError(Record):
+    """The error of a line, of which only the counts tell."""
+
+    def to_json(self) -> bytes:
+        """Return nothing, which is in no file."""
+        return b""
 
 
 class BatchRun:
@@ -188,10 +196,12 @@ class BatchRun:
         if error is None or find_custom_id(record.line, record.envelope) != b"null":
             return record
         self._num_unnamed += 1
-        if self._num_unnamed != MOST_UNNAMED:
-            return replace(record, is_untold=self._num_unnamed > MOST_UNNAMED)
-        text = f"{error.message}. Later lines without a custom_id are only counted"
-        return replace(record, error=RequestError(error.code, text, error.param))
+        if self._num_unnamed > MOST_UNNAMED:
+            return _UntoldError(record.line, record.envelope, error=error)
+        if self._num_unnamed == MOST_UNNAMED:
+            text = f"{error.message}. Later lines without a custom_id are only counted"
+            error = RequestError(error.code, text, error.param)
+        return replace(record, error=error)
 
     def _find_input(self) -> Path:
         """Return where its input is."""
@@ -244,8 +254,7 @@ class BatchRun:
         if ending == "expired":
             source = self._find_input()
             self._batches.change(batch, _finalizing)
-        progress = end_early(self._output, source, total)
-        self._publish(ending, progress)
+        self._publish(ending, end_early(self._output, source, total))
         drop_journal(self._output)
 
     def _fail(self, trouble: Trouble) -> None:
