@@ -106,8 +106,7 @@ def _advise(address: int, num_bytes: int, advice: int) -> int:
     """Tell the system how memory will be used; return -1 if it refuses, which changes nothing."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    failed: int = madvise(address, num_bytes, advice)
-    return failed
+    return int(madvise(address, num_bytes, advice))
 
 
 @contextmanager

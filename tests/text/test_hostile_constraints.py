@@ -123,7 +123,7 @@ def test_what_is_kept_of_constraints_is_bounded_in_bytes(monkeypatch: pytest.Mon
     assert len(one._found._entries) == 4 and one._num_nodes == 4
     for number in range(100):
         read({"guided_grammar": f"{number}" + "a" * 200_000})
-    assert contract._KEPT.num_bytes <= 8 << 20
+    assert contract._intern.cache_info().currsize * contract.MAX_BYTES <= 8 << 20
 
 
 @pytest.mark.skipif(not EVERY, reason="takes 3 s; FMINFER_TEST_ALL=1 runs it")
