@@ -120,7 +120,11 @@ def gguf_error(name: str, files: Sequence[str], *, is_of_hub: bool = False) -> C
     """Return the error of a folder, or a model of the hub, that holds GGUF files alone."""
     names = sorted(file for file in files if not file.startswith(_PROJECTOR)) or sorted(files)
     first, more = names[0], f" and {len(names) - 1} more" * (len(names) > 1)
-    how = f"give one by its name: --model-name {Path(name) / first}"
-    if is_of_hub:
-        how = f"download one and give its path: hf download {name} {first} --local-dir ."
-    return CheckpointError(f"{name} holds models in GGUF, llama.cpp's form ({first}{more}); {how}")
+    remedy = (
+        f"download one and give its path: hf download {name} {first} --local-dir ."
+        if is_of_hub
+        else f"give one by its name: --model-name {Path(name) / first}"
+    )
+    return CheckpointError(
+        f"{name} holds models in GGUF, llama.cpp's form ({first}{more}); {remedy}"
+    )

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fminfer.machine import control_groups
-from fminfer.machine.control_groups import group_folders
+from fminfer.machine.control_groups import group_folders, read_text
 
 # Bytes touched, and read, at a time. Between two pieces Python stops what the process imports: for
 # milliseconds, where other work has the cores.
@@ -66,10 +66,9 @@ def peak_host_bytes() -> int:
 
 def _read_bytes(file: str, name: str) -> int | None:
     """Return bytes that Linux tells of; None: it does not."""
-    with suppress(OSError):
-        for line in (control_groups.SYSTEM / file).read_text().splitlines():
-            if line.startswith(f"{name}:"):
-                return int(line.split()[1]) * 1024
+    for line in read_text(control_groups.SYSTEM / file).splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
     return None
 
 

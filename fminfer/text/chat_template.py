@@ -70,10 +70,9 @@ class ChatTemplate:
         if self.tokenizer.hf is None:
             return None
         try:
-            text: str = self.tokenizer.hf.get_chat_template(None, [{}] if has_tools else None)
+            return str(self.tokenizer.hf.get_chat_template(None, [{}] if has_tools else None))
         except ValueError:  # none, or several and none of them the default
             return None
-        return text
 
     def begin(
         self,

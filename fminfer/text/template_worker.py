@@ -112,8 +112,8 @@ class TemplateWorker:
         except MemoryError:
             raise
         except Exception as error:  # whatever a template does
-            line = getattr(error, "lineno", None)
-            fault = f"{LINE}{line}: {error}" if line else f"{type(error).__name__}: {error}"
+            place = f"{LINE}{line}: " if (line := getattr(error, "lineno", None)) else ""
+            fault = f"{place}{type(error).__name__}: {error}"
             if len(fault) > MAX_FAULT_CHARS:
                 fault = fault[:MAX_FAULT_CHARS] + "…"
             raise ValueError(fault) from error

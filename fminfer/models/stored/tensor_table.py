@@ -58,8 +58,6 @@ def read_weight_file(path: Path) -> StoredFile:
     """Return the tensors of a file, without their values; what is no such file is refused."""
     with naming_faults(path):
         refuse_impostor(path)
-        if not path.stat().st_size:
-            raise broken(path, "it is empty")
         if is_gguf(path):
             return read_gguf(path)[0]
         return read_safetensors(path) if path.suffix == ".safetensors" else read_torch_file(path)
@@ -101,10 +99,11 @@ class TensorFiles:
             files.append(read_weight_file(path))
         self._maps: dict[Path, mmap.mmap] = {}
         self.lent: Lent | None = None  # in `lend`: the buffer to take bytes from
-        if found.form == "metaseq":
-            self._tensors = _join_parts(files)
-        else:
-            self._tensors = _one_table(folder, found, files, layer_prefix)
+        self._tensors = (
+            _join_parts(files)
+            if found.form == "metaseq"
+            else _one_table(folder, found, files, layer_prefix)
+        )
         for start, other in beside.items():
             own = TensorFiles(other)
             self._tensors |= {start + name: tensor for name, tensor in own._tensors.items()}

@@ -298,9 +298,8 @@ def _called(call: list[Any]) -> object:
     storage, offset, shape, strides = arguments[:4]
     if not isinstance(storage, Storage):
         raise ValueError("a tensor without a storage")
-    dtype = storage.dtype
-    if name.endswith("_v3"):
-        dtype = OF_DTYPES[arguments[6].rpartition(".")[2]]
+    has_dtype = name.endswith("_v3")
+    dtype = OF_DTYPES[arguments[6].rpartition(".")[2]] if has_dtype else storage.dtype
     return PickledTensor(storage, dtype, offset, shape, strides)
 
 
