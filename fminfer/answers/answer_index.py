@@ -11,7 +11,6 @@ import random
 import threading
 import time
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Generic, TypeVar
@@ -19,6 +18,7 @@ from typing import Generic, TypeVar
 from fminfer.answers.answer_store import AnswerStore
 from fminfer.answers.cache_place import CachePlace
 from fminfer.contract.json_object import dump, load
+from fminfer.core.bounded_cache import BoundedCache
 from fminfer.engine.engine_core import Finished
 from fminfer.engine.noise import meaning_of
 from fminfer.engine.sequence import Prepared
@@ -66,40 +66,29 @@ class RecentAnswers(Generic[Value]):
     """
 
     def __init__(self, max_size: int, list_size: int = 1) -> None:
-        self._max_size, self._list_size = max_size, list_size
-        self._lock = threading.Lock()
-        self._answers: OrderedDict[bytes, tuple[int, list[Value]]] = OrderedDict()  # with sizes
-        self.size = 0
-
-    @property
-    def takes_chance(self) -> bool:
-        """Whether requests are answered from here that chance has a part in."""
-        return self._max_size > 0 and self._list_size > 1
+        self._list_size = list_size
+        self._lock = threading.Lock()  # of the lists
+        self._answers: BoundedCache[bytes, list[Value]] = BoundedCache(max_size, max_size)
+        # Whether requests are answered from here that chance has a part in.
+        self.takes_chance = max_size > 0 and list_size > 1
 
     def find(self, key: bytes, *, is_by_chance: bool = False) -> Value | None:
         """Return an answer; None: there is none, or there are not enough to draw one."""
-        with self._lock:
-            if key not in self._answers:
-                return None
-            self._answers.move_to_end(key)
-            _, answers = self._answers[key]
-            if not is_by_chance:
-                return answers[0]
-            return random.SystemRandom().choice(answers) if self._is_full(answers) else None
+        answers = self._answers.get(key)
+        if answers is None:
+            return None
+        if not is_by_chance:
+            return answers[0]
+        return random.SystemRandom().choice(answers) if self._is_full(answers) else None
 
     def keep(self, key: bytes, value: Value, *, size: int = 1, is_by_chance: bool = False) -> None:
         """Keep an answer, unless there are enough of its request."""
         with self._lock:
-            if key not in self._answers:
-                self._answers[key] = size, []
-                self.size += size
-            _, answers = self._answers[key]
-            if not answers or (is_by_chance and not self._is_full(answers)):
+            answers = self._answers.get(key)
+            if answers is None:
+                self._answers.put(key, [value], size)
+            elif is_by_chance and not self._is_full(answers):
                 answers.append(value)
-            self._answers.move_to_end(key)
-            while self.size > self._max_size:
-                _, (left, _) = self._answers.popitem(last=False)
-                self.size -= left
 
     def _is_full(self, answers: list[Value]) -> bool:
         return len(answers) >= self._list_size

@@ -64,9 +64,9 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except click.NoSuchOption as error:
             raise say_of_option(error, words, self.commands) from None
+        except BrokenPipeError:
+            raise  # click ends such a command without a word
         except (FminferError, OSError) as error:
-            if isinstance(error, BrokenPipeError):
-                raise  # click ends such a command without a word
             sys.exit(tell(error))
         except KeyboardInterrupt:
             click.echo("Interrupted.", err=True)

@@ -184,9 +184,7 @@ def _read_call(call: object, name: str) -> dict[str, Any]:
         raise wrong_type(name, call, 'an object with a "function"')
     name = f"{name}.function"
     check_type(f"{name}.name", function.get("name"), str, "a string")
-    arguments = function.get("arguments")
-    if arguments in (None, ""):
-        arguments = {}
+    arguments = {} if function.get("arguments") in (None, "") else function["arguments"]
     if not isinstance(arguments, str | dict):
         allowed = "an object, or a string as the model wrote it"
         raise wrong_type(f"{name}.arguments", arguments, allowed)

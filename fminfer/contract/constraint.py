@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import orjson
@@ -32,7 +32,6 @@ from fminfer.contract.fields import (
     wrong_type,
 )
 from fminfer.contract.prompts import check_text
-from fminfer.core.bounded_cache import BoundedCache
 from fminfer.core.config import Constraint, ConstraintKind
 from fminfer.core.errors import RequestError
 
@@ -40,7 +39,6 @@ MAX_BYTES = 256 << 10  # of a constraint; the longest of 1,000 schemas from prac
 MAX_REGEX_BYTES = 16 << 10
 MAX_CHOICES = 10_000
 MAX_DEPTH = 64  # of a schema; the deepest of those has 19
-_KEPT: BoundedCache[Constraint, Constraint] = BoundedCache(256, 8 << 20)
 WHITE_SPACE = "guided_whitespace_pattern"
 # A regex of JSON's white space and of nothing else, so that an answer parses whatever it is.
 _SPACE = r"[ \t\n\r]|\\[sntr]|\\x(?:20|09|0[aAdD])"
@@ -72,12 +70,10 @@ def find_constraint(found: Mapping[str, Any]) -> Constraint | None:
     return None
 
 
+@lru_cache(32)  # of at most `MAX_BYTES` each
 def _intern(constraint: Constraint) -> Constraint:
     """Return one object for equal constraints: lines mostly repeat theirs."""
-    kept = _KEPT.get(constraint)
-    if kept is None:
-        _KEPT.put(constraint, constraint, sys.getsizeof(constraint.text))
-    return kept or constraint
+    return constraint
 
 
 def _with_whitespace(constraint: Constraint, whitespace: str | None, name: str) -> Constraint:

@@ -14,7 +14,7 @@ import orjson
 
 from fminfer.contract.endpoints import URLS, Endpoint, endpoint_of, find_asked
 from fminfer.contract.fields import show, wrong_type
-from fminfer.contract.json_object import dump, find_members, load_object, on_one_line
+from fminfer.contract.json_object import JsonMember, dump, find_members, load_object, on_one_line
 from fminfer.contract.prompts import describe_foreign
 from fminfer.contract.read_fields import find_names_beside, unknown_names
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, cut_name
@@ -208,9 +208,8 @@ def _find_batch_members(raw: bytes) -> tuple[bytes, bytes]:
             orjson.loads(plain["body"])
             return plain["custom_id"], plain["body"]
     members = find_members(raw)
-    values = (members[name].value if name in members else b"null" for name in ("custom_id", "body"))
-    custom_id, body = values
-    return custom_id, body
+    absent = JsonMember(b"", b"null")
+    return members.get("custom_id", absent).value, members.get("body", absent).value
 
 
 def _open_batch(raw: bytes, fields: dict[str, Any], number: int) -> Envelope:

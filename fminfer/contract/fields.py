@@ -170,9 +170,7 @@ def strings(*, one: bool) -> Kind:
     allowed = "a string, a list of strings or null" if one else "a list of strings"
 
     def read(name: str, value: Any, most: int) -> tuple[str, ...]:
-        found = value
-        if one and isinstance(value, str):
-            found = [value]
+        found = [value] if one and isinstance(value, str) else value
         if found == [""] and one:
             found = []
         if not isinstance(found, list) or not all(isinstance(text, str) for text in found):

@@ -120,8 +120,7 @@ class Record:
         return b"{" + b",".join(members) + b"}"
 
     def to_dict(self) -> dict[str, Any]:
-        value: dict[str, Any] = json.loads(self.to_json())  # which takes lone surrogates
-        return value
+        return load_record(self.to_json())
 
 
 def make_id(line: Line, envelope: Envelope) -> str:

@@ -58,10 +58,10 @@ def _what_is_needed(endpoint: Endpoint, facts: VectorFacts | None) -> str:
         is_drawn = endpoint in OF_DRAWS
         return "" if is_drawn else f"{needs}, and this one generates text. Ask /v1/completions"
     if endpoint in OF_DRAWS:
-        does, urls = "gives vectors", "/v1/embeddings"
-        if facts.is_scored:
-            does, urls = "scores texts", "/v1/classify, /v1/score or /v1/rerank"
-        return f"generates text, and this one {does}. Ask {urls}"
+        if not facts.is_scored:
+            return "generates text, and this one gives vectors. Ask /v1/embeddings"
+        urls = "/v1/classify, /v1/score or /v1/rerank"
+        return f"generates text, and this one scores texts. Ask {urls}"
     if endpoint == "embeddings" and facts.is_scored:
         return "gives embeddings, and this one scores. Ask /v1/score, /v1/rerank or /v1/classify"
     if endpoint == "classify" and not facts.is_scored:

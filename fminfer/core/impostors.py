@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import re
 import stat
 from collections.abc import Iterator, Sequence
@@ -62,10 +63,7 @@ def naming_faults(place: object) -> Iterator[None]:
                 f"the machine failed while {place} was read: {error}. Mend that, and run the "
                 "same command again"
             ) from error
-        raise CheckpointError(
-            f"{place} cannot be used ({type(error).__name__}: {' '.join(str(error).split())}). "
-            "Fetch it again, or use the files that the model was published with"
-        ) from error
+        raise broken(place, error) from error
 
 
 def refuse_impostor(path: Path) -> None:
@@ -95,12 +93,20 @@ def _start_of(path: Path) -> bytes:
     return b""
 
 
-def broken(path: Path, why: object) -> CheckpointError:
+def broken(place: object, why: object) -> CheckpointError:
     """Return the error of a file whose content is damaged, or that cannot be read."""
     if isinstance(why, PermissionError):
-        return CheckpointError(f"{path} cannot be read: {why}. Let this user read it by chmod")
-    text = _NO_UTF_8.sub("a text in it is damaged: it is not UTF-8", str(why))
-    return CheckpointError(f"{path} is broken ({text}); fetch it again")
+        return CheckpointError(f"{place} cannot be read: {why}. Let this user read it by chmod")
+    text = _NO_UTF_8.sub("a text in it is damaged: it is not UTF-8", " ".join(str(why).split()))
+    if isinstance(why, json.JSONDecodeError):
+        text = f"no JSON: {text}"
+    elif isinstance(why, BaseException) and not (
+        isinstance(why, OSError) or type(why) in (ValueError, UnicodeDecodeError)
+    ):
+        text = f"{type(why).__name__}: {text}"
+    return CheckpointError(
+        f"{place} is broken ({text}); fetch it again, or use the model's own files"
+    )
 
 
 def is_gguf(name: str | Path | None) -> bool:
@@ -114,7 +120,11 @@ def gguf_error(name: str, files: Sequence[str], *, is_of_hub: bool = False) -> C
     """Return the error of a folder, or a model of the hub, that holds GGUF files alone."""
     names = sorted(file for file in files if not file.startswith(_PROJECTOR)) or sorted(files)
     first, more = names[0], f" and {len(names) - 1} more" * (len(names) > 1)
-    how = f"give one by its name: --model-name {Path(name) / first}"
-    if is_of_hub:
-        how = f"download one and give its path: hf download {name} {first} --local-dir ."
-    return CheckpointError(f"{name} holds models in GGUF, llama.cpp's form ({first}{more}); {how}")
+    remedy = (
+        f"download one and give its path: hf download {name} {first} --local-dir ."
+        if is_of_hub
+        else f"give one by its name: --model-name {Path(name) / first}"
+    )
+    return CheckpointError(
+        f"{name} holds models in GGUF, llama.cpp's form ({first}{more}); {remedy}"
+    )

@@ -198,8 +198,7 @@ def kept_clock(output: Path) -> str | None:
     with told(path), suppress(FileNotFoundError), path.open("rb") as file:
         head = file.readline()
         return read_fingerprint(path, head).get(CLOCK) if head.endswith(b"\n") else None
-    metadata = (read_status(output) or {}).get("metadata") or {}
-    return metadata.get(CLOCK)
+    return ((read_status(output) or {}).get("metadata") or {}).get(CLOCK)
 
 
 def is_complete(output: Path, source: Path | None) -> bool:

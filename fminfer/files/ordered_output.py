@@ -109,9 +109,11 @@ class _Sealed:
 
 def _write_in_order(journal: Journal, files: Sequence[_Sealed]) -> Seals:
     """Write answers into the first file, errors into the second, and vectors into the third."""
-    vectors = None
-    if journal.vector_bytes:
-        vectors = _VectorWriter(files[2], journal.last_number, journal.vector_bytes // 4)
+    vectors = (
+        _VectorWriter(files[2], journal.last_number, journal.vector_bytes // 4)
+        if journal.vector_bytes
+        else None
+    )
     for row in journal.rows():
         if row.record:  # else it is an error of which only the counts tell
             files[row.is_error].write(row.record + b"\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fminfer.contract.json_object import load
 from fminfer.core.errors import UsageError
-from fminfer.files.streams import MANIFEST, MANIFEST_HEAD, changed_ns, digest_of, split_of
+from fminfer.files.streams import MANIFEST, changed_ns, digest_of, manifest_head, split_of
 
 NUM_EQUAL = "num_equal"  # in what a manifest says of a part; see `envelope.Line`
 _NUM_EQUAL = re.compile(rb'\{"num_equal":.*?\],"path":("(?:[^"\\]|\\.)*")')
@@ -53,13 +53,7 @@ def _load_num_equal(path: Path, changed_at: int, manifest: Path, place: int) -> 
 
 def is_split(folder: Path) -> bool:
     """Tell whether `fminfer split` wrote a folder; refuse an unfinished split by a UsageError."""
-    try:
-        with (folder / MANIFEST).open("rb") as file:
-            head = file.readline()
-    except OSError:
-        return False
-    if not head.startswith(MANIFEST_HEAD):
-        return False
-    if not re.search(rb'"is_complete": ?true', head):
+    head = manifest_head(folder)
+    if head and not re.search(rb'"is_complete": ?true', head):
         raise UsageError(f"the split into {folder} was not finished; repeat its command")
-    return True
+    return bool(head)

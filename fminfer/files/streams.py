@@ -65,10 +65,17 @@ def split_of(path: Path) -> Path | None:
     A part has plain lines, whatever a wrong first one looks like.
     """
     for folder in path.absolute().parents if PART_NAME.fullmatch(path.name) else ():
-        with suppress(OSError), open(folder / MANIFEST, "rb", opener=_open_unblocked) as file:
-            if file.read(len(MANIFEST_HEAD)) == MANIFEST_HEAD:
-                return folder
+        if manifest_head(folder):
+            return folder
     return None
+
+
+def manifest_head(folder: Path) -> bytes:
+    """Return the first line of a split's manifest; b"": the folder has none."""
+    with suppress(OSError), open(folder / MANIFEST, "rb", opener=_open_unblocked) as file:
+        head = file.readline(CHUNK_BYTES)
+        return head if head.startswith(MANIFEST_HEAD) else b""
+    return b""
 
 
 def _open_unblocked(path: str, flags: int) -> int:

@@ -181,14 +181,14 @@ class SharedFiles(RunInputs):
         if not output.exists() or journal_path(output).exists():
             return None
         completed = find_completed(output)
-        if completed is None:
-            return None
-        if self._terms.restart and completed.ended_before(self._terms.started_s):
+        if completed is None or (
+            self._terms.restart and completed.ended_before(self._terms.started_s)
+        ):
             return None
         completed.check_settings(self._terms.fingerprint)
-        if not completed.is_of_input_changed_at(changed_ns(path)):
-            return None
-        if completed.leaves_rows(self._terms.limit, self._terms.started_s):
+        if not completed.is_of_input_changed_at(changed_ns(path)) or completed.leaves_rows(
+            self._terms.limit, self._terms.started_s
+        ):
             return None
         completed.check_unedited()
         return completed

@@ -1,4 +1,4 @@
-"""The control groups that this process is in: where Linux keeps their limits, version 1 and 2."""
+"""The system's files: the control groups of this process, version 1 and 2, with their limits."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ from pathlib import Path
 SYSTEM = Path("/")
 
 
+def read_text(path: Path) -> str:
+    """Return the text of one of the system's files; "": it has none, or it cannot be read."""
+    try:
+        return path.read_text()
+    except (OSError, ValueError):
+        return ""
+
+
 def group_folders(controller: str) -> Iterator[tuple[Path, int]]:
     """Give the folder of each control group that limits this process, from the innermost up.
 
     A container does not see all of them. `controller` is memory or cpu; with each folder comes the
     version of the control groups, 1 or 2.
     """
-    try:
-        lines = (SYSTEM / "proc/self/cgroup").read_text().splitlines()
-    except OSError:  # no Linux
-        return
+    lines = read_text(SYSTEM / "proc/self/cgroup").splitlines()
     for _, controllers, path in (line.split(":", 2) for line in lines):
         if controllers and controller not in controllers.split(","):
             continue

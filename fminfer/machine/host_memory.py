@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fminfer.machine import control_groups
-from fminfer.machine.control_groups import group_folders
+from fminfer.machine.control_groups import group_folders, read_text
 
 # Bytes touched, and read, at a time. Between two pieces Python stops what the process imports: for
 # milliseconds, where other work has the cores.
@@ -66,10 +66,9 @@ def peak_host_bytes() -> int:
 
 def _read_bytes(file: str, name: str) -> int | None:
     """Return bytes that Linux tells of; None: it does not."""
-    with suppress(OSError):
-        for line in (control_groups.SYSTEM / file).read_text().splitlines():
-            if line.startswith(f"{name}:"):
-                return int(line.split()[1]) * 1024
+    for line in read_text(control_groups.SYSTEM / file).splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
     return None
 
 
@@ -106,8 +105,7 @@ def _advise(address: int, num_bytes: int, advice: int) -> int:
     """Tell the system how memory will be used; return -1 if it refuses, which changes nothing."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    failed: int = madvise(address, num_bytes, advice)
-    return failed
+    return int(madvise(address, num_bytes, advice))
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from fminfer.machine.control_groups import read_text
+
 POLL_S = 0.05
 
 
@@ -136,16 +138,12 @@ def read_owner(path: Path) -> Owner | None:
 
 def _machine_id() -> str:
     """Return what tells this installation from others at any boot; "": nothing."""
-    try:
-        return Path("/etc/machine-id").read_text().strip()
-    except (OSError, ValueError):
-        return ""
+    return read_text(Path("/etc/machine-id")).strip()
 
 
 def _start(pid: int) -> str | None:
     """Return when a process began, in the kernel's ticks; "": it has ended; None: not known."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    fields = read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    if not fields:
         return None
     return "" if fields[0] in "ZX" else fields[19]

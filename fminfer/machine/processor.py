@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fminfer.core.errors import UsageError
+from fminfer.machine.control_groups import read_text
 
 VARIABLE = "FMINFER_CPU"
 NATIVE = "native"  # all that the processor has
@@ -115,7 +116,4 @@ def _units() -> frozenset[str]:
 
 @functools.cache
 def _cpuinfo() -> str:
-    try:
-        return CPUINFO.read_text()
-    except OSError:
-        return ""
+    return read_text(CPUINFO)

@@ -17,7 +17,6 @@ from fminfer.core.config import ModelOptions
 from fminfer.core.errors import CheckpointError, UsageError
 from fminfer.core.impostors import (
     GGUF,
-    broken,
     gguf_error,
     is_gguf,
     naming_faults,
@@ -294,16 +293,13 @@ def _read_config(path: Path) -> Any:
     if is_gguf(file):
         raise CheckpointError(f"{file} is a GGUF file, no config.json; give it by --model-name")
     refuse_impostor(file)
-    try:
+    with naming_faults(file):
         fields = json.loads(file.read_bytes())
-        model_type = fields["model_type"]
-    except (ValueError, RecursionError) as error:
-        raise broken(file, f"no JSON: {error}") from error
-    except (OSError, KeyError, TypeError) as error:
+    if not isinstance(fields, dict) or "model_type" not in fields:
         raise CheckpointError(
-            f"{file} is no JSON object with a model_type ({error!r}); take the model's own"
-        ) from error
-    check_model_type(str(model_type), fields)
+            f"{file} is no JSON object with a model_type; take the model's own config.json"
+        )
+    check_model_type(str(fields["model_type"]), fields)
     check_counts(fields, file)
     with naming_faults(file):
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)

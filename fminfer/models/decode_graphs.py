@@ -143,9 +143,7 @@ class DecodeGraphs:
         attend = StepAttention(cache.body, cache.layers, plan, plan)
 
         def work() -> None:
-            before = self._before[:size]
-            if network.is_first:
-                before = network.embed(ids, positions)
+            before = network.embed(ids, positions) if network.is_first else self._before[:size]
             found = network.run(before, LayerStep(positions, attend))
             if not len(self._out):  # before anything is captured
                 self._out = found.new_empty((self._sizes[-1], found.shape[1]))

@@ -10,7 +10,7 @@ import torch
 
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
-from fminfer.core.impostors import broken
+from fminfer.core.impostors import naming_faults
 from fminfer.core.option import FILE, Option, marks_of, options_of
 from fminfer.core.quantities import name_few
 from fminfer.core.version import DRAWING, __version__
@@ -133,18 +133,15 @@ def name_differences(mine: dict[str, str], theirs: dict[str, str]) -> str:
 def _add_weights(digest: hashlib.blake2b, file: Path) -> None:
     stored = read_weight_file(file)
     first, last = stored.header
-    try:
+    with naming_faults(file), file.open("rb") as tensors:
         digest.update(f"\n{file.name} {file.stat().st_size}\n".encode())
-        with file.open("rb") as tensors:
-            tensors.seek(first)
-            digest.update(tensors.read(last - first))
-            for first, last in dict.fromkeys(tensor.span for tensor in stored.tensors.values()):
-                for place in ((first + last - PIECE_BYTES) // 2, last - PIECE_BYTES):
-                    place = max(first, place)
-                    tensors.seek(place)
-                    digest.update(tensors.read(min(PIECE_BYTES, last - place)))
-    except OSError as error:
-        raise broken(file, error) from error
+        tensors.seek(first)
+        digest.update(tensors.read(last - first))
+        for first, last in dict.fromkeys(tensor.span for tensor in stored.tensors.values()):
+            for place in ((first + last - PIECE_BYTES) // 2, last - PIECE_BYTES):
+                place = max(first, place)
+                tensors.seek(place)
+                digest.update(tensors.read(min(PIECE_BYTES, last - place)))
 
 
 def _files_digest(checkpoint: Checkpoint) -> str:

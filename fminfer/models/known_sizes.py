@@ -130,7 +130,7 @@ def _count(config: ModelOptions, names: tuple[str, ...]) -> int | None:
             return None
         try:
             fields = json.loads((path / "config.json" if path.is_dir() else path).read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
     if isinstance(fields.get("text_config"), dict):  # the model reads images, too
         fields = fields["text_config"]

@@ -253,10 +253,11 @@ class Reader:
         in_place, layout = self._in_place(origin), origin.layout
         if origin.cut.is_zero:
             return tuple(t.zero_() for t in held.empty(origin.held.shape, self.device))
-        if in_place is None:
-            tensors = self._join(origin, held)
-        else:
-            tensors = (layout.turned(self.files.read(in_place)),)
+        tensors = (
+            self._join(origin, held)
+            if in_place is None
+            else (layout.turned(self.files.read(in_place)),)
+        )
         start = tensors[0].data_ptr()
         if layout.added:
             tensors = (tensors[0] + layout.added,)

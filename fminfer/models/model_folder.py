@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import GGUF, gguf_error
 from fminfer.models.known_sizes import folder_of
-from fminfer.models.sentence_folder import dense_weights
+from fminfer.models.sentence_folder import dense_weights, read_object
 from fminfer.models.stored.weight_folder import ADAPTER_WEIGHTS, find_weights
 
 ADAPTER = "adapter_config.json"
@@ -114,8 +113,7 @@ def refuse_what_is_beside(name: str, folder: Path, *, without_adapter: bool) -> 
     weights = (f for f in folder.glob("*.safetensors") if not f.name.startswith(ADAPTER_WEIGHTS))
     is_model = (folder / "config.json").exists() or any(weights)
     if (folder / ADAPTER).exists() and not (is_model and without_adapter):
-        adapter = _read(folder / ADAPTER)
-        fields = adapter if isinstance(adapter, dict) else {}
+        fields = read_object(folder / ADAPTER)
         kind, base = fields.get("peft_type", "LoRA"), fields.get("base_model_name_or_path")
         holds = f"a model and beside it a {kind} adapter" if is_model else f"a {kind} adapter alone"
         flag = "; or give --without-adapter, and the model answers without it" if is_model else ""
@@ -125,24 +123,17 @@ def refuse_what_is_beside(name: str, folder: Path, *, without_adapter: bool) -> 
             f"save_pretrained, and give its folder{flag}"
         )
     for file in QUANTIZED:
-        if (folder / file).exists() and not _names_none(_read(folder / file)):
+        if (folder / file).exists() and not _names_none(read_object(folder / file)):
             raise CheckpointError(
                 f"the weights of {name} are quantized, as its {file} says, which does not run yet; "
                 f"take a checkpoint in 16 or 32 bits. If they are not, give a copy without {file}"
             )
 
 
-def _names_none(fields: Any) -> bool:
+def _names_none(fields: dict[str, Any]) -> bool:
     """Tell whether a file of a quantizer says that nothing is quantized."""
-    section = fields.get("quantization", fields) if isinstance(fields, dict) else None
+    section = fields.get("quantization", fields)
     names = ("quant_algo", "quant_method")
     return section == {} or (
         isinstance(section, dict) and any(section.get(name, 0) is None for name in names)
     )
-
-
-def _read(file: Path) -> Any:
-    try:
-        return json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None

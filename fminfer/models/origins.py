@@ -311,7 +311,10 @@ def _why_not_read(tensor: str, dtype: str) -> str:
     if tensor.rpartition(".")[2] in {form.name for form in OWN_FORMS}:
         remedy = "Run it with the config.json that lies there, and no other"
         return f"fminfer quantize wrote it. {remedy}"
-    why = "quantized weights do not run yet"
-    if dtype in ("I64", "BOOL", "C64"):
-        why = "weights have one of " + ", ".join(FLOATS)
+    is_plain = dtype in ("I64", "BOOL", "C64")
+    why = (
+        f"weights have one of {', '.join(FLOATS)}"
+        if is_plain
+        else "quantized weights do not run yet"
+    )
     return f"{why}. Take a checkpoint in 16 or 32 bits"

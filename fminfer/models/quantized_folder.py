@@ -65,7 +65,6 @@ def write_quantized(
     source = open_weights(
         checkpoint, part, holding=holding, device=CPU, seed=seed, on_progress=on_progress
     )
-    folder.mkdir(parents=True, exist_ok=True)
     try:
         num_bytes = _write_weights(source, folder)
     except SafetensorError as error:

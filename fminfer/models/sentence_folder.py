@@ -113,10 +113,8 @@ def _similarity_of(file: Path, settings: dict[str, Any]) -> Similarity:
 
 def read_object(file: Path) -> dict[str, Any]:
     """Return what a JSON file beside a model says; {}: there is none."""
-    try:
+    with naming_faults(file):
         fields = json.loads(file.read_bytes()) if file.exists() else {}
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is no JSON object: {error}; fetch it again") from error
     if not isinstance(fields, dict):
         raise CheckpointError(f"{file} is no JSON object; fetch it again")
     return fields

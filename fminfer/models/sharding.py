@@ -187,9 +187,8 @@ def _cut_layer(layer: Layer, parts: Parts, kv_copies: int) -> Layer:
     alibi = attention.alibi and replace(
         attention.alibi, slopes=attention.alibi.slopes[heads.start : heads.stop]
     )
-    of_all = None
-    if attention.qk_norm_over == "all":
-        of_all = HeadsOfAll(attention.heads, attention.kv_heads, kv_copies)
+    norms_all = attention.qk_norm_over == "all"
+    of_all = HeadsOfAll(attention.heads, attention.kv_heads, kv_copies) if norms_all else None
     attention = replace(attention, heads=len(heads), kv_heads=num_kv, alibi=alibi, of_all=of_all)
     cut: Mlp | Moe
     if isinstance(mlp, Moe):

@@ -260,8 +260,7 @@ def _split(
 def _staging_in(folder: Path) -> Iterator[Path]:
     """Make an empty folder that is gone afterwards, also what a split that was killed has left."""
     staging = folder / STAGING
-    if staging.exists():
-        shutil.rmtree(staging)
+    shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
     try:
         yield staging

@@ -13,7 +13,7 @@ from typing import Any
 from fminfer.core.errors import RequestError, UsageError
 from fminfer.text.limited_process import LimitedPool, LimitError
 from fminfer.text.message_forms import ChatMessage
-from fminfer.text.template_worker import TemplateWorker
+from fminfer.text.template_worker import LINE, TemplateWorker
 from fminfer.text.tokenizer import Tokenizer
 
 _DEVELOPER = re.compile("""['"]developer['"]""")  # the role, not a word of the template's text
@@ -56,13 +56,12 @@ class ChatTemplate:
         """Raise a UsageError if the given template has an error of syntax, or takes too long."""
         remedy = "Mend the file, or leave out the flag to take the model's own template"
         try:
-            reply = _ask(self.begin([{"role": "user", "content": ""}], []))
+            _ask(self.begin([{"role": "user", "content": ""}], []))
         except LimitError as error:
             raise UsageError(f"--chat-template: of one message, {error}. {remedy}") from None
-        if reply.get("line"):  # other faults may come of the message, which is alone
-            raise UsageError(
-                f"--chat-template has an error in line {reply['line']}: {reply['fault']}. {remedy}"
-            )
+        except ValueError as error:
+            if str(error).startswith(LINE):  # other faults may come of the message, which is alone
+                raise UsageError(f"--chat-template has an error in {error}. {remedy}") from None
 
     def find_text(self, *, has_tools: bool) -> str | None:
         """Return the template, which may be another for requests with tools; None: none."""
@@ -71,10 +70,9 @@ class ChatTemplate:
         if self.tokenizer.hf is None:
             return None
         try:
-            text: str = self.tokenizer.hf.get_chat_template(None, [{}] if has_tools else None)
+            return str(self.tokenizer.hf.get_chat_template(None, [{}] if has_tools else None))
         except ValueError:  # none, or several and none of them the default
             return None
-        return text
 
     def begin(
         self,
@@ -150,24 +148,21 @@ class ChatTemplate:
         """
         try:
             reply = _ask(call)
-            fault = reply.get("fault")
         except (TypeError, ValueError, RecursionError) as error:  # also of JSON
-            fault = str(error)
-        if fault is not None:
             messages = call.message["messages"]
             bare = [place for place, each in enumerate(messages) if not each.get("content")]
             hint = f"; messages[{bare[0]}] has no content" if bare else ""
             raise RequestError(
                 "unsupported_parameter",
-                f"the chat template cannot write these messages ({fault}{hint}). Change them, or "
+                f"the chat template cannot write these messages ({error}{hint}). Change them, or "
                 "give another template by --chat-template FILE",
                 "messages",
-            )
+            ) from None
         return RenderedChat(reply["text"], tuple(reply["losses"]), frozenset(reply["variables"]))
 
 
 def _ask(call: RenderCall) -> dict[str, Any]:
-    """Return what a limited process answers, which may be a fault of the template."""
+    """Return what a limited process answers, or raise its error."""
     reply = _RENDERERS.ask(call.message) if call.reply is None else call.reply
     if reply is None:  # the process does not know the template
         reply = _RENDERERS.ask(call.message | {"template": call.template})

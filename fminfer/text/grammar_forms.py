@@ -62,8 +62,7 @@ def write_grammar(constraint: Constraint) -> str:
         text = json.dumps(Branches(schema).join(schema), ensure_ascii=False)
         return LLMatcher.grammar_from_json_schema(text, overrides=options)
     if constraint.kind == "regex":  # with \d and \w as in JSON Schema: of ASCII
-        regex = regex_to_lark(plain_regex(text), "dw")
-        return _from_lark(f"start: /{regex}/")
+        return _from_lark(f"start: /{regex_to_lark(plain_regex(text), 'dw')}/")
     if constraint.kind == "choice":
         words = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
         # One token of the grammar: of thousands of rules, too many would be open at once.

@@ -12,9 +12,12 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from fminfer.core.bounded_cache import BoundedCache
 from fminfer.text.message_forms import ChatMessage, Forms, Turn, find_forms
 
 MAX_FORMS = 1000  # structures of conversations whose forms are kept
+MAX_FORM_BYTES = 64 << 20  # of these structures
+LINE = "line "
 MAX_FAULT_CHARS = 1000  # of what a template raises; transformers quotes whole prompts
 
 
@@ -29,7 +32,8 @@ class RenderedTemplate:
         self._library = library
         self._text = text
         self._special_tokens = special_tokens
-        self._forms: dict[bytes, Forms] = {}  # by a digest of all that they depend on
+        # By a digest of all that they depend on.
+        self._forms: BoundedCache[bytes, Forms] = BoundedCache(MAX_FORMS, MAX_FORM_BYTES)
         self._clock = ""
 
     @cached_property
@@ -60,14 +64,12 @@ class RenderedTemplate:
         turns = tuple(map(Turn.of, messages))
         described = repr(turns) + (json.dumps([tools, args]) if tools or args else "")
         key = blake2b(described.encode(errors="surrogatepass"), digest_size=16).digest()
-        if (known := self._forms.get(key)) is not None:
-            return known
-        begins = messages[-1]["role"] != "assistant"
-        render = partial(self._apply, tools, add_generation_prompt=begins, **args)
-        forms = find_forms(turns, render)
-        if len(self._forms) >= MAX_FORMS:
-            self._forms.clear()
-        self._forms[key] = forms
+        forms = self._forms.get(key)
+        if forms is None:
+            begins = messages[-1]["role"] != "assistant"
+            render = partial(self._apply, tools, add_generation_prompt=begins, **args)
+            forms = find_forms(turns, render)
+            self._forms.put(key, forms, len(described))
         return forms
 
     def _apply(self, tools: list[ChatMessage], messages: list[ChatMessage], **args: Any) -> str:
@@ -79,8 +81,7 @@ class RenderedTemplate:
         rendered, _ = self._library.render_jinja_template(
             [messages], tools or None, chat_template=self._text, **args
         )
-        only: str = rendered[0]
-        return only
+        return str(rendered[0])
 
     def _format_time(self, form: str) -> str:
         """Return the time of the request that is being rendered, as `strftime_now` does."""
@@ -96,7 +97,11 @@ class TemplateWorker:
         self._templates: dict[str, RenderedTemplate] = {}
 
     def __call__(self, message: dict[str, Any]) -> dict[str, Any] | None:
-        """Return a prompt's text or a fault; None: the template must be sent along."""
+        """Return a prompt's text; None: the template must be sent along.
+
+        Raises:
+            ValueError: what the template raises; an error of its syntax begins with `LINE`.
+        """
         name = message["name"]
         if "template" in message:
             self._templates[name] = RenderedTemplate(self._library, *message["template"])
@@ -107,10 +112,11 @@ class TemplateWorker:
         except MemoryError:
             raise
         except Exception as error:  # whatever a template does
-            fault = f"{type(error).__name__}: {error}"
+            place = f"{LINE}{line}: " if (line := getattr(error, "lineno", None)) else ""
+            fault = f"{place}{type(error).__name__}: {error}"
             if len(fault) > MAX_FAULT_CHARS:
                 fault = fault[:MAX_FAULT_CHARS] + "…"
-            return {"fault": fault, "line": getattr(error, "lineno", None)}
+            raise ValueError(fault) from error
 
 
 def _import_library() -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, ContextDecorator
 from functools import cache, cached_property, partial
 from itertools import groupby
 from pathlib import Path
@@ -23,11 +24,8 @@ MAX_KEPT_BYTES = 16 << 20  # of the words of whole requests
 NUM_BYTES = 64  # of a character of them, with its ids: the most that one request has fits
 
 
-class _Panics:
+class _Panics(AbstractContextManager[object], ContextDecorator):
     """Makes an error of its text of a panic of tokenizers' Rust, which is no `Exception`."""
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         if kind is not None and kind.__name__ == "PanicException":
@@ -139,12 +137,12 @@ class Tokenizer:
         offsets = self._text_offsets(text, ids, add_special_tokens) if with_offsets else []
         return EncodedPrompt(ids, text, offsets)
 
+    @PANICS
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        with PANICS:
-            if self.hf is not None:
-                return list(self.hf(text, add_special_tokens=add_special_tokens)["input_ids"])
-            assert self.backend is not None
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if self.hf is not None:
+            return list(self.hf(text, add_special_tokens=add_special_tokens)["input_ids"])
+        assert self.backend is not None
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def spell_all(self, words: tuple[str, ...]) -> tuple[frozenset[tuple[int, ...]], ...]:
         """Return `spell` of each word; those of the last requests are kept, as each asks thrice."""
@@ -246,12 +244,12 @@ class Tokenizer:
                 pieces += [BROKEN] if is_broken else [f"<0x{byte:02X}>" for byte in char.encode()]
         return str(backend.decoder.decode(pieces))
 
+    @PANICS
     def _text_offsets(self, text: str, ids: list[int], add_special_tokens: bool) -> list[int]:
         """Offsets of a string prompt's ids: from the tokenizer, gaps given to the next token."""
         if self.backend is None:
             return self._detokenized_offsets(ids)[0]
-        with PANICS:
-            encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
+        encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
         spans = list(zip(encoding.offsets, encoding.special_tokens_mask, strict=True))
         # Some tokenizers trim white space off their offsets, and tokens of nothing else vanish;
         # and transformers may add tokens that the backend does not know of.
@@ -285,11 +283,10 @@ def _bytes_of_byt5(hf: Any) -> dict[int, int]:
     return {hf.convert_tokens_to_ids(chr(byte)): byte for byte in range(256)}
 
 
+@PANICS
 def _byte_fallback(backend: BackendTokenizer) -> dict[int, int]:
     """Return id -> byte of a tokenizer whose decoder reads `<0x41>` as a byte; else nothing."""
-    with PANICS:
-        reads_bytes = backend.decoder is not None and backend.decoder.decode(["<0x41>"]) == "A"
-    if not reads_bytes:
+    if backend.decoder is None or backend.decoder.decode(["<0x41>"]) != "A":
         return {}
     ids = {backend.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
     return {token_id: byte for token_id, byte in ids.items() if token_id is not None}

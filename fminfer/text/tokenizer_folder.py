@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import broken, naming_faults, refuse_impostor, refuse_special_files
+from fminfer.core.impostors import naming_faults, refuse_impostor, refuse_special_files
 from fminfer.text.sentencepieces import follow_model_file
 from fminfer.text.tokenizer_file import BESIDE, follow_tokenizer_file, refuse_growth
 
@@ -55,10 +55,8 @@ def read_tokenizer(folder: Path, config: Any | None) -> tuple[Any, str]:
         else:
             follow_model_file(backend, folder)
     if not hf.chat_template and (file := folder / LEGACY_TEMPLATE).exists():
-        try:
+        with naming_faults(file):
             hf.chat_template = read_template(file)
-        except (OSError, ValueError, RecursionError) as error:
-            raise broken(file, str(error)) from error
     return hf, note
 
 

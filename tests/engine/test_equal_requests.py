@@ -112,7 +112,8 @@ def test_what_is_kept_is_bounded(engine: fminfer.Engine, monkeypatch: pytest.Mon
     runner = engine.runs._runner
     assert runner is not None
     kept = runner._equal
-    assert 0 < kept._finished.size <= 250 and len(kept._finished._answers) < 10
+    entries = kept._finished._answers
+    assert 0 < entries.num_bytes <= 250 and len(entries._entries) < 10
     assert not kept._followers and kept._num_followers.total() == kept._follower_bytes == 0
 
 

@@ -63,7 +63,7 @@ def test_an_adapter_alone_names_its_model_and_the_remedy(tmp_path: Path) -> None
         assert "holds a LORA adapter alone" in said and "meta-llama/Llama-3.1-8B" in said
         assert "merge_and_unload" in said and "--without-adapter" not in said
     (tmp_path / "lora" / "adapter_config.json").write_text("[broken")
-    assert "a LoRA adapter alone" in refusal(tmp_path / "lora")
+    assert "adapter_config.json is broken (no JSON" in refusal(tmp_path / "lora")
 
 
 def test_a_model_with_an_adapter_is_answered_without_it_only_if_a_flag_says_so(model: Path) -> None:
@@ -136,8 +136,8 @@ def test_files_beside_a_model_that_change_nothing(model: Path) -> None:
     (model / "hf_quant_config.json").write_text(json.dumps(none))
     (model / "quant_config.json").write_text('{"quant_method": null}')
     assert answer(model) == plain
-    (model / "modules.json").write_text("[" * 100_000)  # it is no file of sentence-transformers
-    assert answer(model) == plain
+    (model / "modules.json").write_text("[" * 100_000)
+    assert "modules.json is broken (RecursionError" in refusal(model)
 
 
 @pytest.mark.parametrize("has_old_files", [False, True])

@@ -302,6 +302,7 @@ def test_modules_lie_where_modules_json_says(pooling: str, dense: str, tmp_path:
     move_modules(folder, Pooling=pooling, Dense=dense)
     check(vectors(folder), expected)
 
+    (tmp_path / "small").mkdir()
     write_quantized(
         open_checkpoint(str(folder)),
         tmp_path / "small",
@@ -484,6 +485,7 @@ def test_quantized_encoders(quantized: str, tmp_path: Path) -> None:
     nearness = nn.functional.cosine_similarity(loaded, exact)
     assert nearness.min() > 0.9 and nearness.max() < 1 - 1e-7
     told = open_checkpoint(str(folder))
+    (tmp_path / "small").mkdir()
     write_quantized(told, tmp_path / "small", quantized, seed=0, on_progress=lambda *_: None)
     check(vectors(tmp_path / "small"), loaded)
     check(vectors(tmp_path / "small", num_shards=2, num_stages=2), loaded, 0.02)

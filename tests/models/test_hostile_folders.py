@@ -79,9 +79,9 @@ def refusal(folder: Path) -> str:
         ({"head_dim": float("nan")}, "sets head_dim to nan"),
         ({"text_config": {"hidden_size": 0}}, "sets hidden_size to 0"),
         ({"max_position_embeddings": -1}, "has a context of -1 tokens"),
-        ({"dtype": "64"}, r"m/config.json cannot be used \(AttributeError"),
-        ({"architectures": [1]}, "config.json cannot be used"),
-        ({"id2label": "x"}, "m/config.json cannot be used"),
+        ({"dtype": "64"}, r"m/config.json is broken \(AttributeError"),
+        ({"architectures": [1]}, "config.json is broken"),
+        ({"id2label": "x"}, "m/config.json is broken"),
     ],
 )
 def test_values_of_a_config(fields: dict[str, Any], says: str, demo: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_tokenizer_that_panics_is_refused_as_it_loads(demo: Path) -> None:
     """Each line's text ended the run: the probe ends in spaces, with which nothing panics."""
     replaces = {"type": "Replace", "pattern": {"String": ""}, "content": "aaaa"}
     put("tokenizer.json", ("normalizer",), replaces)(demo)
-    assert re.search(r"the tokenizer in .*m cannot be used \(PanicException", refusal(demo))
+    assert re.search(r"the tokenizer in .*m is broken \(PanicException", refusal(demo))
 
 
 def test_a_tokenizer_that_pads_is_tried_without(demo: Path) -> None:
@@ -208,7 +208,7 @@ def fault(error: BaseException) -> BaseException:
 def test_what_libraries_raise_names_the_files(error: BaseException) -> None:
     said = fault(error)
     assert type(said) is CheckpointError and said.__cause__ is error
-    assert str(said).startswith(f"m/tokenizer.json cannot be used ({type(error).__name__}")
+    assert str(said).startswith(f"m/tokenizer.json is broken ({type(error).__name__}")
 
 
 def test_what_is_not_the_files_fault_keeps_its_meaning() -> None:
@@ -277,7 +277,7 @@ def test_headers_that_took_quadratic_time(
 def test_a_file_that_is_cut_off_is_named(name: str, demo: Path) -> None:
     """The error named tokenizer.json; a broken modules.json was passed over in silence."""
     (demo / name).write_text('{"eos_token": ')
-    assert re.search(rf"m/{name} cannot be used \(JSONDecodeError", refusal(demo))
+    assert re.search(rf"m/{name} is broken \(no JSON", refusal(demo))
 
 
 @pytest.mark.parametrize("eos", [4_000_000_000, -1])

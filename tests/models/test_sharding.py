@@ -174,6 +174,7 @@ def test_quantized_folders_are_cut(smollm: Path, quantized: str, tmp_path: Path)
     """`fminfer quantize` has written the blocks, of which each rank reads its own."""
     folder = tmp_path / "quantized"
     made = open_checkpoint(str(smollm))
+    folder.mkdir()
     write_quantized(made, folder, quantized, seed=1, on_progress=lambda done, total: None)
     check_equal(folder, 2)
 

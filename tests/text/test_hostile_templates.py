@@ -90,4 +90,4 @@ def test_forms_are_kept_without_the_texts_that_they_depend_on() -> None:
         reply = worker(message | {"args": {"x": f"{number}" * 1000}})
         assert reply is not None and reply["text"] == "hi"
     kept = worker._templates["one"]._forms
-    assert [len(key) for key in kept] == [16]
+    assert [len(key) for key in kept._entries] == [16]

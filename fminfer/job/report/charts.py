@@ -49,9 +49,8 @@ def show_number(value: float) -> str:
         if size >= limit:
             scale = 1e3 if unit == "k" else limit
             return f"{value / scale:.3g}{unit}" if size < 1e12 else f"{value:.1e}"
-    if size >= 100 or value == int(value):
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
+    is_plain = size >= 100 or value == int(value)
+    return f"{value:,.0f}" if is_plain else f"{value:.3g}"
 
 
 def show_time(seconds: float) -> str:

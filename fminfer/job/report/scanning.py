@@ -13,10 +13,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from fminfer.core.errors import FminferError, UsageError
+from fminfer.core.errors import FminferError
 from fminfer.files.journal import journal_path
 from fminfer.files.journal_rows import read_row
 from fminfer.files.ordered_output import errors_path
+from fminfer.files.streams import reading_file
 from fminfer.job.report.answer_fields import ODD_RECORD, AnswerFields, choice_logprobs, read_answer
 from fminfer.job.report.told_outputs import ToldOutput
 
@@ -225,10 +226,8 @@ class Scan:
         for source in sources:
             if source.path.exists():
                 self.sources.append(source)
-                try:
+                with reading_file(source.path):
                     self._add_source(source)
-                except OSError as error:
-                    raise _unread(source.path, error) from error
 
     def _add_source(self, source: RowsFile) -> None:
         file = len(self.sources) - 1
@@ -259,16 +258,9 @@ class Scan:
             UsageError: its file cannot be read any more.
         """
         path = self.sources[place.file].path
-        try:
-            with path.open("rb") as file:
-                file.seek(place.start)
-                return read_answer(file.read(place.size))
-        except OSError as error:
-            raise _unread(path, error) from error
-
-
-def _unread(path: Path, error: OSError) -> UsageError:
-    return UsageError(f"{path} cannot be read: {error.strerror or error}")
+        with reading_file(path), path.open("rb") as file:
+            file.seek(place.start)
+            return read_answer(file.read(place.size))
 
 
 def _rows_of_journal(path: Path) -> Iterator[FoundRow]:

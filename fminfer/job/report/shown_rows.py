@@ -273,8 +273,7 @@ def _texts_of(row: ShownRow) -> tuple[str, str]:
         asked = parts[0 if parts[0]["who"] == "prompt" else -1]["text"] if parts else ""
         if row.answer.error is not None:
             return asked, show(str(row.answer.error.get("code")))
-        choice = next(iter(row.answer.choices), {})
-        return asked, show(_drawn_text(choice, row.request))
+        return asked, show(_drawn_text(next(iter(row.answer.choices), {}), row.request))
     except ODD_RECORD:
         return show(dump(row.answer.fields)), ""
 

@@ -68,9 +68,8 @@ def t5(c: Any, *, is_shared: bool = True) -> Architecture:
 
 
 def _t5_names(side: str, mlp: Mlp, *, is_shared: bool) -> Sources:
-    own, cross, last = "layer.0.SelfAttention", "layer.1.EncDecAttention", "layer.1"
-    if side == "decoder":
-        last = "layer.2"
+    own, cross = "layer.0.SelfAttention", "layer.1.EncDecAttention"
+    last = "layer.2" if side == "decoder" else "layer.1"
     top = f"{last}.DenseReluDense"
     relative = f"{own}.relative_attention_bias"
     return sources(

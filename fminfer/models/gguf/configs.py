@@ -9,10 +9,9 @@ from operator import methodcaller
 from typing import Any
 
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import broken
+from fminfer.core.impostors import broken, naming_faults
 from fminfer.models.gguf.gguf_model import GgufModel
 from fminfer.models.stored.gguf_file import MOST_STACKED, read_values
 
@@ -55,7 +54,7 @@ def config_of(model: GgufModel) -> Any:
     model.only("attention.causal", True)
     model.only("pooling_type", 0)
     model.only("nextn_predict_layers", 0)
-    try:
+    with naming_faults(f"the metadata of {model.path}"):
         fields = _of_all(model)
         if callable(row):
             fields |= row(model)
@@ -64,8 +63,6 @@ def config_of(model: GgufModel) -> Any:
         fields |= {name: fields[own] for name, own in ALIASES.items() if own in fields}
         model.refuse_unread()
         return transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-    except (ValueError, KeyError, TypeError, ArithmeticError, StrictDataclassError) as error:
-        raise broken(model.path, f"its metadata make no config: {error}") from error
 
 
 def _of_all(m: GgufModel) -> Fields:

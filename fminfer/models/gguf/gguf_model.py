@@ -247,9 +247,11 @@ def small_files(model: GgufModel, *, has_tokenizer: bool) -> Path:
 
     All other code reads such files. Without a tokenizer, generation_config.json is all.
     """
-    write = gguf_tokenizer.write_tokenizer_files
-    if not has_tokenizer:
-        write = gguf_tokenizer.write_generation_config
+    write = (
+        gguf_tokenizer.write_tokenizer_files
+        if has_tokenizer
+        else gguf_tokenizer.write_generation_config
+    )
     try:
         cache = cache_folder()
         if cache is None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import MAGIC, broken, refuse_impostor
+from fminfer.core.impostors import MAGIC, naming_faults, refuse_impostor
 from fminfer.models.stored.stored_tensors import (
     BLOCKS,
     GGUF_TYPES,
@@ -43,22 +43,21 @@ def read_gguf(path: Path) -> tuple[StoredFile, Metadata]:
     are one tensor each, with their number before the end of the name.
     """
     refuse_impostor(path)
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _read_header(path, _Cursor(data))
-    except (OSError, ValueError) as error:
-        raise broken(path, error) from error
+    with (
+        naming_faults(path),
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
+        return _read_header(path, _Cursor(data))
 
 
 def read_values(tensor: StoredTensor) -> list[float]:
     """Return the values of a vector of float32; a tensor of another kind is refused."""
-    try:
+    with naming_faults(tensor.file):
         if tensor.dtype != "F32" or len(tensor.shape) != 1:
             raise ValueError(f"{tensor.dtype} of shape {tensor.shape} where F32 of one is needed")
         stored = np.fromfile(tensor.file, "<f4", tensor.shape[0], offset=tensor.start)
         return [float(each) for each in stored]
-    except (OSError, ValueError) as error:
-        raise broken(tensor.file, error) from error
 
 
 class _Cursor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fminfer.core.impostors import broken
+from fminfer.core.impostors import broken, naming_faults
 
 # Types of GGUF by their numbers, from 0 on: name, and of those in blocks the inputs and the bytes
 # of one. A row is blocks after each other. Those behind _4_ or _8_ were interleaved for some
@@ -114,15 +114,13 @@ def read_safetensors(path: Path) -> StoredFile:
             raise broken(path, f"its header should have {start} bytes, the file has {size}")
         if start > MOST_HEADER_BYTES:
             raise broken(path, f"a header of {start} bytes; the most are {MOST_HEADER_BYTES}")
-        try:
-            raw = file.read(start - 8)
-            if raw.count(b",") > MOST_HEADER_VALUES:  # each takes more memory than bytes
-                raise ValueError(f"it has more than {MOST_HEADER_VALUES} values")
-            header = json.loads(raw, object_pairs_hook=_without_doubles)
-            header.pop("__metadata__", None)
-            tensors = {name: _place(path, entry, start) for name, entry in header.items()}
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise broken(path, f"its header: {error or type(error).__name__}") from error
+        raw = file.read(start - 8)
+    with naming_faults(f"the header of {path}"):
+        if raw.count(b",") > MOST_HEADER_VALUES:  # each takes more memory than bytes
+            raise ValueError(f"it has more than {MOST_HEADER_VALUES} values")
+        header = json.loads(raw, object_pairs_hook=_without_doubles)
+        header.pop("__metadata__", None)
+        tensors = {name: _place(path, entry, start) for name, entry in header.items()}
     end = start
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].span):
         first, last = tensor.span

@@ -15,7 +15,7 @@ from types import MappingProxyType
 import torch
 
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import broken, is_gguf, refuse_impostor
+from fminfer.core.impostors import broken, is_gguf, naming_faults, refuse_impostor
 from fminfer.machine.host_memory import read_mapped
 from fminfer.models.stored.direct_reads import FileFacts, Lent, Span, facts_of
 from fminfer.models.stored.gguf_file import read_gguf
@@ -56,15 +56,11 @@ RENAMED = {
 
 def read_weight_file(path: Path) -> StoredFile:
     """Return the tensors of a file, without their values; what is no such file is refused."""
-    try:
+    with naming_faults(path):
         refuse_impostor(path)
-        if not path.stat().st_size:
-            raise broken(path, "it is empty")
         if is_gguf(path):
             return read_gguf(path)[0]
         return read_safetensors(path) if path.suffix == ".safetensors" else read_torch_file(path)
-    except OSError as error:
-        raise broken(path, error) from error
 
 
 @dataclass(slots=True, frozen=True)
@@ -98,17 +94,16 @@ class TensorFiles:
             raise no_weights_error(folder)
         files, self.seen = [], dict[Path, FileFacts]()  # their facts before they were read
         for path in found.files:
-            try:
+            with naming_faults(path):
                 self.seen[path] = facts_of(path)
-            except OSError as error:
-                raise broken(path, error) from error
             files.append(read_weight_file(path))
         self._maps: dict[Path, mmap.mmap] = {}
         self.lent: Lent | None = None  # in `lend`: the buffer to take bytes from
-        if found.form == "metaseq":
-            self._tensors = _join_parts(files)
-        else:
-            self._tensors = _one_table(folder, found, files, layer_prefix)
+        self._tensors = (
+            _join_parts(files)
+            if found.form == "metaseq"
+            else _one_table(folder, found, files, layer_prefix)
+        )
         for start, other in beside.items():
             own = TensorFiles(other)
             self._tensors |= {start + name: tensor for name, tensor in own._tensors.items()}
@@ -200,12 +195,9 @@ class TensorFiles:
 
     def _map(self, path: Path) -> mmap.mmap:
         if path not in self._maps:
-            try:
-                with path.open("rb") as file:
-                    # Changes, which nobody makes, would stay in memory.
-                    self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            except (OSError, ValueError) as error:
-                raise broken(path, error) from error
+            with naming_faults(path), path.open("rb") as file:
+                # Changes, which nobody makes, would stay in memory.
+                self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._maps[path]
 
     def _drop(self, tensor: StoredTensor) -> None:

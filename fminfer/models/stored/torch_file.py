@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import broken
+from fminfer.core.impostors import broken, naming_faults
 from fminfer.models.stored.stored_tensors import (
     BITS,
     BLOCKS,
@@ -55,10 +55,6 @@ IN_TORCH = ("torch.storage.", "torch.cuda.", "torch.")
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # of the older form
 # Training saves weights beside optimizers and settings, under one of these.
 WRAPPERS = ("model", "state_dict", "module", "model_state_dict")
-WRONG_VALUES = (
-    *(ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, EOFError),
-    *(RecursionError, NotImplementedError, struct.error),
-)
 ZIP_START = b"PK\x03\x04"
 Bounds = tuple[int, int]  # of bytes of a file
 
@@ -110,21 +106,19 @@ def read_torch_file(path: Path) -> StoredFile:
 
     Raises:
         CheckpointError: the file is broken, or names what weights do not need.
-        OSError: it cannot be read.
     """
-    try:
-        with path.open("rb") as file:
+    with naming_faults(path), path.open("rb") as file:
+        try:
             is_zip = file.read(4) == ZIP_START
             return _read_zip(path, file) if is_zip else _read_older(path, file)
-    except UnsafePickleError as error:
-        raise CheckpointError(
-            f"{path} asks to load {error}, which no weights need, and nothing of it was run; take "
-            "the model's safetensors, or save its weights alone: torch.save(model.state_dict(), …)"
-        ) from error
-    except zipfile.BadZipFile as error:
-        raise broken(path, f"it is cut off: {error}") from error
-    except WRONG_VALUES as error:
-        raise broken(path, error or type(error).__name__) from error
+        except UnsafePickleError as error:
+            raise CheckpointError(
+                f"{path} asks to load {error}, which no weights need, and nothing of it was run; "
+                "take the model's safetensors, or save its weights alone: "
+                "torch.save(model.state_dict(), …)"
+            ) from error
+        except zipfile.BadZipFile as error:
+            raise broken(path, f"it is cut off: {error}") from error
 
 
 def _read_zip(path: Path, file: BinaryIO) -> StoredFile:
@@ -190,7 +184,7 @@ def _read_older(path: Path, file: BinaryIO) -> StoredFile:
 
 
 class _Machine:
-    """Follows the instructions of pickles; what is broken raises one of `WRONG_VALUES`."""
+    """Follows the instructions of pickles; what is broken raises anything."""
 
     def __init__(self) -> None:
         self.storages: dict[str, Storage] = {}  # by their keys
@@ -304,9 +298,8 @@ def _called(call: list[Any]) -> object:
     storage, offset, shape, strides = arguments[:4]
     if not isinstance(storage, Storage):
         raise ValueError("a tensor without a storage")
-    dtype = storage.dtype
-    if name.endswith("_v3"):
-        dtype = OF_DTYPES[arguments[6].rpartition(".")[2]]
+    has_dtype = name.endswith("_v3")
+    dtype = OF_DTYPES[arguments[6].rpartition(".")[2]] if has_dtype else storage.dtype
     return PickledTensor(storage, dtype, offset, shape, strides)
 
 

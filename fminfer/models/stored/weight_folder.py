@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import GGUF, broken, gguf_error, is_gguf, refuse_impostor
+from fminfer.core.impostors import GGUF, gguf_error, is_gguf, naming_faults, refuse_impostor
 from fminfer.core.quantities import counted, name_few
 
 Form = Literal["safetensors", "bin", "layers", "metaseq", "gguf"]
@@ -137,12 +137,10 @@ def _part_names(name: str) -> list[str]:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    try:
+    with naming_faults(index):
         refuse_impostor(index)
         homes = json.loads(index.read_bytes())["weight_map"]
         names = {str(name) for name in homes.values()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise broken(index, f"no JSON object with a weight_map: {error!r}") from error
     for name in names:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise CheckpointError(f"{index} names {name}, which is outside its folder")
