@@ -8,7 +8,6 @@ import fcntl
 import hashlib
 import os
 import shutil
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -107,32 +106,64 @@ def drafting(usual: Path, mode: int = 0o666) -> Iterator[tuple[Path, BinaryIO]]:
     Its own name is `usual`, or another one while a process that lives has that.
     """
     name = usual
-    # A pipe in its place is not waited for.
-    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, mode)
-    if not _is_only_writer(fd, name):
-        os.close(fd)
-        name = beside(usual, f"-{uuid.uuid4().hex}")
-        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    while (fd := _create_alone(name, mode)) is None:
+        name = beside(name, "-2")
     # The lock lasts until the draft has its name. The file is closed before: some disks
     # say only then that they are full.
-    with open(fd, "wb", buffering=0) as locked:
+    with open(fd, "wb", buffering=0):
         try:
+            _remove_dead(beside(name, "-2"))
             with open(os.dup(fd), "wb") as file:
-                locked.truncate(0)
                 yield name, file
         finally:
             with contextlib.suppress(OSError):
-                if os.path.samestat(os.fstat(fd), name.lstat()):
+                if _is_named(fd, name):
                     name.unlink()
             unlock(fd)
 
 
-def _is_only_writer(fd: int, path: Path) -> bool:
-    """Lock a file; tell whether that could be done, and it still has its name."""
+def _create_alone(name: Path, mode: int) -> int | None:
+    """Create a file and lock it, where locks are; None: another process writes it."""
+    if not _remove_dead(name):
+        return None
+    try:
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    except FileExistsError:
+        return None
     with contextlib.suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_EX)  # who has it removes it as a dead one's, and lets go
+    if _is_named(fd, name):
+        return fd
+    os.close(fd)
+    return None
+
+
+def _remove_dead(draft: Path) -> bool:
+    """Remove a draft that no process writes any more; tell whether its name is free."""
+    try:
+        # A pipe in its place is not waited for.
+        fd = os.open(draft, os.O_WRONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return True
+    try:
+        lock(fd, draft, draft)
+        if is_free := _is_named(fd, draft):
+            draft.unlink()
+        return is_free
+    except InUseError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _is_named(fd: int, path: Path) -> bool:
+    """Tell whether a file still has its name. Where the disk does not say, it has."""
+    try:
         return os.path.samestat(os.fstat(fd), path.lstat())
-    return False
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
 
 
 @contextlib.contextmanager

@@ -65,14 +65,14 @@ def split_of(path: Path) -> Path | None:
     A part has plain lines, whatever a wrong first one looks like.
     """
     for folder in path.absolute().parents if PART_NAME.fullmatch(path.name) else ():
-        with suppress(OSError), open(folder / MANIFEST, "rb", opener=_open_unblocked) as file:
+        with suppress(OSError), open(folder / MANIFEST, "rb", opener=open_unblocked) as file:
             if file.read(len(MANIFEST_HEAD)) == MANIFEST_HEAD:
                 return folder
     return None
 
 
-def _open_unblocked(path: str, flags: int) -> int:
-    # A pipe in the place of a file is not waited for.
+def open_unblocked(path: str, flags: int) -> int:
+    """Open a file for open(); a pipe in its place is not waited for."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
