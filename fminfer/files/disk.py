@@ -105,64 +105,40 @@ def drafting(usual: Path, mode: int = 0o666) -> Iterator[tuple[Path, BinaryIO]]:
 
     Its own name is `usual`, or another one while a process that lives has that.
     """
-    name = usual
-    while (fd := _create_alone(name, mode)) is None:
-        name = beside(name, "-2")
+    spares = [beside(usual, f"-{number}") for number in range(2, 10)]
+    for name in (usual, *spares):
+        # A pipe in its place is not waited for.
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, mode)
+        if _is_only_writer(fd, name):
+            break
+        os.close(fd)
+    else:
+        raise InUseError(f"{usual} is being written by other processes; wait for them or end them")
     # The lock lasts until the draft has its name. The file is closed before: some disks
     # say only then that they are full.
-    with open(fd, "wb", buffering=0):
+    with open(fd, "wb", buffering=0) as locked:
         try:
-            _remove_dead(beside(name, "-2"))
             with open(os.dup(fd), "wb") as file:
+                locked.truncate(0)
                 yield name, file
+            if name == usual and spares[0].exists():  # of one that was killed, perhaps
+                with drafting(spares[0]):
+                    pass
         finally:
             with contextlib.suppress(OSError):
-                if _is_named(fd, name):
+                if os.path.samestat(os.fstat(fd), name.lstat()):
                     name.unlink()
             unlock(fd)
 
 
-def _create_alone(name: Path, mode: int) -> int | None:
-    """Create a file and lock it, where locks are; None: another process writes it."""
-    if not _remove_dead(name):
-        return None
+def _is_only_writer(fd: int, path: Path) -> bool:
+    """Lock a file, where locks are; tell whether no other process has it, or its name."""
     try:
-        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    except FileExistsError:
-        return None
-    with contextlib.suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_EX)  # who has it removes it as a dead one's, and lets go
-    if _is_named(fd, name):
-        return fd
-    os.close(fd)
-    return None
-
-
-def _remove_dead(draft: Path) -> bool:
-    """Remove a draft that no process writes any more; tell whether its name is free."""
-    try:
-        # A pipe in its place is not waited for.
-        fd = os.open(draft, os.O_WRONLY | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return True
-    try:
-        lock(fd, draft, draft)
-        if is_free := _is_named(fd, draft):
-            draft.unlink()
-        return is_free
-    except InUseError:
-        return False
-    finally:
-        os.close(fd)
-
-
-def _is_named(fd: int, path: Path) -> bool:
-    """Tell whether a file still has its name. Where the disk does not say, it has."""
-    try:
+        lock(fd, path, path)
         return os.path.samestat(os.fstat(fd), path.lstat())
-    except FileNotFoundError:
+    except (InUseError, FileNotFoundError):
         return False
-    except OSError:
+    except OSError:  # the disk does not say
         return True
 
 

@@ -8,12 +8,14 @@ gives.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from fminfer.files.claims import WRITING_S
 from fminfer.files.journal import journal_path
 from fminfer.files.journal_rows import read_row
 from tests.faults.commands import Command, Result
@@ -107,6 +109,9 @@ class Loop:
         command = ready.command
         kept = {path: kept_records(path) for path in self._outputs()}
         is_whole = self._is_whole(ready)
+        for claim in self.folder.rglob("*.claim/*"):
+            if not claim.read_bytes().endswith(b"\n"):  # who repeats a command takes a second
+                os.utime(claim, (claim.stat().st_mtime - 2 * WRITING_S,) * 2)
         again = self.run(command)
         said = f"{before.text if before else ''}\nREPEAT: {again.text}"
         if again.status is None:
