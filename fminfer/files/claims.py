@@ -128,8 +128,10 @@ class Claims:
         there = look_at(output)
         rivals = [claim for claim in there if claim.path != path]
         claim = Claim(path, data, self._held.discard)
-        is_gone = len(rivals) == len(there)  # to who writes slowly: it was taken for torn
-        if is_gone or any(rival.number > number or not rival.is_dead for rival in rivals):
+        # It is gone if it was taken for torn, because it was written slowly.
+        if len(rivals) == len(there) or any(
+            rival.number > number or not rival.is_dead for rival in rivals
+        ):
             claim.release()
             return None
         with self._lock:
@@ -157,8 +159,9 @@ def look_at(output: Path, now_s: float | None = None) -> list[Found]:
             owner = read_owner(data)
             if now_s is None and not (owner and owner.is_near):
                 now_s = disk_time(output.parent)
-            age_s = (now_s or beat_s) - beat_s
-            found.append(Found(path, number, owner, data.endswith(b"\n"), age_s))
+            found.append(
+                Found(path, number, owner, data.endswith(b"\n"), (now_s or beat_s) - beat_s)
+            )
     return found
 
 
@@ -282,8 +285,11 @@ class Hold:
         self.release()
 
     def _in_use(self) -> InUseError:
-        owners = [claim.owner for claim in look_at(self._output) if not claim.is_dead]
-        names = [f"process {owner.pid} of {owner.host}" for owner in owners if owner is not None]
+        names = [
+            f"process {claim.owner.pid} of {claim.owner.host}"
+            for claim in look_at(self._output)
+            if claim.owner is not None and not claim.is_dead
+        ]
         return InUseError(
             f"{self._output} is being written by {', '.join(names) or 'another process'}. "
             "Wait for it or end it; if it is gone, its claim ends within "

@@ -162,7 +162,10 @@ class SharedFiles(RunInputs):
         """Return whether a file is still to be answered, and was not refused."""
         try:
             completed = self._find_completed(path, output)
-            is_left = completed is None and path not in self._refused and not self._is_young(path)
+            # A file that is young, in a folder that is watched, may still be written.
+            is_left = (completed is None and path not in self._refused) and not (
+                self._is_watching and -YOUNG_S < path.stat().st_mtime - disk_time(path.parent) <= 0
+            )
         except (UsageError, OSError) as error:
             self._refuse(path, error)
             return False
@@ -174,10 +177,6 @@ class SharedFiles(RunInputs):
         if output in has_claim:
             Hold(output, self._terms.claims).settle()
         return False
-
-    def _is_young(self, path: Path) -> bool:
-        """Tell whether a file may still be written, in a folder that is watched."""
-        return self._is_watching and -YOUNG_S < path.stat().st_mtime - disk_time(path.parent) <= 0
 
     def _find_completed(self, path: Path, output: Path) -> CompletedOutput | None:
         """Return an output that is complete, of an input not changed since; None: look into it."""

@@ -65,10 +65,9 @@ def test_what_a_killed_second_writer_left_is_removed(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a.html"]
 
 
-@pytest.mark.parametrize("target", ["there", "."])
-def test_a_link_in_the_place_of_a_draft_is_not_followed(tmp_path: Path, target: str) -> None:
+def test_a_link_in_the_place_of_a_draft_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "there").write_bytes(b"another's")
-    (tmp_path / "a.html.new").symlink_to(target)
+    (tmp_path / "a.html.new").symlink_to("there")
     with replacing(tmp_path / "a.html") as file:
         file.write(b"new")
     assert (tmp_path / "a.html").read_bytes() == b"new"
