@@ -175,7 +175,7 @@ class Journal:
 
     def _forget(self) -> None:
         # Millions of blank lines in a row take no page. Else 12 bytes a line are all that grows.
-        self._pages = defaultdict(_new_page)
+        self._pages: defaultdict[int, tuple[array[int], array[int]]] = defaultdict(_new_page)
         self.kept = Counts()  # of what an earlier run had finished
         self.num_rows = 0
         self.last_number = 0  # the largest of a line that has its record
