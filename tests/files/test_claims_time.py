@@ -36,8 +36,7 @@ def judge_ages_by_the_own_clock(patch: Patch) -> None:
 
 
 def claim_what_is_claimed(patch: Patch) -> None:
-    patch.setattr(claims, "look_at", lambda output, now_s=None: [])
-    patch.setattr(claims, "create_once", lambda path, data, mode: path.write_bytes(data) > 0)
+    patch.setattr(claims.Found, "is_dead", property(lambda found: True))
 
 
 FAULTS = [judge_ages_by_the_own_clock, claim_what_is_claimed]
