@@ -25,8 +25,8 @@ _SPECIAL = {
 }
 # Errors that another copy of a file would not mend.
 _OF_MACHINE = {
-    *(errno.EIO, errno.ESTALE, errno.ENOMEM),
-    *(errno.EMFILE, errno.ENFILE, errno.ETIMEDOUT),
+    *(errno.EIO, errno.ESTALE, errno.ENOMEM, errno.EINTR, errno.EAGAIN),
+    *(errno.EMFILE, errno.ENFILE, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT),
 }
 
 

@@ -22,6 +22,7 @@ from fminfer.core.errors import InUseError, OutputError
 from fminfer.files.disk import beside, told
 from fminfer.files.journal import journal_path
 from fminfer.files.ordered_output import draft_path
+from fminfer.files.streams import open_unblocked
 from fminfer.machine.liveness import Owner, create_once, describe_me, every, read_owner
 
 CLAIM = ".claim"  # added to the output's name
@@ -68,7 +69,7 @@ class Claim:
         """
         try:
             os.utime(self.path)
-            is_mine = self.path.read_bytes() == self._data
+            is_mine = _read(self.path)[0] == self._data
             newest = _numbers(self.path.parent)[-1:]  # none, if the folder was emptied just now
             self._is_lost = not is_mine or newest != [int(self.path.name)]
             self._beat_s = time.time()
@@ -79,17 +80,21 @@ class Claim:
 
     def holds(self) -> bool:
         """Tell whether it is still this process's: one that slept for long may have lost it."""
-        if not self._is_lost and time.time() - self._beat_s > TRUSTED_S:
+        if not self._is_lost and not self._has_beaten_within(TRUSTED_S):
             self.beat()
             # The disk does not answer, and another machine may have taken over meanwhile.
-            self._is_lost = self._is_lost or time.time() - self._beat_s > STALE_S
+            self._is_lost = self._is_lost or not self._has_beaten_within(STALE_S)
         return not self._is_lost
+
+    def _has_beaten_within(self, time_s: float) -> bool:
+        # A clock that was set back during a stop tells nothing.
+        return -time_s <= self._beat_s - time.time() <= 0
 
     def release(self) -> None:
         """Give it back."""
         self._on_end(self)
         with contextlib.suppress(OSError):
-            if self.path.read_bytes() == self._data:
+            if _read(self.path)[0] == self._data:
                 self.path.unlink()
             self.path.parent.rmdir()  # if nobody else has one there
 
@@ -123,8 +128,10 @@ class Claims:
         there = look_at(output)
         rivals = [claim for claim in there if claim.path != path]
         claim = Claim(path, data, self._held.discard)
-        is_gone = len(rivals) == len(there)  # to who writes slowly: it was taken for torn
-        if is_gone or any(rival.number > number or not rival.is_dead for rival in rivals):
+        # It is gone if it was taken for torn, because it was written slowly.
+        if len(rivals) == len(there) or any(
+            rival.number > number or not rival.is_dead for rival in rivals
+        ):
             claim.release()
             return None
         with self._lock:
@@ -148,11 +155,13 @@ def look_at(output: Path, now_s: float | None = None) -> list[Found]:
     for number in _numbers(folder):
         path = folder / str(number)
         with told(path), contextlib.suppress(FileNotFoundError):  # given back just now
-            is_whole = path.read_bytes().endswith(b"\n")
-            owner, beat_s = read_owner(path), path.stat().st_mtime
+            data, beat_s = _read(path)
+            owner = read_owner(data)
             if now_s is None and not (owner and owner.is_near):
-                now_s = _disk_time(output.parent)
-            found.append(Found(path, number, owner, is_whole, (now_s or beat_s) - beat_s))
+                now_s = disk_time(output.parent)
+            found.append(
+                Found(path, number, owner, data.endswith(b"\n"), (now_s or beat_s) - beat_s)
+            )
     return found
 
 
@@ -195,7 +204,13 @@ def _numbers(folder: Path) -> list[int]:
         return []
 
 
-def _disk_time(folder: Path) -> float:
+def _read(path: Path) -> tuple[bytes, float]:
+    """Return a claim's bytes and its last beat: a disk far away is asked anew by who opens it."""
+    with open(path, "rb", opener=open_unblocked) as file:
+        return file.read(), os.fstat(file.fileno()).st_mtime
+
+
+def disk_time(folder: Path) -> float:
     """Return the time by the clock that dates the folder's files."""
     probe = folder / f".fminfer-{uuid.uuid4().hex}"
     try:
@@ -270,8 +285,11 @@ class Hold:
         self.release()
 
     def _in_use(self) -> InUseError:
-        owners = [claim.owner for claim in look_at(self._output) if not claim.is_dead]
-        names = [f"process {owner.pid} of {owner.host}" for owner in owners if owner is not None]
+        names = [
+            f"process {claim.owner.pid} of {claim.owner.host}"
+            for claim in look_at(self._output)
+            if claim.owner is not None and not claim.is_dead
+        ]
         return InUseError(
             f"{self._output} is being written by {', '.join(names) or 'another process'}. "
             "Wait for it or end it; if it is gone, its claim ends within "

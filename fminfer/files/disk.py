@@ -8,7 +8,6 @@ import fcntl
 import hashlib
 import os
 import shutil
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -106,13 +105,15 @@ def drafting(usual: Path, mode: int = 0o666) -> Iterator[tuple[Path, BinaryIO]]:
 
     Its own name is `usual`, or another one while a process that lives has that.
     """
-    name = usual
-    # A pipe in its place is not waited for.
-    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, mode)
-    if not _is_only_writer(fd, name):
+    spares = [beside(usual, f"-{number}") for number in range(2, 10)]
+    for name in (usual, *spares):
+        # A pipe in its place is not waited for.
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, mode)
+        if _is_only_writer(fd, name):
+            break
         os.close(fd)
-        name = beside(usual, f"-{uuid.uuid4().hex}")
-        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    else:
+        raise InUseError(f"{usual} is being written by other processes; wait for them or end them")
     # The lock lasts until the draft has its name. The file is closed before: some disks
     # say only then that they are full.
     with open(fd, "wb", buffering=0) as locked:
@@ -120,6 +121,9 @@ def drafting(usual: Path, mode: int = 0o666) -> Iterator[tuple[Path, BinaryIO]]:
             with open(os.dup(fd), "wb") as file:
                 locked.truncate(0)
                 yield name, file
+            if name == usual and spares[0].exists():  # of one that was killed, perhaps
+                with drafting(spares[0]):
+                    pass
         finally:
             with contextlib.suppress(OSError):
                 if os.path.samestat(os.fstat(fd), name.lstat()):
@@ -128,11 +132,14 @@ def drafting(usual: Path, mode: int = 0o666) -> Iterator[tuple[Path, BinaryIO]]:
 
 
 def _is_only_writer(fd: int, path: Path) -> bool:
-    """Lock a file; tell whether that could be done, and it still has its name."""
-    with contextlib.suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    """Lock a file, where locks are; tell whether no other process has it, or its name."""
+    try:
+        lock(fd, path, path)
         return os.path.samestat(os.fstat(fd), path.lstat())
-    return False
+    except (InUseError, FileNotFoundError):
+        return False
+    except OSError:  # the disk does not say
+        return True
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import contextlib
 import os
 import threading
 from array import array
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -33,12 +34,25 @@ from fminfer.files.journal_rows import (
 Peeked = Literal["mine", "other input"]  # whose rows a journal has
 JOURNAL = ".journal"  # added to the output's name
 TRIED = -1  # in the place of a row
+PAGE = 1024  # lines
 SYNC_EVERY_S = 0.5  # a power cut costs at most a second's rows
 
 
 def journal_path(output: Path) -> Path:
     """Return where an output's journal stands."""
     return beside(output, JOURNAL)
+
+
+def _new_page() -> tuple[array[int], array[int]]:
+    """Make room for `PAGE` lines.
+
+    Of each: where its row stands (0: not there; TRIED: it is to be tried again), and the checksum
+    of the line that it answers.
+    """
+    return array("q", bytes(8 * PAGE)), array("I", bytes(4 * PAGE))
+
+
+NO_ROWS = _new_page()
 
 
 class Journal:
@@ -76,25 +90,17 @@ class Journal:
                 raise
 
     def __contains__(self, number: int) -> bool:
-        return number < len(self._places) and self._places[number] > 0
-
-    @property
-    def last_number(self) -> int:
-        """The largest number of a line that has its record; 0: none has."""
-        for number in range(len(self._places) - 1, 0, -1):
-            if self._places[number] > 0:
-                return number
-        return 0
+        return self._pages.get(number // PAGE, NO_ROWS)[0][number % PAGE] > 0
 
     def is_of(self, number: int, input_crc: int) -> bool:
         """Tell whether a row that is there was answered from a line with this checksum."""
-        return self._input_crcs[number] == input_crc
+        return self._pages[number // PAGE][1][number % PAGE] == input_crc
 
     def rows(self) -> Iterator[Row]:
         """Read the rows, in the order of their lines."""
         with told(self.path), open(self._fd, "rb", closefd=False) as file:
             here = 0
-            for place in self._places:
+            for place in chain.from_iterable(self._pages[page][0] for page in sorted(self._pages)):
                 if place <= 0:
                     continue
                 if place != here:  # to seek costs more than to read
@@ -168,12 +174,11 @@ class Journal:
         self.close()
 
     def _forget(self) -> None:
-        # Where each row stands, by its line's number; 0: not there, TRIED: it is to be tried again.
-        self._places = array("q")
-        # Of the line that each row answers. These 12 bytes a line are all that grows with the file.
-        self._input_crcs = array("I")
+        # Millions of blank lines in a row take no page. Else 12 bytes a line are all that grows.
+        self._pages: defaultdict[int, tuple[array[int], array[int]]] = defaultdict(_new_page)
         self.kept = Counts()  # of what an earlier run had finished
         self.num_rows = 0
+        self.last_number = 0  # the largest of a line that has its record
         self.num_tried = 0  # rows of earlier runs that are to be tried again
         self.num_damaged = 0  # lines that were not kept
 
@@ -211,9 +216,9 @@ class Journal:
         elif row.number in self:  # twice: where there are no locks
             return
         elif row.is_ours:
-            self._make_place(row.number)
-            self.num_tried += self._places[row.number] == 0
-            self._places[row.number] = TRIED
+            places, _ = self._pages[row.number // PAGE]
+            self.num_tried += places[row.number % PAGE] == 0
+            places[row.number % PAGE] = TRIED
         else:
             self._note(row, self.num_bytes)
             self.kept.add(is_error=row.is_error, tokens=row.tokens)
@@ -226,18 +231,13 @@ class Journal:
         os.fsync(self._fd)
         sync_folder(self.path.parent)
 
-    def _make_place(self, number: int) -> None:
-        if number >= len(self._places):
-            more = number + 1 - len(self._places)
-            self._places.extend([0] * more)
-            self._input_crcs.extend([0] * more)
-
     def _note(self, row: Row, place: int) -> None:
-        self._make_place(row.number)
         self.num_rows += 1
+        self.last_number = max(self.last_number, row.number)
         self.vector_bytes = self.vector_bytes or len(row.vector)
-        self._places[row.number] = place
-        self._input_crcs[row.number] = row.input_crc
+        places, input_crcs = self._pages[row.number // PAGE]
+        places[row.number % PAGE] = place
+        input_crcs[row.number % PAGE] = row.input_crc
 
     def _sync_often(self) -> None:
         while not self._stop.wait(SYNC_EVERY_S):

@@ -72,14 +72,14 @@ def split_of(path: Path) -> Path | None:
 
 def manifest_head(folder: Path) -> bytes:
     """Return the first line of a split's manifest; b"": the folder has none."""
-    with suppress(OSError), open(folder / MANIFEST, "rb", opener=_open_unblocked) as file:
+    with suppress(OSError), open(folder / MANIFEST, "rb", opener=open_unblocked) as file:
         head = file.readline(CHUNK_BYTES)
         return head if head.startswith(MANIFEST_HEAD) else b""
     return b""
 
 
-def _open_unblocked(path: str, flags: int) -> int:
-    # A pipe in the place of a file is not waited for.
+def open_unblocked(path: str, flags: int) -> int:
+    """Open a file for open(); a pipe in its place is not waited for."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fminfer.answers.carrying_over import RunTerms
 from fminfer.core.errors import InUseError, UsageError
-from fminfer.files.claims import Hold, claimed, look_at
+from fminfer.files.claims import Hold, claimed, disk_time, look_at
 from fminfer.files.completed import CompletedOutput, find_completed
 from fminfer.files.disk import told
 from fminfer.files.journal import check_rows, journal_path
@@ -161,14 +161,16 @@ class SharedFiles(RunInputs):
     def _is_left(self, path: Path, output: Path, has_claim: set[Path]) -> bool:
         """Return whether a file is still to be answered, and was not refused."""
         try:
-            if self._is_watching and time.time() - path.stat().st_mtime < YOUNG_S:
-                return False
             completed = self._find_completed(path, output)
+            # A file that is young, in a folder that is watched, may still be written.
+            is_left = (completed is None and path not in self._refused) and not (
+                self._is_watching and -YOUNG_S < path.stat().st_mtime - disk_time(path.parent) <= 0
+            )
         except (UsageError, OSError) as error:
             self._refuse(path, error)
             return False
         if completed is None:
-            return path not in self._refused
+            return is_left
         self._complete[path] = completed.counts.done
         self._settled.add(path)
         self._refused.pop(path, None)

@@ -126,10 +126,10 @@ def describe_me() -> bytes:
     return json.dumps(asdict(me)).encode() + b"\n"
 
 
-def read_owner(path: Path) -> Owner | None:
-    """Read whose a file is; None: it does not say."""
+def read_owner(data: bytes) -> Owner | None:
+    """Read whose a file is, by its bytes; None: it does not say."""
     try:
-        owner = Owner(**json.loads(path.read_bytes()))
+        owner = Owner(**json.loads(data))
         types = (str, int, str, str, float, str, str | None)
         return owner if all(map(isinstance, asdict(owner).values(), types)) else None
     except (ValueError, TypeError, RecursionError):

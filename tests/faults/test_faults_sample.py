@@ -16,7 +16,7 @@ from tests.faults.power_cuts import Disk, Entry, build
 from tests.faults.preload import library_path
 
 CASES = "25" if IS_ALL else "3"
-SAMPLES = {"--faults": ("run", "kept", "merge", "quantize"), "--cuts": ("run", "merge", "quantize")}
+SAMPLES = {"--faults": ("run", "kept", "quantize"), "--cuts": ("run", "merge")}
 # Opens a file, reads, writes, syncs and renames; says at which call the plan has hit it.
 CHILD = """
 import ctypes, os, sys

@@ -28,7 +28,7 @@ import orjson
 from fminfer.contract.envelope import open_envelope
 from fminfer.contract.record import Record
 from fminfer.core.errors import InUseError, OutputError, StoppedError, UsageError
-from fminfer.files import claims, ordered_output
+from fminfer.files import claims, disk, ordered_output
 from fminfer.files.claims import CLAIM, Claim, Claims
 from fminfer.files.journal import JOURNAL, Journal
 from fminfer.job import journaled_input, shared_folder
@@ -38,7 +38,7 @@ from tests.shards.answer_shards import share
 
 START_S = 1_700_000_000.0
 MOST_S = 40_000.0  # of the disk's clock, until all must be answered
-real_stat, real_read, real_exists = Path.stat, Path.read_bytes, Path.exists
+real_stat, real_exists = Path.stat, Path.exists
 real_touch = Path.touch
 real_replace, real_listdir, real_utime = os.replace, os.listdir, os.utime
 
@@ -74,7 +74,8 @@ class Host:
                 for line in file.lines(lambda line: None):
                     yield
                     # What two machines say differs, so that none may write into the other's rows.
-                    result = {"said": line.number, "by": "x" * self.world.rng.randint(0, 9)}
+                    by = "x" * self.world.rng.randint(0, 9)
+                    result = {"said": line.number, "by": by, "choices": []}
                     file.add(Record(line, open_envelope(line), result=result))
             except UsageError as error:
                 files.give_up(file, error)
@@ -117,10 +118,10 @@ class Host:
                 journal._fd = -1
         self.files = None
 
-    def look(self, kind: str, path: Path, ask: Callable[[], Any], *, is_fresh: bool = False) -> Any:
+    def look(self, kind: str, path: Path, ask: Callable[[], Any]) -> Any:
         """Return what this machine sees of a path, which may be late."""
         until_s, value = self.seen.get((kind, path), (0.0, None))
-        if is_fresh or self.world.now_s >= until_s:
+        if self.world.now_s >= until_s:
             lag_s = self.world.rng.uniform(0, self.world.lag_s)
             value = ask()
             self.seen[kind, path] = (self.world.now_s + lag_s, value)
@@ -194,6 +195,8 @@ class World:
             self.turn()
         self.depth -= 1
         host.is_stopped = False
+        if self.rng.random() < 0.2:  # its clock is set meanwhile
+            host.skew_s += self.rng.choice([-3600.0, -100.0, 3600.0])
         self.host = host
 
     @property
@@ -229,15 +232,10 @@ class World:
             return path.is_relative_to(self.folder) and self.lag_s > 0
 
         def stat(path: Path, **options: Any) -> Any:
+            # Who opens a file asks for its attributes, and so is not late.
             if path.parent.name.endswith(CLAIM) and is_late(path):
                 return self.host.look("stat", path, lambda: real_stat(path))
             return real_stat(path, **options)
-
-        def read(path: Path) -> bytes:
-            data = real_read(path)  # who opens a file asks for its attributes
-            if path.parent.name.endswith(CLAIM) and is_late(path):
-                self.host.look("stat", path, lambda: real_stat(path), is_fresh=True)
-            return data
 
         def exists(path: Path) -> Any:
             if is_late(path) and path.suffix in (".jsonl", JOURNAL):
@@ -312,7 +310,8 @@ class World:
             (claims, "create_once", create_once),
             (claims, "os", _Os(listdir=listdir, utime=utime)),
             (shared_folder, "time", SimpleNamespace(time=clock, monotonic=lambda: self.now_s)),
-            (ordered_output, "os", _Os(replace=replace, fsync=fsync)),
+            (ordered_output, "os", _Os(replace=replace)),
+            (disk, "os", _Os(replace=replace, fsync=fsync)),
             (journaled_input, "put_in_order", put_in_order),
             (Claims, "take", take),
             (Journal, "append", append),
@@ -320,7 +319,6 @@ class World:
             (fcntl, "flock", flock),
             (Path, "stat", stat),
             (Path, "touch", touch),
-            (Path, "read_bytes", read),
             (Path, "exists", exists),
         ):
             self._stack.enter_context(mock.patch.object(owner, name, value))

@@ -117,3 +117,14 @@ def test_a_refusal_names_the_process(tmp_path: Path) -> None:
     expected = "by process 99999 of elsewhere. .* if it is gone, its claim ends within 60 s"
     with pytest.raises(InUseError, match=expected), claiming(output):
         pass
+
+
+def test_a_pipe_in_the_place_of_a_claim_is_not_waited_for(tmp_path: Path) -> None:
+    output = tmp_path / "a.jsonl"
+    put_claim(output, b"")
+    (tmp_path / "a.jsonl.claim" / "1").unlink()
+    os.mkfifo(tmp_path / "a.jsonl.claim" / "1")
+    os.utime(tmp_path / "a.jsonl.claim" / "1", (time.time() - 2,) * 2)
+    with claiming(output):
+        assert os.listdir(tmp_path / "a.jsonl.claim") == ["2"]
+    assert os.listdir(tmp_path) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -31,12 +32,11 @@ def test_machines_that_share_a_folder_answer_each_row_once(first: int) -> None:
 
 
 def judge_ages_by_the_own_clock(patch: Patch) -> None:
-    patch.setattr(claims, "_disk_time", lambda folder: sys.modules[claims.__name__].time.time())
+    patch.setattr(claims, "disk_time", lambda folder: sys.modules[claims.__name__].time.time())
 
 
 def claim_what_is_claimed(patch: Patch) -> None:
-    patch.setattr(claims, "look_at", lambda output, now_s=None: [])
-    patch.setattr(claims, "create_once", lambda path, data, mode: path.write_bytes(data) > 0)
+    patch.setattr(claims.Found, "is_dead", property(lambda found: True))
 
 
 FAULTS = [judge_ages_by_the_own_clock, claim_what_is_claimed]
@@ -74,3 +74,32 @@ def test_a_journal_that_is_given_up_as_it_is_opened_is_none(
     monkeypatch.setattr(Path, "exists", lambda path: True)
     assert fingerprint_of(output) is None
     assert peek(output, {}, restart=False) is None
+
+
+@pytest.mark.parametrize("set_back_s", [30.0, 3600.0])
+def test_an_owner_whose_clock_was_set_back_looks_again(
+    tmp_path: Path, monkeypatch: Patch, set_back_s: float
+) -> None:
+    """It was stopped, another took over, and its own last beat seemed young."""
+    output = tmp_path / "out.jsonl"
+    claim = Claims().take(output)
+    assert claim is not None and claim.holds()
+    (claim.path.parent / "2").write_bytes(liveness.describe_me())
+    assert claim.holds(), "it has just looked"
+    monkeypatch.setattr(claims, "time", SimpleNamespace(time=lambda: time.time() - set_back_s))
+    assert not claim.holds()
+
+
+@pytest.mark.parametrize(("later_s", "is_held"), [(30.0, True), (70.0, False), (-30.0, False)])
+def test_an_owner_whose_disk_is_gone_gives_up(
+    tmp_path: Path, monkeypatch: Patch, later_s: float, is_held: bool
+) -> None:
+    claim = Claims().take(tmp_path / "out.jsonl")
+    assert claim is not None
+
+    def fail(path: Path) -> None:
+        raise OSError(errno.EIO, "gone")
+
+    monkeypatch.setattr(os, "utime", fail)
+    monkeypatch.setattr(claims, "time", SimpleNamespace(time=lambda: time.time() + later_s))
+    assert claim.holds() == is_held

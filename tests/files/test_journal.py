@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -514,3 +515,19 @@ def test_lines_prove_themselves() -> None:
     assert read_row(line) == row(7)
     for other in (b"", b"\n", b"{}\n", line[:-1], line[1:], line.replace(b"21b", b"21c"), line * 2):
         assert read_row(other) is None, other
+
+
+def test_blank_lines_take_no_memory(tmp_path: Path) -> None:
+    """300 million of them before a request, 300 kB as .gz, took 5.9 GB."""
+    numbers = [3 * 10**8, 5, 3 * 10**8 + 1, 2000]
+    output = written(tmp_path, [row(number)._replace(input_crc=number) for number in numbers])
+    tracemalloc.start()
+    journal = Journal(output, MODEL)
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+    assert [each.number for each in journal.rows()] == sorted(numbers)
+    assert journal.last_number == max(numbers) and journal.num_rows == 4
+    asked = (0, 5, 6, 1024, 2000, 2 * 10**8)
+    assert [number for number in asked if number in journal] == [5, 2000]
+    assert journal.is_of(2000, 2000) and not journal.is_of(5, 6)
+    journal.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from fminfer.core.errors import OutputError, UsageError
-from fminfer.files.disk import making_folder, replacing
+from fminfer.files.disk import HAS_NO_LOCKS, making_folder, replacing
 from fminfer.files.ordered_output import draft_path, errors_path, written_together
 from fminfer.files.own_files import SUMMARY, replace_own
 
@@ -35,6 +36,60 @@ def test_the_draft_of_a_killed_writer_is_written_anew(tmp_path: Path) -> None:
         assert os.listdir(tmp_path) == ["a.html.new"]
         file.write(b"new")
     assert (tmp_path / "a.html").read_bytes() == b"new" and os.listdir(tmp_path) == ["a.html"]
+
+
+@pytest.mark.parametrize("number", [*HAS_NO_LOCKS, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("call", ["flock", "lstat"])
+def test_a_disk_that_cannot_lock_or_does_not_answer_keeps_no_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    """Each run left one beside a complete output: it did not take its own draft for its own."""
+
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    path = tmp_path / "a.html"
+    if number in HAS_NO_LOCKS:
+        (tmp_path / "a.html.new").write_bytes(b"what a killed one has left")
+    monkeypatch.setattr(*((fcntl, "flock") if call == "flock" else (Path, "lstat")), fail)
+    with replacing(path) as file:
+        file.write(b"new")
+        assert os.listdir(tmp_path) == ["a.html.new"]
+    assert path.read_bytes() == b"new" and os.listdir(tmp_path) == ["a.html"]
+
+
+def test_what_a_killed_second_writer_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "a.html.new-2").write_bytes(b"what a killed one has left")
+    with replacing(tmp_path / "a.html") as file:
+        file.write(b"new")
+    assert os.listdir(tmp_path) == ["a.html"]
+
+
+def test_a_link_in_the_place_of_a_draft_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "there").write_bytes(b"another's")
+    (tmp_path / "a.html.new").symlink_to("there")
+    with replacing(tmp_path / "a.html") as file:
+        file.write(b"new")
+    assert (tmp_path / "a.html").read_bytes() == b"new"
+    assert sorted(os.listdir(tmp_path)) == ["a.html", "a.html.new", "there"]
+    assert (tmp_path / "there").read_bytes() == b"another's"
+
+
+def test_a_draft_that_was_taken_for_a_dead_ones_is_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process saw it before it was locked, and removed it."""
+    flock, path = fcntl.flock, tmp_path / "a.html"
+
+    def remove_first(fd: int, kind: int) -> None:
+        if kind == fcntl.LOCK_EX:
+            (tmp_path / "a.html.new").unlink(missing_ok=True)
+        flock(fd, kind)
+
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    with replacing(path) as file:
+        file.write(b"new")
+    assert path.read_bytes() == b"new" and os.listdir(tmp_path) == ["a.html"]
 
 
 def test_a_pipe_in_the_place_of_a_draft_is_not_waited_for(tmp_path: Path) -> None:

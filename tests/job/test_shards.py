@@ -547,6 +547,21 @@ def test_watching_takes_files_as_they_come(tmp_path: Path, monkeypatch: pytest.M
     assert next(turns) is None and not mine.is_finished
 
 
+@pytest.mark.parametrize("skew_s", [-3600.0, 3600.0])
+@pytest.mark.parametrize(("age_s", "is_taken"), [(1.0, False), (10.0, True), (-10.0, True)])
+def test_a_watched_file_is_as_old_as_the_disks_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skew_s: float, age_s: float, is_taken: bool
+) -> None:
+    """A clock an hour late let files wait for an hour; one an hour early took them half written."""
+    (tmp_path / "in").mkdir()
+    (path,) = write_shards(tmp_path / "in", 1)
+    os.utime(path, (time.time() - age_s,) * 2)
+    mine = share(tmp_path / "in", is_watching=True)
+    mine._plan = mine._find()
+    monkeypatch.setattr(time, "time", lambda now=time.time: now() + skew_s)
+    assert [found for found, _ in mine._find_free()] == [path] * is_taken
+
+
 def test_a_run_with_an_engine(tmp_path: Path) -> None:
     """Another run has a file; when its process is dead, the file is taken over and resumed."""
     engine = fminfer.Engine(dtype="float32", budget=2048)

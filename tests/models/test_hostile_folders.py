@@ -214,7 +214,8 @@ def test_what_libraries_raise_names_the_files(error: BaseException) -> None:
 def test_what_is_not_the_files_fault_keeps_its_meaning() -> None:
     for error in (MemoryError(), KeyboardInterrupt(), SystemExit(1), CheckpointError("a")):
         assert fault(error) is error
-    assert type(fault(OSError(errno.EIO, "no"))) is MachineError
+    for number in (errno.EIO, errno.EINTR, errno.EAGAIN, errno.ENOSPC):
+        assert type(fault(OSError(number, "no"))) is MachineError
     assert type(fault(FileNotFoundError(errno.ENOENT, "no"))) is CheckpointError
 
 
