@@ -23,7 +23,7 @@ from fminfer.server.settings import ServerSettings
 
 HEAD_S = 30.0  # for the head of a request, after the time that an idle connection has
 CLOSE = [(b"connection", b"close")]
-PROBE_S = 0.1, 10.0  # first and longest pause between looks for a client that may have left
+PROBE_S = 0.02, 10.0  # first and longest pause between looks for a client that may have left
 UNREAD_S = 60.0  # that a client may leave what it was sent unread
 MOST_CONNECTIONS = 4096
 SPARE_FILES = 256  # that the process may open beside its connections
