@@ -92,7 +92,8 @@ class LogitEdits:
     """
 
     def __init__(self, params: SamplingParams, prompt_ids: list[int]) -> None:
-        self._params, self._prompt_ids = params, prompt_ids
+        self._params = params
+        self._prompt_ids = prompt_ids
         self._place: dict[int, int] = {}  # token id -> its place in the columns
         self._num_drawn: dict[int, int] = {}
 

@@ -20,7 +20,6 @@ from fminfer.text.token_lengths import LongestToken, find_longest, least_tokens
 from fminfer.text.tokenizer_folder import BYT5, read_tokenizer
 
 MAX_KEPT_BYTES = 16 << 20  # of the words of whole requests
-SHORT = 512  # characters that are tokenized while other threads wait
 NUM_BYTES = 64  # of a character of them, with its ids: the most that one request has fits
 
 
@@ -144,8 +143,6 @@ class Tokenizer:
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         with PANICS:
             if self._is_plain and self.backend is not None:
-                if len(text) < SHORT:  # others wait no longer than to hand the interpreter over
-                    return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
                 own = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
                 return own[0].ids
             assert self.hf is not None
