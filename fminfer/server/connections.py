@@ -10,6 +10,7 @@ import ssl
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from heapq import nsmallest
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +67,15 @@ class Connection(H11Protocol):
         self.conn = _Parser(h11.SERVER)
 
     def connection_made(self, transport: Any) -> None:
-        """Begin to wait for a request; of too many connections, close the oldest silent one."""
+        """Begin to wait for a request; of too many connections, close the oldest silent ones."""
         super().connection_made(transport)
         self._wait_for_head()
         if len(self.connections) > max_connections():
             own = [each for each in self.connections if isinstance(each, Connection)]
-            min(own, key=lambda each: each.patience).transport.abort()
+            oldest = nsmallest(1 + len(own) // 64, own, key=lambda each: each.patience)
+            for each in oldest:  # several at once, as looking for them takes a while
+                if each is oldest[0] or each.is_silent:
+                    each.transport.abort()
 
     def on_response_complete(self) -> None:
         """Begin to wait for the next request."""

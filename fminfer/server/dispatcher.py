@@ -83,8 +83,9 @@ class Dispatcher:
         *,
         endpoint: Endpoint = "completions",
         is_streamed: bool = False,
+        is_large: bool = False,
     ) -> Reply:
-        """Queue a request.
+        """Queue a request; one with a large body is not prepared before others.
 
         Raises:
             RequestError: what is wrong with it.
@@ -99,7 +100,7 @@ class Dispatcher:
         prepare = partial(self._prepare_and_find, fields, endpoint=endpoint)
         try:
             prepared, kept = await self._tokenizers.do(
-                partial(prepare, compiles=False), is_quick=_is_quick(fields)
+                partial(prepare, compiles=False), is_quick=not is_large and _is_quick(fields)
             )
         except UncompiledError:  # to compile may take seconds, in which others do not wait
             num_asked = self._compilers.num_asked

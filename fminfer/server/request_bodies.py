@@ -354,6 +354,11 @@ class UploadLimits:
         )
 
 
+def is_large(request: Request) -> bool:
+    """Tell whether the body of a request that was read has more than `SMALL_BYTES`."""
+    return bool(request.scope["state"].get(HELD))
+
+
 def _parse(body: bytes) -> dict[str, Any]:
     return load_object(body.removeprefix(UTF8_BOM).strip(), "the body")
 
