@@ -255,7 +255,8 @@ class HttpThread(threading.Thread):
                 is_time = second == 0 or not dispatcher.num_open
                 if is_time and own_bytes() > trimmed_bytes + FREED_BYTES:
                     await asyncio.to_thread(trim_host)
-                    trimmed_bytes = own_bytes()
+                    if not dispatcher.num_open:  # else it may be what open requests hold
+                        trimmed_bytes = own_bytes()
             num_tokens = throughput.num_tokens
             if num_tokens != num_told:
                 state, rates = self.service.engine.state, throughput.rates
