@@ -93,19 +93,25 @@ class LogitEdits:
 
     def __init__(self, params: SamplingParams, prompt_ids: list[int]) -> None:
         self._params = params
+        self._prompt_ids = prompt_ids
         self._place: dict[int, int] = {}  # token id -> its place in the columns
         self._num_drawn: dict[int, int] = {}
-        self.columns: dict[str, array[Any]] = {
+
+    @cached_property
+    def columns(self) -> dict[str, array[Any]]:
+        """Each has an entry for a token. They are made when a step first asks for them."""
+        self.columns = {
             "edit_ids": array("q"),
             "edit_bias": array("f"),  # logit_bias
             "edit_factor": array("f"),  # repetition_penalty
             "edit_minus": array("f"),  # frequency and presence
         }
-        for token_id, bias in params.logit_bias:
+        for token_id, bias in self._params.logit_bias:
             self.columns["edit_bias"][self._find(token_id)] = bias
-        if params.repetition_penalty != 1:
-            for token_id in prompt_ids:
-                self.columns["edit_factor"][self._find(token_id)] = params.repetition_penalty
+        if self._params.repetition_penalty != 1:
+            for token_id in self._prompt_ids:
+                self.columns["edit_factor"][self._find(token_id)] = self._params.repetition_penalty
+        return self.columns
 
     def count(self, token_id: int) -> None:
         """Note one more drawn token."""

@@ -310,6 +310,7 @@ class EngineLoop:
         state = sequence.prompt.owner
         self.stats.end(sequence.num_draws_left)
         self.stats.num_cut_off += sequence.is_cut_off
+        sequence.edits = None  # perhaps megabytes, long before all of its request is told
         if state.is_finished:
             self._finish(state)
 

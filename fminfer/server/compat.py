@@ -31,6 +31,7 @@ from fminfer.core.quantities import counted
 from fminfer.engine.engine_core import Finished
 from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.server.replies import unless_left
+from fminfer.server.request_bodies import is_large
 from fminfer.server.schemas import describe_field, describe_fields, document
 from fminfer.server.service import Service, respond_json
 
@@ -115,9 +116,8 @@ def old_routes(service: Service) -> APIRouter:
 
 async def _complete(service: Service, request: Request, fields: dict[str, Any]) -> Finished:
     service.check_model(fields.get("model"))
-    reply = await unless_left(
-        service.dispatcher.ask(fields, is_large=service.bodies.is_large(request)), request.receive
-    )
+    asking = service.dispatcher.ask(fields, is_large=is_large(request))
+    reply = await unless_left(asking, request.receive)
     return await reply.finish(request.receive)
 
 

@@ -10,6 +10,7 @@ import ssl
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from heapq import nsmallest
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from fminfer.server.settings import ServerSettings
 
 HEAD_S = 30.0  # for the head of a request, after the time that an idle connection has
 CLOSE = [(b"connection", b"close")]
-PROBE_S = 0.1, 10.0  # first and longest pause between looks for a client that may have left
+PROBE_S = 0.02, 10.0  # first and longest pause between looks for a client that may have left
 UNREAD_S = 60.0  # that a client may leave what it was sent unread
 MOST_CONNECTIONS = 4096
 LEAST_CHUNK = 16  # bytes that chunks of a body have on average
@@ -63,12 +64,15 @@ class Connection(H11Protocol):
         self.conn = _Parser(h11.SERVER)
 
     def connection_made(self, transport: Any) -> None:
-        """Begin to wait for a request; of too many connections, close the oldest silent one."""
+        """Begin to wait for a request; of too many connections, close the oldest silent ones."""
         super().connection_made(transport)
         self._wait_for_head()
         if len(self.connections) > max_connections():
             own = [each for each in self.connections if isinstance(each, Connection)]
-            min(own, key=lambda each: each.patience).transport.abort()
+            oldest = nsmallest(1 + len(own) // 64, own, key=lambda each: each.patience)
+            for each in oldest:  # several at once, as looking for them takes a while
+                if each is oldest[0] or each.is_silent:
+                    each.transport.abort()
 
     def on_response_complete(self) -> None:
         """Begin to wait for the next request."""

@@ -85,7 +85,7 @@ class Dispatcher:
         is_streamed: bool = False,
         is_large: bool = False,
     ) -> Reply:
-        """Queue a request.
+        """Queue a request; one with a large body is not prepared before others.
 
         Args:
             is_large: to prepare it may take long.
@@ -245,8 +245,8 @@ class Dispatcher:
 
     def _add(self, prepared: Prepared, request_id: int, *, is_streamed: bool) -> None:
         """Give the engine a request, unless its client leaves meanwhile."""
+        self._engine.add(prepared, is_streamed=is_streamed, request_id=request_id)
         with self._adding:
-            self._engine.add(prepared, is_streamed=is_streamed, request_id=request_id)
             self._num_added += 1
         if request_id not in self.replies:
             self._engine.cancel(request_id)

@@ -21,6 +21,7 @@ from fminfer.engine.sequence import Prepared
 from fminfer.engine.vector_answer import head_of_answer
 from fminfer.server.http_errors import HttpError
 from fminfer.server.replies import EventStream, unless_left
+from fminfer.server.request_bodies import is_large
 from fminfer.server.schemas import COUNT, ENDPOINT_DOCS, document, extend, request_schema
 from fminfer.server.service import Service, respond_json
 
@@ -191,10 +192,7 @@ async def _answer(service: Service, request: Request, endpoint: Endpoint) -> Res
     is_streamed, usage = _take_stream(fields) if endpoint in OF_DRAWS else (False, "")
     service.check_model(fields.get("model"))
     asking = service.dispatcher.ask(
-        fields,
-        endpoint=endpoint,
-        is_streamed=is_streamed,
-        is_large=service.bodies.is_large(request),
+        fields, endpoint=endpoint, is_streamed=is_streamed, is_large=is_large(request)
     )
     reply = await unless_left(asking, request.receive)
     prepared = reply.prepared

@@ -52,6 +52,7 @@ class BodyReader:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_held = 0  # bytes that count
+        self._parsing = asyncio.Lock()
 
     async def read(self, request: Request) -> dict[str, Any]:
         """Return the JSON object that a request's body holds.
@@ -63,7 +64,10 @@ class BodyReader:
         late = f"the body did not come within {READ_S:g} s; send it without pauses"
         with _waiting_for("body", late):
             body = await asyncio.wait_for(self._read(request), READ_S)
-        return load_object(body.removeprefix(UTF8_BOM).strip(), "the body")
+        if len(body) <= SMALL_BYTES:
+            return _parse(body)
+        async with self._parsing:  # one at a time, between which the event loop has its turn
+            return await asyncio.to_thread(_parse, body)
 
     async def _read(self, request: Request) -> bytes:
         pieces: list[bytes] = []
@@ -343,6 +347,15 @@ def _too_large(most: str, option: str) -> HttpError:
         param="file",
         headers=CLOSE,
     )
+
+
+def is_large(request: Request) -> bool:
+    """Tell whether the body of a request that was read has more than `SMALL_BYTES`."""
+    return bool(request.scope["state"].get(HELD))
+
+
+def _parse(body: bytes) -> dict[str, Any]:
+    return load_object(body.removeprefix(UTF8_BOM).strip(), "the body")
 
 
 def _decode(raw: bytes | bytearray) -> str:

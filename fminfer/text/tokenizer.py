@@ -64,6 +64,7 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         if hf is not None and backend is None:  # ByT5's EOS is not marked
             self.special_ids |= {*hf.all_special_ids}
+        self._is_plain = backend is not None and (hf is None or _encodes_plainly(hf, backend))
         decoder = None if backend is None else backend.decoder
         self._is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
@@ -139,10 +140,11 @@ class Tokenizer:
 
     @PANICS
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        if self.hf is not None:
-            return list(self.hf(text, add_special_tokens=add_special_tokens)["input_ids"])
-        assert self.backend is not None
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if self._is_plain and self.backend is not None:
+            own = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return own[0].ids
+        assert self.hf is not None
+        return list(self.hf(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def spell_all(self, words: tuple[str, ...]) -> tuple[frozenset[tuple[int, ...]], ...]:
         """Return `spell` of each word; those of the last requests are kept, as each asks thrice."""
@@ -274,6 +276,15 @@ class Tokenizer:
             offsets[len(offsets) + 1 - len(detokenizer.starts) :] = detokenizer.starts
         parts.append(detokenizer.flush())
         return offsets, "".join(parts)
+
+
+def _encodes_plainly(hf: Any, backend: BackendTokenizer) -> bool:
+    """Tell whether transformers' tokenizer only calls its backend, which alone is quicker."""
+    backend.no_truncation()  # as it is set for each text
+    backend.no_padding()
+    backend.encode_special_tokens = hf.split_special_tokens
+    methods = (type(hf).__call__, type(hf)._encode_plus)
+    return all(each.__module__.startswith("transformers.tokenization_utils_") for each in methods)
 
 
 def _bytes_of_byt5(hf: Any) -> dict[int, int]:

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from fminfer.contract.envelope import MAX_QUOTED_BYTES
+from fminfer.contract.request import SamplingParams
 from fminfer.contract.row_warnings import MAX_NAMES
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError
 from fminfer.engine import prompt_fit
 from fminfer.engine.intake import Intake
+from fminfer.engine.logit_edits import LogitEdits
 from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.engine.sequence import Prepared
 from fminfer.models.known_sizes import DEMO_MODEL
@@ -205,3 +207,15 @@ def test_a_prompt_that_is_too_long_is_named(demo: Tokenizer) -> None:
         error = refused(demo, ["a", "b", long] if isinstance(long, str) else [[5], [6], long])
         assert error.message.startswith("prompt[2]: the prompt has ")
         assert refused(demo, long).message.startswith("the prompt has ")
+
+
+def test_changes_of_logits_are_made_when_a_sequence_runs() -> None:
+    """16,384 prompts that waited had 16,384 tables of a `logit_bias` of 50,000 tokens."""
+    params = SamplingParams(logit_bias=((5, 1.0), (7, -1.0)), repetition_penalty=1.5)
+    edits = LogitEdits(params, [7, 9])
+    assert "columns" not in vars(edits)
+    assert edits.columns["edit_ids"].tolist() == [5, 7, 9]
+    assert edits.columns["edit_bias"].tolist() == [1.0, -1.0, 0.0]
+    assert edits.columns["edit_factor"].tolist() == [1.0, 1.5, 1.5]
+    edits.count(11)
+    assert edits.columns["edit_ids"].tolist() == [5, 7, 9, 11]

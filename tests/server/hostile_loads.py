@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
+from tests.text.hostile_constraints import HOSTILE
+
 HOST, TIMEOUT_S = "127.0.0.1", 60.0
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+MARK = "zebra-7731"  # in texts of requests; no line of the log may have it
 LOADS: dict[str, Callable[[int], None]] = {}
 
 
@@ -167,7 +170,65 @@ def a_thousand_requests(port: int) -> None:
     at_once(port, [{"prompt": f"{n}", "max_tokens": 4} for n in range(1000)])
 
 
+@load
+def many_prompts_with_biases(port: int) -> None:
+    biases = {str(token_id): 0.5 for token_id in range(400)}
+    biases |= {"0" * n + "7": 0.5 for n in range(2, 300)}  # one token, spelled again and again
+    post(port, {"prompt": ["a"] * 16384, "max_tokens": 4, "logit_bias": biases})
+
+
+@load
+def many_choices_with_biases(port: int) -> None:
+    biases = {str(token_id): 0.5 for token_id in range(400)}
+    fields = {"n": 128, "max_tokens": 16, "ignore_eos": True, "temperature": 1}
+    post(port, fields | {"prompt": ["a"] * 8, "logit_bias": biases})
+
+
+@load
+def a_long_bias(port: int) -> None:
+    biases = {str(token_id): 0.5 for token_id in range(50_000)}
+    post(port, {"prompt": ["a"] * 1000, "max_tokens": 4, "logit_bias": biases})
+
+
+@load
+def scored_long_prompts(port: int) -> None:
+    fields = {"echo": True, "logprobs": 20, "max_tokens": 0}
+    post(port, fields | {"prompt": [[n % 100 + 5] * 900 for n in range(60)]})
+
+
+@load
+def penalties_of_long_prompts(port: int) -> None:
+    fields = {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "max_tokens": 60}
+    post(port, fields | {"prompt": [[n % 300 + 5 for n in range(900)]] * 64, "n": 4})
+
+
 # Constraints, templates, and other work on texts.
+
+
+def add_constraints(name: str, kinds: tuple[str, ...]) -> None:
+    """List constraints that are hostile as one load."""
+
+    def send(port: int) -> None:
+        for each in kinds:
+            post(port, {"prompt": "a", "max_tokens": 4} | HOSTILE[each]())
+
+    LOADS[name] = send
+
+
+add_constraints("hostile_grammars", ("more blank lines", "quotes", "one long name", "odd heads"))
+add_constraints(
+    "more_hostile_grammars",
+    ("rules, each the next", "terminals, doubled", "an ambiguous grammar", "many alternatives"),
+)
+add_constraints(
+    "hostile_patterns",
+    ("a regex of bounds", "a regex with a window", "Unicode classes", "nested bounds"),
+)
+add_constraints(
+    "hostile_schemas",
+    ("oneOf of products", "doubled allOf", "doubled properties", "crossed unions"),
+)
+add_constraints("hostile_lists", ("an enum", "equal choices", "long choices", "one long choice"))
 
 
 def constrained(**constraint: Any) -> dict[str, Any]:
@@ -210,6 +271,42 @@ def many_messages(port: int) -> None:
 
 
 @load
+def messages_of_many_parts(port: int) -> None:
+    parts = [{"type": "text", "text": f"{MARK} {n}"} for n in range(100_000)]
+    post(port, {"messages": [{"role": "user", "content": parts}], "max_tokens": 1}, CHAT)
+
+
+@load
+def many_tools(port: int) -> None:
+    tools = [{"type": "function", "function": {"name": f"f{n}"}} for n in range(20_000)]
+    message = {"role": "user", "content": MARK}
+    post(port, {"messages": [message], "tools": tools, "max_tokens": 1}, CHAT)
+
+
+@load
+def nested_template_arguments(port: int) -> None:
+    inner: Any = MARK
+    for _ in range(200):
+        inner = {"x": [inner]}
+    many = {f"k{n}": inner for n in range(200)}
+    fields = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    post(port, fields | {"chat_template_kwargs": many}, CHAT)
+
+
+@load
+def stop_strings_within_bounds(port: int) -> None:
+    stops = [f"{MARK} {n}" * 10 for n in range(1000)]
+    fields = {"max_tokens": 200, "ignore_eos": True, "n": 32, "temperature": 1}
+    post(port, fields | {"prompt": "a", "stop": stops, "stream": True})
+
+
+@load
+def many_stop_prefixes(port: int) -> None:
+    stops = ["a" * n + MARK for n in range(1, 500)]
+    post(port, {"prompt": "a" * 300, "max_tokens": 200, "stop": stops, "stream": True, "n": 8})
+
+
+@load
 def many_stop_strings(port: int) -> None:
     stops = ["x" * 200 + str(n) for n in range(20_000)]
     post(port, {"prompt": "a", "max_tokens": 64, "stop": stops, "ignore_eos": True})
@@ -219,6 +316,13 @@ def many_stop_strings(port: int) -> None:
 def many_bad_words(port: int) -> None:
     words = [f"{n:x} {n:o}" for n in range(16_384)]
     post(port, {"prompt": "a", "max_tokens": 16, "bad_words": words})
+
+
+@load
+def many_new_bad_words(port: int) -> None:
+    for number in range(3):
+        words = [f"{number} {n:x} {n:o}" for n in range(16_000)]
+        post(port, {"prompt": "a", "max_tokens": 16, "bad_words": words})
 
 
 @load
@@ -335,12 +439,55 @@ def long_paths(port: int) -> None:
         call(port, "GET", "/v1/" + "a/" * 20_000)
 
 
+@load
+def many_idle_connections(port: int) -> None:
+    with connections(port, 6000):
+        time.sleep(1)
+
+
+@load
+def slow_uploads(port: int) -> None:
+    head = b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9000000\r\n"
+    head += b"Content-Type: multipart/form-data; boundary=bb\r\n\r\n"
+    head += b'--bb\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+    with connections(port, 200, head) as opened:
+        for _ in range(4):
+            for connection in opened:
+                with suppress(OSError):
+                    connection.sendall(b"1\n" * 100)
+            time.sleep(0.3)
+
+
+@load
+def odd_heads(port: int) -> None:
+    for data in (b"\0" * 60_000, b"GET /" + b"x" * 60_000, HEAD + b"a: " + b"b" * 60_000):
+        with connections(port, 100, data):
+            time.sleep(0.3)
+
+
 # Files and batches.
 
 
 @load
 def a_batch_of_short_wrong_lines(port: int) -> None:
     send_batch(port, b"1\n" * 49_000, wait_s=6)
+
+
+@load
+def a_batch_of_60000_lines(port: int) -> None:
+    send_batch(port, b'{"custom_id":"a"}\n' * 60_000, wait_s=4)
+
+
+@load
+def a_batch_of_equal_ids(port: int) -> None:
+    send_batch(port, line(7, prompt=MARK, bogus=MARK) * 20_000, wait_s=4)
+
+
+@load
+def a_batch_of_hostile_lines(port: int) -> None:
+    kinds = ("more blank lines", "a regex with a window", "oneOf of products", "long choices")
+    data = b"".join(line(n, **HOSTILE[each]()) for n, each in enumerate(kinds * 3))
+    send_batch(port, data, wait_s=5)
 
 
 @load
@@ -380,3 +527,22 @@ def a_form_of_many_parts(port: int) -> None:
 def a_form_with_an_endless_header(port: int) -> None:
     form = {"Content-Type": "multipart/form-data; boundary=bb"}
     call(port, "POST", "/v1/files", b"--bb\r\nX: " + b"y" * (60 << 20), **form)
+
+
+@load
+def odd_forms(port: int) -> None:
+    head = b'--bb\r\nContent-Disposition: form-data; name="file"; filename="'
+    bodies = (
+        head + b"a" * 500 + b'"\r\n\r\n' + b"\r\n--b" * 3_000_000,
+        head + b'\\"' * 500 + b'"\r\n\r\n' + b"-" * 9_000_000,
+        head + b'a"\r\n' + b"a:b\r\n" * 2_000_000,
+        b"--bb\r\n" * 2_000_000,
+        b"\r\n" * 4_000_000,
+    )
+    for body in bodies:
+        call(
+            port, "POST", "/v1/files", body, **{"Content-Type": "multipart/form-data; boundary=bb"}
+        )
+    for boundary in ("", "b" * 70, "b" * 60_000):
+        kind = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
+        call(port, "POST", "/v1/files", b"--bb" * 2_000_000, **kind)

@@ -1,4 +1,4 @@
-"""A client that behaves well: a completion every 50 ms, timed until its standard input ends.
+"""A client that behaves well: completions, 20 ms between them, timed until its input ends.
 
 It is a process of its own, so that what others send does not slow it. It needs no other module.
 """
@@ -13,7 +13,7 @@ import threading
 import time
 
 FIELDS = {"prompt": "Question: How do you go there?\nAnswer:", "max_tokens": 4, "temperature": 0}
-PAUSE_S, TIMEOUT_S = 0.05, 60.0
+PAUSE_S, TIMEOUT_S = 0.02, 60.0
 
 
 def ask(port: int) -> int:

@@ -32,7 +32,7 @@ def test_nothing_is_left_of_clients_that_misbehave() -> None:
 
 def test_a_live_client_beside_hostile_loads(tmp_path: Path) -> None:
     """All loads with FMINFER_TEST_ALL; `scripts/abuse --beside` prints the figures."""
-    names = [*LOADS] if IS_ALL else ["many_prompts"]
+    names = [*LOADS] if IS_ALL else ["many_prompts_with_biases"]
     problems = run_beside(names, tmp_path, warms_up=IS_ALL)
     # In seconds only where all is measured: other tests may have the cores.
     assert [each for each in problems if IS_ALL or "refused" in each] == []
