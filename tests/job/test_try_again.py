@@ -55,7 +55,7 @@ def record_of(line: Line, codes: dict[int, ErrorCode]) -> Record:
         return Record(line, open_envelope(line), error=error)
     details = {"cached_tokens": 1}
     usage = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": details}
-    result = {"said": line.number, "usage": usage}
+    result = {"choices": [], "said": line.number, "usage": usage}
     return Record(
         line,
         open_envelope(line),
