@@ -20,7 +20,7 @@ from mutmut.mutation.mutators import mutation_operators, operator_swap_op
 PACKAGES = {
     "contract": ["tests/contract"],
     "files": ["tests/files"],
-    "answers": ["tests/answers", *(f"tests/job/test_{each}.py" for each in ("edited", "grown"))],
+    "answers": ["tests/answers", *(f"tests/job/test_{each}.py" for each in ("edited", "grown", "try_again"))],
     "split": ["tests/split"],
     "server/batches": [
         f"tests/server/test_batches_{each}.py"

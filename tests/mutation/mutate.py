@@ -52,7 +52,7 @@ PR_SET_CHILD_SUBREAPER = 36
 MORE_TIMES, MORE_S = 5, 20
 # So many seconds of tests are run for a mutant: those of many slow tests would take hours. What a
 # slower one would notice counts as a survivor.
-MOST_S = 20
+MOST_S = 10
 BY_TIME = "it took too long"
 
 
