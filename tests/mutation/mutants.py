@@ -20,7 +20,10 @@ from mutmut.mutation.mutators import mutation_operators, operator_swap_op
 PACKAGES = {
     "contract": ["tests/contract"],
     "files": ["tests/files"],
-    "answers": ["tests/answers", *(f"tests/job/test_{each}.py" for each in ("edited", "grown", "try_again"))],
+    "answers": [
+        "tests/answers",
+        *(f"tests/job/test_{each}.py" for each in ("edited", "grown", "try_again")),
+    ],
     "split": ["tests/split"],
     "server/batches": [
         f"tests/server/test_batches_{each}.py"
@@ -30,8 +33,8 @@ PACKAGES = {
         f"tests/job/test_{each}.py"
         for each in (
             *("edited", "grown", "limit", "machine", "npy", "overview", "progress"),
-            *("report_counts", "report_page", "report_runs", "run_inputs", "shards", "synthetic"),
-            *("time_left", "try_again"),
+            *("report_counts", "report_page", "report_runs", "run_inputs", "run_summary", "shards"),
+            *("synthetic", "time_left", "try_again"),
         )
     ],
 }
