@@ -15,8 +15,8 @@ import libcst.matchers as m
 from libcst.metadata import MetadataWrapper, PositionProvider
 from mutmut.mutation.mutators import mutation_operators, operator_swap_op
 
-# A package, and its tests. What takes answers over is tested where a job over a file does so. Left out
-# are files whose tests mostly start processes, servers or browsers: they take minutes.
+# A package, and its tests. What takes answers over is tested where a job over a file does so. Left
+# out are files whose tests mostly start processes, servers or browsers: they take minutes.
 PACKAGES = {
     "contract": ["tests/contract"],
     "files": ["tests/files"],
@@ -27,7 +27,7 @@ PACKAGES = {
     "split": ["tests/split"],
     "server/batches": [
         f"tests/server/test_batches_{each}.py"
-        for each in ("files", "keys", "lines", "state", "trouble", "ends", "beside")
+        for each in ("beside", "ends", "files", "keys", "lines", "parts", "state", "trouble")
     ],
     "job": [
         f"tests/job/test_{each}.py"
