@@ -96,6 +96,7 @@ def test_every_line(tmp_path: Path) -> None:
         "at 2.00 GiB/s",
         *(
             f"warning   memory ran out on rank {rank}: it computes 64 tokens at once now; a smaller "
+        **{"prompt_tokens": 10_500},
             "--chunk-size or --budget would avoid that"
             for rank in (0, 1)
         ),

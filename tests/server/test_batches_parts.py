@@ -79,7 +79,7 @@ def envelope_of(url: str, body: Any) -> Any:
 
 
 def test_inputs_of_embeddings_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text, a list of ids and no input count as one; a list of texts, or of lists, by its size."""
+    """A text, a list of ids and no input count as one; lists of them by their size."""
     monkeypatch.setattr(batch_request, "MAX_INPUTS", 8)
     check = make_check(EMBEDDINGS, lambda model: None)
     for given in ("a", [1, 2, 3, 4, 5], ["a", "b"], [[1, 2, 3], [4]], None, "b"):
@@ -128,7 +128,7 @@ def test_a_record_of_another_file_is_told(tmp_path: Path) -> None:
     ):
         stored_files._read(path)
     path.write_text("{}")
-    with pytest.raises(UsageError, match="other.json is damaged .*put it back"):
+    with pytest.raises(UsageError, match=r"other.json is damaged .*put it back"):
         stored_files._read(path)
 
 
