@@ -229,6 +229,10 @@ def test_all_of_a_request_is_in_the_key() -> None:
         assert key(prepared(**{name: value})) != key(prepared())
     sources = [[PROMPT], [replace(PROMPT, text="abd")], [PROMPT, PROMPT]]
     assert len({key(prepared(sources=each)) for each in sources}) == 3, "what an encoder reads"
+    for name, value in OTHER_PREPARED.items():
+        if name != "sources":
+            both = {"sources": [PROMPT], name: value}
+            assert key(prepared(**both)) != key(prepared(sources=[PROMPT])), f"{name} beside it"
     assert answer_key(prepared(), b"other") != answer_key(prepared(), b"terms")
 
 
@@ -392,3 +396,20 @@ def test_what_the_disk_has_comes_into_memory(tmp_path: Path) -> None:
     cache.close()
     assert text_of(cache.find(prepared())) == "kept" and not told
     assert open_answers({}, None, told.append) is None
+
+
+def test_another_model_finds_none_of_them(tmp_path: Path) -> None:
+    for model, is_there in (("a", False), ("b", False), ("a", True)):
+        cache = open_answers({"weights": model}, CachePlace(tmp_path, 2**24), print)
+        assert cache is not None and (cache.find(prepared()) is not None) == is_there
+        cache.keep(prepared(), finished(model))
+        cache.close()
+
+
+def test_a_folder_that_cannot_be_used_shows_as_trouble(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder, is_trouble in ((tmp_path / "new", False), (tmp_path / "file" / "new", True)):
+        told: list[str] = []
+        cache = open_answers({}, CachePlace(folder, 2**24), told.append)
+        assert cache is not None and bool(cache.trouble) == bool(told) == is_trouble
+        cache.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gzip
 import json
 import os
@@ -19,6 +20,7 @@ from click.testing import CliRunner
 import fminfer
 from fminfer.answers.carrying_over import RunTerms
 from fminfer.cli.app import main
+from fminfer.contract.envelope import Line, open_envelope
 from fminfer.core.errors import StoppedError, UsageError
 from fminfer.files.completed import is_complete
 from fminfer.files.journal import journal_path
@@ -237,25 +239,37 @@ def test_random_edits_give_what_answering_all_would_give(
     assert num_taken > 3
 
 
+@pytest.mark.parametrize("most", [1 << 17, 0])
 def test_equal_lines_keep_their_numbers(
-    engine: fminfer.Engine, counting: CountLines, tmp_path: Path
+    engine: fminfer.Engine,
+    counting: CountLines,
+    tmp_path: Path,
+    most: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The nth of them draws as the nth, whatever its `custom_id`: the answers move."""
+    """The nth of them draws as the nth, whatever its `custom_id`: the answers move.
+
+    Also where too many are new to keep their numbers in memory.
+    """
+    monkeypatch.setattr("fminfer.answers.carrying_over.MAX_REPEATS", most)
     source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
     body = HOT | {"prompt": "x"}
     write(source, [batch(f"c{n}", body) for n in range(5)])
     run_files(engine, [source], [output])
     before = [record["response"]["body"]["choices"] for record in read(output)[0]]
     assert len({str(each) for each in before}) == 5
-    write(source, [batch("new", body), *(batch(f"c{n}", body) for n in range(5))])
+    old = [batch(f"c{n}", body) for n in range(5)]
+    write(source, [batch("new", body), *old, batch("last", body)])
     summary = run_files(engine, [source], [output], count_lines=counting)
-    assert (summary.num_rows, summary.num_taken_rows, summary.num_left_out_rows) == (1, 5, 0)
+    assert (summary.num_rows, summary.num_taken_rows, summary.num_left_out_rows) == (2, 5, 0)
     records = read(output)[0]
-    assert [record["custom_id"] for record in records] == ["new", "c0", "c1", "c2", "c3", "c4"]
+    assert [record["custom_id"] for record in records] == [
+        *("new", "c0", "c1", "c2", "c3", "c4", "last")
+    ]
     assert [record["response"]["body"]["choices"] for record in records][:5] == before
     ids = [record["id"] for record in records]
     requests = [record["response"]["request_id"] for record in records]
-    assert len({*ids}) == len({*requests}) == 6
+    assert len({*ids}) == len({*requests}) == 7
 
 
 def test_equal_greedy_lines_of_one_file_have_ids_of_their_own(
@@ -333,7 +347,8 @@ def test_a_limit_throws_no_answer_away(
         stop_after(engine, 3, source, output, limit=4)
     write(source, [new, new, *lines])
     with pytest.raises(
-        UsageError, match=r"beyond the first 3 \(\d\); give a larger --limit or none"
+        UsageError,
+        match=r"beyond the first 3 \(\d\); give a larger --limit or none .* or --restart$",
     ):
         run_files(engine, [source], [output], limit=3, count_lines=counting)
     summary = run_files(engine, [source], [output], limit=7, count_lines=counting)
@@ -572,6 +587,29 @@ def test_two_runs_on_one_grown_file(
     with pytest.raises(UsageError, match=r"in use|being written"):
         next(second.lines(lambda line: None))
     first.abandon(KeyboardInterrupt())
+
+
+def test_answers_that_another_run_is_writing_are_not_taken(
+    engine: fminfer.Engine, counting: CountLines, tmp_path: Path
+) -> None:
+    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    write(source, [ANCHOR, ANCHOR])
+    stop_after(engine, 1, source, output)
+    write(source, [ANCHOR, ANCHOR, ANCHOR])
+    with journal_path(output).open("rb+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(UsageError, match=f"in use: another process writes {output}"):
+            run_files(engine, [source], [output], count_lines=counting)
+    assert run_files(engine, [source], [output], count_lines=counting).num_taken_rows == 3
+
+
+def test_lines_that_are_passed_over_are_counted(counting: CountLines) -> None:
+    """Those that were refused are not, and end no run."""
+    counter, body = counting(), json.dumps(HOT | {"prompt": "x"}).encode()
+    for number, raw in enumerate([body, b"{no", b'{"prompt": 1, "top_p": 7}', body], 1):
+        counter.pass_over(Line(0, number, raw))
+    line = Line(0, 5, body)
+    assert counter.count(line, open_envelope(line)) == 2
 
 
 def test_a_run_that_begins_anew_in_between(

@@ -23,7 +23,7 @@ from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.engine.start import Starter
 from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.estimate.simulation import PretendPipeline
-from fminfer.job.progress import ProgressBar
+from fminfer.job.progress import ProgressBar, TimeLeft
 from fminfer.runtime.build.assembly import build_loop
 from fminfer.text.tokenizer import Tokenizer
 from tests.forked import Forked
@@ -73,6 +73,51 @@ def test_a_bound_is_shown_as_one(
     bar.update(1, 0, engine)
     lefts = re.findall(r"left (\S+)", capsys.readouterr().err)
     assert lefts[0] == "<0:45" and lefts[1].startswith("~") and lefts[2] == "?", lefts
+
+
+def test_a_log_has_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After 5 s, then 10, 20 and 30 s; with the tokens of all steps, and their mean rate."""
+    clock = Clock()
+    monkeypatch.setattr("fminfer.job.progress.time", clock)
+    engine, told = Told(EngineStats(), drawing(0)), {}
+    bar = ProgressBar(100, is_quiet=False)
+    for second in range(150):
+        clock.now_s = float(second)
+        bar.add_work(engine.stats, 900 * (second > 0), 100 * (second > 0))
+        bar.update(second, second // 60, engine)
+        if line := capsys.readouterr().err:
+            told[second] = line
+    assert [*told] == [6, 17, 38, 69, 100, 131]
+    assert told[6] == "6/100 rows, 6,000 tokens, 1,000 tok/s, left ?\n"
+    assert told[131] == "131/100 rows, 131,000 tokens, 1,000 tok/s, left ?, 2 errors\n"
+
+
+def test_a_narrow_terminal_has_shorter_texts() -> None:
+    bar = ProgressBar(9, is_quiet=True, is_slowed=lambda: True)
+    bar.update(3, 1, Told(EngineStats(), drawing(0)))
+    assert bar._texts() == [
+        "0 tokens, 0 tok/s, left ?, 1 error, slowed by other work",
+        "0 tok/s, left ?, 1 error, slowed by other work",
+        "0 tok/s, left ?, 1 error, slowed",
+        *("left ?, 1 error, slowed", "left ?, 1 error", "left ?"),
+    ]
+    assert ProgressBar(9, is_quiet=True)._texts()[0] == "0 tokens, 0 tok/s, left ?"
+
+
+def test_the_rate_is_that_of_the_last_minute() -> None:
+    """What was ten times as slow before is forgotten; the first step counts for nothing."""
+    left, engine = TimeLeft(), Told(EngineStats(), drawing(100, num_running=0))
+    assert left.running_s(engine) is None
+    engine.state = drawing(100, num_running=1)
+    for number in range(400):
+        engine.stats.num_steps += 1
+        left.add(0.0 if not number else 10.0 if number < 50 else 1.0, engine.stats, 0, 1)
+        if not number:
+            assert left.running_s(engine) is None
+        if number in (40, 300):
+            assert left.running_s(engine) == pytest.approx(1000 if number == 40 else 100)
 
 
 @pytest.mark.parametrize("size", [(0, 0), (24, 120), (0, 120)])

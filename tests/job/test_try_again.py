@@ -55,7 +55,7 @@ def record_of(line: Line, codes: dict[int, ErrorCode]) -> Record:
         return Record(line, open_envelope(line), error=error)
     details = {"cached_tokens": 1}
     usage = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": details}
-    result = {"said": line.number, "usage": usage}
+    result = {"choices": [], "said": line.number, "usage": usage}
     return Record(
         line,
         open_envelope(line),
@@ -276,6 +276,36 @@ def test_an_output_that_another_run_has_replaced_is_not_tried_again(tmp_path: Pa
     with pytest.raises(UsageError, match="--seed was 1, is 0"):
         file.begin()
     assert not journal_path(output).exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("cut", "line 8 of .*in.jsonl has no record"),
+        ("more", "it has more records than .*in.jsonl has lines"),
+        ("bare", "an answer has no usage"),
+    ],
+)
+def test_one_of_an_older_version_is_checked_by_its_records(
+    kind: str, what: str, tmp_path: Path
+) -> None:
+    """Its status file has no digests of what was written."""
+    source, output = write_input(tmp_path / "a")
+    answer(open_one(source, output), FAULTS | LASTING)
+    path = status_path(output)
+    path.write_bytes(path.read_bytes().replace(b'"written"', b'"unwritten"'))
+    records = output.read_bytes().splitlines(keepends=True)
+    changed = {
+        "cut": records[:-1],
+        "more": [*records, records[-1]],
+        "bare": [records[0].replace(b'"usage"', b'"used"'), *records[1:]],
+    }[kind]
+    output.write_bytes(b"".join(changed))
+    with pytest.raises(UsageError, match=rf"out.jsonl is not as .*\({what}\).*--limit"):
+        open_one(source, output)
+    assert output.read_bytes() == b"".join(changed) and not journal_path(output).exists()
+    output.write_bytes(b"".join(records))
+    assert answer(open_one(source, output), LASTING) == sorted(FAULTS)
 
 
 @pytest.mark.parametrize("of_errors", [True, False])

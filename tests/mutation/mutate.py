@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, NoReturn
@@ -48,7 +49,10 @@ ARGUMENTS = [
 OUT = os.dup(1)  # pytest captures what is printed
 PR_SET_CHILD_SUBREAPER = 36
 # A mutant has this many times what its tests take, and this many seconds for a slow machine.
-MORE_TIMES, MORE_S = 5, 30
+MORE_TIMES, MORE_S = 5, 20
+# So many seconds of tests are run for a mutant: those of many slow tests would take hours. What a
+# slower one would notice counts as a survivor.
+MOST_S = 10
 BY_TIME = "it took too long"
 
 
@@ -70,7 +74,7 @@ class Tests:
         self.failed: list[str] = []
 
     def choose(self, mutant: Mutant) -> list[str]:
-        """Return those that may notice, fastest first."""
+        """Return those that may notice, fastest first, of MOST_S in all."""
         lines = self.come_by.get(mutant.path, {})
         found = {name for line in mutant.lines for name in lines.get(line, ())}
         if self.runs_on_import(mutant):
@@ -79,7 +83,9 @@ class Tests:
         else:
             others = [] if found else _sorted(self.times, self.starting)
         names = dict.fromkeys([*_sorted(self.times, found), *others])
-        return [name for name in names if name not in self.failed]
+        left = [name for name in names if name not in self.failed]
+        ends = accumulate(self.times[name] for name in left)
+        return [name for name, end in zip(left, ends, strict=True) if end < MOST_S] or left[:1]
 
     def runs_on_import(self, mutant: Mutant) -> bool:
         lines = set(self.imported.get(mutant.path, ()))

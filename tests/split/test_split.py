@@ -52,8 +52,10 @@ zstd = find_zstd()
 assert zstd is not None, "the tests need fminfer[zst]"
 
 
-def split(source: Path, folder: Path, least: int = 100, chunk: int = 100_000) -> SplitSummary:
-    return split_file(source, folder, SplitOptions(least, chunk))
+def split(
+    source: Path, folder: Path, least: int = 100, chunk: int = 100_000, *, is_flat: bool = False
+) -> SplitSummary:
+    return split_file(source, folder, SplitOptions(least, chunk, is_flat))
 
 
 def write(folder: Path, *requests: dict[str, Any], name: str = "all.jsonl") -> Path:
@@ -75,6 +77,15 @@ def prompts_of(folder: Path) -> dict[str, list[Any]]:
         name: [json.loads(line)["prompt"] for line in lines]
         for name, lines in parts_of(folder).items()
     }
+
+
+def test_a_file_that_becomes_shorter_is_told(tmp_path: Path) -> None:
+    index = split_parts.LineIndex(tmp_path / "in.jsonl")
+    index.path.write_bytes(b"{}\n{")
+    index.starts.extend([0, 3, 6])
+    message = "in.jsonl became shorter while it was being split"
+    with index.path.open("rb") as file, pytest.raises(FminferError, match=message):
+        split_parts._copy_lines(index, [0, 1], file.fileno(), tmp_path / "part")
 
 
 # --- which lines go together
@@ -497,6 +508,18 @@ def test_wrong_usage(tmp_path: Path) -> None:
     ):
         found = CliRunner().invoke(main, ["split", *flags, str(path)])
         assert found.exit_code == 2 and reason in found.stderr
+
+
+def test_flat_parts_stand_in_the_folder_itself(tmp_path: Path) -> None:
+    source = write(tmp_path, {"engine": "a", "prompt": "1"}, {"prompt": "2"})
+    expected = {"request_0.jsonl": ["1"], "request_1.jsonl": ["2"]}
+    split(source, tmp_path / "parts", is_flat=True)
+    assert prompts_of(tmp_path / "parts") == expected
+    source = write(tmp_path, {"engine": "a", "prompt": "1"}, {"engine": "b", "prompt": "2"})
+    message = r"all.jsonl names 2 engines, whose parts --flat would mix: a, b\. Leave out --flat"
+    with pytest.raises(UsageError, match=message):
+        split(source, tmp_path / "parts", is_flat=True)
+    assert prompts_of(tmp_path / "parts") == expected
 
 
 def test_many_small_parts_are_told(tmp_path: Path) -> None:
