@@ -36,8 +36,8 @@ from fminfer.server.settings import ServerSettings
 
 LEAVE_S = 2.0  # for the last bytes, once the grace is over
 REPORT_S = 10  # between lines that say what goes on
-FREED_BYTES = 8 << 20  # more memory than before, after which what is freed is given back
-OLD_ROUNDS = 100  # collections between two that look at all of a request of 16,384 prompts
+FREED_BYTES = 8 << 20  # by which memory must grow before what is freed is given back
+OLD_ROUNDS = 100  # collections between two of the oldest objects, which may be a large request
 SWITCH_S = 0.0005  # between threads of Python
 
 
@@ -255,7 +255,7 @@ class HttpThread(threading.Thread):
                 is_time = second == 0 or not dispatcher.num_open
                 if is_time and own_bytes() > trimmed_bytes + FREED_BYTES:
                     await asyncio.to_thread(trim_host)
-                    if not dispatcher.num_open:  # else it may be what open requests hold
+                    if not dispatcher.num_open:  # open requests may hold it
                         trimmed_bytes = own_bytes()
             num_tokens = throughput.num_tokens
             if num_tokens != num_told:
