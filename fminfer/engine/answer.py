@@ -53,7 +53,7 @@ class AnswerForm:
 def build_answer(state: RequestState, form: AnswerForm) -> Iterator[Event | None]:
     """Build the answer of a request whose prompts are all finished.
 
-    Yields None after each piece, so that a long answer does not hold up a step. The answer is last.
+    Yields None after each piece: a long answer does not hold up a step. The answer is last.
     """
     prepared = state.prepared
     choices: list[dict[str, Any]] = []

@@ -266,7 +266,7 @@ class Scheduler:
         """Return whether other requests still find rows and blocks once a prompt is admitted.
 
         A request may hold SHARE times the rows that it leaves free. Rows of lower priority count as
-        free: they can be preempted. The rule is not for lines of a run, which has no other clients.
+        free: they can be preempted. Lines of a run are exempt: it has no other clients.
         """
         owner = prompt.owner
         num_running = owner.num_running + len(prompt.sequences)

@@ -113,7 +113,7 @@ class WaitingLine:
         return next((turn for priority, turn, *_ in entries if priority == lowest), 0)
 
     def _is_turn_over(self, lowest: int) -> bool:
-        """Tell whether a request without rows waits for a later turn: new ones come behind it."""
+        """Tell whether a request without rows waits for a later turn: new ones come last."""
         later = bisect_left(self._entries, (lowest, self._first_turn(lowest) + 1))
         return any(
             prompt.owner.times and not prompt.owner.num_running

@@ -132,7 +132,7 @@ def drafting(usual: Path, mode: int = 0o666) -> Iterator[tuple[Path, BinaryIO]]:
 
 
 def _is_only_writer(fd: int, path: Path) -> bool:
-    """Lock a draft where the disk has locks; tell whether no other process has it or its name."""
+    """Lock a draft where locks are; tell whether no other process has it or its name."""
     try:
         lock(fd, path, path)
         return os.path.samestat(os.fstat(fd), path.lstat())

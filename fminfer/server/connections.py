@@ -81,7 +81,7 @@ class Connection(H11Protocol):
 
     @property
     def patience(self) -> tuple[bool, bool, float]:
-        """Its place among those to close: silent ones come first, then those that send a body."""
+        """Its place among those to close: first silent ones, then those that send a body."""
         return not self.is_silent, self.is_whole, self._silent_s
 
     @property

@@ -147,7 +147,7 @@ class Tokenizer:
         return list(self.hf(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def spell_all(self, words: tuple[str, ...]) -> tuple[frozenset[tuple[int, ...]], ...]:
-        """Return `spell` of each word. Recent ones are kept, as each request asks three times."""
+        """Return `spell` of each word. Recent ones are kept: each request asks three times."""
         spelled = self._spelled.get(words) if words else ()
         if spelled is None:
             spelled = tuple(map(self.spell, words))
