@@ -1,4 +1,4 @@
-"""Reads requests' bodies within limits: JSON into memory, and forms with a file onto the disk."""
+"""Reads requests' bodies within limits: JSON into memory, forms with a file onto the disk."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class BodyReader:
     """Reads bodies in an event loop.
 
     All that are coming or being answered have `MOST_AT_ONCE` times the size of one, beside
-    `SMALL_BYTES` of each. One takes at most half of what others leave, so that there is some left.
+    `SMALL_BYTES` of each. One takes at most half of what others leave.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -71,8 +71,8 @@ class LimitedPool:
     def ask_all(self, messages: Iterable[str]) -> list[Any]:
         """Return the answers to the first of some messages in JSON, at least to one.
 
-        It works on each while the next ones are made. An error, see `ask`, stands where its answer
-        would. One that ended the process is the last of the list.
+        It works on each while the next ones are made. An error, see `ask`, stands in its
+        answer's place. One that ended the process is the last of the list.
         """
         if self._owner != os.getpid():  # a fork, which has its parent's pipes
             self._open()
@@ -120,8 +120,8 @@ class LimitedPool:
 def _exchange(process: subprocess.Popen[bytes], messages: Iterable[str]) -> tuple[list[bytes], int]:
     """Return the lines that answer messages, and how many were sent; fewer: the process ended.
 
-    Those that are sent together fit the pipe. So sending never waits for a process that waits for
-    its answers to be read.
+    Those that are sent together fit the pipe. So sending never waits for a process that waits
+    for its answers to be read.
     """
     assert process.stdin is not None and process.stdout is not None, "both are pipes"
     num_sent = 0
