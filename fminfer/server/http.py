@@ -17,7 +17,7 @@ import uvicorn
 from fminfer.answers.answer_index import AnswerIndex, open_answers
 from fminfer.core.errors import FminferError
 from fminfer.core.quantities import counted, show_dtypes
-from fminfer.machine.host_memory import own_bytes, trim_host
+from fminfer.machine.host_memory import trim_host
 from fminfer.machine.stopper import Stopper
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.plan.planning import plan_ahead
@@ -36,7 +36,6 @@ from fminfer.server.settings import ServerSettings
 
 LEAVE_S = 2.0  # for the last bytes, once the grace is over
 REPORT_S = 10  # between lines that say what goes on
-FREED_BYTES = 8 << 20  # by which memory must grow before what is freed is given back
 OLD_ROUNDS = 100  # collections between two of the oldest objects, which may be a large request
 SWITCH_S = 0.0005  # between threads of Python
 
@@ -247,16 +246,12 @@ class HttpThread(threading.Thread):
         """Count tokens each second; now and then say what goes on."""
         throughput, dispatcher = self.service.throughput, self.service.dispatcher
         num_told = 0
-        trimmed_bytes = own_bytes()
         while True:
-            for second in range(REPORT_S):
+            for _ in range(REPORT_S):
                 await asyncio.sleep(1)
                 throughput.look()
-                is_time = second == 0 or not dispatcher.num_open
-                if is_time and own_bytes() > trimmed_bytes + FREED_BYTES:
-                    await asyncio.to_thread(trim_host)
-                    if not dispatcher.num_open:  # open requests may hold it
-                        trimmed_bytes = own_bytes()
+                if not dispatcher.num_open:
+                    await asyncio.to_thread(trim_host)  # what large requests have left
             num_tokens = throughput.num_tokens
             if num_tokens != num_told:
                 state, rates = self.service.engine.state, throughput.rates

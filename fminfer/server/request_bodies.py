@@ -1,4 +1,4 @@
-"""Reads requests' bodies within limits: JSON into memory, and forms with a file onto the disk."""
+"""Reads requests' bodies within limits: JSON into memory, forms with a file onto the disk."""
 
 from __future__ import annotations
 
@@ -88,10 +88,6 @@ class BodyReader:
                 headers=CLOSE,
             )
         return b"".join(pieces)
-
-    def is_large(self, request: Request) -> bool:
-        """Tell whether a request's body, which was read, has more than `SMALL_BYTES`."""
-        return bool(request.scope["state"].get(HELD))
 
     def let_go(self, state: MutableMapping[str, Any]) -> None:
         """Count a request's body no longer; `state` is that of its scope."""

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from datetime import datetime
 from functools import cached_property, partial
 from hashlib import blake2b
 from importlib import import_module
-from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 from fminfer.core.bounded_cache import BoundedCache
@@ -93,7 +90,7 @@ class TemplateWorker:
     """Answers messages about templates, each of which is sent once and then named."""
 
     def __init__(self) -> None:
-        self._library = _import_library()
+        self._library = import_module("transformers.utils.chat_template_utils")
         self._templates: dict[str, RenderedTemplate] = {}
 
     def __call__(self, message: dict[str, Any]) -> dict[str, Any] | None:
@@ -117,24 +114,3 @@ class TemplateWorker:
             if len(fault) > MAX_FAULT_CHARS:
                 fault = fault[:MAX_FAULT_CHARS] + "…"
             raise ValueError(fault) from error
-
-
-def _import_library() -> Any:
-    """Import transformers' module for chat templates, without what its packages import at first.
-
-    That takes a tenth of a second, and all of it half a second.
-    """
-    spec = find_spec("transformers")
-    assert spec is not None and spec.submodule_search_locations is not None, "it is required"
-    folder = spec.submodule_search_locations[0]
-    packages = {"transformers": folder, "transformers.utils": f"{folder}/utils"}
-    bare = packages.keys() - sys.modules.keys()
-    for name in bare:
-        sys.modules[name] = ModuleType(name)
-        sys.modules[name].__path__ = [packages[name]]
-    try:
-        return import_module("transformers.utils.chat_template_utils")
-    except ImportError:  # another version of it, which needs more of these packages
-        for name in bare:
-            del sys.modules[name]
-        return import_module("transformers.utils.chat_template_utils")
