@@ -67,9 +67,9 @@ class RecentAnswers(Generic[Value]):
 
     def __init__(self, max_size: int, list_size: int = 1) -> None:
         self._list_size = list_size
-        self._lock = threading.Lock()  # of the lists
+        self._lock = threading.Lock()  # guards the lists
         self._answers: BoundedCache[bytes, list[Value]] = BoundedCache(max_size, max_size)
-        # Whether requests are answered from here that chance has a part in.
+        # Whether requests that draw without a seed are answered from here, too.
         self.takes_chance = max_size > 0 and list_size > 1
 
     def find(self, key: bytes, *, is_by_chance: bool = False) -> Value | None:

@@ -65,7 +65,7 @@ class _Commands(click.Group):
         except click.NoSuchOption as error:
             raise say_of_option(error, words, self.commands) from None
         except BrokenPipeError:
-            raise  # click ends such a command without a word
+            raise  # click ends such a command silently
         except (FminferError, OSError) as error:
             sys.exit(tell(error))
         except KeyboardInterrupt:

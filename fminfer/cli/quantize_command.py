@@ -32,8 +32,8 @@ def quantize(seed: int, **options: Any) -> None:
     fminfer run requests.jsonl --model-name /models/llama-int4
 
     Answers are the same as with fminfer run --quantize. The folder is smaller, and loads faster. It
-    runs on every processor, but only fminfer reads it. It gets its name once all of it is on the
-    disk. If it is there already, of the same model, the command says so and ends with 0.
+    runs on every processor, but only fminfer reads it. It appears once all of it is on the disk. If
+    it is already there, made of the same model, the command says so and ends with 0.
     """
     asked, named = take(QuantizeOptions, options), take(ModelOptions, options)
     output, to = asked.output, asked.to

@@ -75,7 +75,7 @@ def split(input_file: Path, output_dir: Path, **options: Any) -> None:
     "--input-dir",
     help="The folder that fminfer split wrote, with the answers beside its parts.",
 )
-@_path("--output", help="The file for the answers. No other file is replaced.")
+@_path("--output", help="The file for the answers. A file that differs is not replaced.")
 def merge(input_dir: Path, output: Path) -> None:
     """Merge the answers to a split file into one file, in the order of its lines.
 
@@ -88,7 +88,7 @@ def merge(input_dir: Path, output: Path) -> None:
     request_<N>.jsonl. Errors go to answers.errors.jsonl, with the line numbers of the file that was
     split. If a part has no answers yet, it writes nothing, and names the lines and the command that
     answers them. If the file has changed since it was split, it merges all the same, and warns.
-    If the output is there and equal, the command says so; another output is not replaced.
+    If the output is there and equal, the command says so. One that differs is not replaced.
 
     \b
     Exit status: 0 every line answered; 1 answers are missing, or not those of their part;

@@ -70,7 +70,7 @@ def find_constraint(found: Mapping[str, Any]) -> Constraint | None:
     return None
 
 
-@lru_cache(32)  # of at most `MAX_BYTES` each
+@lru_cache(32)  # texts of at most `MAX_BYTES` each
 def _intern(constraint: Constraint) -> Constraint:
     """Return one object for equal constraints: lines mostly repeat theirs."""
     return constraint

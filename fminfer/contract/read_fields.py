@@ -74,7 +74,7 @@ def find_field(name: str, endpoint: Endpoint) -> Field | None:
     return (_find_short if len(name) <= MAX_NAME_CHARS else _find_field)(name, endpoint)
 
 
-@lru_cache(1024)  # for files with a key of their own on each line
+@lru_cache(1024)  # a file may have a new name on each line
 def _find_short(name: str, endpoint: Endpoint) -> Field | None:
     return _find_field(name, endpoint)
 
@@ -109,9 +109,9 @@ def unknown_names(fields: Mapping[str, Any], known: Collection[str]) -> list[str
     return sorted(name for name in fields.keys() - known if fields[name] is not None)
 
 
-@lru_cache(1024)  # for files with a key of their own on each line
+@lru_cache(1024)  # a file may have a new name on each line
 def guess(name: str, known: frozenset[str]) -> str:
-    """Return what a name, which `cut_name` has cut, may have been meant to be; "": nothing."""
+    """Return a hint at the field that a name may mean; "": none. `cut_name` has cut the name."""
     nearest = get_close_matches(name, known, 1, 0.8)
     return f" (did you mean {nearest[0]}?)" if nearest else ""
 

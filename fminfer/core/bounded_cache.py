@@ -15,8 +15,8 @@ class BoundedCache(Generic[Key, Value]):
     """Keeps the entries that were used last. Any thread may call it.
 
     Args:
-        max_entries: how many it keeps at most.
-        max_bytes: how large they are together at most, by what `put` is told.
+        max_entries: entries that it keeps at most.
+        max_bytes: the largest sum of their sizes. `put` gets each size.
     """
 
     def __init__(self, max_entries: int, max_bytes: int) -> None:
@@ -30,7 +30,7 @@ class BoundedCache(Generic[Key, Value]):
         return key in self._entries
 
     def get(self, key: Key) -> Value | None:
-        """Return the value of a key, which counts as used now; None: there is none."""
+        """Return the value of a key, or None. The key counts as just used."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is not None:
@@ -38,9 +38,9 @@ class BoundedCache(Generic[Key, Value]):
         return None if entry is None else entry[0]
 
     def put(self, key: Key, value: Value, num_bytes: int) -> list[Value]:
-        """Keep a value; return those that had to go.
+        """Keep a value; return the values that were dropped.
 
-        That may be the key's former value, or this one, if it alone is above the bound.
+        The key's former value may be among them. So is this one if it alone exceeds the bound.
         """
         dropped: list[Value] = []
         with self._lock:

@@ -23,7 +23,7 @@ _SPECIAL = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-# Errors that another copy of a file would not mend.
+# Errors of the machine, which another copy of the file would not mend.
 _OF_MACHINE = {
     *(errno.EIO, errno.ESTALE, errno.ENOMEM, errno.EINTR, errno.EAGAIN),
     *(errno.EMFILE, errno.ENFILE, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT),
@@ -32,13 +32,13 @@ _OF_MACHINE = {
 
 def refuse_special(path: Path) -> None:
     """Refuse a pipe, a socket or a device in the place of a file: reading it might never end."""
-    with suppress(OSError, ValueError):  # whoever reads on says what is wrong
+    with suppress(OSError, ValueError):  # the reader of the file says what is wrong
         if kind := _SPECIAL.get(stat.S_IFMT(path.stat().st_mode)):
             raise CheckpointError(f"{path} is {kind}, and no file. Give a plain file instead")
 
 
 def refuse_special_files(folder: Path) -> None:
-    """Refuse a model's folder if what lies there, or one folder deeper, is no plain file."""
+    """Refuse a model's folder with a pipe, socket or device in a file's place, at two depths."""
     for path in (*folder.glob("*"), *folder.glob("*/*")):
         if re.search(r"\.(json|txt|model|tiktoken|jinja|safetensors|bin|pt|gguf)$", path.name):
             refuse_special(path)
@@ -46,16 +46,16 @@ def refuse_special_files(folder: Path) -> None:
 
 @contextmanager
 def naming_faults(place: object) -> Iterator[None]:
-    """Make whatever a library raises over a model's files an error that names them.
+    """Turn what a library raises over a model's files into an error that names the files.
 
-    A failing machine, a lack of memory and an end that was asked for keep their own meaning.
+    Failures of the machine, lack of memory and Ctrl-C are not blamed on the files.
     """
     try:
         yield
     except (FminferError, MemoryError):
         raise
     except BaseException as error:
-        # Rust's libraries raise what is no Exception.
+        # A panic in a library of Rust is no Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         if isinstance(error, OSError) and error.errno in _OF_MACHINE:
@@ -86,7 +86,7 @@ def refuse_impostor(path: Path) -> None:
 
 
 def _start_of(path: Path) -> bytes:
-    with suppress(OSError, ValueError):  # whoever reads on says what is wrong
+    with suppress(OSError, ValueError):  # the reader of the file says what is wrong
         if path.is_file():  # a pipe would be waited for
             with path.open("rb") as file:
                 return file.read(64)
@@ -96,7 +96,7 @@ def _start_of(path: Path) -> bytes:
 def broken(place: object, why: object) -> CheckpointError:
     """Return the error of a file whose content is damaged, or that cannot be read."""
     if isinstance(why, PermissionError):
-        return CheckpointError(f"{place} cannot be read: {why}. Let this user read it by chmod")
+        return CheckpointError(f"{place} cannot be read: {why}. Let this user read it (chmod)")
     text = _NO_UTF_8.sub("a text in it is damaged: it is not UTF-8", " ".join(str(why).split()))
     if isinstance(why, json.JSONDecodeError):
         text = f"no JSON: {text}"

@@ -44,7 +44,7 @@ class PlaceHint:
     told: str  # as an error calls it
 
 
-KINDS: dict[Any, Any] = {  # what is taken for each type
+KINDS: dict[Any, Any] = {  # the values that each type accepts
     **{bool: Integral, int: Integral, float: Real, tuple: tuple, dict: Mapping},
     str: (str, PathLike),
 }
@@ -146,7 +146,7 @@ def option(help: str, *, default: Any = None, is_positional: bool = False, **fac
 
 
 def _is_of(kind: Any, value: Any) -> bool:
-    """Tell whether a value, and each one in it, is of a type that can be asked."""
+    """Tell whether a value, and each item of a tuple, is of a type; True for unknown types."""
     if get_origin(kind) is tuple and isinstance(value, tuple | list):
         return all(_is_of(get_args(kind)[0], each) for each in value)
     return isinstance(value, KINDS.get(get_origin(kind) or kind, object))

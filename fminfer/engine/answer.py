@@ -53,7 +53,7 @@ class AnswerForm:
 def build_answer(state: RequestState, form: AnswerForm) -> Iterator[Event | None]:
     """Build the answer of a request whose prompts are all finished.
 
-    It comes last. Each None before it ends a piece, so that a long one need not hold up a step.
+    Yields None after each piece: a long answer does not hold up a step. The answer is last.
     """
     prepared = state.prepared
     choices: list[dict[str, Any]] = []
@@ -145,7 +145,7 @@ class Deltas:
         self._state = state
         self._spelling = form.spelling(state.prepared.kind)
         self._told: dict[Sequence, _Told] = {}
-        self.touched = dict.fromkeys(state.prompts)  # prompts of which something may be new
+        self.touched = dict.fromkeys(state.prompts)  # prompts that may have new tokens
 
     def take(self) -> Iterator[Delta]:
         """Return what is new since the last call."""
@@ -159,7 +159,7 @@ class Deltas:
                 for place, sequence in enumerate(_tellable(prompt)):
                     copies = prompt.params.n if len(prompt.sequences) == 1 else 1
                     yield from self._news(sequence, range(first + place, first + place + copies))
-        except RequestError as error:  # of the tokenizer
+        except RequestError as error:  # the tokenizer fails at it
             self._state.error = error
 
     def _news(self, sequence: Sequence, indices: range) -> Iterator[Delta]:
@@ -219,10 +219,10 @@ def _tellable(prompt: PromptState) -> list[Sequence]:
 
 
 def _certain(sequence: Sequence, num_told: int) -> tuple[int, int]:
-    """Return how many characters and listed tokens no later token takes back.
+    """Return how many characters and listed tokens no later token can change.
 
     Args:
-        num_told: characters that were certain before.
+        num_told: characters that are known to be certain.
     """
     if sequence.finish_reason is not None:
         return len(sequence.text), len(sequence.listed_tokens)

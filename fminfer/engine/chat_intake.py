@@ -47,7 +47,7 @@ class ChatIntake:
     tool_call_parser: ToolCallParser
 
     def begin(self, chat: ChatRequest, clock: str) -> RenderCall:
-        """Return what `render` needs, at the time of `clock`."""
+        """Return the call of the template for a chat, at the time of `clock`."""
         return self.template.begin(
             chat.messages,
             chat.tools,
@@ -58,7 +58,7 @@ class ChatIntake:
         )
 
     def render(self, chat: ChatRequest, call: RenderCall) -> Request:
-        """Return the request whose prompt is what the template writes."""
+        """Return the request of a chat, with the prompt that the template writes."""
         rendered = self.template.finish(call)
         if not rendered.text:
             raise RequestError(

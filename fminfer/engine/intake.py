@@ -81,7 +81,7 @@ class Intake:
         if limits.chat_template is not None:
             self.chat_template.check()
         self._chat = ChatIntake(self.chat_template, limits.config.tool_call_parser)
-        self._begun: dict[int, _BegunChat] = {}  # by the id of their fields, which they keep
+        self._begun: dict[int, _BegunChat] = {}  # by `id` of their fields, which it keeps alive
         self._vectors: VectorIntake | None = None  # of a model that gives them
         if limits.vectors is not None:
             self._vectors = VectorIntake(tokenizer, limits, limits.vectors, self.warnings.add)
@@ -198,18 +198,18 @@ class Intake:
     def render_ahead(
         self, requests: Iterable[tuple[Mapping[str, Any], Endpoint | None, str]]
     ) -> None:
-        """Let templates write the chats among some requests, which `parse` is given soon.
+        """Render the chats among some requests, which `parse` gets next.
 
-        That is faster than one by one. What is wrong with a request is left to `parse`.
+        Together they take less time than one by one. `parse` refuses wrong requests.
 
         Args:
-            requests: of each its fields, its endpoint and its clock, as `parse` has them.
+            requests: the fields, the endpoint and the clock of each, as `parse` gets them.
         """
         self._begun = {}
 
         def begin() -> Iterator[tuple[RenderCall, str]]:
             for fields, endpoint, clock in requests:
-                with suppress(Exception):  # such as a RecursionError of JSON
+                with suppress(Exception):  # such as a RecursionError of JSON; `parse` says it
                     if (endpoint or tell_endpoint(fields)) == "chat":
                         begun = self._begin_chat(fields, clock)
                         message = json.dumps(begun[2].message)

@@ -32,7 +32,7 @@ class Bans:
         self._params, self._eos_ids = params, eos_ids
         self._held_ids = eos_ids | stop_ids
         self._never = {word[0] for word in words if len(word) == 1}
-        self._longer: dict[tuple[int, ...], set[int]] = {}  # last tokens by those before
+        self._longer: dict[tuple[int, ...], set[int]] = {}  # last tokens, by those before
         for word in words:
             if len(word) > 1:
                 self._longer.setdefault(word[:-1], set()).add(word[-1])
@@ -99,7 +99,7 @@ class LogitEdits:
 
     @cached_property
     def columns(self) -> dict[str, array[Any]]:
-        """Each has an entry for a token. They are made when a step first asks for them."""
+        """Columns with an entry for each edited token, made when a step first asks for them."""
         self.columns = {
             "edit_ids": array("q"),
             "edit_bias": array("f"),  # logit_bias

@@ -75,7 +75,7 @@ class EngineLoop:
     def _begin(self) -> None:
         self._clock = RowClock()
         self._open: dict[int, RequestState] = {}  # requests without an answer
-        # Answers that are being built, a piece in each step, by their request's id.
+        # Answers that are being built, one piece a step, by the id of their request.
         self._finished: dict[int, tuple[RequestState, Iterator[Event | None]]] = {}
         self._streams: dict[int, Deltas] = {}
         self._is_draining = False
@@ -310,7 +310,7 @@ class EngineLoop:
         state = sequence.prompt.owner
         self.stats.end(sequence.num_draws_left)
         self.stats.num_cut_off += sequence.is_cut_off
-        sequence.edits = None  # perhaps megabytes, long before all of its request is told
+        sequence.edits = None  # they may take megabytes until the request ends
         if state.is_finished:
             self._finish(state)
 

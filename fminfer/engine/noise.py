@@ -16,7 +16,7 @@ from fminfer.contract.request import DEFAULTS, SamplingParams
 from fminfer.core.bounded_cache import BoundedCache
 
 DEFAULT_VALUES = {each.name: getattr(DEFAULTS, each.name) for each in fields(DEFAULTS)}
-# Of params: lines of a file have mostly the same.
+# Descriptions of params. Most lines of a file have the same params.
 _DESCRIBED: BoundedCache[SamplingParams, str] = BoundedCache(256, 8 << 20)
 
 

@@ -121,7 +121,7 @@ class KvReservation:
         return num_needed <= num_free + num_left
 
     def num_left_beside(self, prompt: PromptState) -> int:
-        """Count the rows like a prompt's for which there would be blocks once it has its own."""
+        """Count further rows like a prompt's that find blocks once the prompt has its own."""
         num_blocks = self._num_blocks(prompt, self._num_expected(prompt))
         num_left = self._pool.num_free + self._pool.num_idle - num_blocks
         return num_left * len(prompt.sequences) // num_blocks

@@ -239,7 +239,7 @@ def len_of_possible_stop(text: str, stops: tuple[str, ...], num_certain: int = 0
     A complete stop string in the text was skipped under `min_tokens`, and stays so.
 
     Args:
-        num_certain: characters of which it is known that they are in no such beginning.
+        num_certain: first characters, which are known to be in no such beginning.
     """
     longest = max(map(len, stops), default=1) - 1
     for start in range(max(num_certain, len(text) - longest), len(text)):

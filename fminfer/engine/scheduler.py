@@ -23,8 +23,8 @@ from fminfer.engine.sequence import Array, PromptState, Sequence
 from fminfer.engine.waiting import PrefillLine, ReadLine, WaitingLine
 
 MAX_LOOKS = 64  # waiting prompts that are passed over before a step
-SHARE = 16  # times what it leaves free, which a request may hold
-PATIENCE_S = 10.0  # after which one that holds nothing may take all
+SHARE = 16  # a request may hold this many times the rows that it leaves free
+PATIENCE_S = 10.0  # after this wait, a request without rows may take all of them
 MAX_LEFT_OUT = 8  # steps in a row that leave out the rows behind all others
 
 
@@ -78,7 +78,7 @@ class Scheduler:
         return not (self.waiting or self.reading or self.kv.num_sequences)
 
     def add(self, prompt: PromptState, place: int = 0) -> None:
-        """Queue a prompt that fits; `place` is its own among those of its request."""
+        """Queue a prompt that fits; `place` is its place among the prompts of its request."""
         self.waiting.add(prompt, place)
         self._lowest_priority = min(self._lowest_priority, prompt.priority)
 
@@ -263,10 +263,10 @@ class Scheduler:
         return self._prefilling.will_share(prompt, match.length)
 
     def _leaves_room(self, prompt: PromptState) -> bool:
-        """Return whether others still find rows and blocks once a prompt has entered.
+        """Return whether other requests still find rows and blocks once a prompt is admitted.
 
-        What a request holds may be SHARE times what it leaves free. Rows of lower priority count
-        as free, for they can be preempted. Lines of a run share no engine with other requests.
+        A request may hold SHARE times the rows that it leaves free. Rows of lower priority count as
+        free: they can be preempted. Lines of a run are exempt: it has no other clients.
         """
         owner = prompt.owner
         num_running = owner.num_running + len(prompt.sequences)

@@ -80,7 +80,7 @@ class RequestState:
     times: RowTimes | None = None  # once its first prompt was admitted
     error: RequestError | None = None
     is_cancelled: bool = False
-    num_running: int = 0  # sequences of it that hold blocks
+    num_running: int = 0  # its sequences that hold blocks
     num_done: int = 0  # prompts at its beginning that are known to be finished
 
     def unlink(self) -> None:

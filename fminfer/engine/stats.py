@@ -81,7 +81,7 @@ class EngineStats:
     num_copied_requests: int = 0  # requests that took the answer of an equal one
     num_kept_requests: int = 0  # requests that took an answer of the result cache
     num_begun: int = 0  # requests that no longer wait: admitted, or ended without
-    num_begun_behind: int = 0  # of these, those whose priority is `engine_core.BEHIND_ALL`
+    num_begun_behind: int = 0  # those of them with the priority `BEHIND_ALL`
     max_rows_running: int = 0
     num_kv_tokens: int = 0  # the size of the KV cache
     max_kv_tokens: int = 0  # of these, most that were in use at once

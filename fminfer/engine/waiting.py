@@ -15,8 +15,8 @@ from fminfer.engine.prefix import count_equal
 from fminfer.engine.sequence import PromptState
 
 MIN_SHARED = 32  # first tokens that must be equal for prompts to run together
-TURN = 4  # prompts of a request that are looked at before those of others
-MAX_LATER = 64  # prompts of later turns that are looked at, when one comes
+TURN = 4  # prompts of a request before other requests have their turn
+MAX_LATER = 64  # prompts of later turns that are searched when a prompt is added
 
 
 class HasPrompt(Protocol):
@@ -62,14 +62,14 @@ def _steps(prompt: HasPrompt) -> int:
 class WaitingLine:
     """Waiting prompts: higher priority first, then those that ran before, then by arrival.
 
-    Requests of many prompts take turns with others, TURN prompts each time. One that has run, and
-    runs nothing now, has its next turn before requests that come from now on.
+    Requests of many prompts take turns with others, TURN prompts each time. A
+    request that has run, and has no row now, has its next turn before requests that come later.
     """
 
     def __init__(self) -> None:
-        # Sorted: (-priority, turn, order, prompt). Turns go on from the first that waits.
+        # Sorted: (-priority, turn, order, prompt). Turns are counted on from the first prompt's.
         self._entries: list[tuple[int, int, int, PromptState]] = []
-        self._keys: dict[PromptState, tuple[int, int, int]] = {}  # where each stands in them
+        self._keys: dict[PromptState, tuple[int, int, int]] = {}  # the key of each entry
         self._orders = count(1)
         self._ids: list[list[int]] | None = None  # of all, sorted, once no more prompts come
 
@@ -93,7 +93,7 @@ class WaitingLine:
         """Put a new prompt behind all of its priority and turn.
 
         Args:
-            place: its own among the prompts of its request.
+            place: its place among the prompts of its request.
         """
         self._insert(
             prompt, place // TURN or self._is_turn_over(-prompt.priority), next(self._orders)
@@ -107,13 +107,13 @@ class WaitingLine:
             insort(self._ids, prompt.ids_to_feed)
 
     def _first_turn(self, lowest: int) -> int:
-        """Return the turn of the first that waits, of this priority."""
+        """Return the turn of the first waiting prompt of a priority, which is negated here."""
         first = bisect_left(self._entries, (lowest,))
         entries = self._entries[first : first + 1]
         return next((turn for priority, turn, *_ in entries if priority == lowest), 0)
 
     def _is_turn_over(self, lowest: int) -> bool:
-        """Tell whether a request waits for the next turn that would else wait for all that come."""
+        """Tell whether a request without rows waits for a later turn: new ones come last."""
         later = bisect_left(self._entries, (lowest, self._first_turn(lowest) + 1))
         return any(
             prompt.owner.times and not prompt.owner.num_running
@@ -134,7 +134,7 @@ class WaitingLine:
             del self._ids[place]
 
     def discard(self, prompt: PromptState) -> bool:
-        """Take a prompt out if it waits; return whether it did."""
+        """Remove a prompt if it waits; return whether it did."""
         key = self._keys.get(prompt)
         if key is not None:
             self.remove_at(bisect_left(self._entries, key))

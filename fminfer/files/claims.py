@@ -1,8 +1,8 @@
 """Which of several runs answers an output: a claim is a file beside it, kept young by its owner.
 
-The claim of a dead process of this machine can be taken over at once. So can one of its last
-boot, and one that a power cut has torn; any other once it has not been touched for a minute.
-Claims stand in `<output>.claim`, by numbers: a later owner's is higher.
+The claim of a dead process of this machine can be taken over at once, also one of its last boot.
+A claim that a power cut has torn can be taken over after a second. Any other can once it has not
+been touched for a minute. Claims stand in `<output>.claim`, by numbers: a later owner's is higher.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Found:
     path: Path
     number: int
     owner: Owner | None  # None: it was not written to its end, or by another version
-    is_whole: bool  # it was
+    is_whole: bool  # it was written to its end
     age_s: float  # since its last beat
 
     @property
@@ -87,7 +87,7 @@ class Claim:
         return not self._is_lost
 
     def _has_beaten_within(self, time_s: float) -> bool:
-        # A clock that was set back during a stop tells nothing.
+        # After the clock was set back during a stop, nobody knows the time that has passed.
         return -time_s <= self._beat_s - time.time() <= 0
 
     def release(self) -> None:
@@ -128,7 +128,7 @@ class Claims:
         there = look_at(output)
         rivals = [claim for claim in there if claim.path != path]
         claim = Claim(path, data, self._held.discard)
-        # It is gone if it was taken for torn, because it was written slowly.
+        # Another process may have removed it as torn, because it was written slowly.
         if len(rivals) == len(there) or any(
             rival.number > number or not rival.is_dead for rival in rivals
         ):
@@ -154,7 +154,7 @@ def look_at(output: Path, now_s: float | None = None) -> list[Found]:
     found = []
     for number in _numbers(folder):
         path = folder / str(number)
-        with told(path), contextlib.suppress(FileNotFoundError):  # given back just now
+        with told(path), contextlib.suppress(FileNotFoundError):  # it was released just now
             data, beat_s = _read(path)
             owner = read_owner(data)
             if now_s is None and not (owner and owner.is_near):
@@ -205,7 +205,7 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def _read(path: Path) -> tuple[bytes, float]:
-    """Return a claim's bytes and its last beat: a disk far away is asked anew by who opens it."""
+    """Return a claim's bytes and last beat. To open it makes a network disk look again."""
     with open(path, "rb", opener=open_unblocked) as file:
         return file.read(), os.fstat(file.fileno()).st_mtime
 
@@ -299,7 +299,7 @@ class Hold:
 
 @contextlib.contextmanager
 def claiming(output: Path) -> Iterator[None]:
-    """Let one command at a time write an output; refuse the others, by an InUseError."""
+    """Let one command at a time write an output; refuse others by an InUseError."""
     hold = Hold(output, Claims())
     with hold.taken():
         hold.remove_dead()

@@ -101,9 +101,9 @@ def sync_tree(folder: Path) -> None:
 
 @contextlib.contextmanager
 def drafting(usual: Path, mode: int = 0o666) -> Iterator[tuple[Path, BinaryIO]]:
-    """Open an empty file that no other process writes; it goes, unless it got another name.
+    """Open an empty draft that no other process writes; remove it, unless it was renamed.
 
-    Its own name is `usual`, or another one while a process that lives has that.
+    Its name is `usual`, or a spare one while another process writes that file.
     """
     spares = [beside(usual, f"-{number}") for number in range(2, 10)]
     for name in (usual, *spares):
@@ -121,7 +121,7 @@ def drafting(usual: Path, mode: int = 0o666) -> Iterator[tuple[Path, BinaryIO]]:
             with open(os.dup(fd), "wb") as file:
                 locked.truncate(0)
                 yield name, file
-            if name == usual and spares[0].exists():  # of one that was killed, perhaps
+            if name == usual and spares[0].exists():  # a killed process may have left it
                 with drafting(spares[0]):
                     pass
         finally:
@@ -132,13 +132,13 @@ def drafting(usual: Path, mode: int = 0o666) -> Iterator[tuple[Path, BinaryIO]]:
 
 
 def _is_only_writer(fd: int, path: Path) -> bool:
-    """Lock a file, where locks are; tell whether no other process has it, or its name."""
+    """Lock a draft where locks are; tell whether no other process has it or its name."""
     try:
         lock(fd, path, path)
         return os.path.samestat(os.fstat(fd), path.lstat())
     except (InUseError, FileNotFoundError):
         return False
-    except OSError:  # the disk does not say
+    except OSError:  # the disk cannot tell
         return True
 
 
@@ -146,9 +146,9 @@ def _is_only_writer(fd: int, path: Path) -> bool:
 def replacing(
     path: Path, draft: Path | None = None, *, is_durable: bool = True, mode: int = 0o666
 ) -> Iterator[BinaryIO]:
-    """Write a file beside another, and put it in its place, whole; if that fails, the other stays.
+    """Write a draft, and put it in a file's place, whole; if that fails, the old file stays.
 
-    Its usual place until then is `draft`. By `mode`, less the umask, others may use it.
+    Its usual name is `draft`. `mode`, less the umask, says who may use the file.
     """
     with drafting(draft or beside(path, NEW), mode) as (name, file):
         yield file
@@ -168,18 +168,18 @@ def finish(file: BinaryIO, *, is_durable: bool = True) -> None:
 
 @contextlib.contextmanager
 def making_folder(folder: Path) -> Iterator[Path]:
-    """Fill a folder under another name; it gets its own, whole, once the disk has all of it.
+    """Fill a folder under a temporary name; rename it once the disk has all of it.
 
     Raises:
-        OutputError: the disk is full or gone, or something else is there.
+        OutputError: the disk is full or gone, or the name is in use.
     """
     draft = folder.with_name(f".{folder.name}.part")
     try:
-        shutil.rmtree(draft, ignore_errors=True)  # of a command that was killed
+        shutil.rmtree(draft, ignore_errors=True)  # a killed command may have left it
         draft.mkdir()
         yield draft
         sync_tree(draft)
-        os.replace(draft, folder)  # which may be there, empty
+        os.replace(draft, folder)  # an empty folder may be there
         sync_folder(folder.parent)
     except OSError as error:
         raise OutputError(

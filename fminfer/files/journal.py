@@ -46,8 +46,8 @@ def journal_path(output: Path) -> Path:
 def _new_page() -> tuple[array[int], array[int]]:
     """Make room for `PAGE` lines.
 
-    Of each: where its row stands (0: not there; TRIED: it is to be tried again), and the checksum
-    of the line that it answers.
+    For each line: where its row stands (0: it has none; TRIED: it is to be tried again), and the
+    checksum of the line.
     """
     return array("q", bytes(8 * PAGE)), array("I", bytes(4 * PAGE))
 
@@ -174,11 +174,11 @@ class Journal:
         self.close()
 
     def _forget(self) -> None:
-        # Millions of blank lines in a row take no page. Else 12 bytes a line are all that grows.
+        # A page is made for its first row. So blank lines take none; others take 12 bytes each.
         self._pages: defaultdict[int, tuple[array[int], array[int]]] = defaultdict(_new_page)
         self.kept = Counts()  # of what an earlier run had finished
         self.num_rows = 0
-        self.last_number = 0  # the largest of a line that has its record
+        self.last_number = 0  # the largest number of a line with a record
         self.num_tried = 0  # rows of earlier runs that are to be tried again
         self.num_damaged = 0  # lines that were not kept
 
@@ -281,7 +281,7 @@ def check_rows(output: Path, fingerprint: Fingerprint) -> None:
 def fingerprint_of(output: Path, *, needs_row: bool = False) -> Fingerprint | None:
     """Read what the rows of an output's journal depend on; None: the journal does not say."""
     path = journal_path(output)
-    # It may be given up at any moment, and other machines see that late.
+    # Its owner may remove it at any moment, and other machines see that late.
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         head, first = file.readline(), file.readline()
         is_said = head.endswith(b"\n") and (first.endswith(b"\n") or not needs_row)

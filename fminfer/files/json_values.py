@@ -190,9 +190,9 @@ class _Splitter:
 
 Numbered = tuple[int, bytes | CutValue]  # a line's number, and its bytes
 NumberedPiece = tuple[int, bytes]
-MAX_LINES, MAX_BYTES = 1000, 2**20  # of what may be one object
-# A whole string, which is to be left alone, or a comma before a closing bracket. A string that
-# is not closed matches as well: to look in it for another would be quadratic.
+MAX_LINES, MAX_BYTES = 1000, 2**20  # of lines that may be one object
+# A whole string, which stays as it is, or a comma before a closing bracket. A string that is not
+# closed matches too: to search in it for another would take quadratic time.
 _STRING_OR_COMMA = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|,(?=\s*[}\]])', re.DOTALL)
 
 
@@ -228,7 +228,7 @@ def explain_spread(lines: Iterator[Numbered]) -> Iterator[tuple[int, bytes | Cut
     The object's first line gets the whole story, and the others point to it.
     """
     ahead = Ahead(lines)
-    passed = 0  # the last line of a search in vain; from those before it none is begun again
+    passed = 0  # the last line of a failed search; none begins before it again
     for number, raw in ahead:
         if isinstance(raw, CutValue) or raw.endswith(b"}") or not _begins(raw) or number < passed:
             yield number, raw, ""
@@ -245,7 +245,7 @@ def explain_spread(lines: Iterator[Numbered]) -> Iterator[tuple[int, bytes | Cut
 
 
 def _begins(raw: bytes) -> bool:
-    """Tell whether an object may begin in a line that does not end in it."""
+    """Tell whether an object may begin in a line, and end in a later one."""
     is_open = raw.lstrip().startswith(b"{") and not raw.rstrip().endswith(b"}")
     return is_open and len(raw) <= MAX_BYTES
 

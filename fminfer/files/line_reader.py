@@ -261,7 +261,7 @@ def split_lines(
 ) -> Iterator[tuple[int, bytes | CutValue]]:
     """Yield lines without their newlines, with their numbers; the last one too if it has none.
 
-    With `passes_blank` many blank lines cost no more than their bytes: they are only counted.
+    With `passes_blank`, many blank lines are only counted, and cost no more than their bytes.
     """
     line = ValueBytes()  # the one being read
     try:
@@ -278,7 +278,7 @@ def split_lines(
                 line.add(others[-1])
     except DamagedInputError as error:
         error.rest = line.head
-        yield number - 1, b""  # so that the next number is that of the line which breaks off
+        yield number - 1, b""  # the line that breaks off has the next number
         raise
     yield number, line.take()
 

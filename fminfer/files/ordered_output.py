@@ -73,7 +73,7 @@ def written_together(
     are left out; so are those that an earlier run may have left.
 
     Args:
-        is_new: refuse to replace what is there and is not equal, by a UsageError.
+        is_new: raise a UsageError where a file would be replaced that is not equal.
     """
     with contextlib.ExitStack() as stack:
         drafts = [
@@ -115,7 +115,7 @@ def _write_in_order(journal: Journal, files: Sequence[_Sealed]) -> Seals:
         else None
     )
     for row in journal.rows():
-        if row.record:  # else it is an error of which only the counts tell
+        if row.record:  # an error without a record is only counted
             files[row.is_error].write(row.record + b"\n")
         if vectors is not None and not row.is_error:
             vectors.add(row.number, row.vector)
@@ -164,7 +164,7 @@ class _VectorWriter:
         self._num_written += 1
 
     def fill(self, until: int) -> None:
-        """Write the rows of the next lines, which have no vectors, until that number."""
+        """Write rows of nan for the next lines, which have no vectors, up to a line's number."""
         most = max(1, MOST_GAP // len(self._absent))
         while (left := until - self._num_written) > 0:
             self._file.write(self._absent * min(left, most))

@@ -69,17 +69,17 @@ def require_own(path: Path, form: OwnForm, label: str) -> None:
 
 
 def is_device(path: Path) -> bool:
-    """Tell what is written into, and not replaced: a pipe, a device, a descriptor."""
+    """Tell whether a path is written into, not replaced: a pipe, a device, a descriptor."""
     return is_stream(path) or (path.exists() and not path.is_file())
 
 
 def replace_own(path: Path, form: OwnForm, label: str, data: bytes) -> None:
-    """Write a file, whole, in the place of one of its form; a device is written into."""
+    """Put a whole file in the place of an older one of its form; write into a device."""
     with told(path):
         if is_device(path):
             path.write_bytes(data)
             return
-        require_own(path, form, label)  # it may have come meanwhile
+        require_own(path, form, label)  # another file may have come meanwhile
         with replacing(path.resolve(), is_durable=False) as file:
             file.write(data)
 

@@ -149,8 +149,8 @@ class StatusFile:
     def _write(self) -> None:
         batch = self._to_batch()
         try:
-            # What follows an end relies on it, also after a power cut. Vectors get their name
-            # after this, and by it alone the next run knows that they are its own.
+            # Later commands rely on an end's status, also after a power cut. Vectors get their
+            # name after this; only by the status does the next run know them as its own.
             is_durable = self.has_vectors or self._status in ENDS
             with replacing(status_path(self.output), is_durable=is_durable) as file:
                 file.write(json.dumps(batch, indent=2).encode() + b"\n")

@@ -130,7 +130,7 @@ def _answer(job: _Job) -> JobSummary:
             job.plan = job.run.job.plan()
             summary = _answer_files(job)
         summary.made_up = synthetic.describe(summary.wall_s)
-    if asked.is_quiet:  # then no summary names the files that were refused since the start
+    if asked.is_quiet:  # no summary names the files that were refused since the start
         for name in sorted(summary.refused.keys() - set(map(str, job.plan.refused))):
             click.echo(f"Left out: {summary.refused[name]}.", err=True)
     else:

@@ -194,7 +194,7 @@ class TraceFile:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
             self._file = os.fdopen(fd, "wb")
             if not is_device(path):
-                lock(fd, path, path)  # another run's events between ours would be no JSON
+                lock(fd, path, path)  # another run's events among ours would break the JSON
                 os.ftruncate(fd, 0)
         self._write(b"[\n")
         self._start_s: float | None = None

@@ -276,7 +276,7 @@ class JournaledInput:
             refuse_other_vectors(self.output)  # it may have come while the run answered
             status.has_vectors = True
         for path in (self.output, errors_path(self.output)):
-            require_own(path, RECORDS, "a file of this run,")  # it may have come meanwhile
+            require_own(path, RECORDS, "a file of this run,")  # another file may have come
         status.move("finalizing")
         status.seals = put_in_order(journal, has_older_vectors=status.has_vectors)
         status.has_vectors = "vectors" in status.seals

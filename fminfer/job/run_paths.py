@@ -170,7 +170,7 @@ class JobPaths(JobOptions):
                 raise UsageError(f"{flag} {path} is a folder; give the name of a file")
             if whose := whose_file(path, plan):
                 raise UsageError(f"{flag} {path} {whose}; give another name")
-            if form is PAGE or not is_device(path):  # a page is not written on, but replaced
+            if form is PAGE or not is_device(path):  # a page always replaces a file
                 require_own(path, form, flag)
         if self.report is not None and STDOUT in plan.outputs:
             raise UsageError(

@@ -50,7 +50,7 @@ def own_bytes() -> int:
 
 
 def trim_host() -> None:
-    """Return memory that was freed to the system."""
+    """Give freed memory back to the system."""
     with suppress(AttributeError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -89,9 +89,9 @@ class Owner:
 
     @property
     def is_before_boot(self) -> bool:
-        """Tell whether this machine has started anew since: its processes have ended.
+        """Tell whether this machine has booted since, so that the process has ended.
 
-        Hosts of one name may share a disk. Then their installations differ.
+        Hosts of one name may share a disk. `machine_id` tells them apart.
         """
         theirs, mine = (name.split(" ", 1) for name in (self.machine, machine_name("pid")))
         is_other_boot = theirs[0] != mine[0] and theirs[1:] == mine[1:] != []
@@ -127,7 +127,7 @@ def describe_me() -> bytes:
 
 
 def read_owner(data: bytes) -> Owner | None:
-    """Read whose a file is, by its bytes; None: it does not say."""
+    """Parse the owner in a file's bytes; None: there is none."""
     try:
         owner = Owner(**json.loads(data))
         types = (str, int, str, str, float, str, str | None)
@@ -137,7 +137,7 @@ def read_owner(data: bytes) -> Owner | None:
 
 
 def _machine_id() -> str:
-    """Return what tells this installation from others at any boot; "": nothing."""
+    """Return the id of this installation, which a boot does not change; "": there is none."""
     return read_text(Path("/etc/machine-id")).strip()
 
 

@@ -123,7 +123,7 @@ class Checkpoint:
         return {} if folder is None else read_object(folder / GENERATION)
 
     def check(self) -> None:
-        """Refuse values of its files that no spec holds, before anything is loaded."""
+        """Refuse a context length or EOS ids that cannot be used, before anything is loaded."""
         if (length := min(self.context_length, self.source_length)) < 1:
             raise CheckpointError(
                 f"{self.name} has a context of {length} tokens by its files; at least 1 is "
@@ -133,7 +133,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.name} has the eos_token_id {self._stated_ends!r} in its {GENERATION} or "
                 "config.json; the id of a token, a list of ids or null is allowed. Write the "
-                "model's own there"
+                "model's own ids there"
             )
 
     @property

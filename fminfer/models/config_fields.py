@@ -100,7 +100,7 @@ OWN_FOLDER = {"quant_method": "fminfer", "version": 1}
 TEXT_PART = "text_config"  # of a model that reads images, too
 # Fields that transformers' models read with getattr, though their configs may not declare them.
 UNDECLARED_BUT_READ = {"head_dim", "is_causal"}
-# Fields that count something → the least and the most, far beyond all models. -1 means none.
+# Fields that count something: the least and the most, far beyond all models. -1 means none.
 COUNTED = {
     "vocab_size": (1, 1 << 26),
     "num_hidden_layers|n_layers?|num_layers": (1, 4096),
@@ -223,7 +223,7 @@ def architecture_of(config: Any, pooling: Pooling | None = None) -> Architecture
 
 
 def _check_numbers(part: Any, name: str) -> None:
-    """Refuse a part of a spec with a number that nothing can be computed with."""
+    """Refuse a part of a spec with a number that cannot be computed with."""
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
         path = f"{name}.{field.name}"

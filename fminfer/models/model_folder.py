@@ -61,9 +61,9 @@ def fetch_weights(name: str, revision: str | None = None) -> Path:
 
 
 def find_weight_files(name: str) -> dict[Path, int]:
-    """Return the weight files here of a folder or hub id, and their sizes; broken ones are none.
+    """Return the weight files of a folder or hub id on this machine, and their sizes.
 
-    Pipes and devices are none either: they are read ahead, which might never end.
+    Pipes and devices are left out: to read them ahead might never end. A broken folder has none.
     """
     try:
         if (folder := folder_of(name)) is None:

@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 def is_quantized_of(folder: Path, checkpoint: Checkpoint, quantized: str, *, seed: int) -> bool:
-    """Tell whether a folder has a note that it is this model, quantized so, and its weights."""
+    """Tell whether a folder holds this model, quantized so, with whole weight files."""
     try:
         fields = json.loads((folder / CONFIG).read_bytes())
         TensorFiles(folder)  # it raises where one is missing or cut off

@@ -27,7 +27,7 @@ HOST = re.compile(r"(?i)^[a-z][a-z0-9+.-]*://[^/]*")  # of such a target, as tex
 ELSEWHERE = ("cross-site", "same-site")
 WITH_SLASH = ("/run/", "/run_", "/docs/")  # where one at the end means something
 MODELS = "/v1/models/"  # names that may be paths stand behind it
-PROMPT_PATH = re.compile("/run(_[a-z_]*)?/")  # behind it stands a text to complete
+PROMPT_PATH = re.compile("/run(_[a-z_]*)?/")  # a text to complete stands behind it
 OPEN_FOLDERS = ("/page/", "/docs/")
 
 
@@ -198,7 +198,7 @@ def _closes(*headers: Headers) -> bool:
 
 
 def _show(scope: Scope) -> str:
-    """Return who asks, and for which path as it was sent, without what may be a prompt."""
+    """Return the client, method and path of a request, without text that may be a prompt."""
     client = scope["client"][0] if scope.get("client") else "-"
     place = PROMPT_PATH.search(scope["path"])
     path = f"{place[0]}…" if place else scope["raw_path"].decode("ascii")

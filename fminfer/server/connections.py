@@ -28,17 +28,17 @@ PROBE_S = 0.02, 10.0  # first and longest pause between looks for a client that 
 UNREAD_S = 60.0  # that a client may leave what it was sent unread
 MOST_CONNECTIONS = 4096
 LEAST_CHUNK = 16  # bytes that chunks of a body have on average
-LENT_BYTES = 60_000  # that they may lack of it
+LENT_BYTES = 60_000  # by which the chunks of a body may fall short of that
 _BARE_LINE_END = re.compile(rb"(?<!\r)\n")
 
 
 class _Parser(h11.Connection):
-    """Refuses what other parsers of HTTP, such as a proxy's, may read differently."""
+    """Refuses requests that other parsers of HTTP, such as a proxy's, may read differently."""
 
-    _num_spare = LENT_BYTES  # of a body: its bytes beyond those that its chunks need
+    _num_spare = LENT_BYTES  # bytes of a body beyond those that its chunks need
 
     def next_event(self) -> Any:
-        """Return what has come next."""
+        """Return the next event."""
         is_idle = self.their_state is h11.IDLE
         if is_idle and _BARE_LINE_END.search(self.trailing_data[0].partition(b"\r\n\r\n")[0]):
             raise h11.RemoteProtocolError("a line of its head ends in LF, and not in CR LF")
@@ -81,7 +81,7 @@ class Connection(H11Protocol):
 
     @property
     def patience(self) -> tuple[bool, bool, float]:
-        """By which the first to be closed is found: one that is silent, or sends a body slowly."""
+        """Its place among those to close: first silent ones, then those that send a body."""
         return not self.is_silent, self.is_whole, self._silent_s
 
     @property
@@ -156,7 +156,7 @@ def raise_file_limit() -> None:
 
 
 def max_connections() -> int:
-    """Return how many connections there may be, so that files are left for all else."""
+    """Return how many connections may be open: half of the files are left for all else."""
     return min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 

@@ -23,14 +23,14 @@ from fminfer.server.replies import Reply
 
 IDLE_S = 0.2  # between looks whether an idle team has lost a pipeline
 TOKENIZERS = 2  # requests that are tokenized at once
-QUICK_ITEMS = 16  # of a field of requests that need not wait for others
+QUICK_ITEMS = 16  # at most, in each list or object of a quick request
 MOST_LOOKING = 16  # requests that a full queue tokenizes at once, to look for a kept answer
 MOST_RETRY_S = 60
 FIRST_ID = 2**39  # of requests that come here; the engine's own are below it, lanes' above
 MOST_BYTES = 1 << 28  # of prepared requests without an answer
-SMALL_BYTES = 1 << 16  # of each, for which there is always room
-CHOICE_BYTES = 3072  # of one that is to come, beside its prompt
-SHARE = 4  # of what is left, that one request may take
+SMALL_BYTES = 1 << 16  # of a request for which there is always room
+CHOICE_BYTES = 3072  # of a choice that is to come, beside its prompt
+SHARE = 4  # one request may take what is left, divided by this
 Result = TypeVar("Result")
 
 
@@ -51,7 +51,7 @@ class Dispatcher:
         self._held: dict[int, int] = {}  # bytes of those without an answer
         self._ids = count(FIRST_ID)
         self._adding = threading.Lock()
-        self._num_added = _count_begun(engine)  # to the engine, so far
+        self._num_added = _count_begun(engine)  # requests so far
         self._tokenizers = _Threads(TOKENIZERS, "tokenizing")
         self._compilers = _Threads(3, "compiling")
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -85,10 +85,10 @@ class Dispatcher:
         is_streamed: bool = False,
         is_large: bool = False,
     ) -> Reply:
-        """Queue a request; one with a large body is not prepared before others.
+        """Queue a request; a large one is not prepared in the thread of quick ones.
 
         Args:
-            is_large: to prepare it may take long.
+            is_large: preparing it may take long.
 
         Raises:
             RequestError: what is wrong with it.
@@ -175,7 +175,7 @@ class Dispatcher:
         self.replies.clear()
 
     def _why_no_room(self) -> HttpError | None:
-        # Prompts are counted first, which is quick: there are as many as requests, or more.
+        # To count prompts is quick, and there are at least as many as requests.
         if self.refusal is not None or not 0 < self._queue_size <= self.num_waiting:
             return self.refusal
         waiting = self._tokenizers.num_asked + self._num_added - _count_begun(self._engine)
@@ -265,7 +265,7 @@ class _Threads:
     def __init__(self, num_threads: int, name: str) -> None:
         self.num_asked = 0
         self._pool = ThreadPoolExecutor(num_threads, name)
-        self._quick_pool = ThreadPoolExecutor(1, name)  # waits for no long work
+        self._quick_pool = ThreadPoolExecutor(1, name)  # its requests wait for no long work
 
     async def do(self, work: Callable[[], Result], *, is_quick: bool = False) -> Result:
         """Do some work beside the event loop, and raise what it raises."""

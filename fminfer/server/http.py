@@ -36,7 +36,7 @@ from fminfer.server.settings import ServerSettings
 
 LEAVE_S = 2.0  # for the last bytes, once the grace is over
 REPORT_S = 10  # between lines that say what goes on
-OLD_ROUNDS = 100  # collections between two that look at all of a request of 16,384 prompts
+OLD_ROUNDS = 100  # collections between two of the oldest objects, which may be a large request
 SWITCH_S = 0.0005  # between threads of Python
 
 

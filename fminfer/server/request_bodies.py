@@ -33,7 +33,7 @@ MOST_DISCARDED = 64 * 2**20  # bytes of a body that is refused already, so that 
 SMALL_BYTES = 2**16  # of each body, for which there is always room
 MOST_AT_ONCE = 16  # bodies of the largest size that may be coming
 PAUSE_S = 60.0  # in which nothing comes
-LEAST_RATE = 8192  # bytes a second of an upload, beside such a pause
+LEAST_RATE = 8192  # bytes a second of an upload, apart from one such pause
 MOST_VALUE_BYTES = 1024  # of a field that is no file, or of a header of a part
 MOST_NAME_CHARS = 255
 WRITE_BYTES = 2**20  # written at once
@@ -45,8 +45,8 @@ LIFE = {f"expires_after[{name}]": name for name in ("anchor", "seconds")}  # as 
 class BodyReader:
     """Reads bodies in an event loop.
 
-    All that are coming or being answered have `MOST_AT_ONCE` times the size of one, beside
-    `SMALL_BYTES` of each. One takes at most half of what others leave.
+    Bodies that are coming or being answered share `MOST_AT_ONCE` times the largest size. The first
+    `SMALL_BYTES` of each do not count. One takes at most half of what others leave.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -66,7 +66,7 @@ class BodyReader:
             body = await asyncio.wait_for(self._read(request), READ_S)
         if len(body) <= SMALL_BYTES:
             return _parse(body)
-        async with self._parsing:  # one at a time, between which the event loop has its turn
+        async with self._parsing:  # one at a time: the event loop has its turn between them
             return await asyncio.to_thread(_parse, body)
 
     async def _read(self, request: Request) -> bytes:
@@ -131,8 +131,8 @@ class UploadForm:
         self._head: dict[bytes, bytes] = {}  # of the part that is coming
         self._name = ""
         self._header, self._value = bytearray(), bytearray()
-        self.num_lines = 0  # of the file: those that have come
-        self.is_in_line = False  # one has come in part
+        self.num_lines = 0  # of the file, so far
+        self.is_in_line = False  # a line has come in part
         self._parser = MultipartParser(
             boundary,
             {

@@ -145,14 +145,14 @@ class MergeSummary:
     num_answers: int
     num_errors: int
     source_change: str  # since the split, for people; an empty text if there is none
-    was_there: bool  # written by an earlier merge, and equal to the byte
+    was_there: bool  # an earlier merge had written the same bytes
 
 
 def merge_parts(folder: Path, output: Path) -> MergeSummary:
     """Write the answers to all parts of a folder into `output`, and their errors beside it.
 
     Raises:
-        UsageError: the manifest is damaged, or the output is there and another.
+        UsageError: the manifest is damaged, or the output is there and differs.
         FminferError: lines are not answered, or answers are not of their part; nothing is written.
     """
     _check_output(output)

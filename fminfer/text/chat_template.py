@@ -25,8 +25,8 @@ class RenderedChat:
     """What a template made of messages."""
 
     text: str  # the prompt, with the special tokens that the template writes
-    losses: tuple[str, ...]  # what of the messages it lacks, each a sentence for people
-    variables: frozenset[str]  # that the template reads; none: the request has none
+    losses: tuple[str, ...]  # a sentence for each thing that the prompt lacks
+    variables: frozenset[str]  # that the template reads; empty if the request gives none
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class RenderCall:
 
     template: list[Any]  # its text, and the tokenizer's special tokens
     message: dict[str, Any]
-    reply: Any = None  # an error, or as `TemplateWorker` has it
+    reply: Any = None  # an error, or `TemplateWorker`'s reply
 
 
 class ChatTemplate:
@@ -58,9 +58,9 @@ class ChatTemplate:
         try:
             _ask(self.begin([{"role": "user", "content": ""}], []))
         except LimitError as error:
-            raise UsageError(f"--chat-template: of one message, {error}. {remedy}") from None
+            raise UsageError(f"--chat-template: with one message, {error}. {remedy}") from None
         except ValueError as error:
-            if str(error).startswith(LINE):  # other faults may come of the message, which is alone
+            if str(error).startswith(LINE):  # other faults may be of this one message
                 raise UsageError(f"--chat-template has an error in {error}. {remedy}") from None
 
     def find_text(self, *, has_tools: bool) -> str | None:
@@ -84,7 +84,7 @@ class ChatTemplate:
         args: dict[str, Any] | None = None,
         clock: str = "",
     ) -> RenderCall:
-        """Return what `finish` makes a prompt of.
+        """Return the call that `finish` makes a prompt of.
 
         Args:
             args: further variables of the template.
@@ -122,7 +122,7 @@ class ChatTemplate:
         return self.finish(self.begin(messages, tools, **settings))
 
     def ask_ahead(self, calls: Iterator[tuple[RenderCall, str]]) -> None:
-        """Let the first of some calls have their replies, while the next ones are made.
+        """Get the replies to the first of some calls, while the next ones are made.
 
         Args:
             calls: each with its message in JSON.

@@ -79,7 +79,7 @@ def write_generation_config(metadata: Metadata, folder: Path) -> None:
     eos += [vocabulary.ids.get(end) for end in ends if end in template]
     fields = {name: metadata.get(f"general.sampling.{key}") for name, key in _SAMPLING.items()} | {
         "bos_token_id": vocabulary.special_id("bos"),
-        # One that is no token is stated all the same, so that it is told.
+        # An id that is no token is written all the same: loading then says so.
         "eos_token_id": [each for each in dict.fromkeys(eos) if each is not None]
         or vocabulary.find("eos_token_id"),
         "pad_token_id": vocabulary.special_id("padding"),

@@ -22,7 +22,7 @@ from fminfer.text.plain_schemas import parse_schema
 
 EOS = 256
 MOST_BYTES = 64 << 20  # of memory for a grammar; schemas from practice take up to 15 MB
-MAX_TRIED = 200  # choices, the shortest, that are looked at for the shortest in tokens
+MAX_TRIED = 200  # of the shortest choices, among which the shortest in tokens is sought
 # Of a mask. Of 1,000 schemas from practice, one needs more than 10,000.
 LIMITS: dict[str, Any] = {
     "max_items_in_row": 10_000,  # places of a grammar where an answer may stand at once
@@ -56,9 +56,9 @@ def build_trial() -> Work:
 
 
 def read_constraint(tokenizer: Any, fields: list[Any]) -> list[Any]:
-    """Return a constraint's grammars, unknown keywords, texts of which one is the shortest, bytes.
+    """Return a constraint's grammars, unknown keywords, short answers, and memory in bytes.
 
-    The bytes are the memory that its first grammar takes.
+    One of the short answers is the shortest. The memory is that of the first grammar.
 
     Raises:
         ValueError: what is wrong with it.
@@ -84,8 +84,8 @@ def read_constraint(tokenizer: Any, fields: list[Any]) -> list[Any]:
         raise ValueError(tidy(fault))
     if num_bytes > MOST_BYTES:
         raise ValueError(
-            f"it takes {num_bytes >> 20} MB of memory; at most {MOST_BYTES >> 20} MB may be. Make "
-            "it simpler"
+            f"it takes {num_bytes >> 20} MB of memory; at most {MOST_BYTES >> 20} MB is "
+            "allowed. Make it simpler"
         )
     shortest = [each for each in shortest if each and len(each) < MAX_SHORTEST]
     return [grammars, unknown, shortest, num_bytes]

@@ -81,9 +81,9 @@ class Vocabulary:
 
 NUMBER_BYTES = b"0123456789.+-eE"  # the bytes of numbers: one may go on after these
 MAX_KEPT = 256  # grammars
-MAX_KEPT_BYTES = 64 << 20  # by what they take in their trial: at least one is kept
+MAX_KEPT_BYTES = 64 << 20  # of memory, as their trials measured it
 BYTES_A_CHARACTER = 8  # of a constraint's text, and of its converted form
-SPARE_SECONDS = 1.0  # of computing, for the masks of a grammar that take longer than the mean
+SPARE_SECONDS = 1.0  # of computing that the masks of a grammar may take beyond the mean
 MASK_SECONDS = 0.005  # of computing for a mask, in the mean; schemas from practice take 0.0005
 TOKEN_SECONDS = 1e-7  # the same for each token of the vocabulary
 TRIALS = LimitedPool(build_trial, num_processes=3)
@@ -210,7 +210,7 @@ class Grammars:
         self._found: BoundedCache[Constraint, Grammar | RequestError] = BoundedCache(
             MAX_KEPT, MAX_KEPT_BYTES
         )
-        self._turns: dict[Constraint, threading.Lock] = {}  # of those that are compiled now
+        self._turns: dict[Constraint, threading.Lock] = {}  # of those being compiled
         self._num_nodes = 0
 
     def find(self, constraint: Constraint) -> Grammar:

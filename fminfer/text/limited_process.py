@@ -40,7 +40,7 @@ class LimitedPool:
 
     Args:
         build: a function of a module. A process imports the module and calls this once, without
-            limits; what it returns answers messages. Both are values that JSON has.
+            limits; what it returns answers messages. Messages and answers are JSON values.
         num_processes: at most so many run at once.
         seconds: of computing for one message.
     """
@@ -63,7 +63,7 @@ class LimitedPool:
             ValueError: what the work itself raised, of any type; its text is the same.
             OSError: the process cannot run here.
         """
-        answer = self.ask_all([json.dumps(message)])[0]  # what JSON lacks takes no process
+        answer = self.ask_all([json.dumps(message)])[0]  # no process is used for what is no JSON
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -71,8 +71,8 @@ class LimitedPool:
     def ask_all(self, messages: Iterable[str]) -> list[Any]:
         """Return the answers to the first of some messages in JSON, at least to one.
 
-        It works on each while the next ones are made. An error, see `ask`, stands in its
-        answer's place. One that ended the process is the last of the list.
+        The process works on each message while the next one is made. An error of `ask` stands in
+        place of an answer. A message that ends the process is the last one.
         """
         if self._owner != os.getpid():  # a fork, which has its parent's pipes
             self._open()
@@ -120,8 +120,8 @@ class LimitedPool:
 def _exchange(process: subprocess.Popen[bytes], messages: Iterable[str]) -> tuple[list[bytes], int]:
     """Return the lines that answer messages, and how many were sent; fewer: the process ended.
 
-    Those that are sent together fit the pipe. So sending never waits for a process that waits
-    for its answers to be read.
+    Messages that are sent together fit the pipe. So sending never waits for a process which waits
+    until its answers are read.
     """
     assert process.stdin is not None and process.stdout is not None, "both are pipes"
     num_sent = 0
@@ -154,14 +154,14 @@ def _serve(work: Work, seconds: float) -> None:
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(kind, (most, most))
     for number in (signal.SIGPROF, signal.SIGALRM):
-        signal.signal(number, signal.SIG_DFL)  # a process that ignores it hands that on
+        signal.signal(number, signal.SIG_DFL)  # a parent that ignores them passes that on
     replies = sys.stdout.buffer
     sys.stdout = sys.stderr  # what the work prints is no answer
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_PROF, seconds)
         signal.setitimer(signal.ITIMER_REAL, WAIT_SECONDS)
         replies.write(_answer_line(work, line))
-        signal.setitimer(signal.ITIMER_REAL, 0)  # the other stands still while nothing is done
+        signal.setitimer(signal.ITIMER_REAL, 0)  # the other stands still during waits
         replies.flush()
 
 
@@ -169,7 +169,7 @@ def _answer_line(work: Work, line: bytes) -> bytes:
     try:
         reply = json.dumps([work(json.loads(line)), ""])
         if len(reply) > ANSWER_BYTES:
-            raise ValueError(f"it becomes {len(reply):,} bytes; at most {ANSWER_BYTES:,} may be")
+            raise ValueError(f"it becomes {len(reply):,} bytes; {ANSWER_BYTES:,} are allowed")
     except MemoryError:
         os.abort()
     except BaseException as error:  # such as a panic of Rust

@@ -1,4 +1,4 @@
-"""Renders chat templates in a limited process: a template is a stranger's program."""
+"""Renders chat templates in a limited process: a template is a program of unknown people."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fminfer.core.bounded_cache import BoundedCache
 from fminfer.text.message_forms import ChatMessage, Forms, Turn, find_forms
 
 MAX_FORMS = 1000  # structures of conversations whose forms are kept
-MAX_FORM_BYTES = 64 << 20  # of these structures
+MAX_FORM_BYTES = 64 << 20  # of these structures, together
 LINE = "line "
 MAX_FAULT_CHARS = 1000  # of what a template raises; transformers quotes whole prompts
 
@@ -39,7 +39,7 @@ class RenderedTemplate:
         return sorted(self._library._get_template_variables(self._text))
 
     def render(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Answer a message of `ChatTemplate.render`."""
+        """Answer a message that `ChatTemplate.begin` made."""
         self._clock = message["clock"]
         messages: list[ChatMessage] = message["messages"]
         args: dict[str, Any] = message["args"]
@@ -94,7 +94,7 @@ class TemplateWorker:
         self._templates: dict[str, RenderedTemplate] = {}
 
     def __call__(self, message: dict[str, Any]) -> dict[str, Any] | None:
-        """Return a prompt's text; None: the template must be sent along.
+        """Return a reply with a prompt's text; None: the template must be sent along.
 
         Raises:
             ValueError: what the template raises; an error of its syntax begins with `LINE`.

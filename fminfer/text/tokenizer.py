@@ -21,11 +21,11 @@ from fminfer.text.token_lengths import LongestToken, find_longest, least_tokens
 from fminfer.text.tokenizer_folder import BYT5, read_tokenizer
 
 MAX_KEPT_BYTES = 16 << 20  # of the words of whole requests
-NUM_BYTES = 64  # of a character of them, with its ids: the most that one request has fits
+NUM_BYTES = 64  # for a character of them, with its ids; the largest request fits
 
 
 class _Panics(AbstractContextManager[object], ContextDecorator):
-    """Makes an error of its text of a panic of tokenizers' Rust, which is no `Exception`."""
+    """Turns a panic in the tokenizers library, which is no `Exception`, into a RequestError."""
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         if kind is not None and kind.__name__ == "PanicException":
@@ -147,7 +147,7 @@ class Tokenizer:
         return list(self.hf(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def spell_all(self, words: tuple[str, ...]) -> tuple[frozenset[tuple[int, ...]], ...]:
-        """Return `spell` of each word; those of the last requests are kept, as each asks thrice."""
+        """Return `spell` of each word. Recent ones are kept: each request asks three times."""
         spelled = self._spelled.get(words) if words else ()
         if spelled is None:
             spelled = tuple(map(self.spell, words))
@@ -280,7 +280,7 @@ class Tokenizer:
 
 def _encodes_plainly(hf: Any, backend: BackendTokenizer) -> bool:
     """Tell whether transformers' tokenizer only calls its backend, which alone is quicker."""
-    backend.no_truncation()  # as it is set for each text
+    backend.no_truncation()  # as transformers sets it for each text
     backend.no_padding()
     backend.encode_special_tokens = hf.split_special_tokens
     methods = (type(hf).__call__, type(hf)._encode_plus)

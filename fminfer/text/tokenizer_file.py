@@ -61,7 +61,7 @@ def follow_tokenizer_file(hf: Any, file: Path) -> str:
 def refuse_growth(file: Path) -> None:
     """Refuse a tokenizer.json with a part that makes a text many times as long.
 
-    Thirty times `a` -> `aa` make gigabytes of any request.
+    Thirty replacements of `a` by `aa` make gigabytes of any request.
 
     Raises:
         CheckpointError: the file is such a one.
@@ -77,7 +77,7 @@ def refuse_growth(file: Path) -> None:
 
 
 def _find_growth(part: Any) -> float:
-    """Return how many times as long a part of a tokenizer.json, with those in it, makes a text."""
+    """Return how many times as long a part of a tokenizer.json may make a text."""
     match part:
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
             return max(1.0, len(new) / max(1, len(old)))

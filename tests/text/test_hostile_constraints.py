@@ -129,7 +129,7 @@ def test_what_is_kept_of_constraints_is_bounded_in_bytes(monkeypatch: pytest.Mon
 def test_the_memory_of_a_grammar_is_bounded() -> None:
     """25,000 texts in a row, 210 KB, took 500 MB here each time, and 25 such grammars were kept."""
     row = " ".join(f'"a{number}"' for number in range(12_000))
-    told = r"it takes \d+ MB of memory; at most 64 MB may be. Make it simpler"
+    told = r"it takes \d+ MB of memory; at most 64 MB is allowed. Make it simpler"
     with pytest.raises(RequestError, match=told):
         places().find(read({"guided_grammar": f"start: {row}"}))
     choice = places().find(Constraint("choice", f'["{"x" * 20_000}"]'))

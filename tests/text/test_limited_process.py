@@ -104,7 +104,7 @@ def test_faults_of_the_work_are_told_and_end_no_process(pool: LimitedPool) -> No
         with pytest.raises(ValueError, match=told) as caught:
             pool.ask(["raise", text])
         assert not isinstance(caught.value, LimitError)
-    with pytest.raises(ValueError, match="it becomes 20,000,008 bytes; at most 16,777,216 may be"):
+    with pytest.raises(ValueError, match="it becomes 20,000,008 bytes; 16,777,216 are allowed"):
         pool.ask(["grow", 20_000_000])
     assert pool.ask(["echo", 1])[0] == pid
 

@@ -61,7 +61,7 @@ def write_report(
     page = make_page(outputs, scan, find_runs(outputs), shown, notes)
     require_own(path, PAGE, "The report")
     try:
-        with replacing(path) as file:  # a page that is torn would not be known as one
+        with replacing(path) as file:  # a torn page would look whole
             file.write(page)
     except OSError as error:
         raise OutputError(

@@ -28,7 +28,7 @@ FLOAT, STRING, ARRAY = 6, 8, 9  # kinds of values
 NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 TYPES = {number: name for number, (name, *_) in enumerate(GGUF_TYPES) if name != "-"}
 ALIGNMENT = "general.alignment"
-GGML_DIMENSIONS = 4  # the most of a tensor
+GGML_DIMENSIONS = 4  # at most, of a tensor
 # Tensors whose first dimension counts experts, or heads.
 STACKED = ("_exps.weight", "_exps.bias", ".attn_k_b.weight", ".attn_v_b.weight")
 MOST_STACKED = 4096

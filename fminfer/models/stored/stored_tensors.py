@@ -41,7 +41,7 @@ BITS = {
 }
 FLOATS = ("F64", "F32", "BF16", "F16")  # the types in which weights run
 MOST_HEADER_BYTES = 100_000_000  # of what names the tensors of a file
-MOST_HEADER_VALUES = 2_000_000  # in a file of safetensors: 5 for each of its tensors
+MOST_HEADER_VALUES = 2_000_000  # in the header of a safetensors file; a tensor has about 5
 MOST_DIMENSIONS = 16  # of a tensor; weights have up to four
 
 
@@ -116,7 +116,7 @@ def read_safetensors(path: Path) -> StoredFile:
             raise broken(path, f"a header of {start} bytes; the most are {MOST_HEADER_BYTES}")
         raw = file.read(start - 8)
     with naming_faults(f"the header of {path}"):
-        if raw.count(b",") > MOST_HEADER_VALUES:  # each takes more memory than bytes
+        if raw.count(b",") > MOST_HEADER_VALUES:  # a value takes more memory than its text
             raise ValueError(f"it has more than {MOST_HEADER_VALUES} values")
         header = json.loads(raw, object_pairs_hook=_without_doubles)
         header.pop("__metadata__", None)

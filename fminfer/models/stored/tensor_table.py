@@ -196,7 +196,7 @@ class TensorFiles:
     def _map(self, path: Path) -> mmap.mmap:
         if path not in self._maps:
             with naming_faults(path), path.open("rb") as file:
-                # Changes, which nobody makes, would stay in memory.
+                # Nothing writes into the map. If it did, the file would not change.
                 self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._maps[path]
 

@@ -184,7 +184,7 @@ def _read_older(path: Path, file: BinaryIO) -> StoredFile:
 
 
 class _Machine:
-    """Follows the instructions of pickles; what is broken raises anything."""
+    """Follows the instructions of pickles. A broken one may raise any exception."""
 
     def __init__(self) -> None:
         self.storages: dict[str, Storage] = {}  # by their keys
@@ -241,7 +241,7 @@ class _Machine:
         # Nothing of it is quoted: a tuple of tuples may be as long as a book.
         kind, what, key, _place, num_values, *view = told
         if kind not in ("storage", b"storage") or not isinstance(what, Name):
-            raise ValueError("it refers to what is no storage of values")
+            raise ValueError("it refers to something that is no storage of values")
         dtype, (part,) = STORAGES[what.rpartition(".")[2]], view or (None,)
         first, size = (part[1], part[2]) if part is not None else (0, num_values)
         if not isinstance(key, str | int) or not all(
@@ -268,7 +268,7 @@ def _add_pairs(target: dict[Any, Any], items: list[Any]) -> None:
 def _named(parts: list[str]) -> Name:
     """Return a name that a pickle may have, of module and member, which is not imported."""
     if not all(isinstance(part, str) for part in parts):
-        raise ValueError("it names something by what is no text")
+        raise ValueError("a name in it is no text")
     path = ".".join(parts)
     of_torch = next((path.removeprefix(top) for top in IN_TORCH if path.startswith(top)), "")
     is_known = path in DICTS | TENSORS | PARAMETERS | PASSED_OVER
@@ -286,7 +286,7 @@ def _called(call: list[Any]) -> object:
     if name in DICTS:
         pairs = arguments[0] if arguments else []
         if not isinstance(pairs, list):
-            raise ValueError("it makes a dict of what is no list")
+            raise ValueError("it makes a dict of something that is no list")
         found: dict[Any, Any] = {}
         _add_pairs(found, [each for key, value in pairs for each in (key, value)])
         pairs.clear()  # a list that is read again and again would be endless work

@@ -109,7 +109,7 @@ def load_tokenizer(config: ModelOptions, checkpoint: Checkpoint) -> Tokenizer:
         if checkpoint.eos_ids and not find_ends(checkpoint, tokenizer):
             tokenizer.note += (
                 f"{'; ' if tokenizer.note else ''}no eos_token_id of {checkpoint.name} is one of "
-                f"its {num_rows} tokens, so that answers end by max_tokens or stop alone"
+                f"its {num_rows} tokens, so that answers end only by max_tokens or stop"
             )
         return tokenizer
     if num_rows < 256:

@@ -96,7 +96,7 @@ def _add_expired(journal: Journal, source: Path) -> int:
 def _expired_record(line: Line) -> bytes:
     """Return the error of a line that was not executed, as OpenAI's error files have it.
 
-    A line without a custom_id has none: it would name nothing, and be far longer than the line.
+    A line without a custom_id has none (b""): it would name nothing, and be far longer.
     """
     envelope = open_envelope(line)
     custom_id = find_custom_id(line, envelope)

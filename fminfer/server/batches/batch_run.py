@@ -45,13 +45,13 @@ from fminfer.server.batches.stored_batches import (
 from fminfer.server.batches.stored_files import ServerFile
 
 EMPTY = Trouble("empty_file", "the input file has no lines; upload one that has")
-# A packed file of a megabyte may hold a hundred million lines, which show as it is read.
+# A packed file of a megabyte may hold a hundred million lines. They are counted as it is read.
 TOO_LONG = Trouble(
     "file_too_large",
     "the file has more lines, unpacked, than the server allows (--max-batch-lines); cut it into "
     "several",
 )
-MOST_UNNAMED = 256  # errors without a custom_id that have a record: others tell no more
+MOST_UNNAMED = 256  # errors of lines without a custom_id that have a record
 WAIT_S = 0.2  # between looks whether the batch is to end
 RowKind = Literal["answer", "error"]
 
@@ -71,10 +71,10 @@ class BatchContext:
 
 
 class _UntoldError(Record):
-    """The error of a line, of which only the counts tell."""
+    """The error of a line that is only counted."""
 
     def to_json(self) -> bytes:
-        """Return nothing, which is in no file."""
+        """Return no bytes: the line has no record."""
         return b""
 
 
@@ -188,9 +188,9 @@ class BatchRun:
         return None
 
     def _limit(self, record: Record) -> Record:
-        """Let a record be empty, if many wrong lines without a custom_id have one.
+        """Return a record, or an empty one behind many wrong lines without a custom_id.
 
-        A record has hundreds of bytes, and such a line perhaps two.
+        A record has hundreds of bytes, and such a line may have two.
         """
         error = record.error
         if error is None or find_custom_id(record.line, record.envelope) != b"null":
