@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from fminfer.compute.quantized import Blocks
-from fminfer.core.errors import CheckpointError, OutputError
+from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.models.config_fields import OWN_FOLDER
 from fminfer.models.fingerprint import FURTHER_TEMPLATES, digest_model
@@ -51,7 +51,7 @@ def write_quantized(
     """Write a model with its weights quantized, as --quantize says; return the bytes of weights.
 
     Raises:
-        CheckpointError, OutputError: the model is quantized already; a file cannot be written.
+        CheckpointError, OSError: the model is quantized already; a file cannot be written.
     """
     stored = stored_formats(checkpoint).values()
     if any(isinstance(held, Blocks) for parts in stored for held, _ in parts):
@@ -68,7 +68,7 @@ def write_quantized(
     try:
         num_bytes = _write_weights(source, folder)
     except SafetensorError as error:
-        raise OutputError(f"weights cannot be written into {folder}: {error}") from error
+        raise OSError(error) from error
     _write_small_files(checkpoint, folder, _note_of(checkpoint, quantized, seed))
     return num_bytes
 

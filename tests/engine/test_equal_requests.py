@@ -14,6 +14,7 @@ import fminfer
 from fminfer.contract.envelope import Line
 from fminfer.models.transformer import Head
 from fminfer.runtime.lines import equal_requests
+from fminfer.runtime.lines.line_intake import MAX_CHATS
 
 GREEDY: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
 
@@ -145,7 +146,7 @@ def test_equal_lines_of_many_files_open_few_of_them(engine: fminfer.Engine) -> N
 
     run = engine.run(lines(), 1024)
     next(run)
-    assert len(sources) <= 2 + equal_requests.MAX_FOLLOWERS_OF_FILES
+    assert len(sources) <= equal_requests.MAX_FOLLOWERS_OF_FILES + MAX_CHATS
     assert len(list(run)) == 499
 
 

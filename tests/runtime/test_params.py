@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import Counter
 from collections.abc import Iterator
@@ -410,8 +411,9 @@ def test_bad_words_without_a_token_are_refused(special_tokenizer: Tokenizer) -> 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_prompt_is_truncated_as_by_transformers(special_tokenizer: Tokenizer, side: str) -> None:
     """That is what vLLM does: the BOS that the tokenizer adds stays, and is counted."""
-    hf, text = special_tokenizer.hf, "two three two one three"
+    hf = copy.deepcopy(special_tokenizer.hf)  # it would go on cutting
     assert hf is not None
+    text = "two three two one three"
     hf.truncation_side = side
     intake = Intake(special_tokenizer, RequestLimits(100, 5))
     for length, adds in itertools.product((2, 3, 5, 6, 50), (True, False)):

@@ -226,8 +226,9 @@ def _yarn_scale(rope: dict[str, Any]) -> float:
 def deepseek_v2(c: Any) -> Architecture:
     plain = mlp_of(c, has_bias=False)
     expert = replace(plain, size=c.moe_intermediate_size)
+    limits = (c.n_group, c.topk_group)
     has_groups = c.topk_method == "group_limited_greedy" and c.topk_group
-    groups, top_groups = (c.n_group, c.topk_group) if has_groups else (1, 1)
+    groups, top_groups = limits if has_groups else (1, 1)
     moe = moe_of(
         c,
         expert=expert,
