@@ -38,6 +38,7 @@ SETTLE_S = 60.0
 NUM_AT_ONCE = 32
 WARM_UP = 0.2  # share of the requests
 MEMORY_MB = 50.0  # that the server may have more in the end
+FREED_S = 2.0  # after which memory that was freed must be given back
 MOST_TOLD = 20
 MOST_UNREAD = 16  # at once: the server holds what they do not take
 
@@ -132,6 +133,7 @@ async def settle(port: int, pid: int) -> tuple[dict[str, Any], int, View]:
         num_open = count_connections(port)
         busy = [stats[name] for name in ("num_running", "num_waiting", "kv_usage")]
         if not (any(busy) or num_open) or time.monotonic() > deadline:
+            await asyncio.sleep(FREED_S)
             return stats, num_open, look(pid)
 
 
