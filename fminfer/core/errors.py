@@ -165,7 +165,8 @@ def row_error(error: Exception, what: str) -> RequestError:
         FminferError: it is no fault of the line's, and ends the run.
     """
     if isinstance(error, RequestError):
-        return error
+        error.__context__ = None  # frames hold the request, which may be large
+        return error.with_traceback(None)
     if isinstance(error, FminferError):
         raise error
     if isinstance(error, OSError | MemoryError):
