@@ -20,7 +20,7 @@ from fminfer.engine.packing import PackedRow, PlannedStep, StepShape, pack, pack
 from fminfer.engine.prefix import Match
 from fminfer.engine.reservation import KvReservation, first_to_go, rows_below
 from fminfer.engine.sequence import Array, PromptState, Sequence
-from fminfer.engine.waiting import PrefillLine, ReadLine, WaitingLine
+from fminfer.engine.waiting import TURN, PrefillLine, ReadLine, WaitingLine
 
 MAX_LOOKS = 64  # waiting prompts that are passed over before a step
 SHARE = 16  # times what it leaves free, which a request may hold
@@ -100,9 +100,10 @@ class Scheduler:
             num_before = sum(line.num_unfed_before(prompt.priority) for line in lines)
             if num_before >= self.shape.chunk_size:
                 break
-            match = self.kv.find_prefix(prompt)
-            if self._stands_back(prompt, match) or not self._leaves_room(prompt):
-                place, num_looks = place + 1, num_looks + 1
+            match = self.kv.find_prefix(prompt) if self._leaves_room(prompt) else None
+            if match is None or self._stands_back(prompt, match):
+                # A request that has its share costs others one look, and not one a prompt.
+                place, num_looks = place + 1, num_looks + (1 / TURN if match is None else 1)
                 continue
             # Rows that this preempts are of lower priority: they join the line behind `place`.
             if not (self._enter(prompt, match) or self._preempt_for(prompt)):

@@ -89,10 +89,6 @@ class BodyReader:
             )
         return b"".join(pieces)
 
-    def is_large(self, request: Request) -> bool:
-        """Tell whether a request's body, which was read, has more than `SMALL_BYTES`."""
-        return bool(request.scope["state"].get(HELD))
-
     def let_go(self, state: MutableMapping[str, Any]) -> None:
         """Count a request's body no longer; `state` is that of its scope."""
         self._num_held -= state.pop(HELD, 0)
