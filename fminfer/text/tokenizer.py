@@ -284,10 +284,7 @@ def _encodes_plainly(hf: Any, backend: BackendTokenizer) -> bool:
     backend.no_padding()
     backend.encode_special_tokens = hf.split_special_tokens
     methods = (type(hf).__call__, type(hf)._encode_plus)
-    # One with languages sets them for each text.
-    return not hasattr(hf, "_switch_to_input_mode") and all(
-        each.__module__.startswith("transformers.tokenization_utils_") for each in methods
-    )
+    return all(each.__module__.startswith("transformers.tokenization_utils_") for each in methods)
 
 
 def _bytes_of_byt5(hf: Any) -> dict[int, int]:
