@@ -157,8 +157,8 @@ def raise_file_limit() -> None:
 
 def max_connections() -> int:
     """Return how many connections there may be, so that files are left for all else."""
-    num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] % (1 << 64)  # -1: no limit
-    return min(MOST_CONNECTIONS, num_files // 2)
+    # Without a limit it is -1.
+    return min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] % (1 << 64) // 2)
 
 
 def open_socket(settings: ServerSettings) -> socket.socket:
