@@ -46,6 +46,9 @@ class JournaledInput:
         self, path: Path, source: int, output: Path, terms: RunTerms, claim: Claim | None = None
     ) -> None:
         require_own_outputs(output)
+        # By this look; beside a journal, they may have come since a run was killed.
+        finals = () if journal_path(output).exists() else (output, errors_path(output))
+        self._own = {path for path in finals if path.exists()}
         self.path, self.source, self.output = path, source, output
         self.num_damaged_rows = self.num_tried_rows = 0
         self.hold = Hold(output, terms.claims, claim)
@@ -275,7 +278,7 @@ class JournaledInput:
         if journal.vector_bytes:
             refuse_other_vectors(self.output)  # it may have come while the run answered
             status.has_vectors = True
-        for path in (self.output, errors_path(self.output)):
+        for path in {self.output, errors_path(self.output)} - self._own:
             require_own(path, RECORDS, "a file of this run,")  # it may have come meanwhile
         status.move("finalizing")
         status.seals = put_in_order(journal, has_older_vectors=status.has_vectors)
