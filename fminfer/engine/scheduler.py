@@ -91,7 +91,7 @@ class Scheduler:
         """
         admitted: list[PromptState] = []
         place = num_looks = 0
-        while place < len(self.waiting) and num_looks < MAX_LOOKS:
+        while place < len(self.waiting) and num_looks < TURN * MAX_LOOKS:
             prompt = self.waiting[place]
             if is_stopping and not prompt.has_run:
                 place += 1
@@ -102,8 +102,8 @@ class Scheduler:
                 break
             match = self.kv.find_prefix(prompt) if self._leaves_room(prompt) else None
             if match is None or self._stands_back(prompt, match):
-                # A request that has its share costs others one look, and not one a prompt.
-                place, num_looks = place + 1, num_looks + (1 / TURN if match is None else 1)
+                # A turn of a request that has its share counts as one look.
+                place, num_looks = place + 1, num_looks + (1 if match is None else TURN)
                 continue
             # Rows that this preempts are of lower priority: they join the line behind `place`.
             if not (self._enter(prompt, match) or self._preempt_for(prompt)):
@@ -277,9 +277,9 @@ class Scheduler:
             self.max_rows - self.kv.num_sequences - len(prompt.sequences),
             self.kv.num_left_beside(prompt),
         )
-        may_preempt = self._has_rows_below(prompt.priority)
         has_waited = not owner.num_running and time.perf_counter() - owner.added_s > PATIENCE_S
-        return num_running <= SHARE * num_left or may_preempt or has_waited
+        has_room = num_running <= SHARE * num_left
+        return has_room or has_waited or self._has_rows_below(prompt.priority)
 
     def _enter(self, prompt: PromptState, match: Match, *, at_all_costs: bool = False) -> bool:
         """Reserve a prompt's blocks and let it be fed; False if there is no room."""

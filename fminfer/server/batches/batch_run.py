@@ -244,7 +244,7 @@ class BatchRun:
             return
         self._publish("completed", _progress_of(completed))
 
-    def _end(self, ending: Ending) -> None:
+    def _end(self, ending: Ending | Literal["failed"]) -> None:
         """Make an output of what is finished."""
         batch = self._batches.now(self.batch)
         total = max(batch.progress.total, self._counts.num_rows if self._counts else 0)
