@@ -277,9 +277,8 @@ class Scheduler:
             self.max_rows - self.kv.num_sequences - len(prompt.sequences),
             self.kv.num_left_beside(prompt),
         )
-        has_waited = not owner.num_running and time.perf_counter() - owner.added_s > PATIENCE_S
-        has_room = num_running <= SHARE * num_left
-        return has_room or has_waited or self._has_rows_below(prompt.priority)
+        is_due = not owner.num_running and time.perf_counter() - owner.added_s > PATIENCE_S
+        return num_running <= SHARE * num_left or is_due or self._has_rows_below(prompt.priority)
 
     def _enter(self, prompt: PromptState, match: Match, *, at_all_costs: bool = False) -> bool:
         """Reserve a prompt's blocks and let it be fed; False if there is no room."""
