@@ -47,8 +47,11 @@ class JournaledInput:
     ) -> None:
         require_own_outputs(output)
         # By this look; beside a journal, they may have come since a run was killed.
-        finals = () if journal_path(output).exists() else (output, errors_path(output))
-        self._own = {path for path in finals if path.exists()}
+        self._own = {
+            path
+            for path in (output, errors_path(output))
+            if path.exists() and not journal_path(output).exists()
+        }
         self.path, self.source, self.output = path, source, output
         self.num_damaged_rows = self.num_tried_rows = 0
         self.hold = Hold(output, terms.claims, claim)

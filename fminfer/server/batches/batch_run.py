@@ -249,8 +249,10 @@ class BatchRun:
         batch = self._batches.now(self.batch)
         total = max(batch.progress.total, self._counts.num_rows if self._counts else 0)
         source = self._find_input() if ending == "expired" else None
-        lines = read_lines(source, 0) if source is not None else ()
-        if ending == "failed" or any(each.number > self._context.max_lines for each in lines):
+        if ending == "failed" or any(
+            line.number > self._context.max_lines
+            for line in (read_lines(source, 0) if source is not None else ())
+        ):
             self._fail(TOO_LONG)
             return
         if source is not None:
