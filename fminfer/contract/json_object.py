@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,11 +62,15 @@ def dump(value: object) -> bytes:
 
 
 def load(data: bytes) -> Any:
-    """Return a value of JSON as `dump` writes it: also one with half a surrogate pair."""
-    try:
+    """Return a value of JSON as `dump` writes it: also one with half a surrogate pair.
+
+    It raises a ValueError for all others, such as one that is nested too deep to be read.
+    """
+    with suppress(orjson.JSONDecodeError):
         return orjson.loads(data)
-    except orjson.JSONDecodeError:
+    with suppress(RecursionError):
         return json.loads(data)
+    raise ValueError("the JSON is nested too deep")
 
 
 def _load_leniently(raw: bytes, error: orjson.JSONDecodeError, what: str) -> Any:

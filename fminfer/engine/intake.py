@@ -217,7 +217,8 @@ class Intake:
                         yield begun[2], message
 
         if self.tokenizer.has_words and self._vectors is None:
-            self.chat_template.ask_ahead(begin())
+            with suppress(OSError):  # no process can run here, as `parse` says, too
+                self.chat_template.ask_ahead(begin())
 
     def _parse_chat(self, fields: Mapping[str, Any], clock: str) -> Request:
         begun = self._begun.pop(id(fields), None)

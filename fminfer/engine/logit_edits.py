@@ -127,7 +127,7 @@ class LogitEdits:
 
     def _find(self, token_id: int) -> int:
         """Return the token's place; a new place changes nothing yet."""
-        place = self._place.setdefault(token_id, len(self._place))
+        place = self._place.setdefault(token_id, len(self.columns["edit_ids"]))
         if place == len(self.columns["edit_ids"]):
             for column, value in zip(self.columns.values(), (token_id, 0.0, 1.0, 0.0), strict=True):
                 column.append(value)

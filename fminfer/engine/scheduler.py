@@ -20,7 +20,7 @@ from fminfer.engine.packing import PackedRow, PlannedStep, StepShape, pack, pack
 from fminfer.engine.prefix import Match
 from fminfer.engine.reservation import KvReservation, first_to_go, rows_below
 from fminfer.engine.sequence import Array, PromptState, Sequence
-from fminfer.engine.waiting import PrefillLine, ReadLine, WaitingLine
+from fminfer.engine.waiting import TURN, PrefillLine, ReadLine, WaitingLine
 
 MAX_LOOKS = 64  # waiting prompts that are passed over before a step
 SHARE = 16  # a request may hold this many times the rows that it leaves free
@@ -91,7 +91,7 @@ class Scheduler:
         """
         admitted: list[PromptState] = []
         place = num_looks = 0
-        while place < len(self.waiting) and num_looks < MAX_LOOKS:
+        while place < len(self.waiting) and num_looks < TURN * MAX_LOOKS:
             prompt = self.waiting[place]
             if is_stopping and not prompt.has_run:
                 place += 1
@@ -100,9 +100,10 @@ class Scheduler:
             num_before = sum(line.num_unfed_before(prompt.priority) for line in lines)
             if num_before >= self.shape.chunk_size:
                 break
-            match = self.kv.find_prefix(prompt)
-            if self._stands_back(prompt, match) or not self._leaves_room(prompt):
-                place, num_looks = place + 1, num_looks + 1
+            match = self.kv.find_prefix(prompt) if self._leaves_room(prompt) else None
+            if match is None or self._stands_back(prompt, match):
+                # A turn of a request that has its share counts as one look.
+                place, num_looks = place + 1, num_looks + (1 if match is None else TURN)
                 continue
             # Rows that this preempts are of lower priority: they join the line behind `place`.
             if not (self._enter(prompt, match) or self._preempt_for(prompt)):
@@ -276,9 +277,8 @@ class Scheduler:
             self.max_rows - self.kv.num_sequences - len(prompt.sequences),
             self.kv.num_left_beside(prompt),
         )
-        may_preempt = self._has_rows_below(prompt.priority)
-        has_waited = not owner.num_running and time.perf_counter() - owner.added_s > PATIENCE_S
-        return num_running <= SHARE * num_left or may_preempt or has_waited
+        is_due = not owner.num_running and time.perf_counter() - owner.added_s > PATIENCE_S
+        return num_running <= SHARE * num_left or is_due or self._has_rows_below(prompt.priority)
 
     def _enter(self, prompt: PromptState, match: Match, *, at_all_costs: bool = False) -> bool:
         """Reserve a prompt's blocks and let it be fed; False if there is no room."""

@@ -122,7 +122,7 @@ def drafting(usual: Path, mode: int = 0o666) -> Iterator[tuple[Path, BinaryIO]]:
                 locked.truncate(0)
                 yield name, file
             if name == usual and spares[0].exists():  # a killed process may have left it
-                with drafting(spares[0]):
+                with contextlib.suppress(InUseError, OSError), drafting(spares[0]):
                     pass
         finally:
             with contextlib.suppress(OSError):

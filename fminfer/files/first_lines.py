@@ -7,8 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-import orjson
-
+from fminfer.contract.record import load_record
 from fminfer.core.errors import FminferError
 from fminfer.files.line_reader import first_bytes, read_lines
 from fminfer.files.streams import PART_NAME, changed_ns, explain_bytes, explain_text, split_of
@@ -55,10 +54,8 @@ def _look_into(path: Path, changed_at: int) -> tuple[Kind, str]:
     kind: Kind = ""
     for number, line in enumerate(islice(read_lines(path, 0), NUM_LOOKED_AT)):
         try:
-            fields = orjson.loads(line.raw)
+            fields = load_record(line.raw)
         except ValueError:
-            continue
-        if not isinstance(fields, dict):
             continue
         if number == 0 and _is_record(fields):
             return "answers", ""

@@ -46,6 +46,12 @@ class JournaledInput:
         self, path: Path, source: int, output: Path, terms: RunTerms, claim: Claim | None = None
     ) -> None:
         require_own_outputs(output)
+        # By this look; beside a journal, they may have come since a run was killed.
+        self._own = {
+            path
+            for path in (output, errors_path(output))
+            if path.exists() and not journal_path(output).exists()
+        }
         self.path, self.source, self.output = path, source, output
         self.num_damaged_rows = self.num_tried_rows = 0
         self.hold = Hold(output, terms.claims, claim)
@@ -275,8 +281,8 @@ class JournaledInput:
         if journal.vector_bytes:
             refuse_other_vectors(self.output)  # it may have come while the run answered
             status.has_vectors = True
-        for path in (self.output, errors_path(self.output)):
-            require_own(path, RECORDS, "a file of this run,")  # another file may have come
+        for path in {self.output, errors_path(self.output)} - self._own:
+            require_own(path, RECORDS, "a file of this run,")  # it may have come meanwhile
         status.move("finalizing")
         status.seals = put_in_order(journal, has_older_vectors=status.has_vectors)
         status.has_vectors = "vectors" in status.seals

@@ -157,7 +157,8 @@ def raise_file_limit() -> None:
 
 def max_connections() -> int:
     """Return how many connections may be open: half of the files are left for all else."""
-    return min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+    # Without a limit it is -1.
+    return min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] % (1 << 64) // 2)
 
 
 def open_socket(settings: ServerSettings) -> socket.socket:

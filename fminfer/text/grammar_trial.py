@@ -77,7 +77,7 @@ def read_constraint(tokenizer: Any, fields: list[Any]) -> list[Any]:
 
     before = _own_bytes()
     fault, _matcher = _try(tokenizer, grammars[0])  # alive while its memory is counted
-    num_bytes = _own_bytes() - before
+    num_bytes = max(0, _own_bytes() - before)  # less, if pages were taken from it
     if constraint.kind == "grammar" and is_gbnf(constraint.text):
         fault = blame_rule(constraint.text, fault)
     if fault:

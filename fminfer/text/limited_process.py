@@ -6,6 +6,7 @@ multiple of 123,456,789 keeps llguidance busy for hours. In a process, the kerne
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import json
 import os
@@ -23,7 +24,6 @@ WAIT_SECONDS = 60  # in all, for work that waits and does not compute
 MEMORY_BYTES = 2 << 30
 STACK_BYTES = 4 << 20  # half of what our own threads have: what passes here passes there, too
 ANSWER_BYTES = 16 << 20  # of an answer in JSON
-PIPE_BYTES = 32 << 10  # of messages that are sent together
 
 Work = Callable[[Any], Any]
 
@@ -120,15 +120,16 @@ class LimitedPool:
 def _exchange(process: subprocess.Popen[bytes], messages: Iterable[str]) -> tuple[list[bytes], int]:
     """Return the lines that answer messages, and how many were sent; fewer: the process ended.
 
-    Messages that are sent together fit the pipe. So sending never waits for a process which waits
-    until its answers are read.
+    Messages that are sent together fit the pipe, whose pages may be half empty. So sending never
+    waits for a process which waits until its answers are read.
     """
     assert process.stdin is not None and process.stdout is not None, "both are pipes"
+    most = fcntl.fcntl(process.stdin, fcntl.F_GETPIPE_SZ) // 2  # a user of many has smaller ones
     num_sent = 0
     num_bytes = 0
     with suppress(OSError):  # it has ended
         for message in messages:
-            if num_sent and num_bytes + len(message) >= PIPE_BYTES:  # with the end of its line
+            if num_sent and num_bytes + len(message) >= most:  # with the end of its line
                 break
             num_sent += 1
             num_bytes += len(message) + 1

@@ -219,3 +219,6 @@ def test_changes_of_logits_are_made_when_a_sequence_runs() -> None:
     assert edits.columns["edit_factor"].tolist() == [1.0, 1.5, 1.5]
     edits.count(11)
     assert edits.columns["edit_ids"].tolist() == [5, 7, 9, 11]
+    counted = LogitEdits(params, [7, 9])
+    counted.count(11)
+    assert counted.columns == edits.columns

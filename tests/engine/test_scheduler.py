@@ -21,7 +21,7 @@ from fminfer.engine.blocks import BlockPool
 from fminfer.engine.engine_core import BEHIND_ALL
 from fminfer.engine.packing import PlannedStep
 from fminfer.engine.reservation import first_to_go
-from fminfer.engine.scheduler import Scheduler
+from fminfer.engine.scheduler import MAX_LOOKS, Scheduler
 from fminfer.engine.sequence import Prepared, PromptState, RequestState, Sequence, TokenReport
 from fminfer.engine.waiting import TURN
 from fminfer.text.encoded_prompt import EncodedPrompt
@@ -676,6 +676,23 @@ def test_a_request_leaves_rows_and_blocks_to_others(max_rows: int, num_blocks: i
     assert num_running == driver.scheduler.kv.num_sequences >= 0.85 * min(max_rows, num_blocks / 3)
     late = make_prompt([9], max_tokens=2)
     driver.scheduler.add(late)
+    assert driver.scheduler.admit() == [late]
+
+
+def test_many_requests_that_have_their_share_hide_no_other() -> None:
+    """Each of their prompts cost one of the looks, though one tells of all."""
+    driver = Driver(max_rows=25, num_blocks=400, chunk=1000)
+    requests = [make_request(TURN, max_tokens=8) for _ in range(24)]
+    for first, *_ in requests:
+        driver.scheduler.add(first)
+    assert len(driver.scheduler.admit()) == 24
+    for _, *others in requests:
+        for place, prompt in enumerate(others, 1):
+            driver.scheduler.add(prompt, place)
+    assert driver.scheduler.admit() == []
+    late = make_prompt([9], max_tokens=2)
+    driver.scheduler.add(late)
+    assert driver.waiting().index(late) > MAX_LOOKS
     assert driver.scheduler.admit() == [late]
 
 

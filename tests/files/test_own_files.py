@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from fminfer.cli.app import main
+from fminfer.files.first_lines import holds_answers
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.status_file import status_path
 from fminfer.job import journaled_input
@@ -69,6 +70,22 @@ def test_a_rerun_replaces_what_a_run_wrote(source: Path) -> None:
         assert status == 3, told
     assert json.loads(files[0].read_text())["num_rows"] == 1
     assert json.loads(files[1].read_text())
+
+
+@pytest.mark.parametrize("value", ['"\\ud800"', "1e999", "[" * 1023 + "]" * 1023])
+@pytest.mark.parametrize("prompt", ['"a"', '"\\ud800"', "5"])
+def test_a_rerun_replaces_answers_that_few_parsers_read(
+    source: Path, value: str, prompt: str
+) -> None:
+    """Once all of its lines were answered, a run took its own output for another's."""
+    first = f'{{"prompt":{prompt},"max_tokens":1,"note":{value}}}\n'
+    for lines in (first, first, first + LINE):
+        source.write_text(lines)
+        status, told = run(source)
+        assert status == 3 * (prompt != '"a"'), told
+    if not value.startswith("["):
+        written = [*source.parent.glob("output_r.*jsonl")]
+        assert all(map(holds_answers, [path for path in written if path.stat().st_size]))
 
 
 def test_a_summary_may_go_to_a_device(source: Path) -> None:

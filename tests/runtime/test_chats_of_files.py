@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -9,7 +10,7 @@ import pytest
 
 import fminfer
 from fminfer.contract.envelope import Line
-from fminfer.core.errors import RequestError
+from fminfer.core.errors import MachineError, RequestError
 from fminfer.runtime.lines.line_intake import LineIntake
 from fminfer.text import chat_template
 from fminfer.text.limited_process import LimitedPool
@@ -70,3 +71,18 @@ def test_one_without_end_costs_its_own_line(
     endless = chat("c", '{"times":99999}')
     told = read(intake, chat("a"), endless, chat("b"), endless)
     assert ["takes more than 0.4 s" in each for each in told] == [False, True, False, True]
+
+
+def test_a_machine_that_starts_no_process_is_told_of(
+    intake: LineIntake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error of the system ended a run by itself: a batch of a server blamed the disk."""
+    pool = LimitedPool(TemplateWorker)
+    monkeypatch.setattr(chat_template, "_RENDERERS", pool)
+
+    def start() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(pool, "_start", start)
+    with pytest.raises(MachineError, match=r"line 1 was prepared.*Too many open"):
+        read(intake, chat("a"))

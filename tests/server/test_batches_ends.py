@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
 from collections.abc import Iterator
@@ -83,6 +84,24 @@ def test_a_batch_ends_while_others_go_first(
     assert get(server, first)["status"] == "in_progress"
     server.post(f"/v1/batches/{first['id']}/cancel", b"")
     wait_for_end(server, first)
+
+
+def test_a_packed_file_that_is_too_long_makes_no_expired_lines(
+    engine: fminfer.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """Each of a hundred million lines had a row in the journal once the window was over."""
+    monkeypatch.setattr(batch_work, "MOST_AT_ONCE", 1)
+    with running(engine, state=tmp_path / "state", max_batch_lines=50) as server:
+        first = create(server, long_lines(NUM_LINES, 100), window="48h")
+        wait_until(server, first, has_some)
+        second = create(server, [gzip.compress(b"1\n" * 3000)], window="1h")
+        assert second["status"] == "validating"
+        clock.ahead_s = 3600
+        second = wait_for_end(server, second)
+        assert second["status"] == "failed"
+        assert [each["code"] for each in second["errors"]["data"]] == ["file_too_large"]
+        server.post(f"/v1/batches/{first['id']}/cancel", b"")
+        wait_for_end(server, first)
 
 
 def test_a_batch_that_is_over_is_not_cancelled(server: Running) -> None:

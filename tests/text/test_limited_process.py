@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import resource
@@ -107,6 +108,25 @@ def test_faults_of_the_work_are_told_and_end_no_process(pool: LimitedPool) -> No
     with pytest.raises(ValueError, match="it becomes 20,000,008 bytes; 16,777,216 are allowed"):
         pool.ask(["grow", 20_000_000])
     assert pool.ask(["echo", 1])[0] == pid
+
+
+def test_small_pipes_hold_nobody_up(pool: LimitedPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user of many pipes gets small ones: both sides waited for each other, without end."""
+    start = pool._start
+
+    def start_narrow() -> subprocess.Popen[bytes]:
+        process = start()
+        for pipe in (process.stdin, process.stdout):
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 4096)  # type: ignore[arg-type]
+        return process
+
+    monkeypatch.setattr(pool, "_start", start_narrow)
+    messages = iter([json.dumps(["grow", 3000 + n]) for n in range(40)] * 40)
+    found: list[str] = []
+    asking = threading.Thread(target=lambda: found.extend(pool.ask_all(messages)), daemon=True)
+    asking.start()
+    asking.join(10)
+    assert found[:2] == ["x" * 3000, "x" * 3001]
 
 
 def test_a_message_that_takes_long_holds_no_other_up(pool: LimitedPool) -> None:

@@ -20,6 +20,7 @@ from fminfer.files.claims import drop_claims
 from fminfer.files.completed import CompletedOutput, find_completed
 from fminfer.files.journal import journal_path
 from fminfer.files.journal_rows import Counts
+from fminfer.files.line_reader import read_lines
 from fminfer.files.ordered_output import errors_path
 from fminfer.job.journaled_input import JournaledInput
 from fminfer.runtime.engine_api import Engine
@@ -146,10 +147,7 @@ class BatchRun:
             raise
         if ending is not None:
             file.abandon(StoppedError(f"the batch is {ending}"))
-            if ending == "failed":
-                self._fail(TOO_LONG)
-            else:
-                self._end(ending)
+            self._end(ending)
             return
         completed = find_completed(self._output)
         assert completed is not None, "every line has its record"
@@ -246,13 +244,18 @@ class BatchRun:
             return
         self._publish("completed", _progress_of(completed))
 
-    def _end(self, ending: Ending) -> None:
+    def _end(self, ending: Ending | Literal["failed"]) -> None:
         """Make an output of what is finished."""
         batch = self._batches.now(self.batch)
         total = max(batch.progress.total, self._counts.num_rows if self._counts else 0)
-        source = None
-        if ending == "expired":
-            source = self._find_input()
+        source = self._find_input() if ending == "expired" else None
+        if ending == "failed" or any(
+            line.number > self._context.max_lines
+            for line in (read_lines(source, 0) if source is not None else ())
+        ):
+            self._fail(TOO_LONG)
+            return
+        if source is not None:
             self._batches.change(batch, _finalizing)
         self._publish(ending, end_early(self._output, source, total))
         drop_journal(self._output)
