@@ -411,7 +411,7 @@ class RequestOptions(Options):
     )
 
     def check(self) -> None:
-        """Refuse a template in a pipe, and a seed of more than 64 bits: no kernel can hold it."""
+        """Refuse a template in a pipe, and a seed of more than 64 bits, which no kernel holds."""
         refuse_special(Path(self.chat_template or "."))  # a template is read more than once
         if not -(2**63) <= self.seed < 2**63:
             raise UsageError(f"seed is {self.seed}; it must fit into a signed number of 64 bits")

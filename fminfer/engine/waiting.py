@@ -1,4 +1,4 @@
-"""The prompts that wait: to be admitted, in the order in which they are looked at; or to be fed."""
+"""The prompts that wait: to be admitted, in the order in which they are looked at, or fed."""
 
 from __future__ import annotations
 

@@ -236,13 +236,13 @@ def _check_numbers(part: Any, name: str) -> None:
             or (isinstance(value, float) and not math.isfinite(value))
         ):
             raise CheckpointError(
-                f"config.json makes {path} {value!r}, with which nothing can be computed. Use the "
-                "config.json of the published model"
+                f"config.json makes {path} {value!r}, with which nothing can be computed. Use "
+                "the config.json of the published model"
             )
     if isinstance(part, Moe) and not 1 <= part.top_k <= part.num_experts:
         raise CheckpointError(
-            f"config.json has {part.num_experts} experts, and each token goes to {part.top_k} of "
-            "them; 1 to all of them are allowed. Use the config.json of the published model"
+            f"config.json has {part.num_experts} experts, and each token goes to {part.top_k} "
+            "of them; 1 to all of them are allowed. Use the config.json of the published model"
         )
 
 

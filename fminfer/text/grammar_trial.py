@@ -98,7 +98,7 @@ def _own_bytes() -> int:
 
 
 def _try(tokenizer: Any, text: str) -> tuple[str, Any]:
-    """Return what is wrong with a grammar in llguidance's form ("": nothing), and its matcher."""
+    """Return what is wrong with a grammar of llguidance ("": nothing), and its matcher."""
     from llguidance import LLMatcher, LLParserLimits
 
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))
