@@ -291,7 +291,7 @@ def _chat_entry(
             "bytes": list(spelling.spell_bytes(token_id, is_first=is_first)),
         }
 
-    top = [entry(token_id, logprob) for token_id, logprob in report.top[:num_top]]
+    top = [entry(token_id, logprob) for token_id, logprob in report.best(num_top)]
     return entry(report.token_id, report.logprob) | {"top_logprobs": top}
 
 
@@ -299,7 +299,7 @@ def _alternatives(
     report: TokenReport, k: int, spelling: Spelling, *, is_first: bool
 ) -> dict[str, float]:
     """Return the k best, best first, then the chosen one; of equal spellings the better stays."""
-    pairs = [*report.top[:k], (report.token_id, report.logprob)]
+    pairs = [*report.best(k), (report.token_id, report.logprob)]
     found: dict[str, float] = {}
     for token_id, logprob in pairs:
         found.setdefault(spelling.spell(token_id, is_first=is_first), _floor(logprob))

@@ -12,7 +12,7 @@ from fminfer.compute.step import StepResult, TokenLogprobs
 from fminfer.core.errors import RequestError
 from fminfer.engine.packing import PlannedStep
 from fminfer.engine.scheduler import Scheduler
-from fminfer.engine.sequence import PromptState, Sequence, TokenReport
+from fminfer.engine.sequence import ALTERNATIVE, PromptState, Sequence, TokenReport
 from fminfer.text.detokenizer import Detokenizer
 
 MAX_UNFED = 32  # tokens of a row that drew some without an alternative
@@ -142,8 +142,9 @@ def _reports(columns: TokenLogprobs) -> Iterator[TokenReport]:
     ids, logprobs = columns.ids.tolist(), columns.logprobs.tolist()
     if not columns.top_ids.shape[1]:
         return map(TokenReport, ids, logprobs)
-    top_ids, top_logprobs = columns.top_ids.tolist(), columns.top_logprobs.tolist()
-    tops = (tuple(zip(*top, strict=True)) for top in zip(top_ids, top_logprobs, strict=True))
+    tops = np.empty(columns.top_ids.shape, ALTERNATIVE)
+    tops["id"] = columns.top_ids
+    tops["logprob"] = columns.top_logprobs
     return map(TokenReport, ids, logprobs, tops)
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fminfer.contract.request import SamplingParams, VectorWish
 from fminfer.core.config import KnownParser
 from fminfer.core.errors import RequestError
@@ -20,14 +23,21 @@ FinishReason = Literal["stop", "length", "tool_calls"]  # the last one in chat a
 AnswerKind = Literal["plain", "openai", "chat", "embeddings", "score", "rerank", "classify"]
 
 
+ALTERNATIVE = np.dtype([("id", np.int64), ("logprob", np.float32)])
+
+
 @dataclass(slots=True)  # not frozen: there is one a token, and that costs three times as much
 class TokenReport:
     """One token with its logprob and the best alternatives, best first."""
 
     token_id: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    top: NDArray[np.void] | None = None  # (k,); tuples would take ten times the bytes
     offset: int = 0  # code points of completion before it (completion tokens only)
+
+    def best(self, k: int) -> list[tuple[int, float]]:
+        """Return the k best alternatives with their logprobs; fewer if there are no more."""
+        return [] if self.top is None else self.top[:k].tolist()
 
 
 def no_token_error(num_drawn: int) -> RequestError:

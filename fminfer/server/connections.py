@@ -27,6 +27,7 @@ CLOSE = [(b"connection", b"close")]
 PROBE_S = 0.02, 10.0  # first and longest pause between looks for a client that may have left
 UNREAD_S = 60.0  # that a client may leave what it was sent unread
 MOST_CONNECTIONS = 4096
+MOST_ACCEPTED = 64  # at once, before others have their turn
 LEAST_CHUNK = 16  # bytes that chunks of a body have on average
 LENT_BYTES = 60_000  # by which the chunks of a body may fall short of that
 _BARE_LINE_END = re.compile(rb"(?<!\r)\n")
@@ -72,6 +73,7 @@ class Connection(H11Protocol):
             oldest = nsmallest(1 + len(own) // 64, own, key=lambda each: each.patience)
             for each in oldest:  # several at once, as looking for them takes a while
                 if each is oldest[0] or each.is_silent:
+                    self.connections.discard(each)  # its turn in the loop comes later
                     each.transport.abort()
 
     def on_response_complete(self) -> None:

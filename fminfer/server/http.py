@@ -29,7 +29,13 @@ from fminfer.runtime.process_roles import Opening, lead_or_join, start_engine
 from fminfer.server.asgi_app import make_app
 from fminfer.server.batch_service import BatchService
 from fminfer.server.batches.stored_batches import ServerState
-from fminfer.server.connections import Connection, open_socket, raise_file_limit
+from fminfer.server.connections import (
+    MOST_ACCEPTED,
+    MOST_CONNECTIONS,
+    Connection,
+    open_socket,
+    raise_file_limit,
+)
 from fminfer.server.http_errors import shutting_down
 from fminfer.server.service import Service
 from fminfer.server.settings import ServerSettings
@@ -169,6 +175,7 @@ class HttpThread(threading.Thread):
                 http=Connection,
                 ws="none",
                 lifespan="off",
+                backlog=MOST_ACCEPTED,
                 log_config=None,
                 log_level="error" if self.service.log.tells("error") else "critical",
                 access_log=False,
@@ -238,6 +245,7 @@ class HttpThread(threading.Thread):
         while not (self._server.started or serving.done()):
             await asyncio.sleep(0.005)
         if self._server.started:  # otherwise once the fault is noted
+            self._address.listen(MOST_CONNECTIONS)  # may wait until they are accepted
             self._is_ready.set()
         await serving
         looking.cancel()

@@ -89,8 +89,8 @@ def measure(name: str, port: int, pid: int) -> Beside:
 
 
 def warm_up(port: int) -> None:
-    """Have the server touch the memory that it may have."""
-    for name in ("many_choices", "long_prompts", "large_bodies"):
+    """Have the server touch the memory that it may have, and fill its caches."""
+    for name in ("many_choices", "long_prompts", "scored_long_prompts", "large_bodies"):
         LOADS[name](port)
 
 
