@@ -97,8 +97,7 @@ def _put_table(
             raise UsageError(f"{other} and {key}{where} are one flag; give one of them")
         names[key_of(key)] = key
     plain = {key_of(key): value for key, value in table.items()}
-    entries = translate(plain, lambda key: names[key] + where)
-    found.put_over(_settle(command, entries))
+    found.put_over(_settle(command, translate(plain, lambda key: names[key] + where)))
 
 
 def _refuse_unknown(table: Mapping[str, Any], where: str, allowed: Iterable[str]) -> None:
@@ -153,8 +152,7 @@ def _read_variables(found: Settings, command: Command, environ: Mapping[str, str
             )
         elif value or key == SECRET:
             plain[key] = value
-    entries = translate(plain, variable_of)
-    found.put_over(_settle(command, entries, are_variables=True))
+    found.put_over(_settle(command, translate(plain, variable_of), are_variables=True))
 
 
 def _read_toml(path: Path, source: str) -> dict[str, Any]:

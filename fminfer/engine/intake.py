@@ -261,8 +261,7 @@ class Intake:
             prompts = [fit.encode_start(each) for each in sources]
         params = fit.settle(max(len(prompt.ids) for prompt in prompts))
         _check_logprobs(prompts, params)
-        is_by_chance = params.is_by_chance
-        meaning = meaning_of(request.prompts, request.params) if is_by_chance else b""
+        meaning = meaning_of(request.prompts, request.params) if params.is_by_chance else b""
         return Prepared(
             params,
             prompts,

@@ -87,8 +87,7 @@ class LineChecker:
 
     def add(self, line: Line) -> None:
         """Check the next line."""
-        counts = self.counts
-        counts.num_lines += 1
+        self.counts.num_lines += 1
         asked = self._intake.open(line)
         if isinstance(asked, Record):
             self._tell_wrong(asked)

@@ -8,7 +8,7 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -197,15 +197,6 @@ def write_all(fd: int, data: bytes, place: int) -> None:
         view, place = view[count:], place + count
 
 
-@contextlib.contextmanager
-def told(path: Path) -> Iterator[None]:
-    """Turn the system's errors into ours, which say what to do."""
-    try:
-        yield
-    except OSError as error:
-        raise explain(path, error) from error
-
-
 def explain(path: Path, error: OSError) -> OutputError:
     """Say what the system's error on a file means for a run."""
     reason = os.strerror(error.errno) if error.errno else str(error)
@@ -219,6 +210,15 @@ def explain(path: Path, error: OSError) -> OutputError:
         f"{path} cannot be written: {reason}. Finished rows are kept; {hint}, and run the same "
         "command again"
     )
+
+
+@contextlib.contextmanager
+def told(path: Path, explain: Callable[[Path, OSError], OutputError] = explain) -> Iterator[None]:
+    """Turn the system's errors into ours, which say what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise explain(path, error) from error
 
 
 def find_fault(error: OSError) -> DiskFault:

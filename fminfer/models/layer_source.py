@@ -133,8 +133,7 @@ class LayerSource:
             self.files.drop(name)
 
     def _size(self, origins: Origins) -> int:
-        own = origins.values()
-        return sum(self._held(each).num_bytes(each.held.shape) for each in own)
+        return sum(self._held(each).num_bytes(each.held.shape) for each in origins.values())
 
     def _held(self, origin: Origin) -> Format:
         return self._maker.holding.held(self._maker.format_of(origin), origin.spec)

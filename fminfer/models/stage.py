@@ -289,8 +289,7 @@ class Stage:
 
         def run_rows(first: int, last: int) -> torch.Tensor:
             lengths, end = step.lengths[first:last], int(ends[last - 1])
-            start = end - int(lengths.sum())
-            part = slice(start, end)
+            part = slice(end - int(lengths.sum()), end)
             prompt_ids = step.token_ids[part]
             positions = text_positions(prompt_ids, lengths, spec.padding_id)
             kept = None if pooling is None else pooling.kept(prompt_ids, lengths)

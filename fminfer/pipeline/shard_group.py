@@ -49,8 +49,7 @@ def connect_shards(
         assert library is not None, "every rank has it"
         return _map_memory(group, part, library)
     for stage in range(part.num_stages):  # torch has all ranks make each group
-        ranks = [*replace(part, stage=stage).ranks]
-        made = dist.new_group(ranks, timeout=FOREVER, backend=way)
+        made = dist.new_group([*replace(part, stage=stage).ranks], timeout=FOREVER, backend=way)
         if stage == part.stage:
             shards = TorchGroup(made, part.shard, part.num_shards, is_nccl=way == "nccl")
     shards.sum(torch.zeros(1, device=device))  # NCCL connects here, before there is work

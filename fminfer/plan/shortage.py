@@ -116,8 +116,7 @@ def find_shortage(plan: RunPlan) -> str:
         cache = f"libraries, a step and {cache}"
     weights = f"{show_bytes(takes[rank].held_weights)} for weights in {plan.held_in}"
     need = f"rank {rank} would take {show_bytes(max(needs))} ({weights}, the rest for {cache})"
-    has = f"its device has {show_bytes(room)}"
-    return _refusal(plan, need, has, _device_remedy(plan))
+    return _refusal(plan, need, f"its device has {show_bytes(room)}", _device_remedy(plan))
 
 
 def _find_host_shortage(plan: RunPlan) -> str:

@@ -85,8 +85,7 @@ def start_computing(
 
     try:
         if is_team:
-            tell = log.warning if run is None else say
-            return Team(checkpoint, start_pipelines, tell)
+            return Team(checkpoint, start_pipelines, log.warning if run is None else say)
         if config.tensor_parallel_size > 1:  # what cannot be is told once, before ranks have met
             plan_ahead(config, checkpoint, spread.num_stages)
         if children.all:

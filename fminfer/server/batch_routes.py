@@ -155,8 +155,7 @@ def file_routes(given: BatchService | None) -> APIRouter:
     async def content(request: Request, file_id: str) -> Response:
         """Return the bytes of a file."""
         batches, owner = _require(given, request)
-        path = batches.find_bytes(file_id, owner)
-        return _Download(path, media_type=OCTETS, headers=HEADERS)
+        return _Download(batches.find_bytes(file_id, owner), media_type=OCTETS, headers=HEADERS)
 
     @router.delete(
         "/v1/files/{file_id}",

@@ -93,11 +93,15 @@ class LimitedPool:
 
         answers = [_read_answer(line) for line in lines]
         if not is_kept and process.returncode >= 0:  # no signal ended it
-            fault = f"{self._command[0]} cannot import {self._build}. Install what it needs"
-            answers.append(OSError(fault))
+            answers.append(
+                OSError(f"{sys.executable} cannot import {self._build}. Install what it needs")
+            )
         elif not is_kept:
-            memory = f"{MEMORY_BYTES >> 30} GB of memory"
-            answers.append(LimitError(f"it takes more than {self._seconds:g} s, or {memory}"))
+            answers.append(
+                LimitError(
+                    f"it takes more than {self._seconds:g} s, or {MEMORY_BYTES >> 30} GB of memory"
+                )
+            )
         return answers
 
     def _open(self) -> None:

@@ -38,9 +38,8 @@ def find_longest(
     """
     if not has_all_bytes:
         return None
-    pieces = backend.get_vocab(with_added_tokens=True)
     # A byte-level piece has a sign for each byte, which UTF-8 writes in one or two.
-    num_bytes = max(len(piece.encode()) for piece in pieces)
+    num_bytes = max(len(piece.encode()) for piece in backend.get_vocab(with_added_tokens=True))
     parts = [*_parts(backend.normalizer), *_parts(backend.pre_tokenizer)]
     if any(part["type"] in NORMAL_FORMS or part["type"] not in KEEPS_ALL for part in parts):
         num_bytes *= NORMAL_FORMS_SHRINK

@@ -72,9 +72,7 @@ def as_dict(value: Any) -> dict[str, Any]:
 
 def choice_logprobs(choice: dict[str, Any], request: Any) -> list[float]:
     """Return the logprobs of drawn tokens, or of an echoed prompt that drew none."""
-    logprobs = choice.get("logprobs")
-    if not isinstance(logprobs, dict):
-        return []
+    logprobs = as_dict(choice.get("logprobs"))
     if isinstance(entries := logprobs.get("content"), list):
         return [entry["logprob"] for entry in entries]
     values = logprobs.get("token_logprobs")
@@ -149,9 +147,7 @@ class TextPiece:
 
 def cut_choice(choice: dict[str, Any], request: Any) -> list[TextPiece]:
     """Return the pieces of a choice's text; an empty list if it has no logprobs."""
-    logprobs = choice.get("logprobs")
-    if not isinstance(logprobs, dict):
-        return []
+    logprobs = as_dict(choice.get("logprobs"))
     if isinstance(entries := logprobs.get("content"), list):
         return list(_cut_by_bytes(entries))
     tokens = _tokens_of(logprobs)

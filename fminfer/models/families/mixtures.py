@@ -143,8 +143,7 @@ def _behind_plain_ones(c: Any) -> Mlps:
 
 def _by_kinds(c: Any) -> Mlps:
     """Return the MLP of each layer where a list says which have experts."""
-    kinds = c.mlp_layer_types
-    numbers = [n for n in range(c.num_hidden_layers) if kinds[n] == "sparse"]
+    numbers = [n for n, kind in enumerate(c.mlp_layer_types) if kind == "sparse"]
     return with_experts(c, sigmoid_moe(c), numbers)
 
 

@@ -134,8 +134,7 @@ class OnePipeline:
 
         def tell(trace: StepTrace) -> None:
             if on_work is not None:
-                num_drawn = len(trace.step.draws)
-                on_work(trace.num_prompt_tokens, num_drawn, self.core.num_running)
+                on_work(trace.num_prompt_tokens, len(trace.step.draws), self.core.num_running)
             if on_step is not None:
                 on_step(trace)
 
@@ -175,8 +174,7 @@ def serve_rank(group: Group, config: EngineConfig, fetch: Callable[[], Checkpoin
     """Be a rank other than 0 until rank 0 says stop; what goes wrong ends the run."""
     try:
         loaded, stage, _ = build(config, fetch(), group, group.spread)
-        release = _release_of(loaded)
-        serve(stage, loaded.part, loaded.form, group.watch.end, release)
+        serve(stage, loaded.part, loaded.form, group.watch.end, _release_of(loaded))
         if loaded.network.stream is not None:
             loaded.network.stream.close()
     except Exception as error:

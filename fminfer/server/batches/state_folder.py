@@ -14,12 +14,11 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from fminfer.core.errors import InUseError, OutputError, UsageError
-from fminfer.files.disk import DiskFault, find_fault, lock, replacing
+from fminfer.files.disk import DiskFault, find_fault, lock, replacing, told
 
 ID = re.compile(r"(?:file-|batch_)[0-9a-f]{32}")
 LOCK, SALT, NEW_SALT = "lock", "salt", "salt.new"
@@ -136,16 +135,10 @@ def write_durably(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-@contextmanager
-def writing_state(path: Path) -> Iterator[None]:
-    """Turn the system's errors into ours, which name the state folder."""
-    try:
-        yield
-    except OSError as error:
-        raise explain_state(path, error) from error
-
-
 def explain_state(path: Path, error: OSError) -> OutputError:
     """Say what an error on a file of the state folder means."""
     reason = os.strerror(error.errno) if error.errno else str(error)
     return OutputError(f"{path} cannot be written: {reason}; {HINTS[find_fault(error)]}")
+
+
+writing_state = partial(told, explain=explain_state)
