@@ -220,7 +220,9 @@ class World:
             if host is self.host or host.files is None or host.work is None:
                 continue
             for other in host.files._terms.claims._held:
-                if other.path.parent == claim.path.parent and real_exists(other.path):
+                if other.path.parent != claim.path.parent or not real_exists(other.path):
+                    continue
+                if other.path.read_bytes() == other._data:  # and not a later owner's of this name
                     age_s = self.now_s - real_stat(other.path).st_mtime
                     assert age_s > claims.STALE_S, "two that live have claimed one output"
 

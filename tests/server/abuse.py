@@ -27,10 +27,9 @@ from typing import Any
 import click
 
 from . import good_requests, leaving_clients, wrong_requests
-from .beside import run_beside
+from .beside import ASKED, run_beside
 from .demo_server import DTYPE, GRACE_S, running
 from .good_requests import Good, ask_good, make_good
-from .hostile_loads import LOADS
 from .outside_view import View, count_connections, look
 from .raw_http import connect, get, write_post
 
@@ -222,7 +221,7 @@ def main(num_requests: int, seed: int, *, beside: bool, loads: tuple[str, ...]) 
     """Abuse a server; end with status 1 if anything is off."""
     if beside:
         with tempfile.TemporaryDirectory() as folder:
-            problems = run_beside(loads or LOADS, Path(folder))
+            problems = run_beside(loads or ASKED, Path(folder))
         print(json.dumps({"problems": problems}))
         sys.exit(1 if problems else 0)
     report = Report()

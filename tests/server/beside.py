@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
+import math
 import subprocess
 import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from json import loads
+from json import dumps, loads
 from pathlib import Path
+
+from tests.vector_models import save_bert
 
 from . import live_client
 from .demo_server import running
-from .hostile_loads import LOADS, MARK
+from .hostile_loads import COMPLETIONS, LOADS, MARK
+from .hostile_vectors import VECTOR_LOADS
 from .outside_view import look
 
 LEAST_S = 1.5  # a load that ends sooner is repeated
 CALM_S = 0.6  # before a load
 FREED_S = 12.0  # after a load, in which its memory must be given back
 P95_S, LONGEST_S, MEMORY_MB = 0.3, 1.0, 50.0
+QUESTION = {"prompt": "Question: How do you go there?\nAnswer:", "max_tokens": 4, "temperature": 0}
+# What the client asks, by the loads beside it: its path and its fields.
+ASKED = dict.fromkeys(LOADS, (COMPLETIONS, QUESTION)) | dict.fromkeys(
+    VECTOR_LOADS, ("/v1/embeddings", {"input": "w1 w2 w3"})
+)
 
 
 @dataclass(slots=True, frozen=True)
@@ -31,7 +39,7 @@ class Beside:
     num_refused: int
     p95_s: float
     longest_s: float
-    calm_s: float  # median before the load
+    calm_s: float  # median before the load; nan: no request was over by then
     grown_mb: float  # when it was given back, or as long as was waited for that
 
     @property
@@ -51,8 +59,9 @@ class Beside:
 
 def measure(name: str, port: int, pid: int) -> Beside:
     """Put a load on a server beside a live client."""
+    path, fields = ASKED[name]
     client = subprocess.Popen(
-        [sys.executable, live_client.__file__, str(port)],
+        [sys.executable, live_client.__file__, str(port), path, dumps(fields)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -60,7 +69,7 @@ def measure(name: str, port: int, pid: int) -> Beside:
     before_mb = look(pid).rss_mb
     began_s = time.time()
     while True:
-        LOADS[name](port)
+        (LOADS | VECTOR_LOADS)[name](port)
         if time.time() - began_s > LEAST_S:
             break
     ended_s = time.time()
@@ -83,7 +92,7 @@ def measure(name: str, port: int, pid: int) -> Beside:
         num_refused=sum(status != 200 for _, status in meanwhile),
         p95_s=times[int(0.95 * (len(times) - 1))],
         longest_s=times[-1],
-        calm_s=calm[len(calm) // 2],
+        calm_s=calm[len(calm) // 2] if calm else math.nan,
         grown_mb=grown_mb,
     )
 
@@ -108,13 +117,25 @@ def print_besides(names: Iterable[str], port: int, pid: int) -> list[str]:
 
 
 def run_beside(names: Iterable[str], folder: Path, *, warms_up: bool = True) -> list[str]:
-    """Start a server and measure loads beside a live client; return what was wrong."""
-    with contextlib.ExitStack() as stack:
-        server, port = stack.enter_context(running(folder / "stderr", state=folder / "state"))
-        if warms_up:
-            warm_up(port)
-        problems = print_besides(names, port, server.pid)
-    told = (folder / "stderr").read_text(errors="replace")
+    """Measure loads beside a live client, each on a server with its model.
+
+    Returns:
+        What was wrong.
+    """
+    names = [*names]
+    problems: list[str] = []
+    if of_demo := [name for name in names if name in LOADS]:
+        with running(folder / "stderr", state=folder / "state") as (server, port):
+            if warms_up:
+                warm_up(port)
+            problems += print_besides(of_demo, port, server.pid)
+    if of_vectors := [name for name in names if name in VECTOR_LOADS]:
+        save_bert(folder / "bert")
+        with running(folder / "stderr of vectors", model=folder / "bert") as (server, port):
+            if warms_up:
+                VECTOR_LOADS["many_texts_to_embed"](port)
+            problems += print_besides(of_vectors, port, server.pid)
+    told = "".join(each.read_text(errors="replace") for each in folder.glob("stderr*"))
     if MARK in told:
         problems.append(f"the log quotes a prompt: {told[max(0, told.find(MARK) - 300) :][:600]}")
     return problems

@@ -22,15 +22,16 @@ DTYPE = "float32"  # in which answers do not depend on what is computed beside t
 
 @contextlib.contextmanager
 def running(
-    errors: Path, state: Path | None = None
+    errors: Path, state: Path | None = None, model: Path | None = None
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Start a server with the demo model; give it with its port when it is ready."""
+    """Start a server with a model, or the demo model; give it with its port when it is ready."""
     with socket.socket() as free:
         free.bind((HOST, 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "fminfer", "serve", "--port", str(port), "--dtype", DTYPE]
     command += ["--budget", str(BUDGET), "--grace", str(GRACE_S)]
     command += [] if state is None else ["--state", str(state)]
+    command += [] if model is None else ["--model-name", str(model)]
     with errors.open("wb") as file:
         server = subprocess.Popen(command, stderr=file)
     try:

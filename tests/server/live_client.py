@@ -1,4 +1,4 @@
-"""A client that behaves well: completions, 20 ms between them, timed until its input ends.
+"""A client that behaves well: requests, 20 ms between them, timed until its input ends.
 
 It is a process of its own, so that what others send does not slow it. It needs no other module.
 """
@@ -12,15 +12,14 @@ import sys
 import threading
 import time
 
-FIELDS = {"prompt": "Question: How do you go there?\nAnswer:", "max_tokens": 4, "temperature": 0}
 PAUSE_S, TIMEOUT_S = 0.02, 60.0
 
 
-def ask(port: int) -> int:
+def ask(port: int, path: str, body: str) -> int:
     """Ask over a new connection; return the status, 0 without one."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     try:
-        connection.request("POST", "/v1/completions", json.dumps(FIELDS))
+        connection.request("POST", path, body)
         response = connection.getresponse()
         response.read()
         return response.status
@@ -31,7 +30,11 @@ def ask(port: int) -> int:
 
 
 def main() -> None:
-    """Ask until told to end; print when each request began, what it took, and its status."""
+    """Ask until told to end; print when each request began, what it took, and its status.
+
+    The arguments are the port, the path and the body.
+    """
+    port, path, body = sys.argv[1:]
     over = threading.Event()
 
     def listen() -> None:
@@ -43,7 +46,7 @@ def main() -> None:
     found = []
     while not over.is_set():
         began_s = time.time()
-        status = ask(int(sys.argv[1]))
+        status = ask(int(port), path, body)
         found.append((began_s, time.time() - began_s, status))
         time.sleep(PAUSE_S)
     print(json.dumps(found))

@@ -11,8 +11,7 @@ import pytest
 from tests.conftest import IS_ALL
 
 from .abuse import Report, compare, run_abuse
-from .beside import run_beside
-from .hostile_loads import LOADS
+from .beside import ASKED, run_beside
 from .outside_view import View, look
 from .raw_http import Response
 from .wrong_requests import FIELDS, check_refusal
@@ -32,7 +31,7 @@ def test_nothing_is_left_of_clients_that_misbehave() -> None:
 
 def test_a_live_client_beside_hostile_loads(tmp_path: Path) -> None:
     """All loads with FMINFER_TEST_ALL; `scripts/abuse --beside` prints the figures."""
-    names = [*LOADS] if IS_ALL else ["many_prompts_with_biases"]
+    names = [*ASKED] if IS_ALL else ["many_prompts_with_biases"]
     problems = run_beside(names, tmp_path, warms_up=IS_ALL)
     # In seconds only where all is measured: other tests may have the cores.
     assert [each for each in problems if IS_ALL or "refused" in each] == []
