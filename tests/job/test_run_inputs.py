@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from fminfer.files.claims import Claims, Hold, look_at
 from fminfer.files.completed import find_completed, require_completed
 from fminfer.files.journal_rows import Counts, RowCounts
 from fminfer.files.line_reader import InputFile
+from fminfer.files.ordered_output import put_in_order
 from fminfer.files.output_paths import STDOUT, plan_outputs
 from fminfer.files.status_file import StatusFile, read_status
 from fminfer.job.run_inputs import NamedFiles, RunInputs, open_files
@@ -123,6 +125,25 @@ def test_a_status_says_why_a_run_ended(
     found = read_status(output)
     assert found is not None and found["status"] == status and found[f"{status}_at"]
     assert (found["errors"] and found["errors"]["data"][0]["message"]) == says
+
+
+def test_a_status_says_when_answers_are_put_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names are those of OpenAI's Batch object."""
+    path, output = tmp_path / "a.jsonl", tmp_path / "output_a.jsonl"
+    path.write_text('{"prompt": "x"}\n')
+    seen: list[Any] = []
+
+    def look_and_put_in_order(*names: Any, **how: Any) -> Any:
+        seen.append((read_status(output) or {})["status"])
+        return put_in_order(*names, **how)
+
+    monkeypatch.setattr("fminfer.job.journaled_input.put_in_order", look_and_put_in_order)
+    answer_part(path)
+    status = read_status(output) or {}
+    assert seen == ["finalizing"] and status["status"] == "completed"
+    assert status["in_progress_at"] <= status["finalizing_at"] <= status["completed_at"]
 
 
 def test_what_is_complete_says_which_run_made_it(tmp_path: Path) -> None:
