@@ -639,9 +639,9 @@ def test_a_run_that_waits_answers_what_comes(
 
     inputs = SharedFiles(find, RunTerms("m", {}), is_watching=True)
     assert inputs.look()
-    with contextlib.closing(fminfer.Engine(dtype="float32", kernels="off")) as engine:
-        with pytest.raises(StoppedError, match="Interrupted"):
-            run_job(engine, inputs, JobSummary("m", "d", [], []), is_quiet=True)
+    engine = fminfer.Engine(dtype="float32", kernels="off")
+    with contextlib.closing(engine), pytest.raises(StoppedError, match="Interrupted"):
+        run_job(engine, inputs, JobSummary("m", "d", [], []), is_quiet=True)
     assert output.read_bytes().count(b"\n") == 3
 
 
