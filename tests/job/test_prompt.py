@@ -32,6 +32,13 @@ def test_a_prompt_is_answered_and_printed() -> None:
         assert found.exit_code == 1 and "context_length_exceeded" in found.stderr
 
 
+def test_a_prompt_takes_an_answer_of_an_earlier_run(tmp_path: Path) -> None:
+    given = ["run", "--prompt", PLAIN, "--raw", "--result-cache", str(tmp_path)]
+    first, second = (CliRunner().invoke(main, given) for _ in range(2))
+    assert first.exit_code == second.exit_code == 0 and first.stdout == second.stdout
+    assert (tmp_path / FILE).stat().st_size > 0
+
+
 @pytest.mark.parametrize(
     ("flags", "answer", "says"),
     [
@@ -119,10 +126,3 @@ def test_a_chats_answer_ends_after_1024_tokens_or_half_the_context(context: int,
     assert _make_request(run, ROOMS[:20], engine)["max_tokens"] == most
     run.job.prompt_fields = {"max_tokens": 7}
     assert _make_request(run, ROOMS[:20], engine)["max_tokens"] == 7
-
-
-def test_a_prompt_takes_an_answer_of_an_earlier_run(tmp_path: Path) -> None:
-    given = ["run", "--prompt", PLAIN, "--raw", "--result-cache", str(tmp_path)]
-    first, second = (CliRunner().invoke(main, given) for _ in range(2))
-    assert first.exit_code == second.exit_code == 0 and first.stdout == second.stdout
-    assert (tmp_path / FILE).stat().st_size > 0

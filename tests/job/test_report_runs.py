@@ -184,6 +184,7 @@ def test_a_run_whose_engine_does_not_start_says_why(
     monkeypatch.setattr("fminfer.job.answering.start_engine", fail)
     found = call("run", *FLAGS, write_rows(tmp_path / "in.jsonl", 1))
     assert found.exit_code == 1 and "no memory is left" in found.stderr
+    assert "Loading fminfer-demo (" in found.stderr
     status = read_status(tmp_path / "output_in.jsonl")
     assert status is not None and status["status"] == "failed"
     assert status["errors"]["data"][0]["message"] == "MachineError: no memory is left"
