@@ -73,13 +73,6 @@ def test_a_cache_that_cannot_be_made_costs_a_warning(source: Path, tmp_path: Pat
     assert json.loads(stats.read_text())["cache_trouble"]
 
 
-def test_a_prompt_takes_an_answer_too(tmp_path: Path) -> None:
-    flags = ("--prompt", GREEDY["prompt"], "--temperature", 0, "--result-cache", tmp_path)
-    first, second = run(*flags), run(*flags)
-    assert first.exit_code == second.exit_code == 0 and first.stdout == second.stdout
-    assert (tmp_path / FILE).stat().st_size > 0
-
-
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

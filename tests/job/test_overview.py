@@ -134,6 +134,7 @@ def test_json_has_every_file(folder: Path) -> None:
     found = json.loads(result.stdout)
     assert found["num_files"] == {"done": 1, "running": 1, "stopped": 1, "waiting": 1}
     assert (found["num_answered"], found["num_failed"], len(found["files"])) == (7, 3, 4)
+    assert [file["why"] for file in found["files"]] == [None, None, "out of time", None]
 
 
 def test_one_output_its_input_and_an_output_folder(folder: Path, tmp_path: Path) -> None:
@@ -146,6 +147,15 @@ def test_one_output_its_input_and_an_output_folder(folder: Path, tmp_path: Path)
         path.rename(apart / path.name)
     (overview,) = [each for each in look_over(tmp_path) if each.path == str(apart)]
     assert [(file.state, file.num_rows) for file in overview.files] == [("done", NUM_LINES)]
+
+
+def test_each_file_that_a_run_passes_over_is_named(folder: Path) -> None:
+    in_capitals = [folder / "ONE.JSONL", folder / "TWO.JSONL"]
+    for path in in_capitals:
+        path.write_text('{"prompt":"a"}\n')
+    result = CliRunner().invoke(main, ["status", str(folder)])
+    for path in in_capitals:
+        assert f"  left out: {path}: an ending in capitals" in result.stdout
 
 
 def test_a_run_that_was_killed_is_stopped(folder: Path) -> None:

@@ -1,4 +1,5 @@
-"""What runs keep for a report: time lines, the runs of a resumed output, and `run --report`."""
+"""What runs keep for a report: time lines, the runs of a resumed output, `run --report` and
+`--trace`."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import pytest
 
 import fminfer
 from fminfer.answers.carrying_over import RunTerms
-from fminfer.core.errors import StoppedError
+from fminfer.core.errors import MachineError, OutputError, StoppedError
 from fminfer.files.journal_rows import Counts
 from fminfer.files.run_facts import (
     MAX_POINTS,
@@ -158,6 +159,58 @@ def test_files_of_one_run_share_its_time_line(engine: fminfer.Engine, tmp_path: 
     assert 0 < run.seconds <= summary.wall_s
 
 
+def test_a_run_that_fails_says_why(
+    engine: fminfer.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output = write_rows(tmp_path / "in.jsonl", 1), tmp_path / "out.jsonl"
+
+    def fail(number: int) -> None:
+        raise ZeroDivisionError("a fault")
+
+    before_each_record(monkeypatch, fail)
+    with pytest.raises(ZeroDivisionError):
+        answer(engine, source, output)
+    status = read_status(output)
+    assert status is not None and status["status"] == "failed"
+    assert status["errors"]["data"][0]["message"] == "ZeroDivisionError: a fault"
+
+
+def test_a_run_whose_engine_does_not_start_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise MachineError("no memory is left")
+
+    monkeypatch.setattr("fminfer.job.answering.start_engine", fail)
+    found = call("run", *FLAGS, write_rows(tmp_path / "in.jsonl", 1))
+    assert found.exit_code == 1 and "no memory is left" in found.stderr
+    assert "Loading fminfer-demo (" in found.stderr
+    status = read_status(tmp_path / "output_in.jsonl")
+    assert status is not None and status["status"] == "failed"
+    assert status["errors"]["data"][0]["message"] == "MachineError: no memory is left"
+
+
+def test_a_trace_names_each_rank_once_and_has_all_steps(
+    engine: fminfer.Engine, tmp_path: Path
+) -> None:
+    """As ui.perfetto.dev reads it; a later run replaces it."""
+    source, trace = write_rows(tmp_path / "in.jsonl", 3), tmp_path / "trace.json"
+    for number in range(2):
+        output = tmp_path / f"out_{number}.jsonl"
+        files = open_files([source], [output], RunTerms("m", {}))
+        summary = JobSummary("m", "float32", [source], [output])
+        before = engine.stats.num_steps
+        run_job(engine, files, summary, is_quiet=True, trace=trace)
+
+        name, *spans, end = json.loads(trace.read_bytes())
+        assert name["name"] == "thread_name" and name["args"] == {"name": "rank 0"} and end == {}
+        assert {(event["pid"], event["tid"], event["ph"]) for event in spans} == {(0, 0, "X")}
+        assert [event["args"]["step"] for event in spans] == [
+            *range(before, engine.stats.num_steps)
+        ]
+        assert spans[0]["ts"] == 0 and all(event["dur"] > 0 for event in spans)
+
+
 def test_the_end_is_told_on_a_full_disk_without_the_runs(tmp_path: Path) -> None:
     """There may be room for what stands there already, and for no more."""
 
@@ -239,6 +292,14 @@ def test_a_report_that_fails_costs_no_answers(
     assert len(output.read_bytes().splitlines()) == 5
     status = read_status(output)
     assert status is not None and status["status"] == "completed"
+
+    def fill_disk(*arguments: object, **options: object) -> None:
+        raise OutputError("r.html cannot be written: the disk is full")
+
+    monkeypatch.setattr("fminfer.job.answering.write_report", fill_disk)
+    found = call("run", "-q", *FLAGS, source, "--report", tmp_path / "r.html")
+    assert found.exit_code == 1 and "Error: r.html cannot be written: the disk" in found.output
+    monkeypatch.setattr("fminfer.job.answering.write_report", fail)
 
     def stop_later(count: int) -> None:
         if count == 2:

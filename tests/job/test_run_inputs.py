@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from fminfer.answers.carrying_over import RunTerms
+from fminfer.core.config import EngineConfig, ModelOptions
 from fminfer.core.errors import InUseError, StoppedError, UsageError
 from fminfer.core.quantities import counted
 from fminfer.files.claims import Claims, Hold, look_at
 from fminfer.files.completed import find_completed, require_completed
 from fminfer.files.journal_rows import Counts, RowCounts
 from fminfer.files.line_reader import InputFile
+from fminfer.files.ordered_output import put_in_order
 from fminfer.files.output_paths import STDOUT, plan_outputs
 from fminfer.files.status_file import StatusFile, read_status
+from fminfer.files.storage import RemoteFolders
+from fminfer.job import answering
 from fminfer.job.run_inputs import NamedFiles, RunInputs, open_files
+from fminfer.job.run_paths import JobPaths, refuse_other_models
 from fminfer.job.run_summary import JobSummary
 from fminfer.job.shared_folder import SharedFiles
+from tests.job.report_outputs import call
 from tests.shards.answer_shards import share
 from tests.split_lines import answer_part
 
@@ -125,6 +134,25 @@ def test_a_status_says_why_a_run_ended(
     assert (found["errors"] and found["errors"]["data"][0]["message"]) == says
 
 
+def test_a_status_says_when_answers_are_put_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names are those of OpenAI's Batch object."""
+    path, output = tmp_path / "a.jsonl", tmp_path / "output_a.jsonl"
+    path.write_text('{"prompt": "x"}\n')
+    seen: list[Any] = []
+
+    def look_and_put_in_order(*names: Any, **how: Any) -> Any:
+        seen.append((read_status(output) or {})["status"])
+        return put_in_order(*names, **how)
+
+    monkeypatch.setattr("fminfer.job.journaled_input.put_in_order", look_and_put_in_order)
+    answer_part(path)
+    status = read_status(output) or {}
+    assert seen == ["finalizing"] and status["status"] == "completed"
+    assert status["in_progress_at"] <= status["finalizing_at"] <= status["completed_at"]
+
+
 def test_what_is_complete_says_which_run_made_it(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     with pytest.raises(UsageError, match="nothing tells which run wrote it"):
@@ -204,6 +232,35 @@ def test_devices_and_pipes_are_no_place_for_answers(tmp_path: Path) -> None:
     assert plan_outputs([tmp_path / "a.jsonl"], tmp_path) == [tmp_path / "output_a.jsonl"]
     if Path("/dev/shm").is_dir():
         plan_outputs([tmp_path / "a.jsonl"], Path("/dev/shm"))
+
+
+def test_a_later_line_of_another_model_costs_only_itself(tmp_path: Path) -> None:
+    """The first lines tell that --model-name was forgotten; a large file is not read for it."""
+    path = tmp_path / "a.jsonl"
+    for num_before, is_refused in ((99, True), (100, False)):
+        path.write_text('{"prompt": "x"}\n' * num_before + '{"prompt": "x", "model": "other"}\n')
+        with pytest.raises(UsageError, match="other") if is_refused else nullcontext():
+            refuse_other_models(ModelOptions(), [path])
+
+
+def test_a_rank_that_is_started_by_hand_refuses_lines_of_another_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 reads them before the ranks meet; here it meets nobody."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "x", "model": "other"}\n')
+    remote = RemoteFolders(tmp_path, is_quiet=True)
+    job = JobPaths(paths=[path], is_quiet=True, remote=remote)
+    run: Any = SimpleNamespace(job=job, config=EngineConfig(), plan=None)
+    monkeypatch.setattr(answering, "lead_or_join", lambda run, opening, lead: opening(0))
+    with pytest.raises(UsageError, match='model is "other", and no --model-name'):
+        answering.run_process(run)
+
+
+def test_a_watched_folder_has_no_single_output(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x"}\n')
+    found = call("run", tmp_path, "--watch", "--output", tmp_path / "out.jsonl")
+    assert found.exit_code == 2 and "--watch needs a folder for many" in found.stderr
 
 
 def test_one_is_not_many() -> None:

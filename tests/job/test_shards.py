@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import itertools
 import json
 import os
 import random
@@ -435,6 +437,42 @@ def test_what_others_answer_is_left_to_them(tmp_path: Path) -> None:
     assert share(tmp_path / "in").look()
 
 
+def test_files_that_other_runs_take_at_this_moment_are_all_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = Claims()
+
+    def look_a_moment_earlier(outputs: list[Path]) -> set[Path]:
+        found = claims_module.claimed(outputs)
+        assert all(theirs.take(output) for output in outputs)
+        return found
+
+    write_shards(tmp_path / "in", 2)
+    mine = share(tmp_path / "in")
+    assert mine.look()
+    monkeypatch.setattr(shared_folder, "claimed", look_a_moment_earlier)
+    assert list(mine.turns()) == []
+    assert sum_up(mine, 0).num_files_elsewhere == 2
+
+
+def test_a_restart_throws_no_answers_away_that_a_run_of_other_settings_has_given_since(
+    tmp_path: Path,
+) -> None:
+    (path,) = write_shards(tmp_path / "in", 1)
+    (output,) = plan_outputs([path], None)
+
+    def share_with(seed: str) -> SharedFiles:
+        terms = RunTerms("none", {"--seed": seed}, restart=True)
+        return SharedFiles(lambda: Plan([path], [output]), terms, is_watching=False)
+
+    mine, theirs = share_with("1"), share_with("2")
+    assert mine.look() and theirs.look()
+    answer(open_next(theirs.turns()))
+    answers = output.read_bytes()
+    assert next(mine.turns(), "the end") == "the end" and output.read_bytes() == answers
+    assert "--seed was 2, is 1" in mine.refused[str(path)]
+
+
 def test_a_file_of_another_model_is_refused_and_the_others_answered(tmp_path: Path) -> None:
     """What is wrong with a file before the model is loaded ends the run; later it costs itself."""
     paths = write_shards(tmp_path / "in", 3)
@@ -583,6 +621,28 @@ def test_a_run_with_an_engine(tmp_path: Path) -> None:
     summary = run()
     assert summary.num_rows == 5 and summary.outputs == [outputs[2]]
     assert all(output.read_bytes().count(b"\n") == 5 for output in outputs)
+
+
+def test_a_run_that_waits_answers_what_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_folder, "SCAN_EVERY_S", 0.01)
+    (path,) = write_shards(tmp_path / "in", 1)
+    (output,) = plan_outputs([path], None)
+    os.utime(path, (time.time() - 10,) * 2)
+    num_looks = itertools.count()
+
+    def find() -> Plan:
+        if output.exists():
+            raise StoppedError("Interrupted.")
+        return Plan([path], [output]) if next(num_looks) > 2 else Plan([], [])
+
+    inputs = SharedFiles(find, RunTerms("m", {}), is_watching=True)
+    assert inputs.look()
+    engine = fminfer.Engine(dtype="float32", kernels="off")
+    with contextlib.closing(engine), pytest.raises(StoppedError, match="Interrupted"):
+        run_job(engine, inputs, JobSummary("m", "d", [], []), is_quiet=True)
+    assert output.read_bytes().count(b"\n") == 3
 
 
 def test_an_interrupted_run_gives_its_claims_back(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def test_requests_are_made_up_and_nothing_is_left_behind(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     found = run(*BATCHES, "--stats", "stats.json")
     assert found.exit_code == 0, found.output
+    assert "Loading fminfer-demo (" in found.stderr and "Ready after " in found.stderr
     told = "made up   2 batches of 3 requests, each a prompt of 20 random tokens and 4 new ones; "
     assert told in found.stderr and "24 generated" in found.stderr and "output " not in found.stderr
     stats = json.loads((tmp_path / "stats.json").read_text())
@@ -98,6 +99,12 @@ def test_what_cannot_be_asked_for_is_told_once(tmp_path: Path) -> None:
     assert found.exit_code == 2 and found.stderr.count("temperature") == 1
     with pytest.raises(UsageError, match="too many to be made up"):
         Synthetic(Hyperparameters(batch_size=8), 99999999999999)
+
+
+def test_twenty_million_tokens_are_made_up_and_no_more() -> None:
+    assert Synthetic(Hyperparameters(batch_size=1, input_seq_length=20_000_000), 1).num_rows == 1
+    with pytest.raises(UsageError, match="at most 20,000,000 tokens are"):
+        Synthetic(Hyperparameters(batch_size=1, input_seq_length=6_666_667), 3)
 
 
 def test_lines_keep_their_own_hyperparameters(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ PACKAGES = {
     "job": [
         f"tests/job/test_{each}.py"
         for each in (
-            *("edited", "grown", "limit", "machine", "npy", "overview", "progress"),
+            *("edited", "grown", "limit", "machine", "npy", "overview", "progress", "prompt"),
             *("report_counts", "report_page", "report_runs", "run_inputs", "run_summary", "shards"),
             *("synthetic", "time_left", "try_again"),
         )
