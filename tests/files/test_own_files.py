@@ -132,7 +132,13 @@ def test_a_picture_of_a_bench_replaces_pictures_only(tmp_path: Path) -> None:
 
 def test_moved_errors_are_known_by_all_their_fields(tmp_path: Path) -> None:
     """A line of a user's own that has some of them may be a request."""
-    record = {"line": 1, "custom_id": None, "error": {}, "retryable": False, "request": {}}
+    record: dict[str, Any] = {
+        "line": 1,
+        "custom_id": None,
+        "error": {},
+        "retryable": False,
+        "request": {},
+    }
     for left_out in (None, *record):
         path = tmp_path / f"{left_out}.jsonl"
         path.write_text(json.dumps({name: record[name] for name in record if name != left_out}))

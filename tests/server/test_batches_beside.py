@@ -74,7 +74,7 @@ def test_a_batch_that_gets_no_row_expires(server: Running, clock: Clock) -> None
     lanes = server.engine.runs.lanes
     lanes.is_closed = True
     batch = create(server, long_lines(NUM_WAITING, 1), window="1h")
-    until(lambda: lanes.all and lanes.all[0].num_waiting == NUM_WAITING, "all its lines wait")
+    until(lambda: [lane.num_waiting for lane in lanes.all] == [NUM_WAITING], "its lines wait")
     time.sleep(0.05)  # until it waits as well
     clock.ahead_s = 3600
     batch = wait_for_end(server, batch)
