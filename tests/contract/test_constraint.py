@@ -10,7 +10,14 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from fminfer.contract.chat import parse_chat
-from fminfer.contract.constraint import MAX_BYTES, MAX_CHOICES, MAX_DEPTH, MAX_REGEX_BYTES
+from fminfer.contract.constraint import (
+    CONSTRAINTS,
+    MAX_BYTES,
+    MAX_CHOICES,
+    MAX_DEPTH,
+    MAX_REGEX_BYTES,
+    find_constraint,
+)
 from fminfer.contract.endpoints import Endpoint
 from fminfer.contract.field_table import DRAW_FIELDS, FIELDS
 from fminfer.contract.fields import INT64
@@ -135,6 +142,12 @@ def long(size: int) -> Fields:
     """Return a schema of so many bytes, of characters that have three."""
     count, rest = divmod(size - len('{"title":""}'), 3)
     return {"title": "漢" * count + "x" * rest}
+
+
+def test_the_docs_say_what_each_field_may_be() -> None:
+    for name, each in CONSTRAINTS.items():
+        assert each.kind.told, name
+    assert find_constraint(dict.fromkeys(CONSTRAINTS)) is None
 
 
 def test_what_is_as_large_as_it_may_be() -> None:

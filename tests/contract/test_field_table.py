@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 from jsonschema import Draft202012Validator
 
-from fminfer.contract.endpoints import OF_DRAWS, Endpoint
+from fminfer.contract.endpoints import OF_DRAWS, URL_OF, Endpoint, endpoint_of
 from fminfer.contract.field_table import FIELDS
 from fminfer.contract.fields import Field
 from fminfer.contract.read_fields import find_field, plain_name, read_fields
@@ -80,6 +80,11 @@ parameters random_seed reasoning repeat_penalty response_mime_type response_sche
 seed stop_sequences suppress_tokens system system_instruction text think thinking top_n_sigma
 typical_p xtc_probability
 """
+
+
+@pytest.mark.parametrize("endpoint", get_args(Endpoint))
+def test_the_url_that_a_message_names_is_taken(endpoint: Endpoint) -> None:
+    assert endpoint_of(URL_OF[endpoint]) == endpoint_of(f"{URL_OF[endpoint]}/") == endpoint
 
 
 @pytest.mark.parametrize("endpoint", get_args(Endpoint))

@@ -73,6 +73,7 @@ def test_a_model_without_settings_of_its_own() -> None:
     facts = VectorFacts(8)
     assert (facts.odds, facts.similarity, facts.labels) == ("softmax", "cosine", ())
     assert not facts.is_normalized and not facts.is_scored and not facts.has_types
+    assert not parse("embeddings", facts, input="a").params.is_by_chance
 
 
 def test_fields_say_what_is_made_of_vectors() -> None:

@@ -74,3 +74,12 @@ def test_damage_behind_blank_lines_has_its_number(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(GOOD + b"\n" * 200_000 + b'{"a": 1')[:-8])
     *_, damaged = read_lines(path, 0)
     assert damaged.damage and damaged.number == 200_002
+
+
+def test_an_object_behind_a_string_that_is_not_closed_is_explained(tmp_path: Path) -> None:
+    """No string holds a newline, so that the broken line is no beginning of what follows."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"prompt": "x\n {"prompt": "y",\n "max_tokens": 1\n }\n' + GOOD)
+    lines = list(read_lines(path, 0))
+    assert [bool(line.fault) for line in lines] == [False, True, True, True, False]
+    assert "lines 2 to 4 are one object" in lines[1].fault

@@ -17,6 +17,7 @@ from fminfer.files.journal import journal_path
 from fminfer.files.journal_rows import CLOCK, INPUT
 from fminfer.files.line_reader import identify
 from fminfer.files.ordered_output import errors_path, read_seal
+from fminfer.files.own_files import require_own_outputs
 from fminfer.files.status_file import read_status, status_path
 from fminfer.files.streams import A_PIPE, changed_ns
 
@@ -146,6 +147,19 @@ def test_an_errors_file_that_is_gone_or_new(made: Folder) -> None:
     made.write(own={"written": None})
     made.output.write_bytes(b"x")
     assert made.edit(is_read=True) == "", "an older version wrote no seals"
+
+
+def test_an_output_of_an_older_version_may_be_replaced(made: Folder) -> None:
+    """Its status file has no seals, and the lines may have another form."""
+    made.write(own={"written": None})
+    status = status_path(made.output)
+    status.write_text(status.read_text().replace("{", '{"id": "batch_0", ', 1))
+    made.output.write_bytes(b'{"answer":1}\n')
+    made.errors.write_bytes(b'{"wrong":1}\n')
+    require_own_outputs(made.output)
+    status.unlink()
+    with pytest.raises(UsageError, match="replaces nothing else"):
+        require_own_outputs(made.output)
 
 
 def test_a_refusal_says_what_may_stay(made: Folder) -> None:

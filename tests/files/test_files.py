@@ -30,7 +30,7 @@ from fminfer.files.input_folders import (
     find_inputs,
     sort_folder,
 )
-from fminfer.files.json_values import explain_spread
+from fminfer.files.json_values import explain_spread, split_values
 from fminfer.files.line_reader import count_rows, count_to_last, read_lines
 from fminfer.files.output_paths import STDOUT, answers_path, plan_outputs
 from fminfer.files.streams import CHUNK_BYTES, STDIN, find_zstd
@@ -291,6 +291,15 @@ def test_lines_of_every_packing(tmp_path: Path, how: str) -> None:
 def test_json_files_of_every_layout(tmp_path: Path, data: bytes, how: str) -> None:
     path = write(tmp_path / f"a.json{how}", data)
     assert values(path) == [(1, {"a": 1}), (2, {"a": [2, "],["]})]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_values_are_the_same_however_a_file_is_read(size: int) -> None:
+    """Pieces end in strings, behind a backslash, and between any two signs."""
+    values = [b'{"a":"x\\\\\\"],"}', b"[[1],{}]", b'{"":[{"b":2}]}']
+    whole = b",".join(values) + b"]"
+    pieces = (whole[start : start + size] for start in range(0, len(whole), size))
+    assert [*split_values(pieces, is_array=True)] == values
 
 
 def test_json_files_with_one_object_or_none(tmp_path: Path) -> None:

@@ -270,7 +270,14 @@ def test_a_split_folder_of_several_engines_names_them(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"the parts of 2 engines\. Answer each") as found:
         find_inputs([parts])
     assert f"{parts}/facebook/opt-66b (1 file)" in str(found.value)
-    assert f"{parts}/gpt-j (2 files)" in str(found.value)
+    assert str(found.value).endswith(f"{parts}/gpt-j (2 files)")
+
+
+def test_a_split_folder_whose_parts_are_gone_holds_no_file(tmp_path: Path) -> None:
+    parts = split(tmp_path, "gpt-j")
+    shutil.rmtree(parts / "gpt-j")
+    with pytest.raises(UsageError, match="holds no file to answer"):
+        find_inputs([parts])
 
 
 def test_a_flat_split_is_answered_and_merged(tmp_path: Path) -> None:

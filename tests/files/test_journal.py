@@ -24,7 +24,7 @@ from fminfer.core.version import DRAWING
 from fminfer.files import journal as journals
 from fminfer.files import ordered_output
 from fminfer.files.journal import Journal, check_rows, fingerprint_of, journal_path, peek
-from fminfer.files.journal_rows import Row, read_row
+from fminfer.files.journal_rows import CLOCK, Row, read_row
 from fminfer.files.ordered_output import VectorReader, errors_path, put_in_order, read_seal
 
 MODEL = {"the model": "a"}
@@ -251,6 +251,14 @@ def test_another_runs_rows_are_refused_by_what_differs(tmp_path: Path) -> None:
         Journal(output, MODEL)
 
 
+def test_templates_read_the_time_of_the_run_that_began(tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
+    for clock in ("noon", "midnight"):
+        with contextlib.closing(Journal(output, MODEL | {CLOCK: clock})) as journal:
+            assert journal.clock == "noon"
+            journal.append(row(1))
+
+
 def test_answers_that_were_drawn_another_way_are_not_gone_on_with(tmp_path: Path) -> None:
     """A journal of a version that inverted cumulated weights says nothing of drawing."""
     output = written(tmp_path, [row(1)])
@@ -351,6 +359,7 @@ def test_a_disk_that_fails_costs_no_finished_row(
     journal = Journal(output, MODEL)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", fail_after(3, error, os.pwrite))
+        patch.setattr(os, "ftruncate", fail_after(0, error, os.ftruncate))
         for number in (1, 2, 3):
             journal.append(row(number))
         with pytest.raises(OutputError, match=r"cannot be written: .*run the same command again"):

@@ -128,3 +128,18 @@ def test_a_picture_of_a_bench_replaces_pictures_only(tmp_path: Path) -> None:
     kept.write_text("hello world\n")
     result = CliRunner().invoke(main, ["bench", "--plot", str(kept)])
     assert result.exit_code == 2 and f"{kept} exists and is no SVG picture" in result.output
+
+
+def test_moved_errors_are_known_by_all_their_fields(tmp_path: Path) -> None:
+    """A line of a user's own that has some of them may be a request."""
+    record: dict[str, Any] = {
+        "line": 1,
+        "custom_id": None,
+        "error": {},
+        "retryable": False,
+        "request": {},
+    }
+    for left_out in (None, *record):
+        path = tmp_path / f"{left_out}.jsonl"
+        path.write_text(json.dumps({name: record[name] for name in record if name != left_out}))
+        assert holds_answers(path) is (left_out is None), left_out

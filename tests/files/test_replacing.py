@@ -6,6 +6,7 @@ import errno
 import fcntl
 import io
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,16 @@ def test_two_writers_of_one_file_are_both_whole(tmp_path: Path) -> None:
         first.write(b"end")
     assert path.read_bytes() == b"first " * 1000 + b"end"
     assert os.listdir(tmp_path) == ["a.html"], "no draft is left"
+
+
+def test_the_umask_says_who_may_read_a_file_and_nobody_may_run_it(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        with replacing(tmp_path / "a.html") as file:
+            file.write(b"new")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a.html").stat().st_mode) == 0o664
 
 
 def test_the_draft_of_a_killed_writer_is_written_anew(tmp_path: Path) -> None:

@@ -145,6 +145,17 @@ def test_it_is_written_once_a_second_and_at_each_change(
     assert [found and found.completed for found in seen] == [0, 0, 0, 3, 3, 3, 6]
 
 
+def test_rows_of_earlier_runs_are_counted_before_the_input_is_read(tmp_path: Path) -> None:
+    earlier = Counts()
+    earlier.add(is_error=False, tokens=(3, 1, 2))
+    counts = Counts()
+    counts.start_from(earlier)
+    StatusFile(tmp_path / "a.jsonl", tmp_path / "b.jsonl", "m", {}, counts).move("validating")
+    found = read(status_path(tmp_path / "b.jsonl")).request_counts
+    assert found is not None
+    assert (found.total, found.completed, found.failed) == (0, 1, 0)
+
+
 def test_a_file_of_unknown_length_counts_what_was_read(
     engine: fminfer.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 import fminfer
-from tests.server.batch_calls import create, get, long_lines, wait_for_end, wait_until
+from tests.server.batch_calls import Clock, create, get, long_lines, wait_for_end, wait_until
 from tests.server.running import Running, running, until
 
 LIVE = {"prompt": [40, 41, 42], "max_tokens": 3, "ignore_eos": True}
+NUM_WAITING = 40  # lines of a batch that are read
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,19 @@ def test_the_queue_counts_live_requests_alone(server: Running) -> None:
     assert server.post("/v1/completions", LIVE).status == 429
     for connection in connections:
         connection.close()
+
+
+def test_a_batch_that_gets_no_row_expires(server: Running, clock: Clock) -> None:
+    """Nothing comes of the engine that could wake it."""
+    lanes = server.engine.runs.lanes
+    lanes.is_closed = True
+    batch = create(server, long_lines(NUM_WAITING, 1), window="1h")
+    until(lambda: [lane.num_waiting for lane in lanes.all] == [NUM_WAITING], "its lines wait")
+    time.sleep(0.05)  # until it waits as well
+    clock.ahead_s = 3600
+    batch = wait_for_end(server, batch)
+    assert batch["status"] == "expired" and batch["request_counts"]["failed"] == NUM_WAITING
+    lanes.is_closed = False
 
 
 def test_a_short_batch_does_not_wait_for_a_long_one(server: Running) -> None:

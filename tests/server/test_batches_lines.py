@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +40,17 @@ def engine() -> Iterator[fminfer.Engine]:
 def server(engine: fminfer.Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     state = tmp_path_factory.mktemp("lines") / "state"
     with running(engine, state=state, max_upload_bytes=100_000) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def small_server(
+    engine: fminfer.Engine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
+    """A server whose files have few lines."""
+    with running(
+        engine, state=tmp_path_factory.mktemp("small") / "state", max_batch_lines=8
+    ) as server:
         yield server
 
 
@@ -326,16 +336,13 @@ def test_without_a_state_folder(engine: fminfer.Engine) -> None:
 
 
 @pytest.mark.parametrize("lines", [[b""] * 10, [b"1"] * 9, [b"1"] * 8 + [b"1\n1"]])
-def test_a_file_has_so_many_lines(
-    engine: fminfer.Engine, tmp_path: Path, lines: list[bytes]
-) -> None:
+def test_a_file_has_so_many_lines(small_server: Running, lines: list[bytes]) -> None:
     """60,000 lines of two bytes became 25 MB on the disk."""
-    with running(engine, state=tmp_path / "state", max_batch_lines=8) as server:
-        assert try_upload(server, b"\n".join(lines[:8])).status == 200
-        answer = try_upload(server, b"\n".join(lines))
-        assert answer.status == 413 and answer.error["code"] == "file_too_large"
-        assert "8 lines" in answer.error["message"]
-        assert "--max-batch-lines" in answer.error["message"]
+    assert try_upload(small_server, b"\n".join(lines[:8])).status == 200
+    answer = try_upload(small_server, b"\n".join(lines))
+    assert answer.status == 413 and answer.error["code"] == "file_too_large"
+    assert "8 lines" in answer.error["message"]
+    assert "--max-batch-lines" in answer.error["message"]
 
 
 @pytest.mark.parametrize(
@@ -343,19 +350,22 @@ def test_a_file_has_so_many_lines(
     [lambda num: gzip.compress(b"1\n" * num), lambda num: b"[" + b"1," * (num - 1) + b"1]"],
     ids=["gzip", "array"],
 )
+@pytest.mark.parametrize("num_lines", [8, 3000])
 def test_a_packed_file_has_so_many_lines(
-    engine: fminfer.Engine, tmp_path: Path, pack: Callable[[int], bytes]
+    small_server: Running, pack: Callable[[int], bytes], num_lines: int
 ) -> None:
     """132 bytes of gzip became 49,000 lines, and 7 MB on the disk; a megabyte, any number."""
-    with running(engine, state=tmp_path / "state", max_batch_lines=8) as server:
-        for num_lines, status in ((8, "completed"), (3000, "failed")):
-            wish = {"endpoint": COMPLETIONS, "completion_window": "24h"}
-            wish["input_file_id"] = try_upload(server, pack(num_lines)).json["id"]
-            batch = wait_for_end(server, server.post("/v1/batches", wish).json)
-            assert batch["status"] == status
+    server = small_server
+    sent = try_upload(server, pack(num_lines))
+    answer = server.post("/v1/batches", WISH | {"input_file_id": sent.json["id"]})
+    batch = wait_for_end(server, answer.json)
+    if num_lines == 8:
+        assert batch["status"] == "completed" and batch["request_counts"]["total"] == 8
+    else:
+        assert batch["status"] == "failed"
         [error] = batch["errors"]["data"]
         assert error["code"] == "file_too_large" and "--max-batch-lines" in error["message"]
-        assert not [*(tmp_path / "state").rglob("*.journal*")]
+    assert not [*server.batches.uploads.parent.rglob("*.journal*")]
 
 
 @pytest.mark.parametrize("line", [b"1", b"{}", b"[]"])

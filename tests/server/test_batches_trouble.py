@@ -240,6 +240,18 @@ def test_a_fault_of_ours_pauses_one_batch(
     assert "ZeroDivisionError" in capfd.readouterr().err
 
 
+def test_a_file_that_cannot_be_removed_at_the_start_keeps_no_batch_waiting(
+    engine: fminfer.Engine, tmp_path: Path
+) -> None:
+    with running(engine, state=tmp_path) as server:
+        batch = wait_for_end(server, create(server, [batch_line("a")]))
+    (output,) = tmp_path.glob("batches/*/output.jsonl")
+    journal.journal_path(output).mkdir()
+    with running(engine, state=tmp_path) as server:
+        assert wait_for_end(server, create(server, [batch_line("b")]))["status"] == "completed"
+        assert [*texts_of(server, batch)] == ["a"]
+
+
 def test_an_input_that_is_gone_pauses_its_batch(engine: fminfer.Engine, tmp_path: Path) -> None:
     state = tmp_path / "state"
     with running(engine, state=state) as server:
