@@ -145,7 +145,8 @@ def _reports(columns: TokenLogprobs) -> Iterator[TokenReport]:
     tops = np.empty(columns.top_ids.shape, ALTERNATIVE)
     tops["id"] = columns.top_ids
     tops["logprob"] = columns.top_logprobs
-    return map(TokenReport, ids, logprobs, tops)
+    # A copy each: a row that goes on for long would keep those of all others.
+    return map(TokenReport, ids, logprobs, (top.copy() for top in tops))
 
 
 def _nan_error(where: str, what: str = "logits") -> RequestError:
