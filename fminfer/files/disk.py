@@ -121,8 +121,9 @@ def drafting(usual: Path, mode: int = 0o666) -> Iterator[tuple[Path, BinaryIO]]:
             with open(os.dup(fd), "wb") as file:
                 locked.truncate(0)
                 yield name, file
-            if name == usual and spares[0].exists():  # a killed process may have left it
-                with contextlib.suppress(InUseError, OSError), drafting(spares[0]):
+            # Processes that were killed, or could not lock one, may have left them.
+            for spare in filter(Path.exists, spares if name == usual else ()):
+                with contextlib.suppress(InUseError, OSError), drafting(spare):
                     pass
         finally:
             with contextlib.suppress(OSError):

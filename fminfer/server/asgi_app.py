@@ -17,7 +17,7 @@ from fastapi.responses import PlainTextResponse, RedirectResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from fminfer.core.errors import OutputError, RequestError
+from fminfer.core.errors import InUseError, OutputError, RequestError
 from fminfer.core.version import __version__
 from fminfer.server.access import AccessCheck
 from fminfer.server.batch_routes import batch_routes, file_routes
@@ -174,11 +174,14 @@ def _add_errors(app: FastAPI, service: Service) -> None:
     """Give all errors OpenAI's shape."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        if isinstance(error, OutputError):  # of the state folder; the log has the path
+        if isinstance(error, OutputError | InUseError):  # of the state folder; the log has the path
             service.log.tell("error", f"A client was refused: {error}")
         return respond(_as_http_error(request, error))
 
-    for kind in (HttpError, RequestError, OutputError, HTTPException, RequestValidationError):
+    for kind in (
+        *(HttpError, RequestError, OutputError, InUseError),
+        *(HTTPException, RequestValidationError),
+    ):
         app.add_exception_handler(kind, answer)
 
 
@@ -187,7 +190,7 @@ def _as_http_error(request: Request, error: Exception) -> HttpError:
         return error
     if isinstance(error, RequestError):
         return as_http(error)
-    if isinstance(error, OutputError):
+    if isinstance(error, OutputError | InUseError):
         return HttpError(507, _NO_ROOM, code="disk_full")
     if isinstance(error, HTTPException):
         return HttpError(

@@ -115,6 +115,16 @@ def test_a_report_says_which_row_cannot_be_read_again(tmp_path: Path) -> None:
         scan.read(Place(0, 1, 0, 10))
 
 
+def test_a_report_without_what_its_status_tells_is_none(tmp_path: Path) -> None:
+    """The page lacked runs, speed and settings, and nothing said so."""
+    output = tmp_path / "out.jsonl"
+    output.write_text('{"request":{"prompt":"x"},"result":{"choices":[]}}\n')
+    (tmp_path / "out.status.json").write_text('{"object": "batch", "status"')
+    done = CliRunner().invoke(main, ["report", str(output)])
+    assert done.exit_code == 2 and "out.status.json cannot be read, or is damaged" in done.stderr
+    assert not output.with_name("out.report.html").exists()
+
+
 def test_a_report_is_on_the_disk_when_it_has_its_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -104,6 +104,21 @@ def test_a_file_is_replaced_whole_or_stays(
     assert os.listdir(tmp_path) == ["a"] and path.read_bytes() == b"old"
 
 
+def test_drafts_that_could_not_be_locked_go_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each spare draft of a command that failed stayed, but for the first."""
+    path = tmp_path / "a"
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "_is_only_writer", lambda *_: False)
+        with pytest.raises(InUseError, match="written by other processes"), disk.replacing(path):
+            pass
+    assert len(os.listdir(tmp_path)) == 9
+    with disk.replacing(path) as file:
+        file.write(b"x")
+    assert os.listdir(tmp_path) == ["a"]
+
+
 def test_a_disk_that_takes_a_part_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

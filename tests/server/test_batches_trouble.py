@@ -13,7 +13,7 @@ import pytest
 
 import fminfer
 from fminfer.core.errors import PipelineError, StoppedError
-from fminfer.files import journal
+from fminfer.files import disk, journal
 from fminfer.server import request_bodies
 from fminfer.server.batches import batch_run, batch_work, state_folder
 from tests.server.batch_calls import (
@@ -183,6 +183,20 @@ def test_a_full_disk_at_an_upload(server: Running, monkeypatch: pytest.MonkeyPat
     assert not [*folder.glob("uploads/*"), *folder.glob("files/*")]
     assert server.get("/v1/files").json["data"] == []
     assert try_upload(server, batch_line("a")).status == 200
+    monkeypatch.setattr(disk, "_is_only_writer", lambda *_: False)
+    assert try_upload(server, batch_line("a")).status == 507, "it was a fault of fminfer"
+
+
+def test_a_status_that_cannot_be_read_back_pauses_a_batch(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log told of a fault of fminfer, with a traceback."""
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_run, "find_completed", lambda output: None)
+        batch = create(server, [batch_line("a")])
+        (error,) = wait_until(server, batch, has_trouble)["errors"]["data"]
+    assert error["code"] == "machine_failed" and "/" not in error["message"]
+    assert wait_for_end(server, batch)["status"] == "completed"
 
 
 def test_a_full_disk_at_creation(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

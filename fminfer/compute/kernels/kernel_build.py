@@ -104,8 +104,7 @@ class KernelBuild:
 
     def _finish(self, process: subprocess.Popen[bytes]) -> None:
         try:
-            left_s = self._started_s + BUILD_S - time.monotonic()
-            process.wait(timeout=max(0.0, left_s))
+            process.wait(timeout=max(0.0, self._started_s + BUILD_S - time.monotonic()))
             if process.returncode == 0:
                 self._path = _keep(self._part, self._folder, self._key)
             else:

@@ -18,7 +18,7 @@ from fminfer.files.line_reader import ENDINGS
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.output_paths import answers_path
 from fminfer.files.run_facts import TimeLine, read_time_line, runs_in
-from fminfer.files.status_file import STATUS, read_status, status_path
+from fminfer.files.status_file import STATUS, read_sound_status, read_status, status_path
 from fminfer.job.report.answer_fields import as_dict
 
 
@@ -60,8 +60,8 @@ def find_outputs(paths: Sequence[Path]) -> list[ToldOutput]:
 
 
 def open_output(path: Path) -> ToldOutput:
-    """Return an output with what its status file tells."""
-    return ToldOutput(path, read_status(path), is_unfinished=journal_path(path).exists())
+    """Return an output with what its status file tells; refuse one that cannot be read."""
+    return ToldOutput(path, read_sound_status(path), is_unfinished=journal_path(path).exists())
 
 
 def is_there(output: Path) -> bool:

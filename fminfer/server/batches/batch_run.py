@@ -14,7 +14,14 @@ from typing import Literal
 from fminfer.answers.carrying_over import RunTerms
 from fminfer.contract.envelope import find_custom_id
 from fminfer.contract.record import Record
-from fminfer.core.errors import FminferError, RequestError, StoppedError, UsageError, printable
+from fminfer.core.errors import (
+    FminferError,
+    MachineError,
+    RequestError,
+    StoppedError,
+    UsageError,
+    printable,
+)
 from fminfer.core.quantities import counted
 from fminfer.files.claims import drop_claims
 from fminfer.files.completed import CompletedOutput, find_completed
@@ -150,7 +157,11 @@ class BatchRun:
             self._end(ending)
             return
         completed = find_completed(self._output)
-        assert completed is not None, "every line has its record"
+        if completed is None:
+            raise MachineError(
+                f"the status of {self._output} was just written, and cannot be read. See that the "
+                "disk of --state is there and sound"
+            )
         self._complete(completed)
 
     def _answer(self, file: JournaledInput) -> Ending | Literal["failed"] | None:
