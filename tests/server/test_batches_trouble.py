@@ -205,6 +205,9 @@ def test_a_full_disk_at_creation(server: Running, monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patch:
         patch.setattr("fminfer.server.batches.stored_batches.write_durably", FullDisk(None, 0))
         assert server.post("/v1/batches", wish).status == 507
+    with monkeypatch.context() as patch:  # a disk whose locks fail
+        patch.setattr(disk, "_is_only_writer", lambda *_: False)
+        assert server.post("/v1/batches", wish).status == 507
     assert server.get("/v1/batches").json["data"] == []
     assert not [*server.batches.uploads.parent.glob("batches/*")]
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fminfer.core.errors import UsageError
+from fminfer.core.errors import InUseError, UsageError
 from fminfer.files.disk import sync_folder
 from fminfer.files.journal_rows import Counts, Fingerprint
 from fminfer.server.batches.state_folder import (
@@ -159,7 +159,7 @@ class BatchStore:
             if (path / RECORD).exists():
                 batch = _read(path / RECORD)
                 self._batches[batch.id] = batch
-            elif others := set(os.listdir(path)) - {NEW_RECORD}:
+            elif others := {each for each in os.listdir(path) if not each.startswith(NEW_RECORD)}:
                 raise UsageError(
                     f"{path} has {min(others)}, but no {RECORD}, so the state of its batch is not "
                     "known; put the file back, or move the folder away"
@@ -208,7 +208,7 @@ class BatchStore:
             try:
                 self._write(batch)
                 sync_folder(folder.parent)
-            except OSError:
+            except (OSError, InUseError):
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
             self._batches[batch.id] = batch

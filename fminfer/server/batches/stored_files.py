@@ -206,7 +206,7 @@ class FileStore:
     def _check_records(self) -> None:
         """See that all bytes have their record: none of ours are ever without."""
         for path in self._folder.files.iterdir():
-            if path.name.endswith(".json.new"):
+            if ".json.new" in path.name:
                 path.unlink()  # a record that was being written
             elif (
                 path.suffix == ".jsonl" and ID.fullmatch(path.stem) and path.stem not in self._files
