@@ -41,8 +41,7 @@ def describe_params(params: SamplingParams) -> str:
 
 def meaning_beside(prompts: Sequence[str | list[int]], described_params: str) -> bytes:
     """Return `meaning_of` a request whose params are described already."""
-    text = f"({list(prompts)!r}, {described_params})"
-    return _digest(text.encode("utf-8", "surrogatepass"))
+    return _digest(f"({list(prompts)!r}, {described_params})".encode("utf-8", "surrogatepass"))
 
 
 def draw_key(

@@ -53,8 +53,7 @@ class PretendPipeline:
         counts = StepWork.of(step).counts
         if counts[PROMPTS].any():
             for part in (self.rest, counts):  # steps since the last prompt, and this one
-                kind = int(num_tokens_of(part) / max(1, part[0])).bit_length()
-                self.kinds[kind] += part
+                self.kinds[int(num_tokens_of(part) / max(1, part[0])).bit_length()] += part
             self.rest = no_counts()
         else:
             self.rest += counts

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fminfer.core.errors import UsageError
@@ -54,18 +55,24 @@ RECORDS = OwnForm("file of a run's answers or errors", holds_answers)
 def require_own(path: Path, form: OwnForm, label: str) -> None:
     """Refuse to replace what is there and has another form, by a UsageError.
 
-    A new name, an empty file and a folder pass: a folder is never replaced.
+    A new name, a blank file and a folder pass: a folder is never replaced.
     """
     if path.is_dir() or not path.exists():
         return
     is_own = False  # a pipe, a device, or a file that cannot be read
     with suppress(OSError):
-        is_own = path.is_file() and (not path.stat().st_size or form.matches(path))
+        is_own = path.is_file() and (form.matches(path) or _is_blank(path))
     if not is_own:
         raise UsageError(
             f"{label} {path} exists and is no {form.name}, and fminfer replaces nothing else; "
             "give another name, or move the file away"
         )
+
+
+def _is_blank(path: Path) -> bool:
+    """Tell whether a file is empty, or holds zeros alone, as a power cut may leave one of ours."""
+    with path.open("rb") as file:
+        return not any(piece.strip(b"\0") for piece in iter(partial(file.read, 1 << 20), b""))
 
 
 def is_device(path: Path) -> bool:

@@ -129,7 +129,11 @@ def deliver_steps_that_were_dropped(patch: Patch) -> None:
     patch.setattr(QueuedPipeline, "drop", lambda pipeline: setattr(pipeline, "num_in_flight", 0))
 
 
-SELDOM = (score_with_too_few_alternatives, deliver_steps_that_were_dropped)  # after 100 seeds
+SELDOM = (  # after 100 seeds
+    fill_blocks_of_former_owners,
+    score_with_too_few_alternatives,
+    deliver_steps_that_were_dropped,
+)
 FAULTS: list[Callable[[Patch], None]] = [
     share_one_token_too_many,
     copy_no_unfilled_block,

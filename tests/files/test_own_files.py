@@ -41,6 +41,18 @@ def test_a_file_that_no_run_wrote_is_not_replaced(source: Path, flag: str, text:
     assert kept.read_text() == text and not source.with_name("output_r.jsonl").exists()
 
 
+@pytest.mark.parametrize("flag", ["--stats", "--trace", "--report"])
+def test_what_a_power_cut_left_blank_is_replaced(source: Path, flag: str) -> None:
+    """Zeros in the place of its own file stopped the repeat of a command."""
+    path = source.with_name("it")
+    path.write_bytes(bytes(2 << 20))
+    status, told = run(source, flag, path)
+    assert status == 3, told
+    assert path.read_bytes().strip(b"\0")
+    path.write_bytes(bytes(2 << 20) + b"x")  # such as a disk's image
+    assert run(source, "--restart", flag, path)[0] == 2 and path.read_bytes()[-1:] == b"x"
+
+
 def test_an_output_that_came_while_a_run_answered_is_kept(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,8 +35,7 @@ class EqualRequests:
     def is_full(self) -> bool:
         """Return whether so many wait that no more should be read."""
         most = MAX_FOLLOWERS if len(self._num_followers) < 2 else MAX_FOLLOWERS_OF_FILES
-        is_long = self._follower_bytes >= MAX_FOLLOWER_BYTES
-        return is_long or self._num_followers.total() >= most
+        return self._follower_bytes >= MAX_FOLLOWER_BYTES or self._num_followers.total() >= most
 
     def find(self, asked: LineRequest) -> Finished | None:
         """Return what a request gets from an equal one that is finished; None: there is none."""
