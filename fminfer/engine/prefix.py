@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.sequence import ReportSlice, TokenReport
 
-MAX_SCORES = 2_000_000  # logprobs kept with prefixes, 12 bytes each
+MAX_SCORES = 2_000_000  # logprobs kept with prefixes, 20 to 130 bytes each
 MAX_COUNTED_TOKENS = 500_000  # distinct prefixes over which the optimum is counted; about 40 MB
 
 

@@ -122,7 +122,7 @@ def drafting(usual: Path, mode: int = 0o666) -> Iterator[tuple[Path, BinaryIO]]:
                 locked.truncate(0)
                 yield name, file
             # Processes that were killed, or could not lock one, may have left them.
-            for spare in filter(Path.exists, spares if name == usual else ()):
+            for spare in filter(os.path.exists, spares if name == usual else ()):
                 with contextlib.suppress(InUseError, OSError), drafting(spare):
                     pass
         finally:

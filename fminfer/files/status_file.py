@@ -49,7 +49,7 @@ def read_sound_status(output: Path) -> dict[str, Any] | None:
     if status is None and os.path.lexists(status_path(output)):
         raise UsageError(
             f"{status_path(output)} cannot be read, or is damaged, and it tells whether "
-            f"{output} is complete. See that it can be read; or answer that part again (--restart)"
+            f"{output} is complete. See that it can be read; or answer its input again (--restart)"
         )
     return status
 

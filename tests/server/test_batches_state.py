@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import fminfer
-from fminfer.core.errors import UsageError
+from fminfer.core.errors import InUseError, UsageError
+from fminfer.files import disk
 from fminfer.files.claims import Claims
 from fminfer.server.batches import batch_work
 from fminfer.server.batches.state_folder import StateFolder
@@ -74,6 +75,21 @@ def test_answers_whose_batch_has_no_record_stay(engine: fminfer.Engine, tmp_path
         path.unlink()
     ServerState(tmp_path, {}).close()
     assert not record.parent.exists()
+
+
+def test_a_start_whose_locks_fail_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafts of the salt that it left were no folder of a server's for the next start."""
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "_is_only_writer", lambda *_: False)
+        with pytest.raises(InUseError, match=r"salt\.new is being written by other"):
+            ServerState(tmp_path, {})
+    ServerState(tmp_path, {}).close()
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "_is_only_writer", lambda *_: False)
+        ServerState(tmp_path, {}).close()
+    assert not [*tmp_path.glob("salt.new*")]
 
 
 def test_bytes_without_a_record_stay(engine: fminfer.Engine, tmp_path: Path) -> None:

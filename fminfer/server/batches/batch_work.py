@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 
-from fminfer.core.errors import OutputError
+from fminfer.core.errors import InUseError, OutputError
 from fminfer.server.batches.batch_ends import MODEL_CHANGED, drop_journal
 from fminfer.server.batches.batch_run import BatchContext, BatchRun
 from fminfer.server.batches.stored_batches import Progress, StoredBatch
@@ -87,7 +87,10 @@ class BatchWork:
     def _drop_expired(self) -> None:
         files = self._files
         for stored in files.expired_ones:
-            with files.lock, suppress(OutputError):  # they are hidden, and removed later
+            with (
+                files.lock,
+                suppress(OutputError, InUseError),
+            ):  # they are hidden, and removed later
                 if self._batches.find_user(stored.id) is None:
                     files.remove(stored)
 

@@ -78,7 +78,8 @@ class StateFolder:
         if not self.path.exists():
             self.path.mkdir(mode=PRIVATE_FOLDER, parents=True)
             return
-        others = set(os.listdir(self.path)) - {LOCK, NEW_SALT}  # of a server that died at once
+        names = set(os.listdir(self.path)) - {LOCK}
+        others = {each for each in names if not each.startswith(NEW_SALT)}  # of one that died
         if others and SALT not in others:
             raise UsageError(
                 f"--state {self.path} holds other things, such as {min(others)}; give a new or "

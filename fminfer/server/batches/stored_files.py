@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fminfer.core.errors import UsageError
+from fminfer.core.errors import InUseError, UsageError
 from fminfer.files.disk import sync_folder
 from fminfer.files.ordered_output import errors_path
 from fminfer.server.batches.state_folder import (
@@ -179,7 +179,9 @@ class FileStore:
 
     def _write_gone(self) -> None:
         self._gone = dict([*self._gone.items()][-MOST_GONE:])
-        with suppress(OSError):  # of a full disk, on which files must be deleted all the same
+        with suppress(
+            OSError, InUseError
+        ):  # of a full disk, on which files must be deleted all the same
             write_durably(self._folder.path / GONE, b"".join(map(_to_line, self._gone.values())))
 
     def _read_gone(self) -> None:
