@@ -27,6 +27,7 @@ from fminfer.text.pairs import as_prompt, cut_encoding, lower_texts
 from fminfer.text.tokenizer import PANICS, Tokenizer
 
 Text = str | tuple[str, str]  # or a pair of texts
+MOST_PAIRED_CHARS = 1 << 26  # of one text before each of many others
 Encodings = dict[tuple[bool, Text], Any]  # with special tokens or not: a `tokenizers.Encoding`
 
 
@@ -157,6 +158,14 @@ class VectorIntake:
                 except RequestError as error:
                     raise _name_text(error, request, number) from None
         if seconds and wish.facts.is_scored:
+            if len(firsts) == 1 and len(firsts[0]) * len(seconds) > MOST_PAIRED_CHARS:
+                raise RequestError(
+                    "out_of_range",
+                    f"{wish.names[0]} has {len(firsts[0]):,} characters, which stand before each "
+                    f"of {len(seconds):,} texts; at most {MOST_PAIRED_CHARS:,} are allowed in "
+                    "all. Send fewer texts in a request",
+                    wish.names[0],
+                )
             firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
             pairs = zip(firsts, seconds, strict=True)
             return [(f"{wish.prefix}{first}", second) for first, second in pairs]

@@ -149,8 +149,7 @@ def _files_of(folder: Path) -> Iterator[tuple[Path | None, Path, str | None]]:
     statuses = [folder / name for name in os.listdir(folder) if name.endswith(STATUS)]
     others = {output for output in map(output_of, statuses) if _is_of_run(output)}
     contents = sort_folder(folder)
-    inputs = [path for path in contents.requests if path not in others]
-    plan = plan_each(inputs, None)
+    plan = plan_each([path for path in contents.requests if path not in others], None)
     waiting = [*zip(plan.inputs, plan.outputs, strict=True)]
     troubles = plan.refused | contents.lost
     pairs = {answers_path(source): source for source in reversed(troubles)}  # once an output

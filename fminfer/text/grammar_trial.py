@@ -51,8 +51,7 @@ def build_trial() -> Work:
     from llguidance import LLTokenizer
     from llguidance._tokenizer import TokenizerWrapper
 
-    tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()), n_vocab=EOS + 1)
-    return partial(read_constraint, tokenizer)
+    return partial(read_constraint, LLTokenizer(TokenizerWrapper(_Bytes()), n_vocab=EOS + 1))
 
 
 def read_constraint(tokenizer: Any, fields: list[Any]) -> list[Any]:

@@ -309,3 +309,10 @@ def test_work_is_linear(name: str) -> None:
         return
     short, long = (best_time(row, size, 2) for size in (SIZE // 4, SIZE))
     assert long < MOST_RATIO * short + FLOOR_S, f"{short:.3f} s, four times as long {long:.3f} s"
+
+
+def test_one_text_before_many_others_has_a_bound() -> None:
+    """2,000 pairs with a query of 512 KB took all memory before the first was too long."""
+    fields = {"query": "a" * 70_000, "documents": ["b"] * 1000}
+    with pytest.raises(RequestError, match="which stand before each of 1,000 texts"):
+        intake("scores").prepare(intake("scores").parse(fields))

@@ -350,8 +350,7 @@ def score(
 ) -> TokenLogprobs:
     """Return the logprob of each row's given id, (rows,) int64, and the best alternatives."""
     tokens = tokens or TokenSpan(logits.shape[-1])
-    ranking = tokens.rank(logits, num_top)
-    return _report(logits, ids, num_top, ranking, tokens)
+    return _report(logits, ids, num_top, tokens.rank(logits, num_top), tokens)
 
 
 def _report(
