@@ -179,8 +179,12 @@ def _add_errors(app: FastAPI, service: Service) -> None:
         return respond(_as_http_error(request, error))
 
     for kind in (
-        *(HttpError, RequestError, OutputError, InUseError),
-        *(HTTPException, RequestValidationError),
+        HttpError,
+        RequestError,
+        OutputError,
+        InUseError,
+        HTTPException,
+        RequestValidationError,
     ):
         app.add_exception_handler(kind, answer)
 

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from heapq import nsmallest
 from typing import Any
 
 import pytest
@@ -227,6 +228,26 @@ def test_the_oldest_silent_connection_makes_room(
             silent[1].recv(1)
         first.sendall(b"}       ")
         assert first.recv(15).startswith(b"HTTP/1.1 400")
+
+
+def test_many_connections_at_once_are_seldom_searched(
+    engine: fminfer.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each one over the limit searched all: 6,000 at once held others up for 5 s."""
+    searched: list[int] = []
+
+    def search(number: int, found: list[Any], **how: Any) -> list[Any]:
+        searched.append(len(found))
+        return nsmallest(number, found, **how)
+
+    monkeypatch.setattr("fminfer.server.connections.MOST_CONNECTIONS", 192)
+    monkeypatch.setattr("fminfer.server.connections.nsmallest", search)
+    with running(engine) as server:
+        server.thread.loop.call_soon_threadsafe(time.sleep, 0.3)
+        opened = [server.send_raw(b"") for _ in range(256)]
+        until(lambda: opened[0].recv(1) == b"", "the oldest is closed")
+        assert server.get("/health").status == 200
+    assert 0 < len(searched) < 32, "each search closes four"
 
 
 def test_as_many_files_as_the_system_allows() -> None:
